@@ -1,0 +1,73 @@
+"""Time on a device, read without stopping it.
+
+A mark on a CPU is the time now. A mark on CUDA is an event in the current stream: it costs microseconds to set, and
+its time is asked for later, when the device has passed it anyway. So a step can be taken apart into phases without a
+single synchronisation.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A moment on a device's own time line."""
+
+    def is_past(self) -> bool:
+        """Says whether the device has come by this moment."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Returns the time between two marks of one clock; waits for the device if it is not past them."""
+
+
+class HostMark:
+    """A moment of the host, which is past as soon as it is taken."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def is_past(self) -> bool:
+        """Says that it is."""
+        return True
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Returns the host time in between."""
+        assert isinstance(earlier, HostMark)
+        return self.at - earlier.at
+
+
+class CudaMark:
+    """An event in the current stream of a CUDA device."""
+
+    __slots__ = ("event",)
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def is_past(self) -> bool:
+        """Asks the event; does not wait."""
+        return bool(self.event.query())
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Returns the device time in between; waits for the later event."""
+        assert isinstance(earlier, CudaMark)
+        self.event.synchronize()
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class DeviceClock:
+    """Takes marks on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._is_cuda = device.type == "cuda"
+
+    def mark(self) -> Mark:
+        """Takes a mark now, in the order of the work issued so far."""
+        return CudaMark() if self._is_cuda else HostMark(time.perf_counter())

@@ -1,0 +1,108 @@
+"""The seam: what an engine may ask of other ranks.
+
+Every data verb is asynchronous and returns a ``Work``. The work owns its tensors until ``wait()``: the caller neither
+reads nor writes them in between. One calling convention is one thing to simulate, trace, compress and time.
+
+Bytes that each of N ranks sends for a tensor of B bytes, with the bandwidth-optimal algorithms:
+
+    all_reduce      2 B (N-1)/N        reduce_scatter  B (N-1)/N   (B = the whole input)
+    broadcast       B                  all_gather      B (N-1)/N   (B = the whole output)
+    all_to_all      B (N-1)/N          send            B
+
+Ranks are numbered within the group: ``comm.rank`` runs from 0 to ``comm.size - 1``, and so do ``source`` and ``to``.
+All ranks of a group issue the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+
+ReduceOp = Literal["sum", "avg", "min", "max"]
+
+
+class Work(Protocol):
+    """An operation in flight."""
+
+    def wait(self) -> None:
+        """Returns when the result may be used; on CUDA it orders streams and does not block the host."""
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """A group of ranks that talk. Engines know this protocol and no backend."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The group's members by their rank in the world, in group order."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Replaces ``tensor`` by the reduction over all ranks, the same bits on each."""
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Puts this rank's slice of the reduction of ``tensor`` into ``output``: ``numel`` is 1/size of the input's.
+
+        ``output`` may be this rank's own slice of ``tensor``.
+        """
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Fills ``output`` with every rank's ``tensor`` in rank order; all have the same shape.
+
+        ``tensor`` may be this rank's own slice of ``output``.
+        """
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """Replaces ``tensor`` by that of rank ``source``."""
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Sends the i-th piece of ``tensor`` to rank i and puts the piece from rank i at place i of ``output``.
+
+        Splits count rows of dim 0; without them the pieces are equal.
+        """
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Sends ``tensor``; matched with a receive of the same tag, in the order they were issued."""
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Receives into ``tensor``."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    def split(self, ranks: Sequence[int]) -> Communicator:
+        """Makes the subgroup of ``ranks`` (numbers within this group).
+
+        Called by the members alone, each with the same ``ranks``; a member's rank is its place in ``ranks``.
+        """
+
+
+class Done:
+    """The work of an operation that had finished when it was issued."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+DONE = Done()

@@ -1,0 +1,45 @@
+"""Small Python objects between ranks, built on the communicator's verbs. For set-up and verdicts, not for the step."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from paceline.comm.base import Communicator
+
+T = TypeVar("T")
+
+
+def gather_objects(comm: Communicator, value: T) -> list[T]:
+    """Returns every rank's ``value`` in rank order, on every rank. Two all-gathers."""
+    payload = _to_bytes(value, comm.device)
+    lengths = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
+    comm.all_gather(lengths, torch.tensor([payload.numel()], dtype=torch.int64, device=comm.device)).wait()
+    sizes = [int(size) for size in lengths.tolist()]
+    longest = max(sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=comm.device)
+    padded[: payload.numel()] = payload
+    everything = torch.empty(comm.size * longest, dtype=torch.uint8, device=comm.device)
+    comm.all_gather(everything, padded).wait()
+    rows = everything.cpu().view(comm.size, longest)
+    return [pickle.loads(rows[i, :size].numpy().tobytes()) for i, size in enumerate(sizes)]
+
+
+def broadcast_object(comm: Communicator, value: T, source: int = 0) -> T:
+    """Returns the ``value`` of rank ``source`` on every rank. Two broadcasts."""
+    payload = _to_bytes(value, comm.device) if comm.rank == source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([payload.numel()], dtype=torch.int64, device=comm.device)
+    comm.broadcast(length, source).wait()
+    if comm.rank != source:
+        payload = torch.empty(int(length.item()), dtype=torch.uint8, device=comm.device)
+    comm.broadcast(payload, source).wait()
+    result: T = pickle.loads(payload.cpu().numpy().tobytes())
+    return result
+
+
+def _to_bytes(value: object, device: torch.device) -> torch.Tensor:
+    raw = np.frombuffer(pickle.dumps(value), dtype=np.uint8).copy()
+    return torch.from_numpy(raw).to(device)

@@ -1,0 +1,91 @@
+"""A world of one: every verb is done when it is issued.
+
+It is what ``connect()`` gives without a launcher, and what a group of one member is. The engines run on it unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.comm.base import DONE, ReduceOp, Work
+from paceline.errors import UsageError
+
+
+class SoloCommunicator:
+    """The communicator of a group with one member."""
+
+    def __init__(self, device: torch.device, *, world_rank: int = 0) -> None:
+        self._device = device
+        self._ranks = (world_rank,)
+
+    @property
+    def rank(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """Always 1."""
+        return 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The one member, by its rank in the world."""
+        return self._ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self._device
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:  # noqa: ARG002
+        """Leaves ``tensor`` as it is: the sum, mean and extremes of one value are that value."""
+        return DONE
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:  # noqa: ARG002
+        """Copies the only slice."""
+        return _copy(output, tensor)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Copies the only piece."""
+        return _copy(output, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:  # noqa: ARG002
+        """Leaves ``tensor`` as it is."""
+        return DONE
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,  # noqa: ARG002
+        input_splits: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> Work:
+        """Copies the only piece."""
+        return _copy(output, tensor)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:  # noqa: ARG002
+        """Refuses: there is nobody to send to."""
+        raise UsageError(f"send to rank {to} in a world of one: there is no other rank")
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:  # noqa: ARG002
+        """Refuses: there is nobody to receive from."""
+        raise UsageError(f"recv from rank {source} in a world of one: there is no other rank")
+
+    def barrier(self) -> None:
+        """Returns at once."""
+
+    def split(self, ranks: Sequence[int]) -> SoloCommunicator:
+        """Returns this group; it has no other subgroup."""
+        if list(ranks) != [0]:
+            raise UsageError(f"split({list(ranks)}) of a world of one: the only subgroup is [0]")
+        return self
+
+
+def _copy(output: torch.Tensor, tensor: torch.Tensor) -> Work:
+    # The two may be the same memory: that is how engines gather in place.
+    if output.data_ptr() != tensor.data_ptr():
+        output.data.view(-1).copy_(tensor.detach().reshape(-1))
+    return DONE

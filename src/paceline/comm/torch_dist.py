@@ -1,0 +1,235 @@
+"""Ranks as processes: NCCL and Gloo through ``torch.distributed``.
+
+``connect()`` reads the environment that torchrun (or any launcher of its kind) sets, and is a world of one without it.
+On CUDA, ``wait()`` makes the current stream wait and leaves the host free; on Gloo it blocks the caller.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.solo import SoloCommunicator
+from paceline.errors import CommunicationError, UsageError
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def connect(
+    backend: Literal["auto", "nccl", "gloo"] = "auto",
+    *,
+    device: str | torch.device | None = None,
+    timeout_s: float = 300.0,
+) -> Communicator:
+    """Joins the ranks that a launcher started, or makes a world of one where none did.
+
+    ``auto`` takes NCCL where this rank has a GPU to itself and Gloo otherwise. Raises CommunicationError when the
+    launcher's environment is incomplete or the others cannot be reached within ``timeout_s``.
+    """
+    where = _device(device, backend)
+    if "RANK" not in os.environ and not dist.is_initialized():
+        return SoloCommunicator(where)
+    if not dist.is_initialized():
+        _initialize("nccl" if backend != "gloo" and where.type == "cuda" else "gloo", where, timeout_s)
+    group = dist.group.WORLD
+    assert group is not None
+    if dist.get_world_size() == 1:
+        return SoloCommunicator(where)
+    return TorchCommunicator(group, where, timeout_s=timeout_s)
+
+
+def disconnect() -> None:
+    """Leaves the process group, if there is one. Safe to call twice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(device: str | torch.device | None, backend: str) -> torch.device:
+    if device is not None:
+        where = torch.device(device)
+        if where.type == "cuda" and where.index is None:
+            where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    elif torch.cuda.is_available() and backend != "gloo":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        where = torch.device("cpu")
+    if where.type == "cuda":
+        if where.index is not None and where.index >= torch.cuda.device_count():
+            raise CommunicationError(
+                f"local rank {where.index} has no GPU: this machine has {torch.cuda.device_count()}\n"
+                "  every rank of a node needs a GPU of its own\n  start fewer ranks, or ask for device='cpu'"
+            )
+        torch.cuda.set_device(where)
+    if backend == "nccl" and where.type != "cuda":
+        raise CommunicationError("backend 'nccl' needs a CUDA device on every rank\n  use backend 'gloo' on CPUs")
+    return where
+
+
+def _initialize(backend: str, device: torch.device, timeout_s: float) -> None:
+    missing = [name for name in _ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise CommunicationError(
+            f"the launcher set RANK but not {', '.join(missing)}\n"
+            f"  ranks find one another through {', '.join(_ENVIRONMENT)}\n  start with paceline train or torchrun"
+        )
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    try:
+        dist.init_process_group(
+            backend,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=device if backend == "nccl" else None,
+        )
+    except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
+        raise CommunicationError(_explain_start(error, rank, world, address)) from error
+    atexit.register(disconnect)
+
+
+def _explain_start(error: Exception, rank: str, world: str, address: str) -> str:
+    text = str(error)
+    if "EADDRINUSE" in text or "already in use" in text.lower():
+        return f"rank {rank} cannot listen on {address}: the port is in use\n  choose another MASTER_PORT, or end its user"
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return f"rank {rank} of {world} waited in vain for the others at {address}\n  {text.splitlines()[0]}"
+    return f"rank {rank} of {world} cannot join at {address}\n  {text.splitlines()[0]}"
+
+
+class _TorchWork:
+    """A torch.distributed work that keeps its tensors alive and turns backend errors into ours."""
+
+    __slots__ = ("_comm", "_kind", "_tensors", "_work")
+
+    def __init__(self, work: Any, comm: TorchCommunicator, kind: str, *tensors: torch.Tensor) -> None:
+        self._work = work
+        self._comm = comm
+        self._kind = kind
+        self._tensors: tuple[torch.Tensor, ...] = tensors
+
+    def wait(self) -> None:
+        """Returns when the result may be used."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(self._comm._explain(self._kind, error)) from error
+        self._tensors = ()
+
+
+class TorchCommunicator:
+    """A ``torch.distributed`` process group behind the communicator protocol."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
+        self._group = group
+        self._device = device
+        self._timeout_s = timeout_s
+        self._rank = dist.get_rank(group)
+        self._ranks = tuple(dist.get_process_group_ranks(group))
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self._ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members by their rank in the world."""
+        return self._ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self._device
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Replaces ``tensor`` by the reduction over all ranks."""
+        return self._issue("all_reduce", dist.all_reduce, tensor.detach(), op=_OPS[op])
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Puts this rank's slice of the reduction into ``output``."""
+        return self._issue(
+            "reduce_scatter", dist.reduce_scatter_tensor, _flat(output), _flat(tensor), op=_OPS[op]
+        )
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Fills ``output`` with every rank's ``tensor`` in rank order."""
+        return self._issue("all_gather", dist.all_gather_into_tensor, _flat(output), _flat(tensor))
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """Replaces ``tensor`` by that of rank ``source``."""
+        return self._issue("broadcast", dist.broadcast, tensor.detach(), group_src=source)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Sends the i-th piece of ``tensor`` to rank i."""
+        return self._issue(
+            "all_to_all",
+            dist.all_to_all_single,
+            output.detach(),
+            tensor.detach(),
+            output_split_sizes=None if output_splits is None else list(output_splits),
+            input_split_sizes=None if input_splits is None else list(input_splits),
+        )
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Sends ``tensor``. NCCL has no tags: there, order alone matches."""
+        work = dist.isend(tensor.detach(), group=self._group, tag=tag, group_dst=to)
+        return _TorchWork(work, self, f"send to rank {self._ranks[to]}", tensor)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Receives into ``tensor``."""
+        work = dist.irecv(tensor.detach(), group=self._group, tag=tag, group_src=source)
+        return _TorchWork(work, self, f"recv from rank {self._ranks[source]}", tensor)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._issue("barrier", dist.barrier).wait()
+
+    def split(self, ranks: Sequence[int]) -> Communicator:
+        """Makes the subgroup of ``ranks``; only its members call."""
+        if self._rank not in ranks or len(set(ranks)) != len(ranks):
+            raise UsageError(f"split({list(ranks)}) on rank {self._rank}: give distinct ranks, this one among them")
+        members = [self._ranks[r] for r in ranks]
+        if len(members) == 1:
+            return SoloCommunicator(self._device, world_rank=members[0])
+        group = dist.new_group(
+            members, timeout=datetime.timedelta(seconds=self._timeout_s), use_local_synchronization=True
+        )
+        return TorchCommunicator(group, self._device, timeout_s=self._timeout_s)
+
+    def _issue(self, kind: str, verb: Any, *tensors: torch.Tensor, **arguments: Any) -> Work:
+        try:
+            work = verb(*tensors, **arguments, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise CommunicationError(self._explain(kind, error)) from error
+        return _TorchWork(work, self, kind, *tensors)
+
+    def _explain(self, kind: str, error: Exception) -> str:
+        text = str(error)
+        first = text.splitlines()[0] if text else type(error).__name__
+        head = f"rank {self._ranks[self._rank]}: {kind} in group {list(self._ranks)} failed"
+        if "closed by peer" in text or "reset by peer" in text:
+            return f"{head}: another rank is gone (its connection closed)\n  {first}"
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return f"{head}: another rank did not come within {self._timeout_s:g} s\n  {first}"
+        return f"{head}\n  {first}"
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)

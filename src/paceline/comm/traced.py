@@ -1,0 +1,177 @@
+"""A communicator that writes down what passes through it.
+
+Counting is cheap enough to be always on: operations and bytes per kind, and the time that the compute had to wait
+(exposed communication), read from marks on the device's own time line without synchronising it. With ``keep`` every
+operation is kept, with kind, bytes, group, start and end as the host saw them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.clock import DeviceClock, Mark
+from paceline.comm.base import Communicator, ReduceOp, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation of one rank. ``end_s`` is when this rank's wait for it returned."""
+
+    kind: str
+    num_bytes: int
+    group: tuple[int, ...]
+    start_s: float
+    end_s: float
+
+
+class Trace:
+    """What a rank's communicators did: totals always, single operations on request."""
+
+    def __init__(self, device: torch.device, *, keep: bool = False) -> None:
+        self.keep = keep
+        self.operations: list[Operation] = []
+        self.num_operations: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+        self._clock = DeviceClock(device)
+        self._waits: list[tuple[Mark, Mark]] = []
+
+    def count(self, kind: str, num_bytes: int) -> None:
+        """Counts an operation as it is issued."""
+        self.num_operations[kind] += 1
+        self.num_bytes[kind] += num_bytes
+
+    def mark(self) -> Mark:
+        """Takes a mark on the device."""
+        return self._clock.mark()
+
+    def add_wait(self, start: Mark, end: Mark) -> None:
+        """Notes that the device waited between two marks."""
+        self._waits.append((start, end))
+
+    def take_waits(self) -> list[tuple[Mark, Mark]]:
+        """Hands over the waits noted since the last call; their times are read when the device is past them."""
+        waits, self._waits = self._waits, []
+        return waits
+
+
+class _TracedWork:
+    __slots__ = ("_group", "_inner", "_kind", "_num_bytes", "_start_s", "_trace")
+
+    def __init__(self, inner: Work, trace: Trace, kind: str, num_bytes: int, group: tuple[int, ...]) -> None:
+        self._inner = inner
+        self._trace = trace
+        self._kind = kind
+        self._num_bytes = num_bytes
+        self._group = group
+        self._start_s = time.perf_counter()
+
+    def wait(self) -> None:
+        """Waits, and notes how long the compute stood still."""
+        start = self._trace.mark()
+        self._inner.wait()
+        self._trace.add_wait(start, self._trace.mark())
+        if self._trace.keep:
+            operation = Operation(
+                kind=self._kind,
+                num_bytes=self._num_bytes,
+                group=self._group,
+                start_s=self._start_s,
+                end_s=time.perf_counter(),
+            )
+            self._trace.operations.append(operation)
+
+
+class TracedCommunicator:
+    """Passes every verb on to ``inner`` and records it; subgroups share the trace."""
+
+    def __init__(self, inner: Communicator, trace: Trace) -> None:
+        self._inner = inner
+        self.trace = trace
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group."""
+        return self._inner.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._inner.size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members by their rank in the world."""
+        return self._inner.ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self._inner.device
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Records an all-reduce of the tensor's bytes."""
+        return self._record("all_reduce", tensor, self._inner.all_reduce(tensor, op))
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Records a reduce-scatter of the whole input's bytes."""
+        return self._record("reduce_scatter", tensor, self._inner.reduce_scatter(output, tensor, op))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Records an all-gather of the whole output's bytes."""
+        return self._record("all_gather", output, self._inner.all_gather(output, tensor))
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """Records a broadcast."""
+        return self._record("broadcast", tensor, self._inner.broadcast(tensor, source))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Records an all-to-all of this rank's input."""
+        work = self._inner.all_to_all(output, tensor, output_splits, input_splits)
+        return self._record("all_to_all", tensor, work)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Records a send."""
+        return self._record("send", tensor, self._inner.send(tensor, to, tag))
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Records a receive."""
+        return self._record("recv", tensor, self._inner.recv(tensor, source, tag))
+
+    def barrier(self) -> None:
+        """Records a barrier as a wait."""
+        work = _TracedWork(_Barrier(self._inner), self.trace, "barrier", 0, self.ranks)
+        self.trace.count("barrier", 0)
+        work.wait()
+
+    def split(self, ranks: Sequence[int]) -> TracedCommunicator:
+        """Makes a subgroup that writes into the same trace."""
+        return TracedCommunicator(self._inner.split(ranks), self.trace)
+
+    def _record(self, kind: str, tensor: torch.Tensor, work: Work) -> Work:
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.trace.count(kind, num_bytes)
+        return _TracedWork(work, self.trace, kind, num_bytes, self._inner.ranks)
+
+
+class _Barrier:
+    """A barrier as a work: it is passed in ``wait``."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+
+    def wait(self) -> None:
+        """Waits for every rank."""
+        self._inner.barrier()

@@ -1,0 +1,379 @@
+"""N ranks as threads of one process, on a CPU or on one CUDA device: real numerics, no network.
+
+The ranks run one at a time (see ``baton.py``). A collective is carried out by the rank that arrives last, and sums are
+taken in rank order, in float32 where the tensors are narrower: results are bit-for-bit the same on every run. Ranks
+that call different operations get an error that names them and what each called; ranks that wait for what will not
+come get a verdict, never a silent hang.
+
+    results = run_virtual(work, ranks=4)      # work(comm) on each rank; what they returned, by rank
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.comm.base import ReduceOp, Work
+from paceline.comm.baton import Baton, Wait, call_site
+from paceline.errors import CollectiveMismatchError, UsageError
+
+T = TypeVar("T")
+
+
+def run_virtual(
+    work: Callable[[VirtualCommunicator], T],
+    ranks: int,
+    *,
+    device: str | torch.device = "cpu",
+    timeout_s: float = 60.0,
+    seed: int = 0,
+) -> list[T]:
+    """Runs ``work(comm)`` on each of ``ranks`` virtual ranks and returns what they returned, by rank.
+
+    Every rank starts with the random states of a process just seeded with ``seed``; the caller's are left as they
+    were. ``timeout_s`` limits how long a rank may go without calling its communicator.
+
+    Raises RankFailedError with a failing rank's traceback, CollectiveMismatchError, or StuckRankError.
+    """
+    if ranks < 1:
+        raise UsageError(f"ranks = {ranks}: at least one virtual rank is needed")
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    baton = Baton(ranks, where, timeout_s=timeout_s, seed=seed)
+    world = _World(baton)
+    group = world.group(tuple(range(ranks)))
+    return baton.run([lambda rank=rank: work(VirtualCommunicator(group, rank)) for rank in range(ranks)])  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one rank asked for, as far as all ranks must agree on it; ``where`` is for the message alone."""
+
+    kind: str
+    detail: str
+    where: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.detail}) at {self.where}"
+
+
+@dataclass(slots=True)
+class _Arrival:
+    call: _Call
+    tensors: tuple[torch.Tensor, ...]
+    splits: tuple[list[int], list[int]] | None = None
+
+
+class _Meeting:
+    """One collective: who has arrived with what, and whether it is done."""
+
+    def __init__(self) -> None:
+        self.arrivals: dict[int, _Arrival] = {}
+        self.is_done = False
+
+
+@dataclass(slots=True)
+class _Letter:
+    """One side of a send and receive."""
+
+    call: _Call
+    tensor: torch.Tensor
+    is_done: bool = False
+
+
+class _World:
+    """Everything that virtual ranks share: the baton, and groups by their members."""
+
+    def __init__(self, baton: Baton) -> None:
+        self.baton = baton
+        self._groups: dict[tuple[int, ...], list[_Group]] = {}
+        self._asked: dict[tuple[tuple[int, ...], int], int] = {}
+
+    def group(self, ranks: tuple[int, ...]) -> _Group:
+        """Makes a group."""
+        made = _Group(self, ranks)
+        self._groups.setdefault(ranks, []).append(made)
+        return made
+
+    def join(self, ranks: tuple[int, ...], world_rank: int) -> _Group:
+        """Gives a member its n-th group of these ranks: the same object to all of them."""
+        count = self._asked.get((ranks, world_rank), 0)
+        self._asked[ranks, world_rank] = count + 1
+        made = [group for group in self._groups.get(ranks, []) if group.is_split]
+        if count < len(made):
+            return made[count]
+        group = self.group(ranks)
+        group.is_split = True
+        return group
+
+
+class _Group:
+    """A group's operations in flight, matched by the order in which each member issued them."""
+
+    def __init__(self, world: _World, ranks: tuple[int, ...]) -> None:
+        self.world = world
+        self.ranks = ranks
+        self.is_split = False
+        self._issued = [0] * len(ranks)
+        self._meetings: dict[int, _Meeting] = {}
+        self._sends: dict[tuple[int, int, int], deque[_Letter]] = {}
+        self._receives: dict[tuple[int, int, int], deque[_Letter]] = {}
+
+    def meet(self, rank: int, arrival: _Arrival, carry_out: Callable[[list[_Arrival]], None]) -> Work:
+        """Adds a rank to its next collective; the last one to arrive carries it out."""
+        baton = self.world.baton
+        baton.sign_of_life()
+        number = self._issued[rank]
+        self._issued[rank] += 1
+        meeting = self._meetings.setdefault(number, _Meeting())
+        meeting.arrivals[rank] = arrival
+        first = next(iter(meeting.arrivals.values())).call
+        if arrival.call != first:
+            baton.fail(CollectiveMismatchError(self._describe_mismatch(number, meeting)))
+        if len(meeting.arrivals) == len(self.ranks):
+            del self._meetings[number]
+            with torch.no_grad():
+                carry_out([meeting.arrivals[r] for r in range(len(self.ranks))])
+            meeting.is_done = True
+            meeting.arrivals = {rank: arrival}  # lets go of the other ranks' tensors
+        return _VirtualWork(baton, self.ranks[rank], lambda: meeting.is_done, lambda: self._describe(number, meeting))
+
+    def post(self, letter: _Letter, key: tuple[int, int, int], *, is_send: bool) -> Work:
+        """Matches a send with the oldest receive of the same two ranks and tag, or the other way round."""
+        baton = self.world.baton
+        baton.sign_of_life()
+        own, other = (self._sends, self._receives) if is_send else (self._receives, self._sends)
+        waiting = other.get(key)
+        if waiting:
+            self._deliver(letter, waiting.popleft(), is_send=is_send)
+        else:
+            own.setdefault(key, deque()).append(letter)
+        rank = self.ranks[key[0] if is_send else key[1]]
+        peer = self.ranks[key[1] if is_send else key[0]]
+        return _VirtualWork(baton, rank, lambda: letter.is_done, lambda: f"rank {peer} to match {letter.call}")
+
+    def _deliver(self, letter: _Letter, match: _Letter, *, is_send: bool) -> None:
+        sent, received = (letter, match) if is_send else (match, letter)
+        if sent.tensor.shape != received.tensor.shape or sent.tensor.dtype != received.tensor.dtype:
+            self.world.baton.fail(
+                CollectiveMismatchError(f"a send and its receive differ\n  {sent.call}\n  {received.call}")
+            )
+        received.tensor.data.copy_(sent.tensor.data)
+        sent.is_done = received.is_done = True
+
+    def _describe(self, number: int, meeting: _Meeting) -> str:
+        call = next(iter(meeting.arrivals.values())).call
+        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in meeting.arrivals]
+        return f"{_ranks(missing)} in operation {number} of group {list(self.ranks)}: {call}"
+
+    def _describe_mismatch(self, number: int, meeting: _Meeting) -> str:
+        by_call: dict[_Call, list[int]] = {}
+        for rank, arrival in sorted(meeting.arrivals.items()):
+            by_call.setdefault(arrival.call, []).append(self.ranks[rank])
+        lines = [f"  {_ranks(ranks)} called {call}" for call, ranks in by_call.items()]
+        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in meeting.arrivals]
+        if missing:
+            lines.append(f"  {_ranks(missing)} had not arrived")
+        head = f"ranks of group {list(self.ranks)} called different operations (operation {number} of the group)"
+        rule = "  every rank of a group issues the same operations in the same order, with the same shapes and dtypes"
+        return "\n".join([head, *lines, rule])
+
+
+class _VirtualWork:
+    """An operation of a virtual rank; waiting for it passes the baton on."""
+
+    __slots__ = ("_baton", "_rank", "_wait")
+
+    def __init__(self, baton: Baton, rank: int, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
+        self._baton = baton
+        self._rank = rank
+        self._wait = Wait(is_done, describe)
+
+    def wait(self) -> None:
+        """Lets the other ranks run until the operation is done."""
+        self._baton.wait(self._rank, self._wait)
+
+
+class VirtualCommunicator:
+    """One virtual rank's handle on a group."""
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self._group.ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members by their rank in the world."""
+        return self._group.ranks
+
+    @property
+    def device(self) -> torch.device:
+        """The device that all virtual ranks share."""
+        return self._group.world.baton.device
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
+
+        def carry_out(arrivals: list[_Arrival]) -> None:
+            result = _reduce([a.tensors[0] for a in arrivals], op)
+            for arrival in arrivals:
+                arrival.tensors[0].data.copy_(result)
+
+        return self._meet("all_reduce", op, carry_out, tensor)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Puts this rank's slice of the reduction into ``output``."""
+        self._check_ratio("reduce_scatter", whole=tensor, piece=output)
+
+        def carry_out(arrivals: list[_Arrival]) -> None:
+            result = _reduce([a.tensors[1] for a in arrivals], op).view(len(arrivals), -1)
+            for piece, arrival in zip(result, arrivals, strict=True):
+                arrival.tensors[0].data.view(-1).copy_(piece)
+
+        return self._meet("reduce_scatter", op, carry_out, output, tensor)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Fills ``output`` with every rank's ``tensor`` in rank order."""
+        self._check_ratio("all_gather", whole=output, piece=tensor)
+
+        def carry_out(arrivals: list[_Arrival]) -> None:
+            whole = torch.cat([a.tensors[1].reshape(-1) for a in arrivals])
+            for arrival in arrivals:
+                arrival.tensors[0].data.view(-1).copy_(whole)
+
+        return self._meet("all_gather", "", carry_out, output, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """Replaces ``tensor`` by that of rank ``source``."""
+
+        def carry_out(arrivals: list[_Arrival]) -> None:
+            for rank, arrival in enumerate(arrivals):
+                if rank != source:
+                    arrival.tensors[0].data.copy_(arrivals[source].tensors[0])
+
+        return self._meet("broadcast", f"source={source}", carry_out, tensor)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Sends the i-th piece of ``tensor`` to rank i; what each pair exchanges must agree on both sides."""
+        splits = (self._splits(output, output_splits), self._splits(tensor, input_splits))
+        call = _Call("all_to_all", f"{_dtype(tensor)} rows of {list(tensor.shape[1:])}", _caller())
+
+        def carry_out(arrivals: list[_Arrival]) -> None:
+            self._exchange(arrivals)
+
+        return self._group.meet(self._rank, _Arrival(call, (output, tensor), splits), carry_out)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Sends ``tensor``; done when the receive is there, so that an unmatched send is found."""
+        call = _Call("send", f"rank {self.ranks[self._rank]} to {self.ranks[to]}, {_shape(tensor)}, tag={tag}", _caller())
+        return self._group.post(_Letter(call, tensor), (self._rank, to, tag), is_send=True)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Receives into ``tensor``."""
+        names = f"rank {self.ranks[self._rank]} from {self.ranks[source]}"
+        call = _Call("recv", f"{names}, {_shape(tensor)}, tag={tag}", _caller())
+        return self._group.post(_Letter(call, tensor), (source, self._rank, tag), is_send=False)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._meet("barrier", "", lambda _: None).wait()
+
+    def split(self, ranks: Sequence[int]) -> VirtualCommunicator:
+        """Makes the subgroup of ``ranks``, of which this rank is a member."""
+        if self._rank not in ranks or len(set(ranks)) != len(ranks):
+            raise UsageError(f"split({list(ranks)}) on rank {self._rank}: give distinct ranks, this one among them")
+        members = tuple(self.ranks[r] for r in ranks)
+        group = self._group.world.join(members, self.ranks[self._rank])
+        return VirtualCommunicator(group, list(ranks).index(self._rank))
+
+    def _meet(
+        self, kind: str, detail: str, carry_out: Callable[[list[_Arrival]], None], *tensors: torch.Tensor
+    ) -> Work:
+        parts = [detail, *(_shape(t) for t in tensors)]
+        call = _Call(kind, ", ".join(part for part in parts if part), _caller())
+        return self._group.meet(self._rank, _Arrival(call, tensors), carry_out)
+
+    def _check_ratio(self, kind: str, *, whole: torch.Tensor, piece: torch.Tensor) -> None:
+        if whole.numel() != piece.numel() * self.size:
+            raise UsageError(
+                f"{kind} on {self.size} ranks with {whole.numel()} elements in all and {piece.numel()} a rank: "
+                f"the whole must be {self.size} times the piece"
+            )
+
+    def _splits(self, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
+        rows = tensor.shape[0]
+        if splits is None and rows % self.size:
+            raise UsageError(f"all_to_all of {rows} rows on {self.size} ranks: give splits, or rows that divide")
+        result = list(splits) if splits is not None else [rows // self.size] * self.size
+        if len(result) != self.size or sum(result) != rows:
+            raise UsageError(f"all_to_all splits {result} do not make {rows} rows on {self.size} ranks")
+        return result
+
+    def _exchange(self, arrivals: list[_Arrival]) -> None:
+        pieces = [a.tensors[1].clone().split(a.splits[1]) for a in arrivals if a.splits is not None]
+        for me, arrival in enumerate(arrivals):
+            assert arrival.splits is not None
+            for peer, target in enumerate(arrival.tensors[0].data.split(arrival.splits[0])):
+                piece = pieces[peer][me]
+                if piece.shape != target.shape:
+                    self._group.world.baton.fail(
+                        CollectiveMismatchError(
+                            f"all_to_all: rank {self.ranks[peer]} sends {list(piece.shape)} to rank {self.ranks[me]}, "
+                            f"which expects {list(target.shape)}\n  input_splits[{me}] of the one must be "
+                            f"output_splits[{peer}] of the other"
+                        )
+                    )
+                target.copy_(piece)
+
+
+def _reduce(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    narrow = tensors[0].dtype in (torch.float16, torch.bfloat16)
+    total = tensors[0].detach().to(torch.float32 if narrow else tensors[0].dtype, copy=True)
+    for tensor in tensors[1:]:
+        if op in ("sum", "avg"):
+            total += tensor
+        else:
+            torch.minimum(total, tensor, out=total) if op == "min" else torch.maximum(total, tensor, out=total)
+    if op == "avg":
+        total /= len(tensors)
+    return total
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{_dtype(tensor)} {list(tensor.shape)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _caller() -> str:
+    return call_site(sys._getframe(1))
+
+

@@ -1,0 +1,104 @@
+"""The errors of Paceline, in one tree.
+
+    PacelineError                    everything we raise on purpose; the command line prints it without a traceback
+    ├── ConfigError                  one or more problems of a config, each with values, rule and fix
+    ├── UsageError                   a call that breaks the contract of an API, with the fix in the message
+    │   └── NotYetError              a documented argument whose feature is not built yet
+    ├── DataError                    a data set that cannot be read, is too small, or cannot be sent to workers
+    ├── CheckpointError              a checkpoint that is missing, damaged, or of another model
+    ├── RunFolderError               a run folder that exists already
+    ├── LaunchError                  ranks that could not be started, or one that failed
+    ├── TrainingError                a run that must stop: a loss that is not finite
+    └── CommunicationError           ranks that cannot talk
+        ├── CollectiveMismatchError  ranks that called different operations
+        ├── StuckRankError           ranks that wait for something that will not come
+        └── RankFailedError          a rank that raised; carries its traceback
+
+A message says what is wrong, with the actual values and names; then the rule; then the fix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class PacelineError(Exception):
+    """Base of every error that Paceline raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong with a config: what (with values), the rule that it breaks, and what to do."""
+
+    what: str
+    rule: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return "\n  ".join(part for part in (self.what, self.rule, self.fix) if part)
+
+
+class ConfigError(PacelineError):
+    """All problems of a config at once."""
+
+    def __init__(self, problems: list[Problem], *, source: str = "config") -> None:
+        self.problems = problems
+        self.source = source
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{source}: {count}\n\n" + "\n\n".join(str(problem) for problem in problems))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_config_error, (self.problems, self.source)
+
+
+def _rebuild_config_error(problems: list[Problem], source: str) -> ConfigError:
+    return ConfigError(problems, source=source)
+
+
+class UsageError(PacelineError):
+    """A call that breaks the contract of an API."""
+
+
+class NotYetError(UsageError):
+    """An argument of the documented API whose feature is not built yet."""
+
+
+class DataError(PacelineError):
+    """A data set that cannot be read, is too small, or cannot be sent to loader workers."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint that is missing, damaged, or belongs to another model."""
+
+
+class RunFolderError(PacelineError):
+    """A run folder that exists already and was not to be overwritten."""
+
+
+class LaunchError(PacelineError):
+    """Ranks that could not be started, or one that failed while running."""
+
+
+class TrainingError(PacelineError):
+    """A run that has to stop, such as one whose loss is not finite."""
+
+
+class CommunicationError(PacelineError):
+    """Ranks that cannot talk to one another."""
+
+
+class CollectiveMismatchError(CommunicationError):
+    """Ranks that called different operations, or the same one with other shapes or dtypes."""
+
+
+class StuckRankError(CommunicationError):
+    """Ranks that wait for something that will not come; the message is the verdict."""
+
+
+class RankFailedError(CommunicationError):
+    """A rank raised; ``rank`` and ``traceback_text`` say which and where, ``__cause__`` is its exception."""
+
+    def __init__(self, rank: int, error: BaseException, traceback_text: str) -> None:
+        self.rank = rank
+        self.traceback_text = traceback_text
+        super().__init__(f"rank {rank} failed: {type(error).__name__}: {error}\n\n{traceback_text}")

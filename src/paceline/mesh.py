@@ -1,0 +1,77 @@
+"""Ranks on named axes: which coordinates a rank has, and who it talks to along an axis.
+
+    mesh = Mesh.of(replicate=2, shard=4)      # 8 ranks; the last axis varies fastest, so neighbours share a shard group
+    mesh.coordinates(5)                       # {'replicate': 1, 'shard': 1}
+    comm.split(mesh.group(comm.rank, "shard"))
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A grid of ranks. Ranks are numbered row by row: the last axis varies fastest."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, **sizes: int) -> Mesh:
+        """Makes a mesh from axis names and sizes, outermost first."""
+        wrong = {name: size for name, size in sizes.items() if size < 1}
+        if wrong:
+            raise UsageError(f"mesh axes {wrong}: every axis has at least one rank")
+        return cls(tuple(sizes.items()))
+
+    @property
+    def size(self) -> int:
+        """How many ranks the mesh has."""
+        return math.prod(size for _, size in self.axes)
+
+    def axis_size(self, axis: str) -> int:
+        """How many ranks stand along ``axis``."""
+        return self.axes[self._index(axis)][1]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Returns the coordinate of ``rank`` on each axis."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"rank {rank} is not on a mesh of {self.size} ranks")
+        result: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, result[name] = divmod(rank, size)
+        return {name: result[name] for name, _ in self.axes}
+
+    def rank(self, **coordinates: int) -> int:
+        """Returns the rank at the given coordinates; an axis left out counts as 0."""
+        unknown = coordinates.keys() - {name for name, _ in self.axes}
+        if unknown:
+            raise UsageError(f"no axis {sorted(unknown)} on {self}")
+        result = 0
+        for name, size in self.axes:
+            place = coordinates.get(name, 0)
+            if not 0 <= place < size:
+                raise UsageError(f"{name} = {place} is off the mesh: the axis has {size} ranks")
+            result = result * size + place
+        return result
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """Returns the ranks that differ from ``rank`` along ``axis`` alone, in order, ``rank`` among them."""
+        place = self.coordinates(rank)
+        return tuple(self.rank(**{**place, axis: i}) for i in range(self.axis_size(axis)))
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Returns every group along ``axis``; together they cover each rank once."""
+        return sorted({self.group(rank, axis) for rank in range(self.size)})
+
+    def _index(self, axis: str) -> int:
+        for index, (name, _) in enumerate(self.axes):
+            if name == axis:
+                return index
+        raise UsageError(f"no axis {axis!r} on {self}")
+
+    def __str__(self) -> str:
+        return "mesh(" + " x ".join(f"{name} {size}" for name, size in self.axes) + ")"

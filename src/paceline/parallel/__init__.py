@@ -1,0 +1,1 @@
+"""The engines: one readable file per strategy, combined in ``apply.py``."""

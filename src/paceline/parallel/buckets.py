@@ -1,0 +1,63 @@
+"""Which parameters travel together.
+
+A collective has a latency L and a bandwidth W; k buckets of P bytes in all cost k L + P / W. Few buckets save latency,
+many let communication begin while backward still runs. Buckets fill in the order in which gradients arrive, so that
+each can leave as early as possible; the first one is small, because the sooner the link is busy the better.
+
+Pure functions over plain values: no torch, nothing to mock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPolicy:
+    """How large buckets are. Zero bytes put every parameter into a bucket of its own."""
+
+    bucket_bytes: int = 25 * 2**20
+    first_bucket_bytes: int = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSize:
+    """What a policy needs to know of a parameter. ``kind`` tells apart what cannot share a buffer (dtype, device)."""
+
+    num_bytes: int
+    kind: str
+
+
+def bucket_parameters(
+    sizes: Sequence[ParameterSize], arrival: Sequence[int], policy: BucketPolicy
+) -> list[tuple[int, ...]]:
+    """Groups parameters (by index) into buckets, in the order in which the buckets will be complete.
+
+    A bucket is closed when the next parameter would take it over its limit; a parameter over the limit travels alone.
+    Each index of ``arrival`` is in exactly one bucket.
+    """
+    closed: list[tuple[int, ...]] = []
+    open_buckets: dict[str, list[int]] = {}
+    filled: dict[str, int] = {}
+    for index in arrival:
+        kind, num_bytes = sizes[index].kind, sizes[index].num_bytes
+        limit = policy.bucket_bytes if closed else min(policy.first_bucket_bytes, policy.bucket_bytes)
+        bucket = open_buckets.setdefault(kind, [])
+        if bucket and filled[kind] + num_bytes > limit:
+            closed.append(tuple(bucket))
+            bucket.clear()
+            filled[kind] = 0
+        bucket.append(index)
+        filled[kind] = filled.get(kind, 0) + num_bytes
+    # What is still open ends with the backward pass; whichever saw its last parameter first goes first.
+    place = {index: order for order, index in enumerate(arrival)}
+    closed.extend(sorted((tuple(b) for b in open_buckets.values() if b), key=lambda b: place[b[-1]]))
+    return closed
+
+
+def arrival_order(observed: Sequence[int], num_parameters: int) -> list[int]:
+    """Completes an observed arrival order: parameters that were not seen come last, latest defined first."""
+    first_seen = list(dict.fromkeys(observed))
+    unseen = sorted(set(range(num_parameters)) - set(first_seen), reverse=True)
+    return first_seen + unseen

@@ -1,0 +1,390 @@
+"""Data parallelism: every rank holds the whole model and a share of the batch; gradients are averaged.
+
+Per step and rank, for P bytes of parameters on N ranks:
+
+    memory          parameters + gradients + optimizer state: 16 P / 4 with fp32 Adam
+    communication   all-reduce of the gradients: 2 P (N-1)/N, issued bucket by bucket as gradients arrive
+
+The life of a gradient. Autograd hands a parameter its gradient; a hook counts it in. When the last one of a bucket is
+there, the bucket is all-reduced while backward goes on with earlier layers. Buckets leave in one order on all ranks.
+At the end of backward what is missing is sent as zeros, and the step waits for what is still under way.
+
+- Gradients are views into the bucket's flat buffer: nothing is copied out. A gradient that autograd made elsewhere
+  is moved in once, all of a bucket together; one that is alone in its bucket becomes the buffer itself.
+- The first synchronised backward only watches: it learns the order in which gradients arrive and how often (twice
+  under re-entrant checkpointing), sends everything at its end, and the buckets are rebuilt to fit.
+- The last bucket carries one flag per parameter: was it used? So a parameter used on some ranks counts as zero on the
+  others, one used on no rank keeps no gradient, and no extra collective is needed to know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from paceline.comm.base import DONE, Communicator, Work
+from paceline.errors import UsageError
+from paceline.layout import FlatLayout, flat_layout, row_major
+from paceline.parallel.agree import broadcast_tensors, tensors_in
+from paceline.parallel.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
+
+BufferPolicy = Literal["broadcast", "local"]
+_ALIGN = 32  # elements: keeps every view on a cache line, whatever the dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DDPPolicy:
+    """What may be chosen about data parallelism."""
+
+    buckets: BucketPolicy = field(default_factory=BucketPolicy)
+    buffers: BufferPolicy = "broadcast"
+    overlap: bool = True
+
+
+class _Bucket:
+    """Gradients that are reduced together, and the buffer they lie in."""
+
+    def __init__(self, members: list[int], parameters: list[nn.Parameter], *, num_flags: int) -> None:
+        self.members = members
+        self.parameters = parameters
+        self.num_flags = num_flags
+        self.work: Work | None = None
+        self.num_missing = len(members)
+        self.layout: FlatLayout = flat_layout(
+            [tuple(p.shape) for p in parameters],
+            strides=[_dense_stride(p) for p in parameters],
+            align=_ALIGN,
+            tail=num_flags,
+        )
+        self.buffer: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+
+    @property
+    def adopts(self) -> bool:
+        """Whether the bucket's buffer is the gradient itself, wherever autograd put it."""
+        return len(self.members) == 1 and self.num_flags == 0
+
+    def fill(self) -> torch.Tensor:
+        """Brings the gradients into the buffer, zeros for those that are missing, and returns the buffer."""
+        if self.adopts:
+            self.buffer = _adopt(self.parameters[0])
+            return self.buffer
+        if self.buffer is None:
+            device = self.parameters[0].device
+            self.buffer = torch.zeros(self.layout.length, dtype=self.parameters[0].dtype, device=device)
+            self.views = [slot.view(self.buffer) for slot in self.layout.slots]
+        targets, sources = [], []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                targets.append(view)
+                sources.append(gradient)
+                parameter.grad = view
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return self.buffer
+
+    def gradient(self, position: int) -> torch.Tensor:
+        """Returns the reduced gradient of the bucket's n-th parameter."""
+        assert self.buffer is not None
+        if self.adopts:
+            parameter = self.parameters[0]
+            return self.buffer.as_strided(parameter.shape, _dense_stride(parameter))
+        return self.views[position]
+
+    def flags(self) -> torch.Tensor:
+        """Returns the flags that travel behind the gradients."""
+        assert self.buffer is not None
+        return self.buffer[self.layout.length - self.num_flags :]
+
+
+def _adopt(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns a parameter's gradient as a flat buffer; a copy is made only if its memory is laid out differently."""
+    gradient, stride = parameter.grad, _dense_stride(parameter)
+    if gradient is None:
+        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+    if gradient.stride() != stride:
+        dense = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
+        parameter.grad = gradient = dense.copy_(gradient)
+    return gradient.detach().as_strided((gradient.numel(),), (1,))
+
+
+def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Returns the strides that a parameter's gradient has in a flat buffer: its own if they leave no holes."""
+    span = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+    is_dense = parameter.numel() == 0 or (span == parameter.numel() and 0 not in parameter.stride())
+    return parameter.stride() if is_dense else row_major(parameter.shape)
+
+
+class DataParallel:
+    """Replicates a module over the ranks of ``comm`` and keeps the replicas in step."""
+
+    def __init__(self, module: nn.Module, comm: Communicator, policy: DDPPolicy | None = None) -> None:
+        self.module = module
+        self.comm = comm
+        self.policy = policy or DDPPolicy()
+        named = list(module.named_parameters())
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        persistent = module.state_dict(keep_vars=True)
+        self._buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
+        self._is_syncing = True
+        self._trainable: list[int] = []
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._next_bucket = 0
+        self._observed: list[int] = []
+        self._expected: list[int] | None = None
+        self._arrived: list[int] = []
+        self._is_backward_known = False
+        self._hooked: set[int] = set()
+        self._build(None)
+
+    # What users call.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; in training, prepares the replicas for the backward pass that follows."""
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if self._trainable != [i for i, p in enumerate(self._parameters) if p.requires_grad]:
+            self._build(None)
+        elif self._is_backward_known:  # left over from a backward that raised
+            self._reset()
+        if self._is_syncing and self.module.training:
+            self._share_buffers()
+        output = self.module(*args, **kwargs)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._note_backward)
+        return output
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what this rank updates: for data parallelism, every parameter."""
+        return iter(self._parameters)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over what this rank updates, under the module's own names."""
+        return iter(zip(self._names, self._parameters, strict=True))
+
+    def train(self, mode: bool = True) -> DataParallel:
+        """Puts the module into training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> DataParallel:
+        """Puts the module into evaluation mode."""
+        return self.train(False)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients locally: backward passes inside communicate nothing."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
+        """Returns N / (sum of ``count`` over the N ranks): the factor that turns a summed loss into the global mean.
+
+        Gradients are averaged over ranks, so a rank's *summed* loss times this factor gives, after reduction, exactly
+        the gradient of the mean over all samples (or tokens) of all ranks and microbatches. Called by every rank once
+        a step, with its count over all microbatches of the step.
+        """
+        total = torch.as_tensor(count, dtype=torch.float64).to(self.comm.device)
+        total = total.detach().clone().reshape(1)
+        self.comm.all_reduce(total).wait()
+        return (self.comm.size / total).squeeze(0)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
+
+        After reduction every rank holds the same gradients, so the local norm is the global one.
+        """
+        return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
+
+    def reduce_gradients(self) -> None:
+        """Sends what this rank still owes and waits for what is under way.
+
+        Runs by itself at the end of every synchronised backward. A rank that has no backward to run in this step (it
+        got no samples) calls it, so that the others do not wait for it.
+        """
+        if self._is_syncing:
+            self._finish()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Returns all parameters and buffers on the CPU under their own names; empty on the others if rank 0 only."""
+        if rank0_only and self.comm.rank != 0:
+            return {}
+        return {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``full_state_dict`` gave; every name must be there, and no other."""
+        self.module.load_state_dict(state)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError unless the optimizer updates parameters of this engine, and none twice or unknown."""
+        ours = {id(parameter) for parameter in self._parameters}
+        theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strangers = sum(id(parameter) not in ours for parameter in theirs)
+        if strangers:
+            raise UsageError(
+                f"{strangers} of the optimizer's {len(theirs)} tensors are not parameters of this engine\n"
+                "  an optimizer updates what engine.parameters() gives, or training would change nothing\n"
+                f"  build it as {type(optimizer).__name__}(engine.parameters(), ...) after parallelize()"
+            )
+
+    # Backward: gradients arrive, buckets leave.
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            if self._is_syncing:
+                self._arrive(index, parameter)
+
+        return on_gradient
+
+    def _note_backward(self, gradient: torch.Tensor) -> None:
+        """Runs when backward enters the module: what is missing at its end is sent then.
+
+        Queued from the outputs, not from the first gradient: under re-entrant checkpointing that one belongs to an
+        inner backward, which ends long before the outer one.
+        """
+        del gradient
+        if self._is_syncing and not self._is_backward_known:
+            self._is_backward_known = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[no-untyped-call]
+
+    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or gradient.requires_grad:
+            raise UsageError(self._explain_refusal(index, gradient))
+        if not self._is_backward_known:
+            self._note_backward(gradient)
+        self._arrived[index] += 1
+        if self._expected is None:
+            self._observed.append(index)
+            return
+        bucket = self._bucket_of[index]
+        if self._arrived[index] == self._expected[index]:
+            bucket.num_missing -= 1
+            if bucket.num_missing == 0:
+                self._launch_complete()
+        elif bucket.work is not None:
+            raise UsageError(
+                f"{self._names[index]} got a gradient after its bucket had left: it arrived "
+                f"{self._arrived[index]} times in this backward, {self._expected[index]} times in the first one\n"
+                "  with overlap, every step must visit a parameter as often as the first one did\n"
+                "  set comm.overlap = false (parallelize(..., overlap=False))"
+            )
+
+    def _explain_refusal(self, index: int, gradient: torch.Tensor) -> str:
+        if gradient.is_sparse:
+            return (
+                f"{self._names[index]} has a sparse gradient\n  buckets are dense\n"
+                "  build its nn.Embedding with sparse=False, or freeze it"
+            )
+        return (
+            f"{self._names[index]} has a gradient with a graph (backward(create_graph=True))\n"
+            "  a reduced gradient cannot be differentiated again\n  run that backward inside engine.no_sync()"
+        )
+
+    def _launch_complete(self) -> None:
+        """Sends the buckets that are complete, in order: a bucket waits for those before it."""
+        if not self.policy.overlap:
+            return
+        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_missing == 0:
+            self._launch(self._buckets[self._next_bucket])
+            self._next_bucket += 1
+
+    def _launch(self, bucket: _Bucket) -> None:
+        used = [self._parameters[i].grad is not None for i in self._trainable] if bucket.num_flags else []
+        buffer = bucket.fill()
+        if bucket.num_flags:
+            if all(used):
+                bucket.flags().fill_(1.0)
+            else:  # staged by the driver at once, so the host need not wait for the device
+                bucket.flags().copy_(torch.tensor(used, dtype=buffer.dtype), non_blocking=True)
+        bucket.work = self.comm.all_reduce(buffer, "avg") if buffer.numel() else DONE
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Ends a synchronised backward: sends the rest, waits, and settles who has a gradient."""
+        missing = [i for i in self._trainable if self._parameters[i].grad is None]
+        for bucket in self._buckets[self._next_bucket :]:
+            self._launch(bucket)
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+        if missing:
+            self._settle(missing)
+        if self._expected is None:
+            self._learn()
+        else:
+            self._expected = [now or before for now, before in zip(self._expected, self._arrived, strict=True)]
+        self._reset()
+
+    def _settle(self, missing: list[int]) -> None:
+        """Gives parameters that this rank did not use the gradient of the ranks that did. Reads the flags: a sync."""
+        if self.comm.size == 1:
+            return
+        used = dict(zip(self._trainable, (self._buckets[-1].flags() > 0).tolist(), strict=True))
+        for index in missing:
+            bucket = self._bucket_of[index]
+            gradient = bucket.gradient(bucket.members.index(index))
+            self._parameters[index].grad = gradient if used[index] else None
+
+    def _learn(self) -> None:
+        """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
+        place = {index: position for position, index in enumerate(self._trainable)}
+        order = arrival_order([place[index] for index in self._observed], len(self._trainable))
+        agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
+        self.comm.broadcast(agreed).wait()
+        arrived = self._arrived
+        self._build([self._trainable[i] for i in agreed.tolist()])
+        self._expected = arrived  # 0: not seen yet, so it cannot be known when it is complete before backward ends
+
+    # Buckets.
+
+    def _build(self, arrival: list[int] | None) -> None:
+        """Makes the buckets: last defined first until the order of arrival is known."""
+        self._trainable = [i for i, p in enumerate(self._parameters) if p.requires_grad]
+        self._expected = None
+        for index in set(self._trainable) - self._hooked:
+            self._parameters[index].register_post_accumulate_grad_hook(self._make_hook(index))
+            self._hooked.add(index)
+        sizes = [
+            ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device}")
+            for p in self._parameters
+        ]
+        order = arrival if arrival is not None else list(reversed(self._trainable))
+        # One rank has nobody to save latency for: every gradient stays where autograd put it.
+        alone = BucketPolicy(bucket_bytes=0, first_bucket_bytes=0)
+        groups = bucket_parameters(sizes, order, alone if self.comm.size == 1 else self.policy.buckets)
+        last, num_flags = len(groups) - 1, len(order) if self.comm.size > 1 else 0
+        self._buckets = [
+            _Bucket(list(group), [self._parameters[i] for i in group], num_flags=num_flags if i == last else 0)
+            for i, group in enumerate(groups)
+        ]
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.members}
+        self._reset()
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.work = None
+            bucket.num_missing = len(bucket.members)
+        self._next_bucket = 0
+        self._observed = []
+        self._arrived = [0] * len(self._parameters)
+        self._is_backward_known = False
+
+    def _share_buffers(self) -> None:
+        if self.policy.buffers == "broadcast" and self.comm.size > 1:
+            broadcast_tensors(self.comm, self._buffers)

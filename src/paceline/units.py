@@ -1,0 +1,34 @@
+"""Numbers with units, as people read them."""
+
+from __future__ import annotations
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Writes a size with a binary unit: ``format_bytes(1536) == '1.5 KiB'``."""
+    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """Writes a count with a decimal suffix: ``format_count(11_200_000) == '11.2M'``."""
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= scale:
+            return f"{count / scale:.1f}{suffix}"
+    return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Writes a duration in the unit that keeps it readable: ``format_seconds(0.0042) == '4.2 ms'``."""
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} us"

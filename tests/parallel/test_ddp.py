@@ -1,0 +1,500 @@
+"""Data parallelism against one process: the checklist that every engine passes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.traced import Trace, TracedCommunicator
+from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.errors import NotYetError, RankFailedError, UsageError
+from paceline.parallel.apply import parallelize
+from paceline.parallel.ddp import DataParallel
+
+TOLERANCE = 1e-12
+BATCH = 12
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Tied(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 5, bias=False)
+        self.head = nn.Linear(5, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.head(torch.tanh(self.embed(x))))
+
+
+class Frozen(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.requires_grad_(False)
+
+
+class Unused(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(4, 4)
+
+
+class Reused(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.second(self.middle(torch.tanh(self.middle(hidden))))
+
+
+class OddShapes(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.one = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + self.one * x[:, :3] + self.empty.sum()
+
+
+class Reentrant(Reused):
+    """A parameter inside two re-entrant checkpoints gets its gradient in two inner backward passes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = checkpoint(self.middle, hidden, use_reentrant=True)
+        hidden = checkpoint(self.middle, torch.tanh(hidden), use_reentrant=True)
+        return self.second(hidden)
+
+
+class Checkpointed(Reused):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = checkpoint(self.middle, hidden, use_reentrant=False)
+        hidden = checkpoint(self.middle, torch.tanh(hidden), use_reentrant=False)
+        return self.second(hidden)
+
+
+class SeveralOutputs(Plain):
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.first(x))
+        return {"logits": self.second(hidden), "extra": (hidden.mean(1, keepdim=True), None)}
+
+
+class Convolutional(nn.Module):
+    """Channels-last weights: gradients with the strides of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.conv2 = nn.Conv2d(4, 6, 3, padding=1)
+        self.out = nn.Linear(6, 3)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = x[:, :4].reshape(-1, 1, 2, 2)
+        return self.out(self.conv2(torch.tanh(self.conv(image))).mean((2, 3)))
+
+
+MODELS: list[type[nn.Module]] = [
+    Plain,
+    Tied,
+    Frozen,
+    Unused,
+    Reused,
+    OddShapes,
+    Reentrant,
+    Checkpointed,
+    SeveralOutputs,
+    Convolutional,
+]
+
+
+def make(model: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return model().double()
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    inputs = torch.randn(BATCH, 5, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 3, (BATCH,), generator=generator)
+
+
+def summed_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    if isinstance(output, dict):
+        return F.cross_entropy(output["logits"], target, reduction="sum") + output["extra"][0].sum()
+    return F.cross_entropy(output, target, reduction="sum")
+
+
+def snapshot(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+History = list[tuple[dict[str, Any], float, dict[str, torch.Tensor]]]
+
+
+def reference(model: type[nn.Module], *, steps: int, clip: float | None) -> History:
+    module = make(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
+    history: History = []
+    for step in range(steps):
+        inputs, targets = data(step)
+        x = inputs.requires_grad_(model is Reentrant)
+        (summed_loss(module(x), targets) / BATCH).backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), clip) if clip else torch.zeros(())
+        grads = snapshot(module)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((grads, float(norm), copy.deepcopy(module.state_dict())))
+    return history
+
+
+def distributed(
+    comm: Communicator, model: type[nn.Module], *, steps: int, clip: float | None, shares: list[list[int]]
+) -> History:
+    """Trains with microbatches of ``shares[rank]`` samples; a rank without samples only joins the reduction."""
+    engine = parallelize(make(model), comm, bucket_mb=1e-4, first_bucket_mb=5e-5)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.05, weight_decay=0.1)
+    engine.check_optimizer(optimizer)
+    start = sum(sum(share) for share in shares[: comm.rank])
+    history: History = []
+    for step in range(steps):
+        inputs, targets = data(step)
+        scale = engine.loss_scale(sum(shares[comm.rank]))
+        train_microbatches(engine, inputs, targets, scale, start, shares[comm.rank], needs_grad=model is Reentrant)
+        norm = engine.clip_grad_norm_(clip) if clip else torch.zeros(())
+        grads = snapshot(engine.module)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((grads, float(norm), engine.full_state_dict()))
+    return history
+
+
+def train_microbatches(
+    engine: DataParallel,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor,
+    start: int,
+    share: list[int],
+    *,
+    needs_grad: bool,
+) -> None:
+    pieces = [size for size in share if size]
+    for number, size in enumerate(pieces):
+        x = inputs[start : start + size].requires_grad_(needs_grad)
+        y = targets[start : start + size]
+        if number < len(pieces) - 1:
+            with engine.no_sync():
+                (summed_loss(engine(x), y) * scale).backward()
+        else:
+            (summed_loss(engine(x), y) * scale).backward()
+        start += size
+    if not pieces:
+        engine.reduce_gradients()
+
+
+def assert_same(ours: History, theirs: History) -> None:
+    assert len(ours) == len(theirs)
+    for step, ((grads, norm, state), (ref_grads, ref_norm, ref_state)) in enumerate(zip(ours, theirs, strict=True)):
+        assert norm == pytest.approx(ref_norm, abs=TOLERANCE)
+        for name, gradient in ref_grads.items():
+            if gradient is None:
+                assert grads[name] is None, f"step {step}: {name} must keep no gradient"
+            else:
+                torch.testing.assert_close(grads[name], gradient, rtol=0, atol=TOLERANCE, msg=f"step {step}: {name}")
+        for name, value in ref_state.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10, msg=f"step {step}: {name}")
+
+
+SHARES = {
+    "one rank": [[12]],
+    "even": [[4], [4], [4]],
+    "ragged": [[1], [6], [5]],
+    "accumulated": [[2, 2], [3, 1], [2, 2]],
+    "ragged accumulation": [[1, 2, 3], [4], [1, 1]],
+    "a rank without samples": [[5], [0], [7]],
+}
+
+
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES.keys())
+@pytest.mark.parametrize("model", MODELS)
+def test_training_equals_one_process(model: type[nn.Module], shares: list[list[int]]) -> None:
+    expected = reference(model, steps=4, clip=0.5)
+    results = run_virtual(
+        lambda comm: distributed(comm, model, steps=4, clip=0.5, shares=shares), ranks=len(shares)
+    )
+    for history in results:
+        assert_same(history, expected)
+
+
+def test_without_clipping() -> None:
+    expected = reference(Tied, steps=3, clip=None)
+    for history in run_virtual(lambda c: distributed(c, Tied, steps=3, clip=None, shares=[[6], [6]]), ranks=2):
+        assert_same(history, expected)
+
+
+class RankDependent(Plain):
+    """Even ranks use one branch, odd ranks another, and the choice changes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 3)
+        self.right = nn.Linear(3, 3)
+        self.never = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        hidden = super().forward(x)
+        return {"left": self.left, "right": self.right}[branch](hidden) if branch != "none" else hidden
+
+
+@pytest.mark.parametrize(
+    "branches", [["left", "right"], ["left", "none"], ["none", "none"], ["right", "right"]], ids=str
+)
+def test_rank_dependent_branches(branches: list[str]) -> None:
+    single = make(RankDependent)
+    inputs, targets = data(0)
+    halves = inputs.split(6), targets.split(6)
+    loss = sum(summed_loss(single(x, b), y) for x, y, b in zip(*halves, branches, strict=True)) / BATCH
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    expected = snapshot(single)
+
+    def work(comm: Communicator) -> list[dict[str, torch.Tensor | None]]:
+        engine = parallelize(make(RankDependent), comm, bucket_mb=1e-4, first_bucket_mb=5e-5)
+        grads = []
+        for warm_up in (["left", "right"], branches, ["right", "left"], branches):
+            engine.module.zero_grad()
+            output = engine(halves[0][comm.rank], warm_up[comm.rank])
+            (summed_loss(output, halves[1][comm.rank]) * engine.loss_scale(6)).backward()
+            grads.append(snapshot(engine.module))
+        return [grads[1], grads[3]]
+
+    for grads in (g for per_rank in run_virtual(work, ranks=2) for g in per_rank):
+        for name, gradient in expected.items():
+            if gradient is None:
+                assert grads[name] is None, name
+            else:
+                torch.testing.assert_close(grads[name], gradient, rtol=0, atol=TOLERANCE)
+
+
+def test_gradients_are_views_and_alone_adopted() -> None:
+    def work(comm: Communicator) -> tuple[bool, int]:
+        engine = parallelize(make(Plain), comm)
+        for _ in range(2):
+            engine(data(0)[0]).sum().backward()
+        storages = {p.grad.untyped_storage().data_ptr() for p in engine.parameters() if p.grad is not None}
+        return len(storages) == 1, len(engine._buckets)
+
+    assert run_virtual(work, ranks=2) == [(True, 1), (True, 1)]
+
+    engine = parallelize(make(Plain), SoloCommunicator(torch.device("cpu")))
+    for _ in range(2):
+        engine.module.zero_grad()
+        engine(data(0)[0]).sum().backward()
+    for bucket in engine._buckets:
+        gradient = bucket.parameters[0].grad
+        assert gradient is not None
+        assert bucket.buffer is not None
+        assert bucket.buffer.data_ptr() == gradient.data_ptr()
+
+
+def test_count_and_bytes_of_collectives() -> None:
+    """Per step: one all-reduce a bucket, gradients and one flag a parameter on the wire, nothing else."""
+
+    def work(comm: Communicator) -> tuple[dict[str, int], dict[str, int], int]:
+        traced = TracedCommunicator(comm, Trace(comm.device))
+        engine = parallelize(make(Plain), traced)
+        engine(data(0)[0]).sum().backward()  # the first step watches and agrees on the order
+        traced.trace.num_operations.clear()
+        traced.trace.num_bytes.clear()
+        engine(data(0)[0]).sum().backward()
+        return dict(traced.trace.num_operations), dict(traced.trace.num_bytes), engine._buckets[-1].layout.length * 8
+
+    for operations, num_bytes, expected in run_virtual(work, ranks=2):
+        assert operations == {"all_reduce": 1}
+        assert num_bytes == {"all_reduce": expected}
+
+
+def test_buckets_leave_while_backward_runs() -> None:
+    """From the second step on, a bucket is on its way before earlier layers have their gradients."""
+
+    def work(comm: VirtualCommunicator) -> list[str]:
+        events: list[str] = []
+        engine = parallelize(make(Plain), comm, bucket_mb=1e-4, first_bucket_mb=1e-4)
+        launch = engine._launch
+        engine._launch = lambda bucket: (events.append("launch"), launch(bucket))[1]  # type: ignore[method-assign]
+        for _ in range(2):
+            events.clear()
+            output = engine(data(0)[0])
+            hook = engine.module.get_submodule("first").weight.register_hook(lambda _: events.append("first layer"))
+            output.sum().backward()
+            hook.remove()
+        return events
+
+    for events in run_virtual(work, ranks=2):
+        assert events.index("launch") < events.index("first layer")
+
+
+def test_zeroing_in_place_keeps_views() -> None:
+    """``zero_grad(set_to_none=False)`` accumulates straight into the buckets."""
+    expected = reference(Plain, steps=1, clip=None)[0][0]
+
+    def work(comm: Communicator) -> tuple[dict[str, torch.Tensor | None], bool]:
+        engine = parallelize(make(Plain), comm)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.0)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            x, y = (t.split(6)[comm.rank] for t in data(0))
+            (summed_loss(engine(x), y) * engine.loss_scale(6)).backward()
+        bucket = engine._buckets[0]
+        return snapshot(engine.module), all(p.grad is v for p, v in zip(bucket.parameters, bucket.views, strict=True))
+
+    for grads, are_views in run_virtual(work, ranks=2):
+        assert are_views
+        for name, gradient in expected.items():
+            torch.testing.assert_close(grads[name], gradient, rtol=0, atol=TOLERANCE)
+
+
+def test_initial_values_are_those_of_rank_0() -> None:
+    def work(comm: Communicator) -> dict[str, torch.Tensor]:
+        torch.manual_seed(comm.rank)
+        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        module[1].get_buffer("running_mean").fill_(comm.rank)
+        return parallelize(module, comm).full_state_dict()
+
+    first, second = run_virtual(work, ranks=2)
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+
+
+@pytest.mark.parametrize("policy", ["broadcast", "local"])
+def test_buffer_policy(policy: Any) -> None:
+    def work(comm: Communicator) -> torch.Tensor:
+        module = nn.BatchNorm1d(2)
+        engine = parallelize(module, comm, buffers=policy)
+        for _ in range(2):
+            engine(torch.full((4, 2), float(comm.rank + 1)) + torch.arange(4.0)[:, None]).sum().backward()
+        engine.train()
+        engine(torch.zeros(4, 2) + torch.arange(4.0)[:, None])
+        return module.get_buffer("running_mean").clone()
+
+    first, second = run_virtual(work, ranks=2)
+    assert torch.equal(first, second) == (policy == "broadcast")
+
+
+def test_unfreezing_rebuilds_the_buckets() -> None:
+    def work(comm: Communicator) -> list[bool]:
+        engine = parallelize(make(Frozen), comm)
+        engine(data(0)[0]).sum().backward()
+        seen = [engine.module.get_submodule("first").weight.grad is not None]
+        engine.module.get_submodule("first").weight.requires_grad_(True)
+        engine.module.zero_grad()
+        engine(data(comm.rank)[0]).sum().backward()
+        gradient = engine.module.get_submodule("first").weight.grad
+        assert isinstance(gradient, torch.Tensor)
+        mean = gradient.clone()
+        comm.all_reduce(mean, "avg").wait()
+        return [*seen, torch.allclose(mean, gradient, atol=1e-14)]
+
+    assert run_virtual(work, ranks=2) == [[False, True], [False, True]]
+
+
+def test_a_failed_backward_does_not_poison_the_next() -> None:
+    def work(comm: Communicator) -> dict[str, torch.Tensor | None]:
+        engine = parallelize(make(Plain), comm)
+        for attempt in range(3):
+            engine.module.zero_grad()
+            output = engine(data(0)[0])
+            if attempt == 1:
+                hook = engine.module.get_submodule("first").weight.register_hook(_raise)
+                with pytest.raises(MemoryError):
+                    output.sum().backward()
+                hook.remove()
+                continue
+            output.sum().backward()
+        return snapshot(engine.module)
+
+    def _raise(_: torch.Tensor) -> None:
+        raise MemoryError("no room")
+
+    single = make(Plain)
+    single(data(0)[0]).sum().backward()
+    for grads in run_virtual(work, ranks=2):
+        torch.testing.assert_close(grads, snapshot(single), rtol=0, atol=TOLERANCE)
+
+
+def test_state_round_trip_into_another_world_size() -> None:
+    def save(comm: Communicator) -> dict[str, torch.Tensor]:
+        engine = parallelize(make(Tied), comm)
+        engine(data(0)[0]).sum().backward()
+        torch.optim.SGD(engine.parameters(), lr=0.1).step()
+        return engine.full_state_dict(rank0_only=True)
+
+    states = run_virtual(save, ranks=3)
+    assert states[1] == {}
+
+    def load(comm: Communicator) -> dict[str, torch.Tensor]:
+        engine = parallelize(make(Tied), comm)
+        engine.load_full_state_dict(states[0])
+        return engine.full_state_dict()
+
+    for state in run_virtual(load, ranks=2):
+        assert all(torch.equal(state[name], value) for name, value in states[0].items())
+
+
+def refusal(work: Callable[[Communicator], Any], ranks: int = 2) -> str:
+    with pytest.raises(RankFailedError) as failure:
+        run_virtual(work, ranks=ranks)
+    assert isinstance(failure.value.__cause__, UsageError)
+    return str(failure.value.__cause__)
+
+
+def test_refusals_name_the_problem_and_the_fix() -> None:
+    shared = make(Plain)
+    assert "each rank needs a module of its own" in refusal(lambda c: parallelize(shared, c))
+    assert "sparse=False" in refusal(lambda c: parallelize(nn.Embedding(4, 2, sparse=True), c))
+    assert "meta device" in refusal(lambda c: parallelize(nn.Linear(2, 2, device="meta"), c))
+    assert "nothing to train" in refusal(lambda c: parallelize(nn.Linear(2, 2).requires_grad_(False), c))
+    different = refusal(lambda c: parallelize(nn.Linear(2, 2 + c.rank), c))
+    assert "weight (2, 2)" in different
+    assert "weight (3, 2)" in different
+    with pytest.raises(NotYetError, match="fsdp"):
+        parallelize(make(Plain), SoloCommunicator(torch.device("cpu")), strategy="fsdp")
+    with pytest.raises(UsageError, match="unknown"):
+        parallelize(make(Plain), SoloCommunicator(torch.device("cpu")), strategy="dpp")
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    engine = parallelize(make(Plain), SoloCommunicator(torch.device("cpu")))
+    wrong = torch.optim.SGD(make(Plain).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"SGD\(engine.parameters\(\), ...\)"):
+        engine.check_optimizer(wrong)
+
+
+def test_double_differentiation_is_refused() -> None:
+    engine = parallelize(make(Plain), SoloCommunicator(torch.device("cpu")))
+    with pytest.raises(UsageError, match="no_sync"):
+        engine(data(0)[0]).sum().backward(create_graph=True)
