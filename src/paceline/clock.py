@@ -47,12 +47,12 @@ class CudaMark:
     __slots__ = ("event",)
 
     def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record()
 
     def is_past(self) -> bool:
         """Asks the event; does not wait."""
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: Mark) -> float:
         """Returns the device time in between; waits for the later event."""

@@ -6,7 +6,7 @@
     │   └── NotYetError              a documented argument whose feature is not built yet
     ├── DataError                    a data set that cannot be read, is too small, or cannot be sent to workers
     ├── CheckpointError              a checkpoint that is missing, damaged, or of another model
-    ├── RunFolderError               a run folder that exists already
+    ├── RunFolderError               a run folder that exists already, or holds no readable records
     ├── LaunchError                  ranks that could not be started, or one that failed
     ├── TrainingError                a run that must stop: a loss that is not finite
     └── CommunicationError           ranks that cannot talk
@@ -72,7 +72,7 @@ class CheckpointError(PacelineError):
 
 
 class RunFolderError(PacelineError):
-    """A run folder that exists already and was not to be overwritten."""
+    """A run folder that exists already and was not to be overwritten, or that holds no readable records."""
 
 
 class LaunchError(PacelineError):

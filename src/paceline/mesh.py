@@ -1,8 +1,8 @@
 """Ranks on named axes: which coordinates a rank has, and who it talks to along an axis.
 
-    mesh = Mesh.of(replicate=2, shard=4)      # 8 ranks; the last axis varies fastest, so neighbours share a shard group
-    mesh.coordinates(5)                       # {'replicate': 1, 'shard': 1}
-    comm.split(mesh.group(comm.rank, "shard"))
+mesh = Mesh.of(replicate=2, shard=4)      # 8 ranks; the last axis varies fastest, so neighbours share a shard group
+mesh.coordinates(5)                       # {'replicate': 1, 'shard': 1}
+comm.split(mesh.group(comm.rank, "shard"))
 """
 
 from __future__ import annotations

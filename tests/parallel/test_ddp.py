@@ -243,9 +243,7 @@ SHARES = {
 @pytest.mark.parametrize("model", MODELS)
 def test_training_equals_one_process(model: type[nn.Module], shares: list[list[int]]) -> None:
     expected = reference(model, steps=4, clip=0.5)
-    results = run_virtual(
-        lambda comm: distributed(comm, model, steps=4, clip=0.5, shares=shares), ranks=len(shares)
-    )
+    results = run_virtual(lambda comm: distributed(comm, model, steps=4, clip=0.5, shares=shares), ranks=len(shares))
     for history in results:
         assert_same(history, expected)
 

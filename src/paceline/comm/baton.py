@@ -247,4 +247,6 @@ def call_site(frame: Any) -> str:
             break
         frame = frame.f_back
     frame = frame or innermost
-    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return (
+        "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    )

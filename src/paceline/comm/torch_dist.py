@@ -20,6 +20,9 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CommunicationError, UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+# Named all_gather_single and reduce_scatter_single since torch 2.13; the older names warn there.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -55,7 +58,7 @@ def disconnect() -> None:
 def _device(device: str | torch.device | None, backend: str) -> torch.device:
     if device is not None:
         where = torch.device(device)
-        if where.type == "cuda" and where.index is None:
+        if str(where) == "cuda":
             where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     elif torch.cuda.is_available() and backend != "gloo":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -96,7 +99,9 @@ def _initialize(backend: str, device: torch.device, timeout_s: float) -> None:
 def _explain_start(error: Exception, rank: str, world: str, address: str) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "already in use" in text.lower():
-        return f"rank {rank} cannot listen on {address}: the port is in use\n  choose another MASTER_PORT, or end its user"
+        return (
+            f"rank {rank} cannot listen on {address}: the port is in use\n  choose another MASTER_PORT, or end its user"
+        )
     if "timed out" in text.lower() or "timeout" in text.lower():
         return f"rank {rank} of {world} waited in vain for the others at {address}\n  {text.splitlines()[0]}"
     return f"rank {rank} of {world} cannot join at {address}\n  {text.splitlines()[0]}"
@@ -158,13 +163,11 @@ class TorchCommunicator:
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction into ``output``."""
-        return self._issue(
-            "reduce_scatter", dist.reduce_scatter_tensor, _flat(output), _flat(tensor), op=_OPS[op]
-        )
+        return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Fills ``output`` with every rank's ``tensor`` in rank order."""
-        return self._issue("all_gather", dist.all_gather_into_tensor, _flat(output), _flat(tensor))
+        return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Replaces ``tensor`` by that of rank ``source``."""

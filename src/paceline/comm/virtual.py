@@ -43,7 +43,7 @@ def run_virtual(
     if ranks < 1:
         raise UsageError(f"ranks = {ranks}: at least one virtual rank is needed")
     where = torch.device(device)
-    if where.type == "cuda" and where.index is None:
+    if str(where) == "cuda":
         where = torch.device("cuda", torch.cuda.current_device())
     baton = Baton(ranks, where, timeout_s=timeout_s, seed=seed)
     world = _World(baton)
@@ -287,7 +287,9 @@ class VirtualCommunicator:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; done when the receive is there, so that an unmatched send is found."""
-        call = _Call("send", f"rank {self.ranks[self._rank]} to {self.ranks[to]}, {_shape(tensor)}, tag={tag}", _caller())
+        call = _Call(
+            "send", f"rank {self.ranks[self._rank]} to {self.ranks[to]}, {_shape(tensor)}, tag={tag}", _caller()
+        )
         return self._group.post(_Letter(call, tensor), (self._rank, to, tag), is_send=True)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
@@ -332,10 +334,10 @@ class VirtualCommunicator:
         return result
 
     def _exchange(self, arrivals: list[_Arrival]) -> None:
-        pieces = [a.tensors[1].clone().split(a.splits[1]) for a in arrivals if a.splits is not None]
+        pieces = [torch.split(a.tensors[1].clone(), a.splits[1]) for a in arrivals if a.splits is not None]
         for me, arrival in enumerate(arrivals):
             assert arrival.splits is not None
-            for peer, target in enumerate(arrival.tensors[0].data.split(arrival.splits[0])):
+            for peer, target in enumerate(torch.split(arrival.tensors[0].data, arrival.splits[0])):
                 piece = pieces[peer][me]
                 if piece.shape != target.shape:
                     self._group.world.baton.fail(
@@ -375,5 +377,3 @@ def _ranks(ranks: list[int]) -> str:
 
 def _caller() -> str:
     return call_site(sys._getframe(1))
-
-

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, Work
 from paceline.comm.objects import gather_objects
 from paceline.errors import UsageError
 
@@ -40,7 +40,8 @@ def check_same_model(module: nn.Module, comm: Communicator) -> None:
 
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
     """Replaces tensors by those of rank ``source``: large ones in place, small ones together by dtype."""
-    works, together = [], {}
+    works: list[Work] = []
+    together: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         value = tensor.detach()
         if value.numel() * value.element_size() >= _SMALL_BYTES and value.is_contiguous():
@@ -52,7 +53,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], sourc
     for work in works:
         work.wait()
     for flat, values in flats:
-        for value, piece in zip(values, flat.split([v.numel() for v in values]), strict=True):
+        for value, piece in zip(values, torch.split(flat, [v.numel() for v in values]), strict=True):
             value.copy_(piece.view(value.shape))
 
 

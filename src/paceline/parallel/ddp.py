@@ -162,7 +162,7 @@ class DataParallel:
         output = self.module(*args, **kwargs)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._note_backward)
+                tensor.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         return output
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -259,7 +259,7 @@ class DataParallel:
         del gradient
         if self._is_syncing and not self._is_backward_known:
             self._is_backward_known = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -358,7 +358,8 @@ class DataParallel:
         self._trainable = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         self._expected = None
         for index in set(self._trainable) - self._hooked:
-            self._parameters[index].register_post_accumulate_grad_hook(self._make_hook(index))
+            hook = self._make_hook(index)
+            self._parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._hooked.add(index)
         sizes = [
             ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device}")
@@ -380,6 +381,8 @@ class DataParallel:
         for bucket in self._buckets:
             bucket.work = None
             bucket.num_missing = len(bucket.members)
+            if bucket.adopts:  # the gradient is its parameter's again: zero_grad() must free it
+                bucket.buffer = None
         self._next_bucket = 0
         self._observed = []
         self._arrived = [0] * len(self._parameters)

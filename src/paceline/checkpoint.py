@@ -1,0 +1,121 @@
+"""The full state of a run, saved so that it is either there whole or not at all.
+
+    checkpoints/step-00000100/
+      state.pt          model, optimizer, position in the data, random states of every rank
+      manifest.json     written last; names the schema, the step, and the size and hash of state.pt
+
+A checkpoint is written under a temporary name and renamed when it is complete, so a kill at any moment leaves the older
+ones intact. A folder without a valid manifest is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import CheckpointError
+
+SCHEMA_VERSION = 1
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """Everything that training continues from. ``random`` has one entry a rank."""
+
+    step: int
+    position: int
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    random: list[dict[str, Any]]
+
+
+def save_checkpoint(folder: Path, state: TrainingState, *, keep: int | None = None) -> Path:
+    """Writes a checkpoint atomically into ``folder``, then removes all but the newest ``keep``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"{_PREFIX}{state.step:08d}"
+    partial = folder / f".{final.name}.{os.getpid()}"
+    try:
+        partial.mkdir()
+        payload = {name: getattr(state, name) for name in TrainingState.__slots__}
+        _write(partial / "state.pt", payload)
+        manifest = {
+            "schema": SCHEMA_VERSION,
+            "step": state.step,
+            "position": state.position,
+            "world_size": len(state.random),
+            "bytes": (partial / "state.pt").stat().st_size,
+            "sha256": _digest(partial / "state.pt"),
+        }
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write a checkpoint to {final}: {error}\n  older checkpoints are intact"
+        ) from error
+    for old in list_checkpoints(folder)[: -keep if keep else None] if keep else []:
+        shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Returns the complete checkpoints in ``folder``, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / "manifest.json").is_file())
+
+
+def load_checkpoint(path: Path) -> TrainingState:
+    """Reads a checkpoint and checks it against its manifest. Raises CheckpointError when it is missing or damaged."""
+    manifest_path = path / "manifest.json"
+    if not manifest_path.is_file():
+        raise CheckpointError(
+            f"{path} is not a checkpoint: it has no manifest.json\n  a complete checkpoint is a folder step-<number>"
+        )
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        if manifest["schema"] != SCHEMA_VERSION:
+            raise CheckpointError(f"{path} has schema {manifest['schema']}; this version reads {SCHEMA_VERSION}")
+        if _digest(path / "state.pt") != manifest["sha256"]:
+            raise CheckpointError(f"{path}/state.pt is damaged: its hash is not the manifest's\n  use an older one")
+        payload = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        return TrainingState(**payload)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}\n  use an older checkpoint") from error
+
+
+def find_checkpoint(where: str, run_folder: Path) -> Path:
+    """Returns the checkpoint that ``where`` names: ``auto`` (the run's newest), a checkpoint, or a run folder."""
+    path = run_folder if where == "auto" else Path(where)
+    if (path / "manifest.json").is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        found = list_checkpoints(folder)
+        if found:
+            return found[-1]
+    raise CheckpointError(
+        f"no checkpoint in {path}\n  a run saves into <run folder>/checkpoints/step-<number>\n"
+        "  check the path, or start without --resume"
+    )
+
+
+def _write(path: Path, payload: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        torch.save(payload, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,45 @@
+"""What was asked for: one strict schema, YAML with overrides, and every problem at once. No torch in here.
+
+config = load_config(Path("configs/digits.yaml"), ["train.global_batch=128"])
+batch = batch_plan(config.train, ranks=4)
+"""
+
+from __future__ import annotations
+
+from paceline.config.batch import BatchPlan as BatchPlan
+from paceline.config.batch import batch_plan as batch_plan
+from paceline.config.batch import check_batch as check_batch
+from paceline.config.batch import resolve_batch as resolve_batch
+from paceline.config.checks import check_ranks as check_ranks
+from paceline.config.checks import run_checks as run_checks
+from paceline.config.explain import ExplainRow as ExplainRow
+from paceline.config.explain import explain as explain
+from paceline.config.gpt_sizes import GPT_SIZES as GPT_SIZES
+from paceline.config.gpt_sizes import GPTShape as GPTShape
+from paceline.config.gpt_sizes import gpt_shape as gpt_shape
+from paceline.config.load import LoadedConfig as LoadedConfig
+from paceline.config.load import config_from_dict as config_from_dict
+from paceline.config.load import dump_yaml as dump_yaml
+from paceline.config.load import load_config as load_config
+from paceline.config.load import load_config_with_sources as load_config_with_sources
+from paceline.config.schema import CheckpointConfig as CheckpointConfig
+from paceline.config.schema import CommConfig as CommConfig
+from paceline.config.schema import Config as Config
+from paceline.config.schema import DataConfig as DataConfig
+from paceline.config.schema import DigitsDataConfig as DigitsDataConfig
+from paceline.config.schema import FactoryDataConfig as FactoryDataConfig
+from paceline.config.schema import FactoryModelConfig as FactoryModelConfig
+from paceline.config.schema import GPTModelConfig as GPTModelConfig
+from paceline.config.schema import MLPModelConfig as MLPModelConfig
+from paceline.config.schema import ModelConfig as ModelConfig
+from paceline.config.schema import MonitorConfig as MonitorConfig
+from paceline.config.schema import OptimConfig as OptimConfig
+from paceline.config.schema import ParallelConfig as ParallelConfig
+from paceline.config.schema import ResNetModelConfig as ResNetModelConfig
+from paceline.config.schema import ScheduleConfig as ScheduleConfig
+from paceline.config.schema import SyntheticClassificationDataConfig as SyntheticClassificationDataConfig
+from paceline.config.schema import SyntheticImagesDataConfig as SyntheticImagesDataConfig
+from paceline.config.schema import SyntheticTokensDataConfig as SyntheticTokensDataConfig
+from paceline.config.schema import TextDataConfig as TextDataConfig
+from paceline.config.schema import TrainConfig as TrainConfig
+from paceline.config.schema import json_schema as json_schema

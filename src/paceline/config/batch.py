@@ -1,0 +1,201 @@
+"""The batch algebra, in one place.
+
+    global_batch = microbatch x accumulate x ranks
+
+``microbatch`` is the number of samples that a rank processes at once, ``accumulate`` the number of microbatches of one
+step. What is not given is derived: accumulate is 1 unless the other two say otherwise, and the global batch is 64
+unless a microbatch is given. The global batch is what training sees; the other three only say how it is computed, so a
+number of ranks that does not fit is refused rather than met with another batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from paceline.config.schema import TrainConfig
+
+DEFAULT_GLOBAL_BATCH = 64
+
+_KEYS = {
+    "global_batch": "train.global_batch",
+    "microbatch": "train.microbatch",
+    "accumulate": "train.accumulate",
+    "ranks": "parallel.ranks",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """How one step's samples are spread: ``global_batch = microbatch x accumulate x ranks``, always."""
+
+    global_batch: int
+    microbatch: int
+    accumulate: int
+    ranks: int
+
+    @property
+    def samples_per_rank(self) -> int:
+        """The samples of one step that each rank processes."""
+        return self.microbatch * self.accumulate
+
+
+def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int) -> BatchPlan:
+    """Derives what is not given.
+
+    Raises ConfigError when a value is below 1, the values contradict one another, or the batch cannot be divided.
+    """
+    problems = check_batch(global_batch, microbatch, accumulate, ranks)
+    if problems:
+        raise ConfigError(problems, source="batch")
+    asked = _Asked.complete(global_batch, microbatch, accumulate, ranks)
+    microbatch = microbatch or asked.global_batch // ((accumulate or 1) * ranks)
+    accumulate = accumulate or asked.global_batch // (microbatch * ranks)
+    return BatchPlan(global_batch=asked.global_batch, microbatch=microbatch, accumulate=accumulate, ranks=ranks)
+
+
+def batch_plan(train: TrainConfig, ranks: int) -> BatchPlan:
+    """Resolves the batch of a config on this many ranks. Raises ConfigError as ``resolve_batch`` does."""
+    return resolve_batch(train.global_batch, train.microbatch, train.accumulate, ranks)
+
+
+def check_batch(
+    global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int | None
+) -> list[Problem]:
+    """Lists what is wrong with a batch; with ``ranks=None``, what is wrong whatever the number of ranks will be."""
+    given = {"global_batch": global_batch, "microbatch": microbatch, "accumulate": accumulate, "ranks": ranks}
+    too_small = [_too_small(name, value) for name, value in given.items() if value is not None and value < 1]
+    if too_small:
+        return too_small
+    asked = _Asked.complete(global_batch, microbatch, accumulate, ranks)
+    if asked.fits():
+        return []
+    if ranks is not None and ranks > asked.global_batch:
+        return [_too_many_ranks(asked)]
+    return [_contradiction(asked) if asked.is_complete else _uneven(asked)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What was asked for, with the global batch filled in."""
+
+    global_batch: int
+    microbatch: int | None
+    accumulate: int | None
+    ranks: int | None
+    is_default_batch: bool = False
+
+    @classmethod
+    def complete(
+        cls, global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int | None
+    ) -> _Asked:
+        """Fills in the global batch: from the microbatch where there is one, else by default."""
+        is_default = global_batch is None and microbatch is None
+        if global_batch is None:
+            product = (microbatch or 1) * (accumulate or 1) * (ranks or 1)
+            global_batch = DEFAULT_GLOBAL_BATCH if microbatch is None else product
+        return cls(
+            global_batch=global_batch,
+            microbatch=microbatch,
+            accumulate=accumulate,
+            ranks=ranks,
+            is_default_batch=is_default,
+        )
+
+    @property
+    def unit(self) -> int:
+        """What must divide the global batch."""
+        return (self.microbatch or 1) * (self.accumulate or 1) * (self.ranks or 1)
+
+    @property
+    def is_complete(self) -> bool:
+        """Says whether nothing is left to derive."""
+        return None not in (self.microbatch, self.accumulate, self.ranks)
+
+    def fits(self) -> bool:
+        """Says whether whole numbers satisfy the algebra."""
+        return self.unit == self.global_batch if self.is_complete else self.global_batch % self.unit == 0
+
+    def text(self, name: str) -> str:
+        """Writes one value as it stands in a config: ``train.global_batch = 64 (the default)``."""
+        is_default = name == "global_batch" and self.is_default_batch
+        return f"{_KEYS[name]} = {getattr(self, name)}" + (" (the default)" if is_default else "")
+
+    def product_text(self) -> str:
+        """Writes the given factors and what they make: ``train.microbatch = 8 x parallel.ranks = 3, which is 24``."""
+        parts = [self.text(name) for name in ("microbatch", "accumulate", "ranks") if getattr(self, name) is not None]
+        return " x ".join(parts) + (f", which is {self.unit}" if len(parts) > 1 else "")
+
+
+def _too_small(name: str, value: int) -> Problem:
+    return Problem(what=f"{_KEYS[name]} = {value}", rule="it is a count, of at least 1", fix=f"try {_KEYS[name]} = 1")
+
+
+def _too_many_ranks(asked: _Asked) -> Problem:
+    return Problem(
+        what=f"{asked.text('ranks')} is more than {asked.text('global_batch')}",
+        rule="every rank needs at least one sample of each step",
+        fix=_fix(asked),
+    )
+
+
+def _contradiction(asked: _Asked) -> Problem:
+    return Problem(
+        what=f"{asked.text('global_batch')} is not {asked.product_text()}",
+        rule="global_batch = microbatch x accumulate x ranks; any of the first three may be left out",
+        fix=_fix(asked),
+    )
+
+
+def _uneven(asked: _Asked) -> Problem:
+    derived = next(name for name in ("microbatch", "accumulate", "ranks") if getattr(asked, name) is None)
+    return Problem(
+        what=f"{asked.text('global_batch')} is not a multiple of {asked.product_text()}",
+        rule=f"global_batch = microbatch x accumulate x ranks, and {derived} must be a whole number",
+        fix=_fix(asked),
+    )
+
+
+def _fix(asked: _Asked) -> str:
+    """Names, for each value that may be changed alone, the nearest ones that work."""
+    options = [
+        f"{_KEYS[name]} = {' or '.join(str(value) for value in values)}"
+        for name in _KEYS
+        if getattr(asked, name) is not None and (values := _nearest_valid(asked, name))
+    ]
+    return "try " + (", ".join(options[:-1]) + ", or " if len(options) > 1 else "") + options[-1]
+
+
+def _nearest_valid(asked: _Asked, name: str) -> list[int]:
+    """Returns the nearest value below and above that makes the batch fit when only this one changes, nearest first."""
+    value: int = getattr(asked, name)
+    fitting = sorted({each for each in _candidates(asked, name) if _change(asked, name, each).fits()})
+    below = [each for each in fitting if each < value][-1:]
+    above = [each for each in fitting if each > value][:1]
+    return sorted(below + above, key=lambda each: abs(each - value))
+
+
+def _change(asked: _Asked, name: str, value: int) -> _Asked:
+    changes: dict[str, Any] = {name: value}
+    return replace(asked, **changes)
+
+
+def _candidates(asked: _Asked, name: str) -> Iterator[int]:
+    if name != "global_batch":
+        yield from _divisors(asked.global_batch)
+        return
+    yield asked.unit
+    below = asked.global_batch // asked.unit * asked.unit
+    yield from (each for each in (below, below + asked.unit) if each)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    for small in range(1, math.isqrt(number) + 1):
+        if number % small == 0:
+            yield small
+            yield number // small

@@ -1,0 +1,320 @@
+"""Rules that tie several keys together: small pure functions from a config to its problems.
+
+Each rule names the sections that it reads, so that it still runs when another section of the config is broken.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config.batch import check_batch
+from paceline.config.gpt_sizes import gpt_shape, missing_dimensions
+from paceline.config.known_data import known_shape
+from paceline.config.schema import Config, GPTModelConfig, MLPModelConfig, OptimConfig, ResNetModelConfig
+from paceline.config.suggest import near_files
+from paceline.errors import Problem
+
+_FITTING_DATA = {
+    "mlp": ("digits", "synthetic_classification", "synthetic_images", "factory"),
+    "resnet": ("synthetic_images", "factory"),
+    "gpt": ("text", "synthetic_tokens", "factory"),
+}
+_LONGEST_NAME = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A rule, and the sections that it reads."""
+
+    needs: tuple[str, ...]
+    run: Callable[[Config], list[Problem]]
+
+
+def run_checks(config: Config, sections: Collection[str] | None = None) -> list[Problem]:
+    """Lists the problems of a config; with ``sections``, only by the rules that read no other section."""
+    return [
+        problem
+        for check in CHECKS
+        if sections is None or set(check.needs) <= set(sections)
+        for problem in check.run(config)
+    ]
+
+
+def check_ranks(config: Config, ranks: int) -> list[Problem]:
+    """Lists what this number of ranks breaks: for when ``parallel.ranks = auto`` has been resolved."""
+    train = config.train
+    return check_batch(train.global_batch, train.microbatch, train.accumulate, ranks)
+
+
+def plain_name(config: Config) -> list[Problem]:
+    """The name is a folder's name."""
+    name = config.name
+    is_plain = name.strip() == name and name not in ("", ".", "..") and len(name) <= _LONGEST_NAME
+    if is_plain and not re.search(r'[/\\:\x00-\x1f<>"|?*]', name):
+        return []
+    plain = re.sub(r"[^\w.=+-]+", "-", name).strip("-.")[:_LONGEST_NAME] or "run"
+    return [
+        Problem(
+            what=f"name = {name!r} is not a plain folder name",
+            rule="the run is kept in monitor.folder/name, so a name has no path separators and is short",
+            fix=f"try name = {plain}, and set monitor.folder for the place",
+        )
+    ]
+
+
+def one_length(config: Config) -> list[Problem]:
+    """The run's length is given once."""
+    train = config.train
+    if train.steps is None or train.epochs is None:
+        return []
+    return [
+        Problem(
+            what=f"train.steps = {train.steps} and train.epochs = {train.epochs:g} are both given",
+            rule="a run has one length: steps or epochs",
+            fix="remove one of them; on the command line, add train.epochs=null or train.steps=null",
+        )
+    ]
+
+
+def batch_fits(config: Config) -> list[Problem]:
+    """The batch can be divided among the ranks; for ``auto``, among some number of them."""
+    ranks = config.parallel.ranks
+    train = config.train
+    return check_batch(train.global_batch, train.microbatch, train.accumulate, None if ranks == "auto" else ranks)
+
+
+def model_suits_data(config: Config) -> list[Problem]:
+    """The model can read what the data gives."""
+    model, data = config.model.kind, config.data.kind
+    fitting = _FITTING_DATA.get(model)
+    if fitting is None or data in fitting:
+        return []
+    models = [each for each, kinds in _FITTING_DATA.items() if data in kinds]
+    return [
+        Problem(
+            what=f"model.kind = {model} cannot read data.kind = {data}",
+            rule=f"{model} reads {', '.join(fitting)}",
+            fix=f"try data.kind = {fitting[0]}, or model.kind = {' or '.join(models)}",
+        )
+    ]
+
+
+def dimensions_match(config: Config) -> list[Problem]:
+    """Dimensions given to the model are those of the data, where the data's are known beforehand."""
+    model, shape = config.model, known_shape(config.data)
+    if model_suits_data(config):
+        return []
+    problems: list[Problem] = []
+    if isinstance(model, MLPModelConfig):
+        problems += _exactly("input_dim", model.input_dim, shape.features, "features of a sample")
+        problems += _at_least("num_classes", model.num_classes, shape.classes, "classes")
+    elif isinstance(model, ResNetModelConfig):
+        problems += _exactly("in_channels", model.in_channels, shape.channels, "channels of an image")
+        problems += _at_least("num_classes", model.num_classes, shape.classes, "classes")
+    elif isinstance(model, GPTModelConfig):
+        problems += _at_least("vocab_size", model.vocab_size, shape.vocab_size, "tokens of the vocabulary")
+    return problems
+
+
+def _exactly(key: str, given: int | None, known: int | None, meaning: str) -> list[Problem]:
+    if given is None or known is None or given == known:
+        return []
+    what = f"model.{key} = {given}, but the data has {known} {meaning}"
+    return [Problem(what=what, rule="they are the same number", fix=f"set model.{key} = {known}, or leave it out")]
+
+
+def _at_least(key: str, given: int | None, known: int | None, meaning: str) -> list[Problem]:
+    if given is None or known is None or given >= known:
+        return []
+    what = f"model.{key} = {given} is fewer than the data's {known} {meaning}"
+    return [Problem(what=what, rule="each needs an output", fix=f"set model.{key} = {known}, or leave it out")]
+
+
+def gpt_has_dimensions(config: Config) -> list[Problem]:
+    """A GPT has a size, or its dimensions."""
+    if not isinstance(config.model, GPTModelConfig) or not (missing := missing_dimensions(config.model)):
+        return []
+    return [
+        Problem(
+            what=f"a gpt without model.size lacks {', '.join('model.' + name for name in missing)}",
+            rule="layers, heads and width are given, or come from the size",
+            fix="try model.size = gpt-micro, or set them",
+        )
+    ]
+
+
+def gpt_heads_fit(config: Config) -> list[Problem]:
+    """Heads divide the width, heads of keys and values divide the heads, and rotary positions have pairs."""
+    shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
+    if shape is None:
+        return []
+    problems: list[Problem] = []
+    # A whole number of features for each head, and of pairs of them where they are turned in pairs.
+    unit = shape.heads * (2 if shape.positions == "rotary" else 1)
+    lower = shape.width // unit * unit
+    widths = f"model.width = {lower} or {lower + unit}" if lower else f"model.width = {unit}"
+    if shape.width % shape.heads:
+        problems.append(
+            Problem(
+                what=f"model.width = {shape.width} is not a multiple of model.heads = {shape.heads}",
+                rule="every head has the same whole number of features",
+                fix=f"try {widths}",
+            )
+        )
+    elif shape.width % unit:
+        head_dim = shape.width // shape.heads
+        problems.append(
+            Problem(
+                what=f"model.width / model.heads = {shape.width} / {shape.heads} = {head_dim} is odd",
+                rule="model.positions = rotary turns pairs of a head's features",
+                fix=f"try {widths}, or model.positions = learned",
+            )
+        )
+    if shape.heads % shape.kv_heads:
+        problems.append(
+            Problem(
+                what=f"model.heads = {shape.heads} is not a multiple of model.kv_heads = {shape.kv_heads}",
+                rule="each head of keys and values serves the same number of heads",
+                fix=f"try model.kv_heads = {math.gcd(shape.heads, shape.kv_heads)}",
+            )
+        )
+    return problems
+
+
+def context_fits(config: Config) -> list[Problem]:
+    """Samples are not longer than the model's context, and someone says how long they are."""
+    shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
+    if shape is None or config.data.kind not in ("text", "synthetic_tokens"):
+        return []
+    context = config.data.context
+    if shape.context is None and context is None:
+        return [
+            Problem(
+                what="neither model.context nor data.context is given",
+                rule="the length of a sample comes from one of them, or from model.size",
+                fix="try model.context = 128",
+            )
+        ]
+    if shape.context is None or context is None or context <= shape.context:
+        return []
+    return [
+        Problem(
+            what=f"model.context = {shape.context} is smaller than data.context = {context}",
+            rule="a sample must fit into the model's context",
+            fix=f"set model.context = {context}, or data.context = {shape.context}",
+        )
+    ]
+
+
+def text_exists(config: Config) -> list[Problem]:
+    """The text file is there."""
+    if config.data.kind != "text" or config.data.path is None or Path(config.data.path).is_file():
+        return []
+    path = Path(config.data.path)
+    state = "is a folder" if path.is_dir() else "does not exist"
+    near = near_files(path)
+    return [
+        Problem(
+            what=f"data.path = {config.data.path!r} {state}",
+            rule=f"it is a text file, and a relative path starts at {Path.cwd()}",
+            fix=f"did you mean {' or '.join(near)}?" if near else "leave it out to train on Python's documentation",
+        )
+    ]
+
+
+def backend_suits_device(config: Config) -> list[Problem]:
+    """NCCL moves bytes between GPUs only."""
+    if config.comm.backend != "nccl" or config.parallel.device != "cpu":
+        return []
+    return [
+        Problem(
+            what="comm.backend = nccl with parallel.device = cpu",
+            rule="nccl moves bytes between GPUs only",
+            fix="set comm.backend = gloo, or parallel.device = cuda",
+        )
+    ]
+
+
+def buckets_ordered(config: Config) -> list[Problem]:
+    """The first bucket is the small one."""
+    first, other = config.comm.first_bucket_mb, config.comm.bucket_mb
+    if first <= other:
+        return []
+    return [
+        Problem(
+            what=f"comm.first_bucket_mb = {first:g} is larger than comm.bucket_mb = {other:g}",
+            rule="the first bucket is the smaller one, so that communication starts early",
+            fix=f"set comm.first_bucket_mb = {other:g}, or comm.bucket_mb = {first:g}",
+        )
+    ]
+
+
+def warmup_fits(config: Config) -> list[Problem]:
+    """The warmup ends before the schedule does; a one-cycle schedule still has to come down after it."""
+    schedule = config.optim.schedule
+    length, name = schedule.length, "optim.schedule.length"
+    if length is None and schedule.unit == "steps" and config.train.steps is not None:
+        length, name = config.train.steps, "train.steps"
+    must_come_down = schedule.kind == "one_cycle"
+    if length is None or schedule.warmup < length or (schedule.warmup == length and not must_come_down):
+        return []
+    relation = "leaves nothing of" if schedule.warmup == length else "is longer than"
+    return [
+        Problem(
+            what=f"optim.schedule.warmup = {schedule.warmup:g} {relation} {name} = {length:g} {schedule.unit}",
+            rule="the warmup is the first part of the schedule"
+            + (", and one_cycle comes down in the second" if must_come_down else ""),
+            fix=f"try optim.schedule.warmup = {length // 10:g}",
+        )
+    ]
+
+
+def optim_keys_apply(config: Config) -> list[Problem]:
+    """No key of the optimizer is changed that its kind does not read."""
+    optim, defaults = config.optim, OptimConfig()
+    unread = {"adamw": ("momentum", "nesterov", "args"), "sgd": ("betas", "eps", "args")}.get(optim.kind, ())
+    owners = {"args": "an optimizer given by its path", "betas": "adamw", "eps": "adamw"}
+    return [
+        Problem(
+            what=f"optim.{key} = {getattr(optim, key)} has no effect with optim.kind = {optim.kind}",
+            rule=f"it belongs to {owners.get(key, 'sgd')}",
+            fix=f"remove optim.{key}, or change optim.kind",
+        )
+        for key in unread
+        if getattr(optim, key) != getattr(defaults, key)
+    ]
+
+
+def nesterov_has_momentum(config: Config) -> list[Problem]:
+    """Nesterov's momentum needs momentum."""
+    if config.optim.kind != "sgd" or not config.optim.nesterov or config.optim.momentum > 0:
+        return []
+    return [
+        Problem(
+            what="optim.nesterov = true with optim.momentum = 0",
+            rule="Nesterov's method looks ahead along the momentum",
+            fix="try optim.momentum = 0.9, or optim.nesterov = false",
+        )
+    ]
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(needs=("name",), run=plain_name),
+    Check(needs=("model", "data"), run=model_suits_data),
+    Check(needs=("model", "data"), run=dimensions_match),
+    Check(needs=("model",), run=gpt_has_dimensions),
+    Check(needs=("model",), run=gpt_heads_fit),
+    Check(needs=("model", "data"), run=context_fits),
+    Check(needs=("data",), run=text_exists),
+    Check(needs=("parallel", "comm"), run=backend_suits_device),
+    Check(needs=("comm",), run=buckets_ordered),
+    Check(needs=("optim", "train"), run=warmup_fits),
+    Check(needs=("optim",), run=optim_keys_apply),
+    Check(needs=("optim",), run=nesterov_has_momentum),
+    Check(needs=("train",), run=one_length),
+    Check(needs=("train", "parallel"), run=batch_fits),
+)

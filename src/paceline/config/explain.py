@@ -1,0 +1,159 @@
+"""Where each value of a config comes from: the file, an override, a default, or a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config.batch import DEFAULT_GLOBAL_BATCH, BatchPlan, batch_plan
+from paceline.config.gpt_sizes import gpt_shape
+from paceline.config.known_data import known_shape
+from paceline.config.load import LoadedConfig, leaf_values
+from paceline.config.schema import Config, GPTModelConfig, TextDataConfig, TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainRow:
+    """One value of a config and its origin.
+
+    ``origin`` starts with ``file``, ``override``, ``default`` or ``derived``; ``value`` is ``None`` where it is decided
+    only when the run starts. Keys that start with ``derived.`` are consequences, and cannot be set.
+    """
+
+    key: str
+    value: Any
+    origin: str
+
+
+def explain(config: Config | LoadedConfig, ranks: int | None = None) -> list[ExplainRow]:
+    """Lists every key of a config with its value and origin, derived ones with their formula.
+
+    ``ranks`` is the number of ranks where ``parallel.ranks = auto``, or to see what another number would do. A plain
+    Config knows no files: its keys are ``given`` or ``default``.
+
+    Raises ConfigError when the batch does not fit these ranks.
+    """
+    loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config=config, sources=_given(config))
+    config = loaded.config
+    derived = {row.key: row for row in _derived(config, ranks)}
+    rows = [
+        derived.pop(key, ExplainRow(key=key, value=value, origin=loaded.sources[key]))
+        for key, value in leaf_values(config).items()
+    ]
+    return rows + list(derived.values())
+
+
+def _given(config: Config) -> dict[str, str]:
+    def is_given(path: str) -> bool:
+        content: Any = config
+        for part in path.split("."):
+            if part not in content.model_fields_set:
+                return False
+            content = getattr(content, part)
+        return True
+
+    return {path: "given" if is_given(path) else "default" for path in leaf_values(config)}
+
+
+def _derived(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
+    yield from _model(config)
+    yield from _data(config)
+    yield from _ranks(config, ranks)
+    yield from _batch(config, ranks)
+    yield from _length(config)
+    yield from _learning_rate(config)
+
+
+def _row(key: str, value: Any, formula: str) -> ExplainRow:
+    return ExplainRow(key=key, value=value, origin=f"derived: {formula}")
+
+
+def _model(config: Config) -> Iterator[ExplainRow]:
+    model, shape = config.model, known_shape(config.data)
+    from_data = {
+        "input_dim": shape.features,
+        "num_classes": shape.classes,
+        "in_channels": shape.channels,
+        "vocab_size": shape.vocab_size,
+    }
+    for key, value in from_data.items():
+        if getattr(model, key, 0) is None:
+            formula = f"from data.kind = {config.data.kind}" + ("" if value is not None else ", when it is read")
+            yield _row(f"model.{key}", value, formula)
+    gpt = gpt_shape(model) if isinstance(model, GPTModelConfig) else None
+    if gpt is None or not isinstance(model, GPTModelConfig):
+        return
+    formula = f"model.size = {model.size}" if model.size else "the current family, as model.size is null"
+    for key in gpt.__slots__:
+        if getattr(model, key) is None and key != "context":
+            yield _row(f"model.{key}", getattr(gpt, key), formula)
+    if model.context is None and gpt.context is not None:
+        yield _row("model.context", gpt.context, formula)
+    elif model.context is None:
+        yield _row("model.context", shape.context, "data.context")
+
+
+def _data(config: Config) -> Iterator[ExplainRow]:
+    if config.data.seed is None:
+        yield _row("data.seed", config.train.seed, "train.seed")
+    if isinstance(config.data, TextDataConfig) and config.data.context is None:
+        gpt = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
+        yield _row("data.context", gpt.context if gpt else None, "model.context")
+
+
+def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
+    asked = config.parallel.ranks
+    if ranks is not None and ranks != asked:
+        yield _row("parallel.ranks", ranks, f"asked for here, where the config says {asked}")
+
+
+def _batch(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
+    train = config.train
+    if ranks is None and config.parallel.ranks != "auto":
+        ranks = config.parallel.ranks
+    plan = None if ranks is None else batch_plan(train, ranks)
+    for key, formula in _batch_formulas(train, plan).items():
+        if getattr(train, key) is None:
+            pending = "" if plan else "; give the ranks to see it"
+            yield _row(f"train.{key}", getattr(plan, key) if plan else None, formula + pending)
+    if plan:
+        formula = f"train.microbatch x train.accumulate = {plan.microbatch} x {plan.accumulate}"
+        yield _row("derived.samples_per_rank_and_step", plan.samples_per_rank, formula)
+        if train.steps is not None:
+            formula = f"train.steps x train.global_batch = {train.steps} x {plan.global_batch}"
+            yield _row("derived.samples_of_the_run", train.steps * plan.global_batch, formula)
+
+
+def _batch_formulas(train: TrainConfig, plan: BatchPlan | None) -> dict[str, str]:
+    product = "train.microbatch x train.accumulate x parallel.ranks"
+    micro = "train.global_batch / (train.accumulate x parallel.ranks)"
+    steps = "train.global_batch / (train.microbatch x parallel.ranks)"
+    if plan:
+        product += f" = {plan.microbatch} x {plan.accumulate} x {plan.ranks}"
+        micro += f" = {plan.global_batch} / ({plan.accumulate} x {plan.ranks})"
+        steps += f" = {plan.global_batch} / ({plan.microbatch} x {plan.ranks})"
+    is_free = train.microbatch is None
+    return {
+        "global_batch": f"{DEFAULT_GLOBAL_BATCH}, as train.microbatch is not given either" if is_free else product,
+        "microbatch": micro,
+        "accumulate": steps if None not in (train.global_batch, train.microbatch) else "1, as nothing asks for more",
+    }
+
+
+def _length(config: Config) -> Iterator[ExplainRow]:
+    train, schedule = config.train, config.optim.schedule
+    if train.steps is None and train.epochs is None:
+        yield _row("train.epochs", train.epochs_to_run, "1, as neither train.steps nor train.epochs is given")
+    if schedule.length is None and schedule.kind != "constant":
+        known = train.steps if schedule.unit == "steps" else None
+        yield _row("optim.schedule.length", known, "the whole run")
+
+
+def _learning_rate(config: Config) -> Iterator[ExplainRow]:
+    lr, schedule = config.optim.lr, config.optim.schedule
+    warmup = f" after {schedule.warmup:g} {schedule.unit} of warmup" if schedule.warmup else ""
+    yield _row("derived.peak_lr", lr, f"optim.lr{warmup}")
+    if schedule.kind != "constant":
+        formula = f"optim.lr x optim.schedule.final_ratio = {lr:g} x {schedule.final_ratio:g}"
+        yield _row("derived.final_lr", lr * schedule.final_ratio, formula)

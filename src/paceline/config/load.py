@@ -1,0 +1,214 @@
+"""From a YAML file and overrides to a checked config, with every problem reported at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.config.checks import run_checks
+from paceline.config.fields import known_fields
+from paceline.config.problems import format_value, schema_problems
+from paceline.config.schema import Config
+from paceline.config.suggest import near_files
+from paceline.config.yaml_text import Document, dump_values, parse_document, parse_value
+from paceline.errors import ConfigError, Problem
+
+# Stands in for a broken section while the others are checked; no rule that reads the section is run.
+_PLACEHOLDER = {"kind": "factory", "factory": "nothing:here"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A config and where each of its keys came from: ``file <path>:<line>``, ``override`` or ``default``."""
+
+    config: Config
+    sources: dict[str, str]
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Reads a config from a YAML file and ``section.key=value`` overrides; without a path, from overrides alone.
+
+    Raises ConfigError with all problems at once: of the schema, of the overrides, and between keys.
+    """
+    return load_config_with_sources(path, overrides).config
+
+
+def load_config_with_sources(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Reads a config as ``load_config`` does, and keeps where each key came from."""
+    source = str(path) if path is not None else "config"
+    document = parse_document(_read(path), source) if path is not None else Document(values={})
+    asked = _Asked(values=copy.deepcopy(document.values), lines=document.lines)
+    for text in overrides:
+        asked.override(text)
+    config = _validate(asked, source)
+    return LoadedConfig(config=config, sources=_sources(config, asked, source))
+
+
+def config_from_dict(values: Mapping[str, Any], source: str = "config") -> Config:
+    """Checks plain values as a YAML file would be. Raises ConfigError with all problems at once."""
+    return _validate(_Asked(values=copy.deepcopy(dict(values))), source)
+
+
+def dump_yaml(config: Config) -> str:
+    """Writes a config with every key, defaults included, as YAML that ``load_config`` reads back as equal."""
+    return dump_values(plain_values(config))
+
+
+def plain_values(config: Config) -> dict[str, Any]:
+    """Returns a config as nested dicts and lists."""
+    return config.model_dump(mode="json")
+
+
+def leaf_values(config: Config) -> dict[str, Any]:
+    """Returns the value of each dotted key, in the order of a dump; ``args`` and lists count as one value."""
+    sections = {each.path for each in known_fields() if each.is_section}
+
+    def leaves(content: Mapping[str, Any], place: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in content.items():
+            path = place + key
+            found.update(leaves(value, path + ".") if path in sections else {path: value})
+        return found
+
+    return leaves(plain_values(config), "")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Asked:
+    """What was asked for, before it is validated: values, and where they were given."""
+
+    values: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+    overridden: set[str] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+
+    def override(self, text: str) -> None:
+        """Sets one key from ``section.key=value``, or notes why it cannot."""
+        key, separator, value_text = text.partition("=")
+        parts = key.strip().split(".")
+        if not separator or not all(part and part[0] not in "-+ " for part in parts):
+            self.problems.append(_malformed(text))
+            return
+        try:
+            value = parse_value(value_text)
+        except ConfigError as error:
+            rule = f"the value is read as YAML: {error.problems[0].rule}"
+            fix = f"""put it in quotes: {key}='"{value_text}"'"""
+            self.problems.append(Problem(what=f"override {text!r} has no readable value", rule=rule, fix=fix))
+            return
+        self._set(parts, value)
+
+    def _set(self, parts: list[str], value: Any) -> None:
+        content = self.values
+        for depth, part in enumerate(parts[:-1], start=1):
+            inner = content.get(part)
+            if inner is None:
+                inner = content[part] = {}
+            if not isinstance(inner, dict):
+                place = ".".join(parts[:depth])
+                what = f"override {'.'.join(parts)} reaches into {place} = {format_value(inner)}"
+                self.problems.append(Problem(what=what, rule=f"{place} is not a section", fix=f"set {place} itself"))
+                return
+            content = inner
+        content[parts[-1]] = value
+        self.overridden.add(".".join(parts))
+
+    def locate(self, path: str) -> str:
+        """Returns where a key was given, for messages: `` (override)``, `` (line 4)``, or nothing."""
+        found = self._nearest(path)
+        return f" ({found})" if found else ""
+
+    def source(self, path: str, name: str) -> str:
+        """Returns where a key came from, for people who ask why it has its value."""
+        content: Any = self.values
+        for part in path.split("."):
+            if not isinstance(content, Mapping) or part not in content:
+                return "default"
+            content = content[part]
+        found = self._nearest(path)
+        return found if found == "override" else f"file {name}" + (f":{found.removeprefix('line ')}" if found else "")
+
+    def _nearest(self, path: str) -> str:
+        """Looks the key up, then the sections around it: an override or a YAML alias may have set them whole."""
+        while path:
+            if path in self.overridden:
+                return "override"
+            if path in self.lines:
+                return f"line {self.lines[path]}"
+            path = path.rpartition(".")[0]
+        return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        where = f"a relative path starts at {Path.cwd()}"
+        problem = Problem(what=f"{path} does not exist", rule=where, fix=_suggest_file(path))
+    except IsADirectoryError:
+        problem = Problem(what=f"{path} is a folder", rule="a config is a YAML file", fix="name a file in it")
+    except UnicodeDecodeError as error:
+        what = f"{path} is not text: byte {error.start} is {error.object[error.start]:#04x}"
+        problem = Problem(what=what, rule="a config is a YAML file in UTF-8", fix="save it as UTF-8")
+    except OSError as error:
+        problem = Problem(what=f"{path} cannot be read: {error.strerror}", fix="check its permissions")
+    raise ConfigError([problem], source=str(path))
+
+
+def _suggest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    near = near_files(path)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    configs = sorted(each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml"))
+    return f"the configs in {path.parent} are {', '.join(configs[:8])}" if configs else f"no config is in {path.parent}"
+
+
+def _malformed(text: str) -> Problem:
+    key, separator, value = text.partition("=")
+    plain = ".".join(part.strip(" -+") for part in key.split(".") if part.strip(" -+"))
+    fix = f"write {plain or 'section.key'}={value if separator else 'value'}"
+    return Problem(what=f"override {text!r} is malformed", rule="an override is section.key=value", fix=fix)
+
+
+def _validate(asked: _Asked, source: str) -> Config:
+    """Returns the config, or raises ConfigError with the problems of overrides, schema and rules together."""
+    _open_empty_sections(asked.values)
+    problems = list(asked.problems)
+    try:
+        config = Config.model_validate(asked.values)
+        problems += run_checks(config)
+    except ValidationError as error:
+        problems += schema_problems(error, asked.values, asked.locate)
+        problems += _check_the_rest(asked.values, broken={str(each["loc"][0]) for each in error.errors()})
+        raise ConfigError(problems, source=source) from None
+    if problems:
+        raise ConfigError(problems, source=source)
+    return config
+
+
+def _open_empty_sections(values: dict[str, Any]) -> None:
+    """Reads a section without keys (``optim:`` with all lines below commented out) as one with defaults."""
+    sections = [each.path for each in known_fields() if each.is_section]
+    for path in sections:
+        place, _, key = path.rpartition(".")
+        content = values.get(place) if place else values
+        if isinstance(content, dict) and key in content and content[key] is None:
+            content[key] = {}
+
+
+def _check_the_rest(values: Mapping[str, Any], broken: set[str]) -> list[Problem]:
+    """Runs the rules that read only sections without a problem of their own."""
+    sound = {name: content for name, content in values.items() if name in Config.model_fields and name not in broken}
+    filled = {name: _PLACEHOLDER for name in ("model", "data") if name not in sound} | sound
+    return run_checks(Config.model_validate(filled), sections=set(Config.model_fields) - broken)
+
+
+def _sources(config: Config, asked: _Asked, name: str) -> dict[str, str]:
+    return {path: asked.source(path, name) for path in leaf_values(config)}

@@ -1,0 +1,212 @@
+"""Turns what pydantic finds into problems that say what is wrong, the rule and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.fields import KnownField, fields_at, find_field, section_kinds
+from paceline.config.suggest import nearest, suggest_keys
+from paceline.config.yaml_text import parse_value
+from paceline.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+_PLANNED = {
+    "parallel.strategy": ("zero1", "zero2", "zero3", "fsdp", "hybrid", "auto"),
+    "train.dtype": ("bfloat16", "float16"),
+}
+_NO_SUCH_THING = (0, 0.0, False, "", "none", "None", "off", "never", "no")
+_MISSING = object()
+
+
+def schema_problems(
+    error: ValidationError, values: Mapping[str, Any], locate: Callable[[str], str] = lambda _path: ""
+) -> list[Problem]:
+    """Translates a validation error, one problem for each key.
+
+    ``values`` is what was validated. ``locate`` tells where a dotted key was given, such as ``" (line 4)"``.
+    """
+    kinds = {section: _kind_of(values, section) for section in ("model", "data")}
+    problems: dict[str, Problem] = {}
+    for each in error.errors(include_url=False, include_context=False, include_input=False):
+        path = _path_of(each["loc"], kinds)
+        if each["type"] in ("extra_forbidden", "invalid_key"):
+            problem = _unknown_key(path, kinds, locate(path))
+        elif each["type"] == "missing" and _value_at(values, path) is _MISSING:
+            problem = _missing_key(path, kinds)
+        elif each["type"].startswith("union_tag"):
+            problem = _wrong_kind(path, values, locate)
+        else:
+            problem = _wrong_value(path, kinds, values, locate)
+        problems.setdefault(path, problem)
+    return list(problems.values())
+
+
+def format_value(value: Any) -> str:
+    """Writes a value as a config would, shortened where it is long."""
+    words = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    text = repr(list(value)) if isinstance(value, tuple) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _kind_of(values: Mapping[str, Any], section: str) -> str | None:
+    content = values.get(section)
+    kind = content.get("kind") if isinstance(content, Mapping) else None
+    return kind if kind in section_kinds(section) else None
+
+
+def _path_of(location: tuple[int | str, ...], kinds: Mapping[str, str | None]) -> str:
+    """Turns pydantic's location into a dotted key: without the union's tag, and cut at a leaf, or an argument."""
+    parts = [str(part) for part in location]
+    if parts[0] in kinds and len(parts) > 1:
+        del parts[1]  # pydantic inserts the kind
+    kind = kinds.get(parts[0])
+    for end in range(1, len(parts)):
+        known = find_field(".".join(parts[:end]), kind)
+        if known is not None and not known.is_section:
+            return ".".join(parts[: end + 1]) if "object" in known.types else known.path
+    return ".".join(parts)
+
+
+def _value_at(values: Mapping[str, Any], path: str) -> Any:
+    content: Any = values
+    for part in path.split("."):
+        if not isinstance(content, Mapping) or part not in content:
+            return _MISSING
+        content = content[part]
+    return content
+
+
+def _unknown_key(path: str, kinds: Mapping[str, str | None], where: str) -> Problem:
+    place, _, key = path.rpartition(".")
+    kind = kinds.get(place)
+    keys = ", ".join(dict.fromkeys(each.key for each in fields_at(place, kind)))
+    owner = f"{place} of kind {kind}" if kind else place or "the top of a config"
+    found = suggest_keys(place, key, kinds)
+    return Problem(
+        what=f"{path} is not a known key{where}",
+        rule=f"the keys of {owner} are {keys}",
+        fix=f"did you mean {' or '.join(found)}?" if found else "remove it, or choose one of these",
+    )
+
+
+def _missing_key(path: str, kinds: Mapping[str, str | None]) -> Problem:
+    tags = section_kinds(path) if "." not in path else ()
+    known = find_field(path, kinds.get(path.partition(".")[0]))
+    return Problem(
+        what=f"{path} is missing",
+        rule=f"it says {known.description}" if tags and known else f"it must be {known.expected}" if known else "",
+        fix=f"set {path}.kind to one of {', '.join(tags)}" if tags else f"set {path}",
+    )
+
+
+def _wrong_kind(section: str, values: Mapping[str, Any], locate: Callable[[str], str]) -> Problem:
+    path, kinds = f"{section}.kind", section_kinds(section)
+    value = _value_at(values, path)
+    rule = f"{path} must be one of {', '.join(kinds)}"
+    if value is _MISSING:
+        return Problem(
+            what=f"{path} is missing{locate(section)}", rule=rule, fix=f"add for instance {path} = {kinds[0]}"
+        )
+    return Problem(
+        what=f"{path} = {format_value(value)} is not a kind of {section}{locate(path)}",
+        rule=rule,
+        fix=_suggest_kind(section, value, kinds),
+    )
+
+
+def _suggest_kind(section: str, value: Any, kinds: tuple[str, ...]) -> str:
+    if not isinstance(value, str):
+        return ""
+    other = "data" if section == "model" else "model"
+    if value in section_kinds(other):
+        return f"{value} is a kind of {other}: did you mean {other}.kind = {value}?"
+    size = find_field("model.size", "gpt")
+    if section == "model" and size is not None and value in size.choices:
+        return f"did you mean model.kind = gpt with model.size = {value}?"
+    near = nearest(value, kinds)
+    return f"did you mean {section}.kind = {near}?" if near else ""
+
+
+def _wrong_value(
+    path: str, kinds: Mapping[str, str | None], values: Mapping[str, Any], locate: Callable[[str], str]
+) -> Problem:
+    value = _value_at(values, path)
+    shown = f"{path} = {format_value(value)}"
+    known = find_field(path, kinds.get(path.partition(".")[0]))
+    if known is None:  # a value below args, where any key may stand
+        what = f"the key {path} is not text" if value is _MISSING else f"{shown} is not a plain value"
+        rule = "arguments in a config are finite numbers, text, true, false, null, and lists and sections of these"
+        return Problem(what=what + locate(path), rule=rule, fix="make other objects in the function that takes them")
+    if known.is_section:
+        fix = f"write its keys indented below '{known.key}:'"
+        return Problem(what=f"{shown} is not a section of named values{locate(path)}", rule=known.description, fix=fix)
+    if value in _PLANNED.get(path, ()):
+        return _planned(known, value, locate(path))
+    return Problem(
+        what=f"{shown} is not {known.expected}{locate(path)}",
+        rule=f"{path}: {known.description}",
+        fix=_suggest_value(known, value),
+    )
+
+
+def _planned(known: KnownField, value: str, where: str) -> Problem:
+    return Problem(
+        what=f"{known.path} = {format_value(value)} is not yet built{where}",
+        rule=f"today {known.path} is {' or '.join(known.choices)}; planned: {', '.join(_PLANNED[known.path])}",
+        fix=f"set {known.path} = {known.choices[0]}",
+    )
+
+
+def _suggest_value(known: KnownField, value: Any) -> str:
+    for suggest in (_choice_fix, _import_path_fix, _quoting_fix, _whole_number_fix, _null_fix):
+        fix = suggest(known, value)
+        if fix:
+            return fix
+    if known.default is not None:
+        return f"the default is {known.path} = {format_value(known.default)}"
+    return ""
+
+
+def _choice_fix(known: KnownField, value: Any) -> str:
+    near = nearest(value, known.choices) if isinstance(value, str) else None
+    return f"did you mean {known.path} = {near}?" if near else ""
+
+
+def _import_path_fix(known: KnownField, value: Any) -> str:
+    if not known.is_import_path or not isinstance(value, str):
+        return ""
+    module, _, name = value.rpartition(".")
+    if ":" not in value and module and name.isidentifier():
+        return f"did you mean {known.path} = {module}:{name}?"
+    return "for a function build in my_model.py, write my_model:build"
+
+
+def _quoting_fix(known: KnownField, value: Any) -> str:
+    """Finds text that would be right without its quotes, and values that would be right within them."""
+    if not isinstance(value, str):
+        is_scalar = isinstance(value, int | float)
+        wants_text = known.types <= {"string", "null"} and not known.choices
+        return f"put it in quotes: {known.key}: '{format_value(value)}'" if wants_text and is_scalar else ""
+    if "boolean" in known.types and value.lower() in ("yes", "on", "y", "no", "off", "n", "true", "false"):
+        return f"write {known.path} = {'true' if value.lower() in ('yes', 'on', 'y', 'true') else 'false'}"
+    try:
+        parsed = parse_value(value)
+    except ConfigError:
+        return ""
+    wanted = {int: {"integer", "number"}, float: {"number"}, bool: {"boolean"}}.get(type(parsed), set())
+    return f"write it without quotes: {known.key}: {value}" if wanted & known.types else ""
+
+
+def _whole_number_fix(known: KnownField, value: Any) -> str:
+    is_whole = isinstance(value, float) and value.is_integer() and "integer" in known.types
+    return f"write it as a whole number: {known.path} = {int(value)}" if is_whole else ""
+
+
+def _null_fix(known: KnownField, value: Any) -> str:
+    is_nothing = not isinstance(value, list | dict) and value in _NO_SUCH_THING
+    return f"for none, leave it out or write {known.path} = null" if "null" in known.types and is_nothing else ""

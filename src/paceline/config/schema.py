@@ -1,0 +1,314 @@
+"""What a user may ask for: one strict schema.
+
+Every section is frozen and refuses unknown keys. Validation is strict: a whole number is an ``int``, ``true`` is not 1,
+and text is never read as a number. Each field carries a description, which the docs, the JSON Schema and the error
+messages all use.
+
+``None`` means "decided elsewhere": from the data, from the model's size, or by the batch algebra (``batch.py``).
+``paceline config explain`` shows what it became.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict
+
+IMPORT_PATH_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
+
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
+Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
+ImportPath: TypeAlias = Annotated[str, Field(pattern=IMPORT_PATH_PATTERN)]
+GPTSize: TypeAlias = Literal[
+    "gpt-nano",
+    "gpt-micro",
+    "gpt-mini",
+    "gpt-11m",
+    "gpt-124m",
+    "gpt-350m",
+    "gpt-1.1b",
+    "gpt-3b",
+    "gpt-7b",
+]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# Models
+
+
+class _Model(Section):
+    kind: str  # first, so that it stands first in a dump; each model narrows it
+    compile: bool = Field(default=False, description="apply torch.compile to each block")
+
+
+class MLPModelConfig(_Model):
+    """A classifier of three linear layers."""
+
+    kind: Literal["mlp"] = Field(description="which model")
+    input_dim: Count | None = Field(default=None, description="features of a sample; null: from the data")
+    hidden_dim: int = Field(default=512, ge=2, description="width of the first hidden layer; the second has half")
+    num_classes: Count | None = Field(default=None, description="number of outputs; null: from the data")
+    dropout: Probability = Field(default=0.3, description="dropout after each hidden layer")
+
+
+class ResNetModelConfig(_Model):
+    """A residual network for images."""
+
+    kind: Literal["resnet"] = Field(description="which model")
+    depth: Literal[18, 50] = Field(default=18, description="number of layers with weights")
+    num_classes: Count | None = Field(default=None, description="number of outputs; null: from the data")
+    in_channels: Count | None = Field(default=None, description="channels of an image; null: from the data")
+    width: Count = Field(default=64, description="channels of the first stage; each stage doubles them")
+    norm: Literal["batch", "group"] = Field(
+        default="batch", description="batch: statistics of each microbatch; group: none across samples"
+    )
+    stem: Literal["imagenet", "small"] = Field(
+        default="imagenet", description="imagenet: 7x7 stride 2 and pooling; small: 3x3, for images of about 32 pixels"
+    )
+
+
+class GPTModelConfig(_Model):
+    """A decoder-only transformer: a named size, explicit dimensions, or a size with some of them changed."""
+
+    kind: Literal["gpt"] = Field(description="which model")
+    size: GPTSize | None = Field(default=None, description="a named size; null: layers, heads and width are given")
+    layers: Count | None = Field(default=None, description="number of blocks; null: from size")
+    heads: Count | None = Field(default=None, description="attention heads; null: from size")
+    kv_heads: Count | None = Field(default=None, description="heads of keys and values; null: from size, or heads")
+    width: Count | None = Field(default=None, description="size of a token's vector; null: from size")
+    mlp_width: Count | None = Field(default=None, description="hidden size of a block's MLP; null: from size or width")
+    context: Count | None = Field(default=None, description="most tokens of a sample; null: from size, or the data")
+    vocab_size: Count | None = Field(default=None, description="number of tokens; null: from the data")
+    norm: Literal["rms", "layer"] | None = Field(default=None, description="normalisation; null: from size")
+    mlp: Literal["swiglu", "gelu"] | None = Field(default=None, description="form of the MLP; null: from size")
+    positions: Literal["rotary", "learned"] | None = Field(default=None, description="positions; null: from size")
+    tied: bool | None = Field(default=None, description="output layer shares the embedding; null: from size")
+    dropout: Probability | None = Field(default=None, description="dropout in each block; null: from size")
+
+
+class FactoryModelConfig(_Model):
+    """A model of the user's own code."""
+
+    kind: Literal["factory"] = Field(description="which model")
+    factory: ImportPath = Field(description="package.module:function that returns an nn.Module")
+    args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
+
+
+ModelConfig: TypeAlias = MLPModelConfig | ResNetModelConfig | GPTModelConfig | FactoryModelConfig
+
+
+# Data
+
+
+class _Data(Section):
+    kind: str  # first, so that it stands first in a dump; each data set narrows it
+    eval_fraction: Probability = Field(default=0.2, description="share of the samples kept for evaluation")
+    shuffle: bool = Field(default=True, description="a new order each epoch, a pure function of seed and epoch")
+    last_batch: Literal["keep", "drop"] = Field(default="keep", description="what to do with an epoch's ragged batch")
+    workers: int = Field(default=0, ge=0, description="loader processes of each rank; 0: load in the rank itself")
+    prefetch: Count = Field(default=2, description="batches that each worker loads ahead")
+    worker_start: Literal["auto", "fork", "spawn", "forkserver"] = Field(
+        default="auto", description="how loader processes start"
+    )
+    seed: Seed | None = Field(default=None, description="seed of order and split; null: train.seed")
+
+
+class DigitsDataConfig(_Data):
+    """The 1,797 handwritten digits that come with scikit-learn: 8 x 8 pixels, 10 classes."""
+
+    kind: Literal["digits"] = Field(description="which data")
+    standardize: bool = Field(default=True, description="give each pixel mean 0 and variance 1 over the training part")
+
+
+class TextDataConfig(_Data):
+    """A text file, or the documentation of Python inside CPython, for language models."""
+
+    kind: Literal["text"] = Field(description="which data")
+    path: str | None = Field(default=None, description="a UTF-8 text file; null: the documentation inside Python")
+    tokens: Literal["char", "byte"] = Field(default="char", description="what a token is")
+    context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
+
+
+class SyntheticClassificationDataConfig(_Data):
+    """Random vectors around one centre per class."""
+
+    kind: Literal["synthetic_classification"] = Field(description="which data")
+    samples: Count = Field(default=10000, description="number of samples")
+    features: Count = Field(default=784, description="numbers in a sample")
+    classes: int = Field(default=10, ge=2, description="number of classes")
+
+
+class SyntheticImagesDataConfig(_Data):
+    """Random images with one pattern per class."""
+
+    kind: Literal["synthetic_images"] = Field(description="which data")
+    samples: Count = Field(default=1024, description="number of images")
+    classes: int = Field(default=10, ge=2, description="number of classes")
+    channels: Count = Field(default=3, description="channels of an image")
+    size: Count = Field(default=32, description="height and width in pixels")
+
+
+class SyntheticTokensDataConfig(_Data):
+    """Random token sequences that a language model can learn."""
+
+    kind: Literal["synthetic_tokens"] = Field(description="which data")
+    samples: Count = Field(default=1024, description="number of sequences")
+    vocab_size: int = Field(default=256, ge=2, description="number of tokens")
+    context: Count = Field(default=128, description="tokens of a sequence")
+
+
+class FactoryDataConfig(_Data):
+    """Data of the user's own code."""
+
+    kind: Literal["factory"] = Field(description="which data")
+    factory: ImportPath = Field(description="package.module:function that returns a Dataset or (train, eval)")
+    args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
+
+
+DataConfig: TypeAlias = (
+    DigitsDataConfig
+    | TextDataConfig
+    | SyntheticClassificationDataConfig
+    | SyntheticImagesDataConfig
+    | SyntheticTokensDataConfig
+    | FactoryDataConfig
+)
+
+
+# How it runs
+
+
+class ParallelConfig(Section):
+    """On how many ranks, and how the model is spread over them."""
+
+    strategy: Literal["ddp"] = Field(default="ddp", description="ddp: every rank holds the whole model")
+    ranks: Literal["auto"] | Count = Field(
+        default="auto", description="number of ranks; auto: one for each GPU, or chosen for the CPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the ranks compute")
+    threads: Count | None = Field(default=None, description="CPU threads of each rank; null: the cores are shared out")
+
+
+class CommConfig(Section):
+    """How gradients travel between ranks."""
+
+    backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
+    bucket_mb: Positive = Field(default=25.0, description="gradients reduced together, in MiB")
+    first_bucket_mb: Positive = Field(default=1.0, description="size of the first bucket, in MiB: small starts early")
+    timeout_s: Positive = Field(default=300.0, description="seconds until a rank that does not answer is an error")
+    buffers: Literal["broadcast", "local"] = Field(
+        default="broadcast", description="buffers such as batch-norm statistics: rank 0's for all, or each its own"
+    )
+    overlap: bool = Field(default=True, description="reduce gradients while backward still runs")
+
+
+class ScheduleConfig(Section):
+    """How the learning rate moves over the run."""
+
+    kind: Literal["constant", "linear", "cosine", "one_cycle"] = Field(
+        default="constant", description="the curve after the warmup"
+    )
+    warmup: NotNegative = Field(default=0.0, description="how long the rate rises from 0 to optim.lr, in units of unit")
+    unit: Literal["steps", "samples"] = Field(default="steps", description="what warmup and length count")
+    length: Positive | None = Field(default=None, description="where the curve ends; null: with the run")
+    final_ratio: float = Field(default=0.0, ge=0, le=1, description="the last rate, as a share of optim.lr")
+
+
+class OptimConfig(Section):
+    """The optimizer, its learning rate and clipping."""
+
+    kind: Literal["adamw", "sgd"] | ImportPath = Field(
+        default="adamw", description="adamw, sgd, or package.module:Class of a torch optimizer"
+    )
+    lr: Positive = Field(default=3e-4, description="the peak learning rate")
+    weight_decay: NotNegative = Field(default=0.01, description="weight decay")
+    # YAML has lists and no tuples, so this one type is converted; its two numbers are strict all the same.
+    betas: Annotated[tuple[Probability, Probability], Strict(False)] = Field(
+        default=(0.9, 0.999), description="adamw: decay of the two moments"
+    )
+    eps: Positive = Field(default=1e-8, description="adamw: added to the denominator")
+    momentum: Probability = Field(default=0.9, description="sgd: momentum")
+    nesterov: bool = Field(default=False, description="sgd: Nesterov's momentum")
+    args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of an optimizer given by its path")
+    clip_norm: Positive | None = Field(default=1.0, description="largest global gradient norm; null: no clipping")
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="how the learning rate moves")
+
+
+class TrainConfig(Section):
+    """How long, with what batch, and with which seed."""
+
+    steps: Count | None = Field(default=None, description="length of the run in steps; give this or epochs")
+    epochs: Positive | None = Field(default=None, description="length of the run in epochs; null: 1, if no steps")
+    global_batch: Count | None = Field(
+        default=None, description="samples of one step over all ranks; null: microbatch x accumulate x ranks, or 64"
+    )
+    microbatch: Count | None = Field(
+        default=None, description="samples that a rank processes at once; null: global_batch / (accumulate x ranks)"
+    )
+    accumulate: Count | None = Field(
+        default=None, description="microbatches of a step; null: global_batch / (microbatch x ranks), or 1"
+    )
+    seed: Seed = Field(default=0, description="seed of weights, dropout and data order")
+    deterministic: bool = Field(default=False, description="only deterministic kernels; slower, bit-for-bit the same")
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype of weights and computation")
+    loss: Literal["auto"] | ImportPath = Field(
+        default="auto", description="auto: cross entropy; or package.module:function of (outputs, targets)"
+    )
+    eval_every: Count | None = Field(default=None, description="steps between evaluations; null: at the end only")
+
+    @property
+    def epochs_to_run(self) -> float | None:
+        """Returns the epochs that this run lasts: 1 where no length was given, ``None`` where ``steps`` says it."""
+        if self.steps is not None:
+            return None
+        return 1.0 if self.epochs is None else self.epochs
+
+
+class CheckpointConfig(Section):
+    """When the run is saved, and how many saves are kept."""
+
+    every_steps: Count | None = Field(default=None, description="steps between checkpoints; null: not by steps")
+    every_minutes: Positive | None = Field(default=None, description="minutes between checkpoints; null: not by time")
+    at_end: bool = Field(default=True, description="save when the run ends")
+    keep: Count = Field(default=2, description="newest checkpoints that are kept")
+
+
+class MonitorConfig(Section):
+    """What the run writes about itself."""
+
+    folder: str = Field(default="runs", min_length=1, description="run folders are made in here")
+    log_every: Count = Field(default=10, description="steps between lines on the console")
+    tensorboard: bool = Field(default=True, description="write TensorBoard events")
+    console: bool = Field(default=True, description="print progress")
+    trace: bool = Field(default=False, description="record every communication")
+
+
+class Config(Section):
+    """Everything a run is asked to do."""
+
+    name: str = Field(default="run", description="name of the run, and of its folder")
+    model: Annotated[ModelConfig, Field(discriminator="kind")] = Field(description="what is trained")
+    data: Annotated[DataConfig, Field(discriminator="kind")] = Field(description="what it learns from")
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="on how many ranks, and how")
+    comm: CommConfig = Field(default=CommConfig(), description="how gradients travel")
+    optim: OptimConfig = Field(default=OptimConfig(), description="the optimizer")
+    train: TrainConfig = Field(default=TrainConfig(), description="length, batch and seed")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="when the run is saved")
+    monitor: MonitorConfig = Field(default=MonitorConfig(), description="what the run writes about itself")
+
+
+def json_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a config file, fit for completion and checks in an editor."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(),
+        "title": "Paceline config",
+    }

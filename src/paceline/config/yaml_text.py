@@ -1,0 +1,191 @@
+"""YAML as configs use it: text to plain values with their lines, and back.
+
+The scalars follow YAML 1.2, so that what looks like a number is one: ``3e-4`` is a number (YAML 1.1 reads text),
+``010`` is 10 (not 8), ``12:30`` and ``2024-01-01`` are text, and only ``true`` and ``false`` are booleans. The dumper
+knows the same rules, so that text which looks like a number is quoted and a dump reads back as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from paceline.errors import ConfigError, Problem
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = _TAG + "merge"
+# Tag, pattern, first characters; the first that matches wins. An empty value has the first character "".
+_SCALARS: tuple[tuple[str, str, Iterable[str]], ...] = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
+    ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?", "-+0123456789."),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+    ("null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
+    ("merge", r"<<", "<"),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  the base declares it as a plain class attribute
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  a config is a tree: repeat rather than refer
+        return True
+
+
+def _construct_int(_loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(node.value.replace("_", ""))
+
+
+def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.SequenceNode:
+    return dumper.represent_sequence(_TAG + "seq", values, flow_style=True)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Only double quotes keep every character: PyYAML folds some line breaks of Unicode in the other styles.
+    return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+
+
+def _teach() -> None:
+    for kind in (_Loader, _Dumper):
+        for name, pattern, first in _SCALARS:
+            kind.add_implicit_resolver(_TAG + name, re.compile(f"(?:{pattern})$"), list(first))
+    _Loader.add_constructor(_TAG + "int", _construct_int)
+    _Dumper.add_representer(list, _represent_list)
+    _Dumper.add_representer(str, _represent_text)
+
+
+_teach()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """The values of a YAML file, and the line of each dotted key."""
+
+    values: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+
+
+def parse_document(text: str, source: str) -> Document:
+    """Reads a YAML file whose top is a section.
+
+    Raises ConfigError, with line and column, for what is not YAML, for keys given twice, and for another top.
+    """
+    survey = _Survey()
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return Document(values={})
+        survey.visit(node, "", ())
+        if survey.problems:
+            raise ConfigError(survey.problems, source=source)
+        values = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ConfigError([_syntax_problem(error)], source=source) from error
+    if values is None:
+        return Document(values={})
+    if not isinstance(values, dict):
+        raise ConfigError([_top_problem(values)], source=source)
+    return Document(values=values, lines=survey.lines)
+
+
+def parse_value(text: str) -> Any:
+    """Reads the value of an override. Raises ConfigError with the problem."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError([_syntax_problem(error)], source="override") from error
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """Writes plain values as YAML that ``parse_document`` reads back as they are."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+class _Survey:
+    """Walks the nodes of a document: notes the line of each key, and what a mapping would silently swallow."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self.problems: list[Problem] = []
+        self._visited: set[int] = set()
+
+    def visit(self, node: yaml.Node, path: str, ancestors: tuple[int, ...]) -> None:
+        """Visits a node once, however often the document refers to it."""
+        if id(node) in ancestors:
+            what = f"line {node.start_mark.line + 1}: {path} refers to itself"
+            self.problems.append(Problem(what=what, rule="a config is a tree", fix="remove the alias"))
+        if id(node) in self._visited:
+            return
+        self._visited.add(id(node))
+        inside = (*ancestors, id(node))
+        if isinstance(node, yaml.SequenceNode):
+            for child in node.value:
+                self.visit(child, path, inside)
+        elif isinstance(node, yaml.MappingNode):
+            self._visit_mapping(node, path, inside)
+
+    def _visit_mapping(self, node: yaml.MappingNode, path: str, inside: tuple[int, ...]) -> None:
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.tag == _MERGE:
+                self.visit(value, path, inside)
+                continue
+            if key.tag != _TAG + "str":
+                self._note_key_type(key, line)
+                continue
+            full = f"{path}.{key.value}" if path else key.value
+            if key.value in seen:
+                self._note_duplicate(full, seen[key.value], line)
+            seen.setdefault(key.value, line)
+            self.lines.setdefault(full, line)
+            self.visit(value, full, inside)
+
+    def _note_key_type(self, key: yaml.Node, line: int) -> None:
+        shown = key.value if isinstance(key, yaml.ScalarNode) else "of several values"
+        self.problems.append(
+            Problem(
+                what=f"line {line}: the key {shown or 'null'} is not text",
+                rule="every key of a config is text",
+                fix=f"put it in quotes: '{shown}'" if isinstance(key, yaml.ScalarNode) else "use a word as the key",
+            )
+        )
+
+    def _note_duplicate(self, full: str, first: int, second: int) -> None:
+        self.problems.append(
+            Problem(
+                what=f"{full} is given twice, in lines {first} and {second}",
+                rule="YAML would keep the last one and say nothing",
+                fix="remove one of them",
+            )
+        )
+
+
+def _syntax_problem(error: yaml.YAMLError) -> Problem:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return Problem(what=f"this is not YAML: {error}", fix="save the file as UTF-8 text")
+    mark = error.problem_mark
+    hint = "write 'key: value', and indent with two spaces"
+    if "\\t" in (error.problem or ""):
+        hint = "YAML is indented with spaces: replace the tab"
+    reason = " ".join(part for part in (error.context, error.problem) if part)
+    return Problem(what=f"line {mark.line + 1}, column {mark.column + 1}: this is not YAML", rule=reason, fix=hint)
+
+
+def _top_problem(values: Any) -> Problem:
+    found = f"a list of {len(values)}" if isinstance(values, list) else f"the value {values!r}"
+    return Problem(
+        what=f"the top of the file is {found}",
+        rule="a config is a section with the keys name, model, data, parallel, ...",
+        fix="write 'model:' at the start of a line, and its keys indented below it",
+    )

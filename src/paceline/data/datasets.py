@@ -1,0 +1,226 @@
+"""Data sets in memory: what one must offer, how it is split, the digits, and three synthetic ones.
+
+A data set is map-style: ``len(dataset)`` and ``dataset[i]``. Where it also has ``__getitems__(indices)``, a batch is
+read in one call: a list is taken for a list of samples (PyTorch's convention), anything else for the finished batch.
+
+Every synthetic set can be learned, so that a falling loss means something. Each is a pure function of its arguments,
+drawn in bulk from one numpy generator.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from paceline.data.order import Indices, shuffled_index
+from paceline.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Batch: TypeAlias = Any
+"""``(inputs, targets)`` for our data sets; any nested structure of tensors for the user's."""
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+# Epochs count from 0, so this order is never that of training.
+_SPLIT_EPOCH = -1
+# The distance between centres in standard deviations of the noise: about 5 % of the samples lie nearer to a wrong one.
+_CENTRE_DISTANCE = 5.0
+_PATTERN_AMPLITUDE = 0.5
+_NUM_SUCCESSORS = 4
+_TOKEN_NOISE = 0.1
+
+
+class MapDataset(Protocol):
+    """What a data set must offer."""
+
+    def __len__(self) -> int:
+        """Returns the number of samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Returns one sample."""
+
+
+class InMemoryDataset(Dataset[Pair], ABC):
+    """A data set whose batches are gathered from tensors, without a Python call per sample."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of samples."""
+
+    @abstractmethod
+    def take(self, index: torch.Tensor) -> Pair:
+        """Returns the inputs and targets of the samples in ``index`` (int64), as new contiguous tensors."""
+
+    def __getitem__(self, index: int) -> Pair:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        inputs, targets = self.take(torch.tensor([index % len(self)]))
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        return self.take(torch.as_tensor(indices, dtype=torch.int64))
+
+
+class TensorPairs(InMemoryDataset):
+    """Samples that are the rows of two tensors."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        if len(inputs) != len(targets):
+            raise DataError(f"{len(inputs)} inputs and {len(targets)} targets\n  every input has one target")
+        self.inputs = inputs
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def take(self, index: torch.Tensor) -> Pair:
+        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
+
+
+class Part:
+    """Some samples of another data set. Batches are read from that set directly (see ``fetch.py``)."""
+
+    def __init__(self, dataset: MapDataset, indices: Indices) -> None:
+        self.dataset = dataset
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[int(self.indices[index])]
+
+
+def check_map_style(dataset: Any, name: str = "the data set") -> int:
+    """Returns the number of samples; raises ``DataError`` for what has no length or no access by index."""
+    kind = type(dataset).__name__
+    is_indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if not is_indexed or not hasattr(dataset, "__len__"):
+        missing = "__len__" if is_indexed else "access by index"
+        raise DataError(
+            f"{name} is a {kind} without {missing}\n"
+            "  a map-style data set is required: samples are asked for by index, so that their order depends on\n"
+            "  seed and epoch alone and a run can resume anywhere\n"
+            "  give it __len__(self) and __getitem__(self, index), or read the stream into a list first"
+        )
+    return len(dataset)
+
+
+def check_enough(length: int, ranks: int) -> None:
+    """Raises ``DataError`` where some rank would never get a training sample."""
+    if length < 1:
+        raise DataError(
+            "the training set is empty\n  a run needs at least one sample for each rank\n"
+            "  check the path or the factory of the data, or lower data.eval_fraction"
+        )
+    if length < ranks:
+        raise DataError(
+            f"parallel.ranks = {ranks} is more than the {length} samples of the training set\n"
+            "  every rank needs at least one sample in an epoch\n"
+            f"  set parallel.ranks = {length} or less, or bring more data"
+        )
+
+
+def split_indices(length: int, eval_fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """Returns the samples for training and those for evaluation, each ascending; a pure function of its arguments.
+
+    Both parts get at least one sample; with ``eval_fraction`` 0 the second is empty.
+    """
+    everything = np.arange(length, dtype=np.int64)
+    if eval_fraction == 0:
+        return everything, everything[:0]
+    if length < 2:
+        raise DataError(
+            f"{length} samples and data.eval_fraction = {eval_fraction}\n"
+            "  training and evaluation need at least one sample each\n  set data.eval_fraction = 0, or bring more data"
+        )
+    num_eval = min(max(round(length * eval_fraction), 1), length - 1)
+    order = shuffled_index(everything, length, seed, _SPLIT_EPOCH)
+    return np.sort(order[num_eval:]), np.sort(order[:num_eval])
+
+
+def split_pairs(dataset: TensorPairs, eval_fraction: float, seed: int) -> tuple[TensorPairs, TensorPairs | None]:
+    """Returns the two parts of a data set as data sets of their own; no second one with ``eval_fraction`` 0."""
+    train, evaluation = split_indices(len(dataset), eval_fraction, seed)
+    if not len(evaluation):
+        return dataset, None
+    return TensorPairs(*dataset.take(torch.from_numpy(train))), TensorPairs(*dataset.take(torch.from_numpy(evaluation)))
+
+
+def load_digits() -> TensorPairs:
+    """Reads the 1,797 handwritten digits of scikit-learn: 64 pixels from 0 to 16, 10 classes."""
+    # Imported here because scikit-learn takes a second to load, and only this data set needs it.
+    from sklearn.datasets import load_digits as read_digits
+
+    pixels, classes = read_digits(return_X_y=True)
+    return TensorPairs(torch.from_numpy(pixels.astype(np.float32)), torch.from_numpy(classes.astype(np.int64)))
+
+
+def standardized(dataset: TensorPairs, reference: TensorPairs) -> TensorPairs:
+    """Returns the data set with mean 0 and variance 1 per feature, by the statistics of ``reference``.
+
+    A feature that is constant in ``reference`` is only centred.
+    """
+    values = reference.inputs.double()
+    mean, deviation = values.mean(0), values.std(0, correction=0)
+    deviation = torch.where(deviation == 0, torch.ones_like(deviation), deviation)
+    return TensorPairs(((dataset.inputs.double() - mean) / deviation).float(), dataset.targets)
+
+
+def synthetic_classification(*, samples: int, features: int, classes: int, seed: int) -> TensorPairs:
+    """Makes vectors with unit noise around one random centre per class; a linear model gets about 95 % right."""
+    generator = np.random.default_rng(seed)
+    scale = _CENTRE_DISTANCE / np.sqrt(2 * features)
+    centres = generator.standard_normal((classes, features), dtype=np.float32) * np.float32(scale)
+    targets = generator.integers(classes, size=samples)
+    inputs = generator.standard_normal((samples, features), dtype=np.float32)
+    inputs += centres[targets]
+    return TensorPairs(torch.from_numpy(inputs), torch.from_numpy(targets))
+
+
+def synthetic_images(*, samples: int, classes: int, channels: int, size: int, seed: int) -> TensorPairs:
+    """Makes images of unit noise over a faint wave, whose direction, length and phases belong to the class."""
+    generator = np.random.default_rng(seed)
+    patterns = _waves(generator, classes, channels, size)
+    targets = generator.integers(classes, size=samples)
+    inputs = generator.standard_normal((samples, channels, size, size), dtype=np.float32)
+    inputs += patterns[targets]
+    return TensorPairs(torch.from_numpy(inputs), torch.from_numpy(targets))
+
+
+def synthetic_tokens(*, samples: int, vocab_size: int, context: int, seed: int) -> TensorPairs:
+    """Makes token sequences of a noisy Markov chain; targets are the inputs one token later.
+
+    After each token come four others equally often; one time in ten comes any token instead.
+    """
+    generator = np.random.default_rng(seed)
+    successors = generator.integers(vocab_size, size=(vocab_size, _NUM_SUCCESSORS))
+    tokens = np.empty((samples, context + 1), dtype=np.int64)
+    tokens[:, 0] = generator.integers(vocab_size, size=samples)
+    choices = generator.integers(_NUM_SUCCESSORS, size=(samples, context))
+    is_noise = generator.random((samples, context)) < _TOKEN_NOISE
+    noise = generator.integers(vocab_size, size=(samples, context))
+    for place in range(context):
+        following = successors[tokens[:, place], choices[:, place]]
+        tokens[:, place + 1] = np.where(is_noise[:, place], noise[:, place], following)
+    sequences = torch.from_numpy(tokens)
+    return TensorPairs(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
+
+
+def _waves(generator: np.random.Generator, classes: int, channels: int, size: int) -> NDArray[np.float32]:
+    """Returns one pattern of shape (channels, size, size) for each class, with a wave vector that no other has."""
+    most = max(2, size // 4, int(np.ceil(np.sqrt(classes))))
+    vectors = generator.permutation(most * most)[:classes]
+    across, down = vectors % most, vectors // most
+    phases = generator.uniform(0, 2 * np.pi, size=(classes, channels))
+    grid = np.arange(size) * (2 * np.pi / size)
+    angles = across[:, None, None] * grid[None, None, :] + down[:, None, None] * grid[None, :, None]
+    waves = np.cos(angles[:, None] + phases[:, :, None, None])
+    return (_PATTERN_AMPLITUDE * waves).astype(np.float32)

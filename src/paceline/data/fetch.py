@@ -1,0 +1,283 @@
+"""How a batch is read: in this process, or ahead of time by worker processes. The order is that of the requests.
+
+Without workers a batch is one direct call: a ``DataLoader`` adds nothing there (except pinned memory, for which it is
+used). With workers, a ``DataLoader`` gets the requests as its sampler. One iteration serves all epochs of a run, so
+nothing drains or restarts at an epoch's end.
+
+An exception in a worker travels as a value. Re-raised by the ``DataLoader`` it would lose its cause, and some
+exceptions cannot be rebuilt at all.
+
+Each request seeds its worker's random states from (seed, epoch, first sample). So random augmentation does not depend
+on the number of workers or on where a run was resumed; it does depend on how a batch is cut into microbatches, and a
+run without workers draws from the rank's own generators instead.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
+
+from paceline.data.datasets import Batch, InMemoryDataset, MapDataset, Part
+from paceline.data.order import Indices, mix_seed
+from paceline.errors import DataError, UsageError
+
+_NUM_NAMED_SAMPLES = 8
+
+
+class Request(NamedTuple):
+    """The samples of one microbatch, at least one, and the epoch that they are read in."""
+
+    indices: Indices
+    epoch: int
+
+
+class BatchSource(Protocol):
+    """Reads batches as they are requested."""
+
+    def stream(self, requests: Iterator[Request]) -> Iterator[Batch]:
+        """Yields the batch of each request, in order. A new stream ends the one before."""
+
+    def close(self) -> None:
+        """Ends the workers, if any; a later stream starts new ones. Safe to call twice."""
+
+
+class DirectSource:
+    """Reads batches in this process, when they are asked for."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self._dataset = dataset
+
+    def stream(self, requests: Iterator[Request]) -> Iterator[Batch]:
+        """Yields the batch of each request, in order."""
+        dataset = self._dataset
+        return (fetch_batch(dataset, request.indices) for request in requests)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class LoaderSource:
+    """Reads batches through a ``DataLoader``: in worker processes, into pinned memory, or both.
+
+    ``prefetch`` batches are read ahead by each worker. Workers start with the first stream and live until ``close``.
+    """
+
+    def __init__(
+        self, dataset: MapDataset, *, workers: int, prefetch: int, start: str, pin_memory: bool, seed: int
+    ) -> None:
+        self._sampler = _RequestSampler()
+        self._settings: dict[str, Any] = {"num_workers": workers, "pin_memory": pin_memory}
+        if workers > 0:
+            self._settings |= {
+                "persistent_workers": True,
+                "prefetch_factor": prefetch,
+                "multiprocessing_context": start,
+            }
+        self._reader = _Reader(dataset, seed)
+        self._loader: DataLoader[Any] | None = None
+        self._stream_number = 0
+
+    def stream(self, requests: Iterator[Request]) -> Iterator[Batch]:
+        """Yields the batch of each request, in order."""
+        self._stream_number += 1
+        number = self._stream_number
+        self._sampler.requests = requests
+        batches = iter(self._started())
+        while True:
+            if number != self._stream_number:
+                raise UsageError(
+                    "this iteration over the data was ended by a newer one, or by close()\n"
+                    "  one loader's workers serve one iteration at a time\n  make a second loader to read twice at once"
+                )
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                self.close()
+                raise _worker_died(error) from error
+            if isinstance(batch, _Failure):
+                self.close()
+                raise DataError(batch.message) from batch.cause
+            yield batch
+
+    def close(self) -> None:
+        """Ends the worker processes now."""
+        loader, self._loader = self._loader, None
+        self._stream_number += 1
+        batches = getattr(loader, "_iterator", None)
+        if batches is not None:
+            # torch has no public way. Dropping the references is not enough: a traceback may hold a frame that holds
+            # the iterator, and the workers would live on with it.
+            batches._shutdown_workers()
+
+    def _started(self) -> DataLoader[Any]:
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._reader,  # type: ignore[arg-type]  # asked for by request, not by int
+                sampler=self._sampler,
+                batch_size=None,
+                collate_fn=_unchanged,
+                # torch would draw the workers' first seed from the rank's generator, and so change what the model draws
+                generator=torch.Generator().manual_seed(self._reader.seed),
+                **self._settings,
+            )
+        return self._loader
+
+
+def fetch_batch(dataset: MapDataset, indices: Indices) -> Batch:
+    """Reads the samples and joins them into a batch; raises ``DataError`` that names the samples, from the cause."""
+    if isinstance(dataset, Part):
+        indices = dataset.indices[indices]
+        dataset = dataset.dataset
+    if isinstance(dataset, InMemoryDataset):
+        return dataset.take(torch.from_numpy(indices))
+    if type(dataset) is TensorDataset:
+        index = torch.from_numpy(indices)
+        return tuple(tensor.index_select(0, index) for tensor in dataset.tensors)
+    numbers: list[int] = indices.tolist()
+    items = _read_together(dataset, numbers) if hasattr(dataset, "__getitems__") else _read_each(dataset, numbers)
+    return _join(items, numbers) if isinstance(items, list) else items
+
+
+def _read_each(dataset: MapDataset, numbers: list[int]) -> list[Any]:
+    samples = []
+    for number in numbers:
+        try:
+            samples.append(dataset[number])
+        except Exception as error:
+            raise _unreadable([number], error) from error
+    return samples
+
+
+def _read_together(dataset: Any, numbers: list[int]) -> Any:
+    try:
+        items = dataset.__getitems__(numbers)
+    except Exception as error:
+        raise _unreadable(numbers, error) from error
+    if isinstance(items, list) and len(items) != len(numbers):
+        raise DataError(
+            f"__getitems__ returned a list of {len(items)} for {len(numbers)} samples\n"
+            "  a list is taken for one sample per index, anything else for the finished batch\n"
+            "  return a list of samples, or the batch as a tuple or a dict"
+        )
+    return items
+
+
+def _join(samples: list[Any], numbers: list[int]) -> Batch:
+    try:
+        batch = default_collate(samples)
+    except Exception as error:
+        raise DataError(
+            f"{_name(numbers)} cannot be joined into a batch: {type(error).__name__}: {error}\n"
+            "  samples are tensors, arrays, numbers or nested structures of them, with the same shapes in a batch\n"
+            "  pad them to one shape, or give the data set __getitems__(self, indices) that returns the whole batch"
+        ) from error
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+def _unreadable(numbers: list[int], error: Exception) -> DataError:
+    return DataError(
+        f"{_name(numbers)} of the data set cannot be read: {type(error).__name__}: {error}\n"
+        "  a data set returns a sample for every index from 0 to its length - 1"
+    )
+
+
+def _name(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"sample {numbers[0]}"
+    named = ", ".join(map(str, numbers[:_NUM_NAMED_SAMPLES]))
+    return f"samples {named}" + (f", ... ({len(numbers)} in all)" if len(numbers) > _NUM_NAMED_SAMPLES else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """What a worker returns in place of a batch that it could not read."""
+
+    message: str
+    cause: BaseException | None
+
+
+class _RequestSampler(Sampler[Request]):
+    """Gives a ``DataLoader`` the requests of the current stream."""
+
+    def __init__(self) -> None:
+        self.requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+class _Reader:
+    """What a ``DataLoader`` sees as the data set: its index is a request, its item a whole batch."""
+
+    def __init__(self, dataset: MapDataset, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = mix_seed(seed) >> 1  # torch takes signed words
+        self._has_sent = False
+
+    def __getitem__(self, request: Request) -> Batch | _Failure:
+        if get_worker_info() is None:
+            return fetch_batch(self.dataset, request.indices)
+        _seed_process(mix_seed(self.seed, request.epoch, int(request.indices[0])))
+        try:
+            batch = fetch_batch(self.dataset, request.indices)
+            if not self._has_sent:
+                _check_sendable(batch)
+                self._has_sent = True
+        except DataError as error:
+            return _Failure(message=str(error), cause=_portable(error.__cause__))
+        return batch
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch
+
+
+def _seed_process(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    # torch.manual_seed would also queue a seed for each CUDA device, which a worker never uses.
+    torch.default_generator.manual_seed(seed >> 1)
+
+
+def _check_sendable(batch: Batch) -> None:
+    """Raises ``DataError`` for a batch that cannot be pickled: the queue would lose it, and the rank would hang."""
+    try:
+        pickle.dumps(batch)
+    except Exception as error:
+        raise DataError(
+            f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}\n"
+            "  what a data set returns must be picklable with data.workers > 0\n"
+            "  return tensors, arrays, numbers and plain containers, or set data.workers = 0"
+        ) from error
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """Returns an exception that survives the way to the rank, with the worker's traceback as a note."""
+    if error is None:
+        return None
+    try:
+        copy: BaseException = pickle.loads(pickle.dumps(error))
+    except Exception:  # an exception of the user's that cannot be rebuilt; its name and text still can
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note("in a loader worker:\n" + "".join(traceback.format_exception(error)))
+    return copy
+
+
+def _worker_died(error: RuntimeError) -> Exception:
+    if "DataLoader worker" not in str(error):
+        return error
+    return DataError(
+        f"a loader worker died: {error}\n  workers end only when the loader is closed\n"
+        "  it may have run out of memory (dmesg says so), or of shared memory (df /dev/shm); try fewer data.workers,\n"
+        "  or data.workers = 0 to see its own error"
+    )

@@ -1,0 +1,243 @@
+"""What a rank reads in each step, and exact evaluation.
+
+A global batch is cut into ``accumulate x ranks`` contiguous parts; microbatch m of rank r is part ``m * ranks + r``. So
+the samples of a step, and their order, are the same for any number of ranks, accumulation and workers. Where a global
+batch is short, a rank may have nothing in a microbatch: it is told so with ``None`` and still takes part in the step.
+
+Worker processes, if any, live as long as what reads from them. In training that is the iterator of ``steps``, which
+runs through all epochs: they end when it is exhausted, closed or dropped. An ``EvalLoader`` keeps its own from one
+evaluation to the next, until ``close()``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from itertools import islice, tee
+from typing import Any, Literal, Self, TypeAlias
+
+import numpy as np
+import torch
+
+from paceline.data.datasets import Batch, MapDataset, check_map_style
+from paceline.data.fetch import BatchSource, DirectSource, LoaderSource, Request
+from paceline.data.order import DataOrder, GlobalBatch, Indices, share
+from paceline.errors import DataError, UsageError
+
+WorkerStart: TypeAlias = Literal["auto", "fork", "spawn", "forkserver"]
+
+# Epochs count from 0, so evaluation never repeats the random states of training.
+_EVAL_EPOCH = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """How batches are read: by how many processes, how far ahead, how those start, and into which memory."""
+
+    workers: int = 0
+    prefetch: int = 2
+    worker_start: WorkerStart = "auto"
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 0 or self.prefetch < 1:
+            raise UsageError(
+                f"workers = {self.workers}, prefetch = {self.prefetch}\n"
+                "  there are 0 or more workers, and each reads at least 1 batch ahead"
+            )
+        if self.pin_memory and not torch.cuda.is_available():
+            raise UsageError(
+                "pin_memory = True without a CUDA device\n"
+                "  pinned memory is for copies to a GPU\n  set pin_memory = (device.type == 'cuda')"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """One step of one rank. ``microbatches`` holds ``None`` where this rank has no samples (``local_samples`` 0)."""
+
+    position: int
+    next_position: int
+    epoch: int
+    global_samples: int
+    microbatches: list[Batch | None]
+    local_samples: list[int]
+
+
+class TrainLoader:
+    """Reads one rank's microbatches, step by step, from any position on."""
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        order: DataOrder,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        accumulate: int = 1,
+        options: LoaderOptions | None = None,
+    ) -> None:
+        _check_rank(rank, ranks)
+        if accumulate < 1:
+            raise UsageError(f"accumulate = {accumulate}\n  a step has at least one microbatch")
+        length = check_map_style(dataset, "the training set")
+        if length != order.length:
+            raise UsageError(
+                f"the order is for {order.length} samples, the training set has {length}\n"
+                "  the two must agree\n  make the order with length=len(dataset)"
+            )
+        self.order = order
+        self._rank, self._ranks, self._accumulate = rank, ranks, accumulate
+        self._dataset = dataset
+        self._options = options or LoaderOptions()
+        _check_sendable(dataset, self._options)
+
+    def steps(self, position: int = 0, num_steps: int | None = None) -> Generator[StepBatch, None, None]:
+        """Yields the steps after ``position`` samples: ``num_steps`` of them, or without end.
+
+        Where an exception may end the loop early, ``contextlib.closing`` ends the workers at once: a traceback would
+        otherwise keep the iterator, and so the workers, alive.
+        """
+        source = _make_source(self._dataset, self._options, seed=self.order.seed)
+        cuts = (self._cut(batch) for batch in islice(self.order.batches(position), num_steps))
+        # Workers run ahead: the same cuts are read once for what to request, and later for what to hand out.
+        ahead, current = tee(cuts)
+        batches = source.stream(
+            Request(indices, batch.epoch) for batch, shares in ahead for indices in shares if len(indices)
+        )
+        try:
+            for batch, shares in current:
+                yield StepBatch(
+                    position=batch.position,
+                    next_position=batch.next_position,
+                    epoch=batch.epoch,
+                    global_samples=len(batch.indices),
+                    microbatches=[next(batches) if len(indices) else None for indices in shares],
+                    local_samples=[len(indices) for indices in shares],
+                )
+        finally:
+            source.close()
+
+    def _cut(self, batch: GlobalBatch) -> tuple[GlobalBatch, list[Indices]]:
+        """Returns the batch with this rank's part of each microbatch."""
+        ranks, parts = self._ranks, self._ranks * self._accumulate
+        return batch, [share(batch.indices, part, parts) for part in range(self._rank, parts, ranks)]
+
+
+class EvalLoader:
+    """Reads one rank's share of an evaluation: over all ranks every sample exactly once, in order.
+
+    Each rank gets the same number of batches, with ``None`` where it has no samples. It can be iterated again.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        batch_size: int,
+        rank: int = 0,
+        ranks: int = 1,
+        options: LoaderOptions | None = None,
+    ) -> None:
+        _check_rank(rank, ranks)
+        if batch_size < 1:
+            raise UsageError(f"batch_size = {batch_size}\n  a batch (over all ranks) has at least one sample")
+        self._length = check_map_style(dataset, "the evaluation set")
+        self._batch_size, self._rank, self._ranks = batch_size, rank, ranks
+        options = options or LoaderOptions()
+        _check_sendable(dataset, options)
+        self._source = _make_source(dataset, options, seed=0)
+
+    def __len__(self) -> int:
+        """Returns the number of batches, the same on every rank."""
+        return -(-self._length // self._batch_size)
+
+    def local_samples(self) -> list[int]:
+        """Returns how many samples of each batch are this rank's."""
+        return [len(indices) for indices in self._shares()]
+
+    def __iter__(self) -> Iterator[Batch | None]:
+        """Yields this rank's share of each batch. With workers, a second iteration ends the first."""
+        batches = self._source.stream(Request(indices, _EVAL_EPOCH) for indices in self._shares() if len(indices))
+        for indices in self._shares():
+            yield next(batches) if len(indices) else None
+
+    def close(self) -> None:
+        """Ends the worker processes; a later iteration starts new ones."""
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _shares(self) -> Iterator[Indices]:
+        for start in range(0, self._length, self._batch_size):
+            batch = np.arange(start, min(start + self._batch_size, self._length), dtype=np.int64)
+            yield share(batch, self._rank, self._ranks)
+
+
+def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
+    """Raises ``DataError`` where workers that start this way could not be sent the data set.
+
+    Costs no copy of tensors and arrays, which always can be sent.
+    """
+    start = _start_method(worker_start)
+    if start == "fork":
+        return
+    try:
+        _Probe(_Nowhere()).dump(dataset)
+    except Exception as error:
+        raise DataError(
+            f"the data set, a {type(dataset).__name__}, cannot be pickled: {error}\n"
+            f'  with data.worker_start = "{worker_start}" loader workers start by {start}, which sends it to them\n'
+            "  define its class and functions at the top of a module (no lambda, no open file or lock in it),\n"
+            '  or set data.worker_start = "fork" on Linux, or data.workers = 0'
+        ) from error
+
+
+def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int) -> BatchSource:
+    if options.workers == 0 and not options.pin_memory:
+        return DirectSource(dataset)
+    return LoaderSource(
+        dataset,
+        workers=options.workers,
+        prefetch=options.prefetch,
+        start=_start_method(options.worker_start),
+        pin_memory=options.pin_memory,
+        seed=seed,
+    )
+
+
+def _check_sendable(dataset: MapDataset, options: LoaderOptions) -> None:
+    if options.workers > 0:
+        check_picklable(dataset, options.worker_start)
+
+
+def _check_rank(rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise UsageError(f"rank = {rank} of {ranks}\n  ranks are numbered from 0 to {ranks - 1}")
+
+
+def _start_method(worker_start: WorkerStart) -> str:
+    """Returns how workers start; ``auto`` is what plain PyTorch does: Python's own choice for this platform."""
+    if worker_start != "auto":
+        return worker_start
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+class _Nowhere:
+    """A file that forgets what is written."""
+
+    def write(self, data: Any, /) -> int:
+        return len(data)
+
+
+class _Probe(pickle.Pickler):
+    """Pickles everything but the contents of tensors and arrays of numbers."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_plain = type(obj) is torch.Tensor or (type(obj) is np.ndarray and not obj.dtype.hasobject)
+        return (int, ()) if is_plain else NotImplemented

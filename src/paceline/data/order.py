@@ -1,0 +1,195 @@
+"""The global order of samples: a pure function of (seed, epoch, index), and one integer of state.
+
+The order never depends on ranks, accumulation or loader workers. An epoch's order is a keyed bijection that is computed
+for the positions asked for, so that nothing is stored: a billion samples cost no more memory than ten.
+
+The bijection is a Feistel network on a rectangle. With ``rows = ceil(sqrt(length))`` and just enough columns, a
+position is a cell ``(row, column)``; a round adds a hash of one coordinate to the other, modulo its size, which can be
+undone and is thus one-to-one whatever the hash. The rectangle has fewer than ``rows`` cells too many; a position that
+lands on one walks on until it is back inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+A power-of-two square would waste up to three quarters of its cells on such walks.
+
+    cost    about 70 numpy operations a call: 0.1 ms for 64 positions, 0.1 us a position in calls of thousands
+    state   the number of samples consumed since the start of the run
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import DataError, UsageError
+
+Indices: TypeAlias = NDArray[np.int64]
+_Words: TypeAlias = NDArray[np.uint64]
+
+# Four rounds look random on large domains. Eight also reach every order of a handful of samples about equally often.
+_NUM_ROUNDS = 8
+_CHUNK_SAMPLES = 16_384
+_MASK = (1 << 64) - 1
+_HASH_FIRST = np.uint64(0x9E3779B97F4A7C15)
+_HASH_SECOND = np.uint64(0xD6E8FEB86659FD93)
+_HALF_WORD = np.uint64(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """The samples of one step over all ranks: ``indices`` in order, and the state before and after."""
+
+    position: int
+    next_position: int
+    epoch: int
+    indices: Indices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOrder:
+    """The order in which a run consumes ``length`` samples, ``global_batch`` at a time, epoch after epoch.
+
+    A batch never crosses the end of an epoch: the last one is shorter, or left out with ``drop_last``. A position is
+    the number of samples consumed so far. It may lie anywhere, as after a resume with another ``global_batch``.
+    """
+
+    length: int
+    global_batch: int
+    seed: int
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise DataError(
+                f"the training set has {self.length} samples\n  a run needs at least one\n"
+                "  check the path or the factory of the data, or lower data.eval_fraction"
+            )
+        if self.global_batch < 1:
+            raise UsageError(f"global_batch = {self.global_batch}\n  a batch has at least one sample")
+        if self.drop_last and self.global_batch > self.length:
+            raise DataError(
+                f"a global batch of {self.global_batch} is more than the {self.length} samples of the training set\n"
+                "  the ragged batch at an epoch's end is dropped, so none is left\n"
+                f'  set data.last_batch = "keep", or a global batch of at most {self.length}'
+            )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """The samples that an epoch consumes: all of them, or those of whole batches with ``drop_last``."""
+        return self.length - self.length % self.global_batch if self.drop_last else self.length
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The batches of an epoch."""
+        return -(-self.samples_per_epoch // self.global_batch)
+
+    def position_of_step(self, step: int) -> int:
+        """Returns the samples consumed by the first ``step`` steps of a run that starts at position 0."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        return epoch * self.samples_per_epoch + batch * self.global_batch
+
+    def batch_at(self, position: int) -> GlobalBatch:
+        """Returns the batch that follows after ``position`` samples."""
+        epoch, start = self._locate(position)
+        stop = min(start + self.global_batch, self.samples_per_epoch)
+        return self._cut(epoch, start, self._indices(epoch, start, stop))
+
+    def batches(self, position: int) -> Iterator[GlobalBatch]:
+        """Yields the batches after ``position``, without end: those of ``batch_at``, computed many at a time."""
+        size = self.global_batch
+        chunk = max(_CHUNK_SAMPLES // size, 1) * size
+        while True:
+            epoch, start = self._locate(position)
+            stop = min(start + chunk, self.samples_per_epoch)
+            if self.drop_last:
+                stop -= (stop - start) % size
+            indices = self._indices(epoch, start, stop)
+            for offset in range(0, stop - start, size):
+                yield self._cut(epoch, start + offset, indices[offset : offset + size])
+            position = epoch * self.samples_per_epoch + stop
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        """Returns the epoch and the place in it where the next batch starts."""
+        if position < 0:
+            raise UsageError(f"position = {position}\n  a position counts samples from 0")
+        epoch, start = divmod(position, self.samples_per_epoch)
+        if self.drop_last and start + self.global_batch > self.samples_per_epoch:
+            return epoch + 1, 0
+        return epoch, start
+
+    def _indices(self, epoch: int, start: int, stop: int) -> Indices:
+        positions = np.arange(start, stop, dtype=np.int64)
+        return shuffled_index(positions, self.length, self.seed, epoch) if self.shuffle else positions
+
+    def _cut(self, epoch: int, start: int, indices: Indices) -> GlobalBatch:
+        position = epoch * self.samples_per_epoch + start
+        return GlobalBatch(position=position, next_position=position + len(indices), epoch=epoch, indices=indices)
+
+
+def share(indices: Indices, part: int, parts: int) -> Indices:
+    """Returns the ``part``-th of ``parts`` contiguous pieces, whose sizes differ by at most one and may be zero.
+
+    Microbatch m of rank r is part ``m * ranks + r`` of ``accumulate * ranks``: the parts in order are the global batch.
+    """
+    size = len(indices)
+    return indices[part * size // parts : (part + 1) * size // parts]
+
+
+def shuffled_index(position: Indices, length: int, seed: int, epoch: int) -> Indices:
+    """Returns the sample at each position of an epoch: a permutation of ``range(length)``, computed point by point."""
+    if position.size == 0:
+        return position.astype(np.int64)
+    if int(position.min()) < 0 or int(position.max()) >= length:
+        raise UsageError(
+            f"positions from {position.min()} to {position.max()} for {length} samples\n"
+            f"  positions of an epoch run from 0 to {length - 1}"
+        )
+    num_rows = math.isqrt(length - 1) + 1
+    rows, columns, end = np.uint64(num_rows), np.uint64(-(-length // num_rows)), np.uint64(length)
+    key = mix_seed(seed, epoch)
+    keys = [np.uint64(mix_seed(key, number)) for number in range(_NUM_ROUNDS)]
+
+    index = _permute(position.astype(np.uint64), rows, columns, keys)
+    outside = np.flatnonzero(index >= end)
+    while outside.size:
+        walked = _permute(index[outside], rows, columns, keys)
+        index[outside] = walked
+        outside = outside[walked >= end]
+    return index.astype(np.int64)
+
+
+def mix_seed(*numbers: int) -> int:
+    """Returns 64 well-mixed bits that depend on every number and on their order (a chain of splitmix64)."""
+    state = 0
+    for number in numbers:
+        state = ((state ^ (number & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def _permute(cells: _Words, rows: np.uint64, columns: np.uint64, keys: list[np.uint64]) -> _Words:
+    """Maps the cells of the rectangle one-to-one: each round moves one coordinate by a hash of the other."""
+    row, column = np.divmod(cells, columns)
+    for row_key, column_key in zip(keys[::2], keys[1::2], strict=True):
+        row = _moved(row, column, row_key, rows)
+        column = _moved(column, row, column_key, columns)
+    row *= columns
+    row += column
+    return row
+
+
+def _moved(coordinate: _Words, other: _Words, key: np.uint64, size: np.uint64) -> _Words:
+    """Returns ``(coordinate + hash(other)) mod size``; uint64 arrays wrap around, as the hash wants."""
+    hashed = other + key
+    hashed *= _HASH_FIRST
+    hashed ^= hashed >> _HALF_WORD
+    hashed *= _HASH_SECOND
+    hashed >>= _HALF_WORD
+    hashed += coordinate
+    hashed %= size
+    return hashed

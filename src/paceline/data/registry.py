@@ -1,0 +1,193 @@
+"""From the ``data`` section of a config to data sets: ours by kind, or the user's through a factory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.data import datasets
+from paceline.data.datasets import MapDataset, Part, TensorPairs
+from paceline.data.shape import DataShape
+from paceline.data.text import load_text, split_blocks
+from paceline.errors import DataError
+
+if TYPE_CHECKING:
+    from paceline.config.schema import (
+        DataConfig,
+        DigitsDataConfig,
+        FactoryDataConfig,
+        SyntheticClassificationDataConfig,
+        SyntheticImagesDataConfig,
+        SyntheticTokensDataConfig,
+        TextDataConfig,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSplits:
+    """What to train on, what to evaluate on (``None``: nothing), and the sizes that a model must know."""
+
+    train: MapDataset
+    eval: MapDataset | None
+    shape: DataShape
+
+
+def build_data(config: DataConfig, context: int | None, seed: int) -> DataSplits:
+    """Makes the data sets that a config asks for: a pure function of its arguments (and of files and user code).
+
+    ``context`` is the model's, for text whose own is not set. ``seed`` is the run's, for data that sets none.
+    """
+    seed = seed if config.seed is None else config.seed
+    if config.kind == "digits":
+        return _digits(config, seed)
+    if config.kind == "text":
+        return _text(config, context)
+    if config.kind == "synthetic_classification":
+        return _classification(config, seed)
+    if config.kind == "synthetic_images":
+        return _images(config, seed)
+    if config.kind == "synthetic_tokens":
+        return _tokens(config, seed)
+    return _factory(config, seed)
+
+
+def _digits(config: DigitsDataConfig, seed: int) -> DataSplits:
+    raw, raw_eval = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)
+    train, evaluation = raw, raw_eval
+    if config.standardize:
+        train = datasets.standardized(raw, raw)
+        evaluation = None if raw_eval is None else datasets.standardized(raw_eval, raw)
+    return DataSplits(train=train, eval=evaluation, shape=DataShape(kind="classes", features=64, classes=10))
+
+
+def _text(config: TextDataConfig, context: int | None) -> DataSplits:
+    length = context if config.context is None else config.context
+    if length is None:
+        raise DataError(
+            "data.context is not set, and neither is the model's\n"
+            "  a text is cut into samples of that many tokens\n  set data.context, such as 128"
+        )
+    text = load_text(config.path, config.tokens)
+    train, evaluation = split_blocks(text, length, config.eval_fraction)
+    shape = DataShape(kind="tokens", vocab_size=text.vocab_size, context=length)
+    return DataSplits(train=train, eval=evaluation, shape=shape)
+
+
+def _classification(config: SyntheticClassificationDataConfig, seed: int) -> DataSplits:
+    made = datasets.synthetic_classification(
+        samples=config.samples, features=config.features, classes=config.classes, seed=seed
+    )
+    shape = DataShape(kind="classes", features=config.features, classes=config.classes)
+    return _split(made, config.eval_fraction, seed, shape)
+
+
+def _images(config: SyntheticImagesDataConfig, seed: int) -> DataSplits:
+    made = datasets.synthetic_images(
+        samples=config.samples, classes=config.classes, channels=config.channels, size=config.size, seed=seed
+    )
+    shape = DataShape(
+        kind="classes",
+        features=config.channels * config.size**2,
+        channels=config.channels,
+        size=config.size,
+        classes=config.classes,
+    )
+    return _split(made, config.eval_fraction, seed, shape)
+
+
+def _tokens(config: SyntheticTokensDataConfig, seed: int) -> DataSplits:
+    made = datasets.synthetic_tokens(
+        samples=config.samples, vocab_size=config.vocab_size, context=config.context, seed=seed
+    )
+    shape = DataShape(kind="tokens", vocab_size=config.vocab_size, context=config.context)
+    return _split(made, config.eval_fraction, seed, shape)
+
+
+def _split(made: TensorPairs, eval_fraction: float, seed: int, shape: DataShape) -> DataSplits:
+    train, evaluation = datasets.split_pairs(made, eval_fraction, seed)
+    return DataSplits(train=train, eval=evaluation, shape=shape)
+
+
+def _factory(config: FactoryDataConfig, seed: int) -> DataSplits:
+    from paceline.imports import import_from_path
+
+    what = f"data.factory = {config.factory!r}"
+    made = _call(import_from_path(config.factory, "data.factory"), config.args, what)
+    if isinstance(made, DataSplits):
+        return made
+    if isinstance(made, tuple):
+        train, evaluation = _pair(made, what)
+    else:
+        train, evaluation = made, None
+    length = _check_made(train, f"the training set of {what}")
+    if length == 0:
+        raise DataError(f"{what} returned an empty training set\n  a run needs at least one sample")
+    if evaluation is not None:
+        _check_made(evaluation, f"the evaluation set of {what}")
+    shape = _shape_of(train, what)
+    if not isinstance(made, tuple):
+        train, evaluation = _parts(train, length, config.eval_fraction, seed)
+    return DataSplits(train=train, eval=evaluation, shape=shape)
+
+
+def _call(factory: Callable[..., Any], args: dict[str, Any], what: str) -> Any:
+    """Calls the user's factory. Only arguments that do not fit are our business; its own errors pass as they are."""
+    try:
+        inspect.signature(factory).bind(**args)
+    except TypeError as error:
+        raise DataError(
+            f"{what} cannot be called with data.args = {args}: {error}\n"
+            "  data.args are its keyword arguments\n  give those that it needs, and no others"
+        ) from error
+    except ValueError:  # a factory written in C may have no signature; the call itself will tell
+        pass
+    return factory(**args)
+
+
+def _pair(made: tuple[Any, ...], what: str) -> tuple[Any, Any]:
+    if len(made) != 2:
+        raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")
+    return made[0], made[1]
+
+
+def _check_made(dataset: Any, name: str) -> int:
+    """Returns the length of a data set from a factory; refuses what only looks like one."""
+    if isinstance(dataset, torch.Tensor | np.ndarray):
+        raise DataError(
+            f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}\n"
+            "  wrap tensors: torch.utils.data.TensorDataset(inputs, targets)"
+        )
+    if dataset is None or isinstance(dataset, str | bytes | Mapping):
+        raise DataError(f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}")
+    return datasets.check_map_style(dataset, name)
+
+
+def _parts(dataset: MapDataset, length: int, eval_fraction: float, seed: int) -> tuple[MapDataset, MapDataset | None]:
+    train, evaluation = datasets.split_indices(length, eval_fraction, seed)
+    if not len(evaluation):
+        return dataset, None
+    return Part(dataset, train), Part(dataset, evaluation)
+
+
+def _shape_of(dataset: Any, what: str) -> DataShape:
+    """Returns the data set's ``shape`` where it is one of ours or a mapping; tables and arrays mean something else."""
+    shape = getattr(dataset, "shape", None)
+    if isinstance(shape, DataShape):
+        return shape
+    if not isinstance(shape, Mapping):
+        return DataShape(kind="custom")
+    try:
+        return DataShape(**{"kind": "custom", **shape})
+    except TypeError as error:
+        raise DataError(
+            f"{what} returned a data set with shape = {dict(shape)}: {error}\n"
+            f"  the fields are {', '.join(DataShape.__dataclass_fields__)}"
+        ) from error
+
+
+_WHAT_A_FACTORY_RETURNS = "  a data factory returns a map-style data set, a tuple (train, eval), or DataSplits"

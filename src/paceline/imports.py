@@ -1,0 +1,93 @@
+"""Objects of the user's own code, named in a config as ``package.module:name``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from paceline.errors import UsageError
+
+_FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def import_from_path(spec: str, what: str) -> Callable[..., Any]:
+    """Imports the callable that ``spec`` names, such as ``"my_project.nets:build"`` or ``"torch.optim:Adam"``.
+
+    ``what`` is the field that holds the spec, for messages. The current working directory is searched first, as for a
+    script that is started there, and stays on ``sys.path``: the code may import its neighbours later, and worker
+    processes that are started afterwards inherit it.
+
+    Raises UsageError when the spec has another form, its module cannot be imported, or the name is missing or cannot
+    be called.
+    """
+    if _FORM.fullmatch(spec) is None:
+        raise UsageError(
+            f"{what} = {spec!r} does not name a function or class\n"
+            "  the form is package.module:name\n"
+            f"  {_suggest_form(spec)}"
+        )
+    module_name, _, path = spec.partition(":")
+    found: Any = _import_module(module_name, spec, what)
+    for name in path.split("."):
+        found = _attribute(found, name, spec, what)
+    if not callable(found):
+        raise UsageError(
+            f"{what} = {spec!r} is of type {type(found).__name__}, which cannot be called\n"
+            "  it must be a function or a class\n"
+            f"  define {path} with def or class, or name another"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _suggest_form(spec: str) -> str:
+    """Returns the likely fix for a spec of another form: often only the colon is a dot, or the file is named."""
+    stem = spec.removesuffix(".py")
+    if stem != spec or "/" in spec:
+        return f"name the module, not its file: {stem.partition(':')[0].strip('./').replace('/', '.')}:build, say"
+    module, _, name = spec.rpartition(".")
+    if ":" not in spec and module and name:
+        return f"did you mean {module}:{name}?"
+    return "for a function build in my_model.py, write my_model:build"
+
+
+def _import_module(name: str, spec: str, what: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()  # the file may be younger than the finder's view of its folder
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _broken_module(name, spec, what, error) from error
+        raise UsageError(
+            f"{what} = {spec!r}: there is no module {error.name!r}\n"
+            f"  the current directory ({here}) is searched first, then the installed packages\n"
+            "  start from the folder that holds the module, or install its package"
+        ) from error
+    except Exception as error:
+        raise _broken_module(name, spec, what, error) from error
+
+
+def _broken_module(name: str, spec: str, what: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{what} = {spec!r}: importing {name} raised {type(error).__name__}: {error}\n"
+        f"  the module was found, but fails on its own; try: python -c 'import {name}'"
+    )
+
+
+def _attribute(owner: Any, name: str, spec: str, what: str) -> Any:
+    """Returns ``owner.name``, or raises UsageError with the nearest name that there is."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        offered = [each for each in dir(owner) if not each.startswith("_")]
+        near = difflib.get_close_matches(name, offered, n=1)
+        fix = f"did you mean {near[0]}?" if near else "check its spelling, or define it there"
+        raise UsageError(f"{what} = {spec!r}: {getattr(owner, '__name__', owner)} has no {name!r}\n  {fix}") from error

@@ -1,0 +1,143 @@
+"""Real ranks for one function: N processes that talk over Gloo, and what each returned.
+
+For verification and benchmarks, where a function is to run on real processes and its results are wanted here. Training
+goes through ``launch/local.py``, which supervises.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError
+
+
+def run_processes(
+    function: Callable[..., Any],
+    ranks: int,
+    *,
+    args: Sequence[Any] = (),
+    timeout_s: float = 600.0,
+    threads: int = 1,
+) -> list[Any]:
+    """Runs ``function(comm, *args)`` on ``ranks`` new processes connected by Gloo; returns what each returned.
+
+    ``function``, ``args`` and the results must be picklable. The first rank to fail ends the others; its error is
+    raised as RankFailedError with its traceback. No process outlives the call.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [
+        context.Process(
+            target=_rank_main, args=(function, rank, ranks, port, threads, tuple(args), pipes[rank][1]), daemon=True
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()  # the child has its own end: ours must not keep the pipe open when it dies
+        return _collect([receiver for receiver, _ in pipes], processes, timeout_s)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        for process in processes:
+            process.join()
+
+
+def free_port() -> int:
+    """Returns a TCP port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def loopback_interface() -> str:
+    """Returns the name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "lo")
+
+
+def _collect(receivers: list[Connection], processes: list[Any], timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    while len(results) < len(receivers):
+        pending = {receivers[rank]: rank for rank in range(len(receivers)) if rank not in results}
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise LaunchError(f"ranks {sorted(pending.values())} did not finish within {timeout_s:g} s")
+        failures = []
+        for receiver in ready:
+            rank = pending[receiver]  # type: ignore[index]
+            try:
+                is_ok, value = receiver.recv()  # type: ignore[union-attr]
+            except EOFError:
+                processes[rank].join()
+                raise LaunchError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
+            if is_ok:
+                results[rank] = value
+            else:
+                failures.append((rank, *value))
+        if failures:
+            raise _first_cause(failures)
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineError:
+    """Picks the failure that is not a consequence of another: a lost connection is one."""
+    failures.sort(key=lambda failure: isinstance(failure[1], CommunicationError))
+    rank, error, text = failures[0]
+    failure = RankFailedError(rank, error, text)
+    failure.__cause__ = error
+    return failure
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    port: int,
+    threads: int,
+    args: tuple[Any, ...],
+    sender: Connection,
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME=loopback_interface(),
+    )
+    import torch
+
+    from paceline.comm.torch_dist import connect, disconnect
+
+    torch.set_num_threads(threads)
+    try:
+        result = function(connect("gloo", device="cpu"), *args)
+        sender.send((True, result))
+        disconnect()
+    except BaseException as error:
+        sender.send((False, (_portable(error), traceback.format_exc())))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Returns the error if it can be pickled, or one that says the same."""
+    import pickle
+
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

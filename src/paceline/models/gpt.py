@@ -1,0 +1,353 @@
+"""Decoder-only transformers, from a tenth of a million to seven billion parameters.
+
+    tokens -> embedding -> [x + attention(norm(x)), x + mlp(norm(x))] x layers -> norm -> output layer -> logits
+
+One model covers two families by its config: the classic (LayerNorm, GELU, learned positions, tied output layer) and the
+current one (RMSNorm, SwiGLU, rotary positions, grouped-query attention). There are no biases. A block maps one tensor
+to one tensor of the same shape, so that it can be compiled, checkpointed, sharded or sent to another stage alone.
+
+For L layers of width W, h heads of which k for keys and values, MLP width M, vocabulary V, the parameters are about
+
+    L * (2 W W (1 + k / h) + 3 W M) + 2 V W        (SwiGLU, untied; with GELU 2 W M; tied V W)
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.config.gpt_sizes import GPT_SIZES, GPTShape, gpt_shape
+from paceline.config.schema import GPTModelConfig
+from paceline.errors import ConfigError, Problem, UsageError
+
+Norm = Literal["rms", "layer"]
+Mlp = Literal["swiglu", "gelu"]
+Positions = Literal["rotary", "learned"]
+
+_INIT_STD = 0.02
+_NORM_EPS = 1e-5
+_ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """What a GPT is made of. Raises ConfigError with all problems when the parts do not fit together."""
+
+    layers: int
+    heads: int
+    kv_heads: int  # heads // kv_heads query heads share one head of keys and values
+    width: int
+    mlp_width: int
+    context: int  # the most tokens of one sequence
+    vocab_size: int
+    norm: Norm = "rms"
+    mlp: Mlp = "swiglu"
+    positions: Positions = "rotary"
+    tied: bool = False  # the output layer uses the embedding's weight
+    dropout: float = 0.0
+
+    @property
+    def head_dim(self) -> int:
+        """The width of one head."""
+        return self.width // self.heads
+
+    def __post_init__(self) -> None:
+        problems = _value_problems(self) or _fit_problems(self)
+        if problems:
+            raise ConfigError(problems, source="model")
+
+
+def gpt_config(size: str | None = None, **overrides: Any) -> GPTConfig:
+    """Returns the config of a named size with some fields replaced; an override of None counts as not given.
+
+    ``kv_heads`` and ``mlp_width`` keep the size's proportion to ``heads`` and ``width`` unless given. Without a size,
+    layers, heads, width, context and vocab_size must be given, and the rest follows the current family.
+
+    Raises UsageError for an unknown size or field, ConfigError for fields that are missing or do not fit together.
+    """
+    if size is not None and size not in SIZES:
+        raise UsageError(f"there is no GPT size {size!r}; {_offer(size, list(SIZES))}")
+    names = [field.name for field in fields(GPTConfig)]
+    for name in overrides:
+        if name not in names:
+            raise UsageError(f"a GPT has no field {name!r}; {_offer(name, names)}")
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if size is None:
+        _check_complete(given)
+    else:
+        given.setdefault("vocab_size", SIZES[size].vocab_size)
+    # The rules are those of the config room. Not validated there: GPTConfig lists all problems at once.
+    shape = gpt_shape(GPTModelConfig.model_construct(kind="gpt", size=size, **given))
+    return _with_vocabulary(cast("GPTShape", shape), given["vocab_size"])
+
+
+class GPT(nn.Module):
+    """Maps tokens (batch, length) to logits (batch, length, vocab_size); logits at t see tokens 0 to t."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = Embedding(config.vocab_size, config.width)
+        self.position_embedding = Embedding(config.context, config.width) if config.positions == "learned" else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = _make_norm(config)
+        self.head = None if config.tied else Linear(config.width, config.vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the logits of the token that follows each position.
+
+        Raises UsageError for sequences that are longer than the context.
+        """
+        length = tokens.shape[1]
+        if length > self.config.context:
+            raise UsageError(
+                f"the tokens are {length} long, but the model's context is {self.config.context}; cut them, or set "
+                f"model.context to {length} or more"
+            )
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(torch.arange(length, device=tokens.device))
+        x = self.dropout(x)
+        for block in self.layers:
+            x = block(x)
+        x = self.norm(x)
+        if self.head is not None:
+            return cast("Tensor", self.head(x))
+        return F.linear(x, self.token_embedding.weight)  # tied: see [Note: initialisation] in models/__init__.py
+
+    def blocks(self) -> list[nn.Module]:
+        """Returns the transformer blocks in order: what is compiled, checkpointed or sharded as one."""
+        return list(self.layers)
+
+
+class Block(nn.Module):
+    """Attention, then an MLP; each reads the normed stream and adds to it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = _make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _make_norm(config)
+        self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the stream (batch, length, width) after this block."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return cast("Tensor", x + self.dropout(self.mlp(self.mlp_norm(x))))
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which groups of query heads share a head of keys and values."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.queries_per_kv = config.heads // config.kv_heads
+        self.dropout = config.dropout
+        self.query = Linear(config.width, config.heads * config.head_dim)
+        self.key = Linear(config.width, config.kv_heads * config.head_dim)
+        self.value = Linear(config.width, config.kv_heads * config.head_dim)
+        self.output = Linear(config.heads * config.head_dim, config.width, std=_residual_std(config))
+        self.rotary = Rotary(config.context, config.head_dim) if config.positions == "rotary" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns for each position the mix of the values at and before it, shape (batch, length, width)."""
+        query, key, value = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
+        if self.queries_per_kv > 1:
+            # Repeated by hand: SDPA's enable_gqa leaves out some of its kernels, and which ones differs by version.
+            key = key.repeat_interleave(self.queries_per_kv, dim=1)
+            value = value.repeat_interleave(self.queries_per_kv, dim=1)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return cast("Tensor", self.output(mixed.transpose(1, 2).flatten(2)))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Turns (batch, length, heads * head_dim) into (batch, heads, length, head_dim)."""
+        batch, length, width = x.shape
+        return x.view(batch, length, width // self.head_dim, self.head_dim).transpose(1, 2)
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of features by an angle that grows with the position, so that q . k depends on distance only.
+
+    Feature i is paired with i + head_dim / 2, and pair i turns by position / base^(2 i / head_dim) (Su et al. 2021).
+    The tables are constants: in no checkpoint, and the same on every rank.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, context: int, head_dim: int) -> None:
+        super().__init__()
+        self.register_buffer("cos", torch.empty(context, head_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(context, head_dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fills the tables, computed on the CPU in float64 so that every device holds the same."""
+        context, half = self.cos.shape
+        pairs = torch.arange(half, dtype=torch.float64, device="cpu")
+        positions = torch.arange(context, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, _ROTARY_BASE ** (-pairs / half))
+        with torch.no_grad():
+            self.cos.copy_(angles.cos())
+            self.sin.copy_(angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x (batch, heads, length, head_dim) rotated by position, in the dtype of x."""
+        cos, sin = self.cos[: x.shape[2]], self.sin[: x.shape[2]]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """An MLP whose hidden features are gated: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = Linear(config.width, config.mlp_width)
+        self.up = Linear(config.width, config.mlp_width)
+        self.down = Linear(config.mlp_width, config.width, std=_residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns features of the shape of x."""
+        return cast("Tensor", self.down(F.silu(self.gate(x)) * self.up(x)))
+
+
+class GELU(nn.Module):
+    """The classic MLP: ``down(gelu(up(x)))``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.width, config.mlp_width)
+        self.down = Linear(config.mlp_width, config.width, std=_residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns features of the shape of x."""
+        return cast("Tensor", self.down(F.gelu(self.up(x), approximate="tanh")))
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias whose weight is drawn from a normal distribution."""
+
+    def __init__(self, in_features: int, out_features: int, std: float = _INIT_STD) -> None:
+        self.std = std  # before the base constructor, which calls reset_parameters
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draws the weight."""
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Embedding(nn.Embedding):
+    """An embedding drawn from a normal distribution, as narrow as that of the linear layers."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weight."""
+        nn.init.normal_(self.weight, std=_INIT_STD)
+
+
+def _make_norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width, eps=_NORM_EPS)
+    return nn.LayerNorm(config.width, eps=_NORM_EPS, bias=False)
+
+
+def _residual_std(config: GPTConfig) -> float:
+    # 2 * layers projections add to the stream; scaled so, its variance does not grow with depth (GPT-2).
+    return _INIT_STD / math.sqrt(2 * config.layers)
+
+
+def _with_vocabulary(shape: GPTShape, vocab_size: int) -> GPTConfig:
+    names = [field.name for field in fields(GPTConfig) if field.name != "vocab_size"]
+    return GPTConfig(vocab_size=vocab_size, **{name: getattr(shape, name) for name in names})
+
+
+def _check_complete(given: dict[str, Any]) -> None:
+    """Raises ConfigError when a GPT that no size names lacks a field that nothing else decides."""
+    needed = ("layers", "heads", "width", "context", "vocab_size")
+    missing = [f"model.{name}" for name in needed if name not in given]
+    if missing:
+        problem = Problem(
+            what=f"a GPT without model.size lacks {', '.join(missing)}",
+            rule=f"it needs {', '.join(needed)}",
+            fix=f"set them, or model.size to one of {', '.join(SIZES)}",
+        )
+        raise ConfigError([problem], source="model")
+
+
+def _offer(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"there are {', '.join(names)}"
+
+
+def _value_problems(config: GPTConfig) -> list[Problem]:
+    """Lists the fields whose value is out of range by itself."""
+    problems = [
+        Problem(
+            what=f"model.{name} = {value} is less than 1", rule="it is a count", fix=f"set model.{name} to 1 or more"
+        )
+        for name in ("layers", "heads", "kv_heads", "width", "mlp_width", "context", "vocab_size")
+        if (value := getattr(config, name)) < 1
+    ]
+    for name, choices in (("norm", Norm), ("mlp", Mlp), ("positions", Positions)):
+        value, allowed = getattr(config, name), get_args(choices)
+        if value not in allowed:
+            problems.append(Problem(what=f"model.{name} = {value!r}", rule=f"it is one of {', '.join(allowed)}"))
+    if not 0 <= config.dropout < 1:
+        problems.append(Problem(what=f"model.dropout = {config.dropout}", rule="it is a probability below 1"))
+    return problems
+
+
+def _fit_problems(config: GPTConfig) -> list[Problem]:
+    """Lists the fields that do not fit one another."""
+    problems: list[Problem] = []
+    if config.width % config.heads:
+        problems.append(
+            Problem(
+                what=f"model.heads = {config.heads} does not divide model.width = {config.width}",
+                rule="every head has the same whole number of features",
+                fix=f"try model.width = {math.ceil(config.width / config.heads) * config.heads}",
+            )
+        )
+    elif config.positions == "rotary" and config.head_dim % 2:
+        problems.append(
+            Problem(
+                what=f"model.width / model.heads = {config.head_dim} is odd",
+                rule="model.positions = rotary turns pairs of a head's features",
+                fix=f"try model.width = {config.width + config.heads}, or model.positions = learned",
+            )
+        )
+    if config.heads % config.kv_heads:
+        problems.append(
+            Problem(
+                what=f"model.kv_heads = {config.kv_heads} does not divide model.heads = {config.heads}",
+                rule="each key and value head serves the same number of query heads",
+                fix=f"try model.kv_heads = {math.gcd(config.kv_heads, config.heads)}",
+            )
+        )
+    return problems
+
+
+# Of GPT-2, rounded up to a multiple of 128, and of Llama; the other sizes are for text of bytes or characters.
+_VOCABULARIES = {
+    "gpt-124m": 50304,
+    "gpt-350m": 50304,
+    "gpt-1.1b": 32000,
+    "gpt-3b": 32000,
+    "gpt-7b": 32000,
+}
+
+SIZES: dict[str, GPTConfig] = {
+    name: _with_vocabulary(shape, _VOCABULARIES.get(name, 256)) for name, shape in GPT_SIZES.items()
+}

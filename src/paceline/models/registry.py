@@ -1,0 +1,209 @@
+"""From a config to a model: what was asked, completed with what the data says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from paceline.errors import ConfigError, Problem, UsageError
+from paceline.imports import import_from_path
+from paceline.models.gpt import GPT, SIZES, GPTConfig, gpt_config
+from paceline.models.mlp import MLPClassifier
+from paceline.models.resnet import ResNet
+
+if TYPE_CHECKING:
+    from paceline.config.schema import (
+        FactoryModelConfig,
+        GPTModelConfig,
+        MLPModelConfig,
+        ModelConfig,
+        ResNetModelConfig,
+    )
+    from paceline.data.shape import DataShape
+
+
+def build_model(config: ModelConfig, shape: DataShape) -> nn.Module:
+    """Builds the model that ``config`` asks for, on the default device and dtype; what is None follows from ``shape``.
+
+    The random numbers are torch's, so seed before. Does not compile the model, whatever ``config.compile`` says: that
+    happens where engines are applied.
+
+    Raises ConfigError with all problems when config and data do not fit together or leave a field open, UsageError for
+    a factory that cannot be imported, raises, or returns something else.
+    """
+    if config.kind == "mlp":
+        return _build_mlp(config, shape)
+    if config.kind == "resnet":
+        return _build_resnet(config, shape)
+    if config.kind == "gpt":
+        return _build_gpt(config, shape)
+    return _build_from_factory(config)
+
+
+def model_context(config: ModelConfig) -> int | None:
+    """Returns the tokens of a sample that the model is made for, before any data is there; None if it does not say."""
+    if config.kind != "gpt":
+        return None
+    if config.context is not None or config.size is None:
+        return config.context
+    return SIZES[config.size].context
+
+
+def model_blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the repeated blocks of a model in order: what is compiled, checkpointed or sharded as one.
+
+    A model says so with a method ``blocks()``. For others it is the ModuleList or Sequential with the most parameters
+    whose children, two or more, are all of one type and have parameters; without one, there are no blocks.
+    """
+    blocks: object = getattr(model, "blocks", None)
+    # Some models keep their blocks in an attribute of this name, and a Sequential is callable too.
+    if callable(blocks) and not isinstance(blocks, nn.Module):
+        return _said_blocks(model, blocks)
+    candidates = [list(module.children()) for module in model.modules() if _is_row_of_blocks(module)]
+    return max(candidates, key=lambda row: sum(map(num_parameters, row)), default=[])
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Counts the parameters, a shared one once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _said_blocks(model: nn.Module, blocks: Callable[[], Any]) -> list[nn.Module]:
+    found = list(blocks())
+    if not all(isinstance(block, nn.Module) for block in found):
+        raise UsageError(
+            f"{type(model).__name__}.blocks() returned {[type(block).__name__ for block in found]}\n"
+            "  every block must be an nn.Module\n"
+            "  return the repeated submodules in order, or rename the method"
+        )
+    return found
+
+
+def _is_row_of_blocks(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return False
+    return len({type(child) for child in module}) == 1 and all(num_parameters(child) > 0 for child in module)
+
+
+def _build_mlp(config: MLPModelConfig, shape: DataShape) -> MLPClassifier:
+    problems = _kind_problems(config.kind, shape, needs="classes")
+    features = shape.features
+    if features is None and shape.channels is not None and shape.size is not None:
+        features = shape.channels * shape.size * shape.size
+    input_dim = _derive("input_dim", config.input_dim, features, problems, exact=True)
+    num_classes = _derive("num_classes", config.num_classes, shape.classes, problems)
+    _raise_any(problems)
+    return MLPClassifier(input_dim, config.hidden_dim, num_classes, config.dropout)
+
+
+def _build_resnet(config: ResNetModelConfig, shape: DataShape) -> ResNet:
+    problems = _kind_problems(config.kind, shape, needs="classes")
+    if shape.kind == "classes" and shape.channels is None:
+        problems.append(
+            Problem(
+                what=f"model.kind = resnet, but a sample of the data is a flat row of {shape.features} features",
+                rule="a residual network reads images: channels x height x width",
+                fix="set model.kind = mlp, or choose data with images",
+            )
+        )
+    num_classes = _derive("num_classes", config.num_classes, shape.classes, problems)
+    in_channels = _derive("in_channels", config.in_channels, shape.channels, problems, exact=True)
+    _raise_any(problems)
+    return ResNet(config.depth, num_classes, in_channels, config.width, config.norm, config.stem)
+
+
+def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
+    """Builds a GPT; the data's vocabulary goes before that of the size, whose other fields go before the data's."""
+    _raise_any(_kind_problems(config.kind, shape, needs="tokens"))
+    overrides = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
+    if config.vocab_size is None:
+        overrides["vocab_size"] = shape.vocab_size
+    if config.context is None and config.size is None:
+        overrides["context"] = shape.context
+    settings = gpt_config(config.size, **overrides)
+    _raise_any(
+        _disagreement("vocab_size", settings.vocab_size, shape.vocab_size) + _context_problems(settings.context, shape)
+    )
+    return GPT(settings)
+
+
+def _build_from_factory(config: FactoryModelConfig) -> nn.Module:
+    factory = import_from_path(config.factory, "model.factory")
+    try:
+        model = factory(**config.args)
+    except Exception as error:
+        raise UsageError(
+            f"model.factory = {config.factory!r} raised {type(error).__name__}: {error}\n"
+            f"  it was called with model.args = {config.args}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model.factory = {config.factory!r} returned {type(model).__name__}\n"
+            "  it must return a torch.nn.Module\n"
+            "  return the model from the function (a bare class of nn.Module works as a factory too)"
+        )
+    return model
+
+
+def _kind_problems(model: str, shape: DataShape, *, needs: str) -> list[Problem]:
+    """Lists the mismatch between the model and the kind of data, if any; custom data may be anything."""
+    if shape.kind in (needs, "custom"):
+        return []
+    fix = "gpt" if shape.kind == "tokens" else "mlp or resnet"
+    return [
+        Problem(
+            what=f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}",
+            rule="mlp and resnet sort samples into classes; gpt predicts the next token",
+            fix=f"set model.kind = {fix}, or choose other data",
+        )
+    ]
+
+
+def _derive(field: str, asked: int | None, offered: int | None, problems: list[Problem], *, exact: bool = False) -> int:
+    """Returns what was asked, else what the data offers; notes a problem when there is neither, or they disagree."""
+    if asked is not None:
+        problems.extend(_disagreement(field, asked, offered, exact=exact))
+        return asked
+    if offered is not None:
+        return offered
+    problems.append(
+        Problem(
+            what=f"model.{field} is not set, and the data does not tell it",
+            rule="what the config leaves open follows from the shape of the data",
+            fix=f"set model.{field}, or give the data set a shape",
+        )
+    )
+    return 1
+
+
+def _disagreement(field: str, asked: int, offered: int | None, *, exact: bool = False) -> list[Problem]:
+    """Lists the problem, if any: the model may have room for more than the data needs, unless ``exact``."""
+    if offered is None or asked == offered or (asked > offered and not exact):
+        return []
+    return [
+        Problem(
+            what=f"model.{field} = {asked}, but the data has {offered}",
+            rule="they must be equal" if exact else "the model needs room for all that the data has",
+            fix=f"set model.{field} = {offered}, or leave it out",
+        )
+    ]
+
+
+def _context_problems(context: int, shape: DataShape) -> list[Problem]:
+    if shape.context is None or shape.context <= context:
+        return []
+    return [
+        Problem(
+            what=f"model.context = {context}, but a sample of the data has {shape.context} tokens",
+            rule="a model reads at most its context",
+            fix=f"set model.context = {shape.context}, or data.context = {context}",
+        )
+    ]
+
+
+def _raise_any(problems: list[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,135 @@
+"""Takes a step apart into phases, without stopping the device.
+
+Laps are marks on the device's time line; the waits for communication that fall into a lap are taken out of it and
+added up as exposed communication. A step's numbers are read when the device has passed its last mark: at once on a CPU,
+a step or two later on CUDA.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from paceline.clock import DeviceClock, Mark
+from paceline.comm.traced import Trace
+from paceline.monitor.records import StepRecord
+
+_MEMORY_EVERY = 20  # steps; asking CUDA's allocator takes longer than all the rest here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What the trainer knows of a step when it has issued it."""
+
+    step: int
+    epoch: float
+    position: int
+    lr: float
+    samples: int
+    loss_sum: torch.Tensor
+    count: torch.Tensor | float
+    grad_norm: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class _Pending:
+    facts: StepFacts
+    values: torch.Tensor
+    start: Mark
+    laps: list[tuple[str, Mark, list[tuple[Mark, Mark]]]]
+    memory_bytes: int
+    time: float
+
+
+class StepMeter:
+    """Times steps and turns them into records."""
+
+    def __init__(self, device: torch.device, trace: Trace) -> None:
+        self._device = device
+        self._clock = DeviceClock(device)
+        self._trace = trace
+        self._start = self._clock.mark()
+        self._laps: list[tuple[str, Mark, list[tuple[Mark, Mark]]]] = []
+        self._pending: deque[_Pending] = deque()
+        self._memory_bytes = 0
+
+    def start(self) -> None:
+        """Begins a step now: what happened since the last one (an evaluation, say) is not counted."""
+        self._trace.take_waits()
+        self._start = self._clock.mark()
+        self._laps = []
+
+    def lap(self, phase: str) -> None:
+        """Ends a phase of the step."""
+        self._laps.append((phase, self._clock.mark(), self._trace.take_waits()))
+
+    def finish(self, facts: StepFacts) -> None:
+        """Ends the step; the next one starts here."""
+        if facts.step % _MEMORY_EVERY == 1 or not self._memory_bytes:
+            self._memory_bytes = peak_memory_bytes(self._device)
+        values = _on_host(facts)
+        # The copy to the host is ordered before this mark: once it is past, the values can be read.
+        end = self._clock.mark()
+        pending = _Pending(facts, values, self._start, self._laps, self._memory_bytes, time.time())
+        pending.laps.append(("other", end, []))
+        self._pending.append(pending)
+        self._start, self._laps = end, []
+
+    def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
+        """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""
+        while self._pending and (wait or self._pending[0].laps[-1][1].is_past()):
+            yield _record(self._pending.popleft())
+
+
+def _on_host(facts: StepFacts) -> torch.Tensor:
+    device = facts.loss_sum.device
+    parts = [facts.loss_sum, facts.count, facts.grad_norm if facts.grad_norm is not None else 0.0]
+    stacked = torch.stack([torch.as_tensor(p, dtype=torch.float64, device=device).detach() for p in parts])
+    return stacked.to("cpu", non_blocking=True)
+
+
+def _record(pending: _Pending) -> StepRecord:
+    facts = pending.facts
+    phases = {"data": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0, "other": 0.0}
+    comm_s, last = 0.0, pending.start
+    for phase, mark, waits in pending.laps:
+        waited = sum(end.seconds_since(start) for start, end in waits)
+        phases[phase] += mark.seconds_since(last) - waited
+        comm_s += waited
+        last = mark
+    step_s = last.seconds_since(pending.start)
+    loss_sum, count, grad_norm = pending.values.tolist()
+    return StepRecord(
+        step=facts.step,
+        epoch=facts.epoch,
+        position=facts.position,
+        loss=loss_sum / count if count else None,
+        loss_sum=loss_sum,
+        count=int(count),
+        lr=facts.lr,
+        grad_norm=grad_norm if facts.grad_norm is not None else None,
+        samples=facts.samples,
+        step_s=step_s,
+        data_s=phases["data"],
+        forward_s=phases["forward"],
+        backward_s=phases["backward"],
+        comm_s=comm_s,
+        optimizer_s=phases["optimizer"],
+        samples_per_s=facts.samples / step_s if step_s > 0 else 0.0,
+        memory_bytes=pending.memory_bytes,
+        time=pending.time,
+    )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most memory that this process has held: the allocator's on CUDA, resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,183 @@
+"""Where records go: a file of lines, TensorBoard, or several places at once.
+
+A sink is called from the training loop, so it must be cheap. On the machine this was written on a step costs
+``JsonlSink`` about 14 us and ``TensorBoardSink`` about 130 us (one event with all its scalars; one event a scalar, as
+``SummaryWriter.add_scalar`` writes them, costs 900 us).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+from paceline.monitor.records import EvalRecord, Record, StepRecord, to_line
+
+
+class Sink(Protocol):
+    """A place that records go to."""
+
+    def write(self, record: Record) -> None:
+        """Takes one record; may keep it in memory until the next flush."""
+
+    def flush(self) -> None:
+        """Hands over what was kept."""
+
+    def close(self) -> None:
+        """Flushes and lets go of files and screens. Safe to call twice."""
+
+
+class JsonlSink:
+    """Appends records to a file, one line each.
+
+    Steps are kept in memory for ``flush_every_s`` at most, measured when the next record comes; any other record is
+    written through at once, together with the steps before it. Several threads may write.
+    """
+
+    def __init__(self, path: Path, *, flush_every_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        _cut_unterminated_line(path)
+        self._lock = Lock()
+        # Kept here and not in the file object's buffer: a forked loader worker would write its copy of that out again.
+        self._kept: list[str] = []
+        self._flush_every_s = flush_every_s
+        self._clock = clock
+        self._flushed_at = clock()
+
+    def write(self, record: Record) -> None:
+        line = to_line(record)
+        with self._lock:
+            if self._file.closed:
+                raise ValueError(f"{self._file.name} is closed; write records before closing the sink")
+            self._kept.append(line)
+            if not isinstance(record, StepRecord) or self._clock() - self._flushed_at >= self._flush_every_s:
+                self._write_out()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._write_out()
+
+    def close(self) -> None:
+        with self._lock:
+            self._write_out()
+            self._file.close()
+
+    def _write_out(self) -> None:
+        self._flushed_at = self._clock()
+        if self._kept:
+            self._file.write("".join(self._kept).encode())
+            self._file.flush()
+            self._kept.clear()
+
+
+class TensorBoardSink:
+    """Writes scalars to a TensorBoard folder: ``train/*`` and ``time/*`` of this rank, ``eval/*`` of all.
+
+    The first record written marks a new start at its step, so TensorBoard drops what an earlier attempt wrote from
+    there on, and a resumed run draws one curve.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            # TensorBoard's own imports warn about deprecated calls between third parties, which no user can mend.
+            warnings.simplefilter("ignore")
+            from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer: Any = EventFileWriter(str(folder), flush_secs=10)
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._lock = Lock()
+        self._has_started = False
+        self._is_closed = False
+
+    def write(self, record: Record) -> None:
+        if not isinstance(record, StepRecord | EvalRecord):
+            return
+        with self._lock:
+            if not self._has_started:
+                self._has_started = True
+                start = self._events.SessionLog(status=self._events.SessionLog.START)
+                self._add(record, session_log=start)
+            value_class = self._summaries.Summary.Value
+            values = [value_class(tag=tag, simple_value=value) for tag, value in _scalars(record)]
+            self._add(record, summary=self._summaries.Summary(value=values))
+
+    def flush(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._writer.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._writer.close()
+
+    def _add(self, record: StepRecord | EvalRecord, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(step=record.step, wall_time=record.time, **content))
+
+
+class Fanout:
+    """Writes every record to several sinks, in their order."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+    def flush(self) -> None:
+        for sink in self._sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        """Closes every sink, even when one of them raises."""
+        with ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+
+
+def _scalars(record: StepRecord | EvalRecord) -> Iterator[tuple[str, float]]:
+    if isinstance(record, EvalRecord):
+        yield "eval/loss", record.loss
+        if record.accuracy is not None:
+            yield "eval/accuracy", record.accuracy
+        yield "eval/seconds", record.seconds
+        return
+    if record.loss is not None:
+        yield "train/loss", record.loss
+    if record.grad_norm is not None:
+        yield "train/grad_norm", record.grad_norm
+    yield "train/lr", record.lr
+    yield "train/epoch", record.epoch
+    yield "time/step_s", record.step_s
+    yield "time/data_s", record.data_s
+    yield "time/forward_s", record.forward_s
+    yield "time/backward_s", record.backward_s
+    yield "time/comm_s", record.comm_s
+    yield "time/optimizer_s", record.optimizer_s
+
+
+def _cut_unterminated_line(path: Path) -> None:
+    """Removes the half line that a killed process left, so that the next record does not grow out of it."""
+    with path.open("rb+") as file:
+        content_end = file.seek(0, 2)
+        keep = content_end
+        while keep > 0:
+            start = max(0, keep - 4096)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        if keep < content_end:
+            file.truncate(keep)

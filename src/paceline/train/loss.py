@@ -1,0 +1,117 @@
+"""Losses as a sum and a count, so that ragged batches weigh exactly as in one process.
+
+A mean over a microbatch hides how much it stands for: averaged over ranks and microbatches of different sizes, it
+gives other gradients than one process would compute. A loss here returns the *sum* over its elements (samples or
+tokens) and how many there were; the step divides by the count over all ranks and microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from paceline.data.shape import DataShape
+from paceline.errors import UsageError
+from paceline.imports import import_from_path
+
+IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
+
+
+@dataclass(frozen=True, slots=True)
+class LossValue:
+    """A summed loss and how many elements it sums; ``correct`` counts right answers where that means something."""
+
+    total: torch.Tensor
+    count: torch.Tensor | float
+    correct: torch.Tensor | None = None
+
+
+class Loss(Protocol):
+    """Computes the loss of a batch. ``elements_per_sample`` is known where every sample counts alike."""
+
+    @property
+    def elements_per_sample(self) -> float | None:
+        """Elements that each sample contributes; None: it depends on the sample, so ranks must exchange counts."""
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """Runs the model on a batch and returns the summed loss."""
+
+    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """The same for evaluation, with ``correct``."""
+
+
+class CrossEntropy:
+    """Cross entropy of classes (B, C) or tokens (B, T, V)."""
+
+    def __init__(self, elements_per_sample: float | None) -> None:
+        self._elements_per_sample = elements_per_sample
+
+    @property
+    def elements_per_sample(self) -> float | None:
+        """One for classes, the context for tokens, None where targets may be ignored."""
+        return self._elements_per_sample
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """Returns the summed cross entropy."""
+        inputs, targets = batch
+        logits = model(inputs)
+        return LossValue(self._total(logits, targets), self._count(targets))
+
+    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """Returns the summed cross entropy and the number of right answers."""
+        inputs, targets = batch
+        logits = model(inputs)
+        correct = (logits.argmax(-1) == targets).sum()
+        return LossValue(self._total(logits, targets), self._count(targets), correct)
+
+    def _total(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        rows = logits.reshape(-1, logits.shape[-1])
+        return F.cross_entropy(rows, targets.reshape(-1), reduction="sum", ignore_index=IGNORED)
+
+    def _count(self, targets: torch.Tensor) -> torch.Tensor | float:
+        if self._elements_per_sample is not None:
+            return float(targets.numel())
+        return (targets != IGNORED).sum()
+
+
+class CustomLoss:
+    """A user's ``function(model, batch) -> (sum, count)``."""
+
+    elements_per_sample = None
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._function = function
+        self._name = name
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """Calls the function and checks what it returned."""
+        value = self._function(model, batch)
+        if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], torch.Tensor):
+            raise UsageError(
+                f"train.loss = {self._name} returned {type(value).__name__}\n"
+                "  a loss returns (sum over its elements, how many they are): a mean would weigh ragged batches wrongly\n"
+                "  return loss.sum(), count"
+            )
+        total, count = value
+        if total.numel() != 1:
+            raise UsageError(f"train.loss = {self._name} returned a sum of shape {list(total.shape)}, not one number")
+        return LossValue(total.reshape(()), count)
+
+    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """The same as for training."""
+        return self(model, batch)
+
+
+def build_loss(kind: str, shape: DataShape) -> Loss:
+    """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy."""
+    if kind != "auto":
+        return CustomLoss(import_from_path(kind, "train.loss"), kind)
+    if shape.kind == "classes":
+        return CrossEntropy(1.0)
+    if shape.kind == "tokens" and shape.context is not None:
+        return CrossEntropy(float(shape.context))
+    return CrossEntropy(None)

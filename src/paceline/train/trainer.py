@@ -1,0 +1,228 @@
+"""The trainer: a short generator of steps; everything else is a hook that runs every n of them.
+
+trainer = Trainer(parts, hooks=[Every(100, evaluate_hook), ...])
+for result in trainer.steps():      # plain Python: break, inspect, log as you like
+    ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from paceline.checkpoint import TrainingState
+from paceline.comm.objects import gather_objects
+from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
+from paceline.errors import CheckpointError, TrainingError
+from paceline.monitor.meter import StepFacts, StepMeter
+from paceline.monitor.records import EvalRecord, StepRecord
+from paceline.monitor.sinks import Sink
+from paceline.parallel.ddp import DataParallel
+from paceline.planning import Plan
+from paceline.train.evaluate import Evaluation, evaluate
+from paceline.train.loss import Loss
+from paceline.train.optim import set_learning_rate
+from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
+from paceline.train.schedule import Schedule
+from paceline.train.step import StepOutcome, StepPolicy, train_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerParts:
+    """What a trainer is made of; each part is usable alone."""
+
+    plan: Plan
+    engine: DataParallel
+    optimizer: torch.optim.Optimizer
+    loader: TrainLoader
+    eval_loader: EvalLoader | None
+    loss: Loss
+    schedule: Schedule
+    policy: StepPolicy
+    meter: StepMeter
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """A step that was issued. Its numbers come as records, when the device has finished it."""
+
+    step: int
+    position: int
+    lr: float
+    outcome: StepOutcome
+    is_last: bool
+
+
+class Hook(Protocol):
+    """Runs after steps. A hook that communicates must run on all ranks at the same steps."""
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Looks at a step, and does what it is there for."""
+
+
+@dataclass(slots=True)
+class Every:
+    """Runs a hook every ``steps`` steps, and after the last one if ``at_end``."""
+
+    steps: int | None
+    hook: Hook
+    at_end: bool = True
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Runs the hook if it is due."""
+        is_due = self.steps is not None and result.step % self.steps == 0
+        if is_due or (self.at_end and result.is_last):
+            self.hook(trainer, result)
+
+
+@dataclass(slots=True)
+class EverySeconds:
+    """Runs a hook every ``seconds`` of rank 0's clock: all ranks ask it every ``ask_every`` steps, and agree."""
+
+    seconds: float
+    hook: Hook
+    ask_every: int = 10
+    _last: float = field(default_factory=time.monotonic)
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Runs the hook if rank 0 says that it is due."""
+        if result.step % self.ask_every:
+            return
+        comm = trainer.parts.engine.comm
+        due = torch.tensor([float(time.monotonic() - self._last >= self.seconds)], device=comm.device)
+        comm.broadcast(due).wait()
+        if due.item():  # sync point, once in ask_every steps
+            self._last = time.monotonic()
+            self.hook(trainer, result)
+
+
+class Trainer:
+    """Runs the steps of a plan from where the state stands."""
+
+    def __init__(self, parts: TrainerParts, hooks: Sequence[Hook] = (), sink: Sink | None = None) -> None:
+        parts.engine.check_optimizer(parts.optimizer)
+        self.parts = parts
+        self.hooks = list(hooks)
+        self.sink = sink
+        self.step = 0
+        self.position = 0
+
+    def run(self) -> None:
+        """Runs all remaining steps and their hooks, and waits for the last records."""
+        for result in self.steps():
+            for hook in self.hooks:
+                hook(self, result)
+        self.flush(wait=True)
+
+    def steps(self) -> Iterator[StepResult]:
+        """Yields the remaining steps as they are issued."""
+        meter, total = self.parts.meter, self.parts.plan.total_steps
+        batches = self.parts.loader.steps(self.position, max(0, total - self.step))
+        meter.start()
+        try:
+            for batch in batches:
+                meter.lap("data")
+                result = self._step(batch)
+                self.flush()
+                yield result
+        finally:
+            batches.close()
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Writes the records of finished steps. Raises TrainingError when a loss is not finite."""
+        for record in self.parts.meter.drain(wait=wait):
+            if self.sink is not None:
+                self.sink.write(record)
+            _check_finite(record)
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluates exactly, over all ranks; None without an evaluation set."""
+        if self.parts.eval_loader is None:
+            return None
+        start = time.perf_counter()
+        result = evaluate(self.parts.engine, self.parts.eval_loader, self.parts.loss, self.parts.policy.dtype)
+        seconds = time.perf_counter() - start
+        if self.sink is not None:
+            record = EvalRecord(
+                step=self.step,
+                loss=result.loss,
+                accuracy=result.accuracy,
+                samples=result.samples,
+                seconds=seconds,
+                time=time.time(),
+            )
+            self.sink.write(record)
+        self.parts.meter.start()
+        return result
+
+    def state(self) -> TrainingState:
+        """Collects the full state; the random states of all ranks take one exchange."""
+        self.flush(wait=True)  # a state with a loss that is not finite is not worth saving
+        comm = self.parts.engine.comm
+        return TrainingState(
+            step=self.step,
+            position=self.position,
+            model=self.parts.engine.full_state_dict(rank0_only=True),
+            optimizer=self.parts.optimizer.state_dict(),
+            random=gather_objects(comm, capture_random_states(comm.device)),
+        )
+
+    def load_state(self, state: TrainingState) -> None:
+        """Continues from a state: the same samples and learning rates at any number of ranks.
+
+        With the same number of ranks the random states continue too; with another one each rank gets a fresh stream.
+        """
+        comm = self.parts.engine.comm
+        try:
+            self.parts.engine.load_full_state_dict(state.model)
+            self.parts.optimizer.load_state_dict(state.optimizer)
+        except (RuntimeError, ValueError, KeyError) as error:
+            text = str(error)
+            raise CheckpointError(
+                f"the checkpoint of step {state.step} does not fit this model or optimizer\n  {text}\n"
+                "  resume with the config that the run was started with"
+            ) from error
+        self.step, self.position = state.step, state.position
+        if len(state.random) == comm.size:
+            restore_random_states(state.random[comm.rank], comm.device)
+        else:
+            seed_everything(self.parts.seed, comm.rank, state.step)
+
+    def _step(self, batch: StepBatch) -> StepResult:
+        parts = self.parts
+        schedule = parts.schedule
+        before, after = (
+            (self.step, self.step + 1) if schedule.unit == "steps" else (batch.position, batch.next_position)
+        )
+        lr = set_learning_rate(parts.optimizer, schedule.factor(before=before, after=after))
+        outcome = train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, parts.meter)
+        self.step += 1
+        self.position = batch.next_position
+        facts = StepFacts(
+            step=self.step,
+            epoch=self.step / max(parts.plan.steps_per_epoch, 1),
+            position=self.position,
+            lr=lr,
+            samples=sum(batch.local_samples),
+            loss_sum=outcome.loss_sum,
+            count=outcome.count,
+            grad_norm=outcome.grad_norm,
+        )
+        parts.meter.finish(facts)
+        is_last = self.step == parts.plan.total_steps
+        return StepResult(step=self.step, position=self.position, lr=lr, outcome=outcome, is_last=is_last)
+
+
+def _check_finite(record: StepRecord) -> None:
+    if record.loss is not None and not abs(record.loss) < float("inf"):
+        raise TrainingError(
+            f"the loss is {record.loss} at step {record.step} (learning rate {record.lr:.3g}, "
+            f"gradient norm {record.grad_norm})\n"
+            "  training cannot go on from there; no later checkpoint was saved\n"
+            "  lower optim.lr, set optim.clip_norm, or look at the data of that step"
+        )
