@@ -68,19 +68,19 @@ def loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), "lo")
 
 
-def _collect(receivers: list[Connection], processes: list[Any], timeout_s: float) -> list[Any]:
+def _collect(receivers: list[Any], processes: list[Any], timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
         pending = {receivers[rank]: rank for rank in range(len(receivers)) if rank not in results}
-        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        ready: list[Any] = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise LaunchError(f"ranks {sorted(pending.values())} did not finish within {timeout_s:g} s")
         failures = []
         for receiver in ready:
-            rank = pending[receiver]  # type: ignore[index]
+            rank = pending[receiver]
             try:
-                is_ok, value = receiver.recv()  # type: ignore[union-attr]
+                is_ok, value = receiver.recv()
             except EOFError:
                 processes[rank].join()
                 raise LaunchError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None

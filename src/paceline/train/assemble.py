@@ -10,12 +10,12 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import Config, GPTModelConfig, gpt_shape
+from paceline.config import Config
 from paceline.data.datasets import check_enough
 from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
-from paceline.models.registry import build_model
+from paceline.models.registry import build_model, model_context
 from paceline.monitor.meter import StepMeter
 from paceline.monitor.sinks import Sink
 from paceline.parallel.apply import parallelize
@@ -40,7 +40,7 @@ class Workload:
 def build_workload(config: Config) -> Workload:
     """Builds data and model; the weights depend on ``train.seed`` alone."""
     seed = config.train.seed
-    data = build_data(config.data, model_context(config), seed if config.data.seed is None else config.data.seed)
+    data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
     seed_everything(seed)
     model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
     return Workload(data=data, model=model)
@@ -105,14 +105,6 @@ def build_schedule(config: Config, plan: Plan) -> Schedule:
         length=float(asked.length or whole_run),
         final_ratio=asked.final_ratio,
     )
-
-
-def model_context(config: Config) -> int | None:
-    """Returns the context that the model gives to data without one of its own."""
-    if not isinstance(config.model, GPTModelConfig):
-        return None
-    shape = gpt_shape(config.model)
-    return None if shape is None else shape.context
 
 
 def _train_loader(

@@ -1,0 +1,63 @@
+"""``paceline``: the verbs, and how errors reach people.
+
+torch is imported inside the verbs that need it, so that help and config checks answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from paceline.cli.bench import app as bench_app
+from paceline.cli.config import app as config_app
+from paceline.cli.report import report
+from paceline.cli.train import train
+from paceline.cli.verify import verify
+from paceline.errors import ConfigError, PacelineError, UsageError
+
+app = typer.Typer(
+    name="paceline",
+    help="Trains PyTorch models on many devices, and tells you before you start how it will go.",
+    epilog="Start with:  paceline train configs/digits.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+app.command()(verify)
+app.command()(report)
+app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from paceline import __version__
+
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Runs the command line; our own errors are one message and an exit code, never a traceback.
+
+    Exit codes: 0 done, 1 failed, 2 asked for something that cannot be, 130 interrupted.
+    """
+    try:
+        app()
+    except PacelineError as error:
+        typer.echo(f"paceline: {error}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError | UsageError) else 1)
+    except KeyboardInterrupt:
+        typer.echo("\npaceline: interrupted; every rank was ended", err=True)
+        sys.exit(130)

@@ -1,0 +1,172 @@
+"""Rules between keys: each fires on its case, and is silent on the neighbouring sound one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.config import Config, check_ranks, config_from_dict, load_config, run_checks
+from paceline.config.checks import CHECKS, Check, gpt_heads_fit
+from paceline.config.gpt_sizes import GPT_SIZES
+from paceline.errors import ConfigError
+
+# A test asserts no timing: a busy machine must not fail a law.
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+GPT = ["model={kind: gpt, layers: 2, heads: 4, width: 32, context: 16}", "data.kind=text"]
+MLP = ["model.kind=mlp", "data.kind=digits"]
+RESNET = ["model.kind=resnet", "data.kind=synthetic_images"]
+
+CASES: list[tuple[list[str], list[str], str | None]] = [
+    (MLP, [], None),
+    (GPT, [], None),
+    (RESNET, [], None),
+    # length
+    (MLP, ["train.steps=10", "train.epochs=2"], "train.steps = 10 and train.epochs = 2 are both given"),
+    # model and data
+    (GPT, ["data={kind: digits}"], "model.kind = gpt cannot read data.kind = digits"),
+    (MLP, ["data={kind: text, context: 8}"], "model.kind = mlp cannot read data.kind = text"),
+    (RESNET, ["data={kind: digits}"], "model.kind = resnet cannot read data.kind = digits"),
+    (RESNET, ["data={kind: synthetic_tokens}"], "model.kind = resnet cannot read data.kind = synthetic_tokens"),
+    (MLP, ["data={kind: synthetic_images}", "model.input_dim=3072"], None),
+    (MLP, ["data={kind: synthetic_images}", "model.input_dim=1024"], "model.input_dim = 1024, but the data has 3072"),
+    (MLP, ["data={kind: synthetic_classification}", "model.input_dim=784"], None),
+    (MLP, ["model={kind: factory, factory: 'a:b'}", "data={kind: text, context: 8}"], None),
+    (GPT, ["data={kind: factory, factory: 'a:b'}"], None),
+    (MLP, ["model.input_dim=63"], "model.input_dim = 63, but the data has 64 features"),
+    (MLP, ["model.input_dim=64", "model.num_classes=10"], None),
+    (MLP, ["model.num_classes=9"], "model.num_classes = 9 is fewer than the data's 10 classes"),
+    (MLP, ["model.num_classes=11"], None),
+    (RESNET, ["model.in_channels=1"], "model.in_channels = 1, but the data has 3 channels"),
+    (GPT, ["model.vocab_size=255", "data.tokens=byte"], "model.vocab_size = 255 is fewer than the data's 256 tokens"),
+    (GPT, ["model.vocab_size=256", "data.tokens=byte"], None),
+    # gpt
+    (GPT, ["model={kind: gpt}"], "a gpt without model.size lacks model.layers, model.heads, model.width"),
+    (GPT, ["model={kind: gpt, size: gpt-124m}"], None),
+    (GPT, ["model.width=30"], "model.width = 30 is not a multiple of model.heads = 4"),
+    (GPT, ["model.kv_heads=3"], "model.heads = 4 is not a multiple of model.kv_heads = 3"),
+    (GPT, ["model.kv_heads=2"], None),
+    (GPT, ["model.width=36"], "model.width / model.heads = 36 / 4 = 9 is odd"),
+    (GPT, ["model.width=36", "model.positions=learned"], None),
+    (GPT, ["model={kind: gpt, size: gpt-124m, width: 700}"], "model.width = 700 is not a multiple of model.heads = 12"),
+    (GPT, ["data.context=17"], "model.context = 16 is smaller than data.context = 17"),
+    (GPT, ["data.context=16"], None),
+    (GPT, ["data={kind: synthetic_tokens}"], "model.context = 16 is smaller than data.context = 128"),
+    (GPT, ["model={kind: gpt, size: gpt-nano}", "data.context=65"], "model.context = 64 is smaller than"),
+    (GPT, ["model.context=null"], "neither model.context nor data.context is given"),
+    (GPT, ["model.context=null", "data.context=8"], None),
+    # text
+    (GPT, ["data.path=no/such/file.txt"], "data.path = 'no/such/file.txt' does not exist"),
+    (GPT, ["data.path=."], "data.path = '.' is a folder"),
+    # comm
+    (MLP, ["comm.backend=nccl", "parallel.device=cpu"], "comm.backend = nccl with parallel.device = cpu"),
+    (MLP, ["comm.backend=nccl"], None),
+    (MLP, ["comm.bucket_mb=0.5"], "comm.first_bucket_mb = 1 is larger than comm.bucket_mb = 0.5"),
+    (MLP, ["comm.bucket_mb=0.5", "comm.first_bucket_mb=0.5"], None),
+    # optim
+    (MLP, ["optim.schedule={warmup: 11, length: 10}"], "optim.schedule.warmup = 11 is longer than"),
+    (MLP, ["optim.schedule={warmup: 10, length: 10}"], None),
+    (MLP, ["optim.schedule={kind: one_cycle, warmup: 10, length: 10}"], "optim.schedule.warmup = 10 leaves nothing of"),
+    (MLP, ["optim.schedule={kind: one_cycle, warmup: 9, length: 10}"], None),
+    (MLP, ["optim.schedule={warmup: 11}", "train.steps=10"], "optim.schedule.warmup = 11 is longer than train.steps"),
+    (MLP, ["optim.schedule={warmup: 11, unit: samples}", "train.steps=10"], None),
+    (MLP, ["optim={kind: sgd, nesterov: true, momentum: 0}"], "optim.nesterov = true with optim.momentum = 0"),
+    (MLP, ["optim={kind: sgd, nesterov: true}"], None),
+    (MLP, ["optim.nesterov=true"], "optim.nesterov = True has no effect with optim.kind = adamw"),
+    (MLP, ["optim={kind: sgd, betas: [0.8, 0.9]}"], "optim.betas = (0.8, 0.9) has no effect with optim.kind = sgd"),
+    (MLP, ["optim.args={a: 1}"], "optim.args = {'a': 1} has no effect with optim.kind = adamw"),
+    (MLP, ["optim={kind: 'torch.optim:Adam', args: {amsgrad: true}}"], None),
+    # batch
+    (MLP, ["parallel.ranks=3"], "train.global_batch = 64 (the default) is not a multiple of parallel.ranks = 3"),
+    (MLP, ["parallel.ranks=8", "train.global_batch=4"], "parallel.ranks = 8 is more than train.global_batch = 4"),
+    (MLP, ["train={global_batch: 64, microbatch: 10}"], "train.global_batch = 64 is not a multiple of"),
+    (MLP, ["train={global_batch: 64, microbatch: 8, accumulate: 2}"], None),
+    (MLP, ["train={global_batch: 64, microbatch: 8, accumulate: 2}", "parallel.ranks=2"], "train.global_batch = 64 is"),
+    # names and paths
+    *[(MLP, [f"name={name}"], "name = ") for name in ("a/b", "'..'", '"a\\\\b"', "''", "' a'", "'a:b'", "x" * 101)],
+    *[(MLP, [f"name={name}"], None) for name in ("a-b_c.1", "my run", "'2024'", "..a")],
+    (MLP, ["model={kind: factory, factory: torch.nn.Linear}"], "model.factory = 'torch.nn.Linear' is not a path"),
+    (MLP, ["data={kind: factory, factory: 'my data:load'}"], "data.factory = 'my data:load' is not a path"),
+    (MLP, ["train.loss=my.loss"], "train.loss = 'my.loss' is not auto or a path"),
+    (MLP, ["checkpoint.every_steps=0"], "checkpoint.every_steps = 0 is not"),
+    (MLP, ["checkpoint.every_minutes=0"], "checkpoint.every_minutes = 0 is not"),
+]
+
+
+@pytest.mark.parametrize(("base", "overrides", "expected"), CASES, ids=lambda case: str(case)[:70])
+def test_rule(base: list[str], overrides: list[str], expected: str | None) -> None:
+    if expected is None:
+        load_config(None, [*base, *overrides])
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*base, *overrides])
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(expected)
+    assert problem.rule
+    assert problem.fix
+
+
+def test_text_that_exists(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("a")
+    load_config(None, [*GPT, f"data.path={path}"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*GPT, f"data.path={tmp_path / 'bok.txt'}"])
+    assert str(path) in caught.value.problems[0].fix
+
+
+def test_check_ranks_judges_what_auto_became() -> None:
+    config = load_config(None, [*MLP, "train.global_batch=12"])
+    assert check_ranks(config, 4) == []
+    (problem,) = check_ranks(config, 5)
+    assert "parallel.ranks = 5" in problem.what
+
+
+@relaxed
+@given(heads=st.integers(1, 16), width=st.integers(1, 200), positions=st.sampled_from(["rotary", "learned"]))
+def test_suggested_widths_fit(heads: int, width: int, positions: str) -> None:
+    model = {"kind": "gpt", "layers": 1, "heads": heads, "context": 8, "positions": positions}
+
+    def problems(width: int) -> list[Any]:
+        values = {"model": {**model, "width": width}, "data": {"kind": "text"}}
+        return gpt_heads_fit(Config.model_validate(values))
+
+    for problem in problems(width):
+        numbers = problem.fix.partition("model.width = ")[2].partition(",")[0].split(" or ")
+        assert numbers
+        assert all(problems(int(number)) == [] for number in numbers)
+
+
+class OnlySections:
+    """A config that shows some of its sections."""
+
+    def __init__(self, config: Config, sections: tuple[str, ...]) -> None:
+        self._config, self._sections = config, sections
+
+    def __getattr__(self, name: str) -> Any:
+        assert name in self._sections, f"reads {name}, which it does not name"
+        return getattr(self._config, name)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.run.__name__)
+@pytest.mark.parametrize("base", [GPT, MLP, RESNET], ids=["gpt", "mlp", "resnet"])
+def test_a_rule_reads_only_the_sections_that_it_names(check: Check, base: list[str]) -> None:
+    config = load_config(None, base)
+    check.run(OnlySections(config, check.needs))  # type: ignore[arg-type]
+
+
+def test_rules_of_a_broken_section_are_skipped_and_others_run() -> None:
+    config = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}})
+    broken = config.model_copy(update={"name": "a/b", "train": config.train.model_copy(update={"global_batch": 7})})
+    broken = broken.model_copy(update={"parallel": config.parallel.model_copy(update={"ranks": 2})})
+    assert len(run_checks(broken)) == 2
+    assert len(run_checks(broken, sections={"name", "train"})) == 1
+
+
+def test_every_named_size_is_sound() -> None:
+    for size in GPT_SIZES:
+        load_config(None, [f"model={{kind: gpt, size: {size}}}", "data.kind=text"])

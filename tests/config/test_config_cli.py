@@ -1,0 +1,75 @@
+"""``paceline config``: each command prints what it promises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from paceline.cli.config import app
+from paceline.config import json_schema, load_config
+from paceline.errors import ConfigError
+
+DIGITS = str(Path(__file__).parents[2] / "configs" / "digits.yaml")
+
+
+def invoke(*args: str, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def test_show_prints_yaml_that_loads(tmp_path: Path) -> None:
+    path = tmp_path / "shown.yaml"
+    path.write_text(invoke("show", DIGITS, "optim.lr=1e-3"))
+    assert load_config(path) == load_config(Path(DIGITS), ["optim.lr=1e-3"])
+
+
+def test_show_json() -> None:
+    assert json.loads(invoke("show", DIGITS, "train.seed=5", "--json"))["train"]["seed"] == 5
+
+
+def test_explain_prints_a_table() -> None:
+    lines = invoke("explain", DIGITS, "optim.lr=1e-3", "--ranks", "2").splitlines()
+    assert lines[0].split() == ["key", "value", "origin"]
+    row = next(line for line in lines if line.startswith("optim.lr "))
+    assert row.split() == ["optim.lr", "0.001", "override"]
+    assert any(line.startswith("optim.betas") and "[0.9, 0.999]" in line for line in lines)
+    assert any(line.startswith("train.microbatch") and "64 / (1 x 2)" in line for line in lines)
+
+
+def test_explain_json() -> None:
+    rows = json.loads(invoke("explain", DIGITS, "--ranks", "4", "--json"))
+    assert {"key", "value", "origin"} == set(rows[0])
+    assert next(row for row in rows if row["key"] == "train.microbatch")["value"] == 16
+
+
+def test_schema() -> None:
+    assert json.loads(invoke("schema")) == json_schema()
+
+
+def test_check() -> None:
+    assert "no problems" in invoke("check", DIGITS)
+    assert json.loads(invoke("check", DIGITS, "--json"))["ok"] is True
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        invoke("check", DIGITS, "train.lr=3")
+    with pytest.raises(ConfigError, match=r"parallel\.ranks = 3"):
+        invoke("check", DIGITS, "--ranks", "3")
+    found = json.loads(invoke("check", DIGITS, "train.lr=3", "name=a/b", "--json", exit_code=1))
+    assert found["ok"] is False
+    assert len(found["problems"]) == 2
+    assert found["problems"][0]["fix"] == "did you mean optim.lr?"
+
+
+@pytest.mark.parametrize("command", ["show", "explain", "schema", "check"])
+def test_help_teaches_with_an_example(command: str) -> None:
+    assert f"paceline config {command}" in invoke(command, "--help")
+
+
+def test_shown_yaml_has_every_section() -> None:
+    assert list(yaml.safe_load(invoke("show", DIGITS)))[:3] == ["name", "model", "data"]
