@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from paceline.comm.virtual import run_virtual as run_virtual
     from paceline.models.mlp import MLPClassifier as MLPClassifier
     from paceline.parallel.apply import parallelize as parallelize
+    from paceline.parity.certificate import verify as verify
     from paceline.train.facade import DistributedConfig as DistributedConfig
     from paceline.train.facade import DistributedTrainer as DistributedTrainer
-    from paceline.parity.certificate import verify as verify
 
 _HOMES = {
     "connect": "paceline.comm.torch_dist",

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,17 @@ _PREFIX = "step-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """Everything that training continues from. ``random`` has one entry a rank."""
+    """Everything that training continues from. ``random`` has one entry a rank.
+
+    ``extra`` is for whoever saves: plain values that training itself does not need, such as an epoch's loss.
+    """
 
     step: int
     position: int
     model: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     random: list[dict[str, Any]]
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(folder: Path, state: TrainingState, *, keep: int | None = None) -> Path:
@@ -65,6 +69,28 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int | None = No
         ) from error
     for old in list_checkpoints(folder)[: -keep if keep else None] if keep else []:
         shutil.rmtree(old)
+    return final
+
+
+def copy_checkpoint(path: Path, name: str) -> Path:
+    """Copies a checkpoint to the folder ``name`` beside it, which retention leaves alone; replaces an older copy.
+
+    The copy is made under a temporary name, so a kill while it is made leaves the older one. A kill between the two
+    renames leaves the older one under the name ``.<name>.old``.
+    """
+    final = path.parent / name
+    partial, old = path.parent / f".{name}.{os.getpid()}", path.parent / f".{name}.old"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(path, partial)
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        partial.rename(final)
+    except OSError as error:  # shutil.Error is one
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"cannot copy {path} to {final}: {error}\n  {path} itself is complete") from error
+    shutil.rmtree(old, ignore_errors=True)
     return final
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from paceline.data.datasets import Part, TensorPairs
-from paceline.data.fetch import fetch_batch
+from paceline.data.fetch import DirectSource, LoaderSource, Request, fetch_batch
 from paceline.errors import DataError
 
 INPUTS, TARGETS = torch.arange(20.0).reshape(10, 2), torch.arange(10)
@@ -122,3 +122,22 @@ def test_samples_of_different_shapes_are_refused_with_the_fix() -> None:
 def test_a_list_is_one_sample_per_index() -> None:
     with pytest.raises(DataError, match=r"a list of 2 for 3 samples\n(.|\n)*as a tuple or a dict"):
         fetch_batch(WrongCount(), np.array([1, 2, 3]))
+
+
+def test_a_loader_in_this_process_reads_as_directly() -> None:
+    """The form that pins memory: no workers, no seeding, errors as they are."""
+    requests = [Request(np.array([3, 1]), 0), Request(np.array([2]), 0), Request(np.array([7, 0]), 1)]
+
+    def loader(dataset: Any) -> LoaderSource:
+        return LoaderSource(dataset, workers=0, prefetch=2, start="fork", pin_memory=False, seed=0)
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    found = [batch[1].tolist() for batch in loader(Each()).stream(iter(requests))]
+    assert (
+        found == [batch[1].tolist() for batch in DirectSource(Each()).stream(iter(requests))] == [[3, 1], [2], [7, 0]]
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(DataError, match="sample 7") as raised:
+        list(loader(Broken()).stream(iter(requests)))
+    assert isinstance(raised.value.__cause__, ValueError)

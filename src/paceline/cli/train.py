@@ -49,7 +49,7 @@ def train(
 
 
 def resolve_config(config: Config) -> Config:
-    """Settles what depends on the machine: the device and the number of ranks. Raises ConfigError if they do not fit."""
+    """Settles what depends on the machine, device and ranks. Raises ConfigError if they do not fit."""
     import torch
 
     from paceline.config import check_ranks

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.comm.base import Communicator
     from paceline.config import Config
+    from paceline.monitor.records import RunRecord
     from paceline.monitor.sinks import Sink
     from paceline.train.trainer import Hook, Trainer
 
@@ -107,7 +108,7 @@ def run_rank(
 ) -> None:
     """Trains this rank's share of a run and writes its records into ``folder``."""
     from paceline.monitor.records import EndRecord
-    from paceline.monitor.sinks import Fanout, JsonlSink, Sink, TensorBoardSink
+    from paceline.monitor.sinks import Fanout, JsonlSink, TensorBoardSink
     from paceline.train.assemble import build_trainer
 
     started = time.time()
@@ -125,7 +126,7 @@ def run_rank(
         if comm.rank == 0:
             text = json.dumps(trainer.parts.plan.to_json(), indent=2)
             (folder / "plan.json").write_text(text + "\n", encoding="utf-8")
-        sink.write(_run_record(config, comm, trainer))
+        sink.write(_run_record(comm, trainer))
         if resume is not None:
             _load(trainer, resume)
         trainer.run()
@@ -163,7 +164,7 @@ def _load(trainer: Trainer, resume: Path) -> None:
         trainer.sink.write(EventRecord(name="resume", step=trainer.step, detail=detail, time=time.time()))
 
 
-def _run_record(config: Config, comm: Communicator, trainer: Trainer) -> object:
+def _run_record(comm: Communicator, trainer: Trainer) -> RunRecord:
     import platform
 
     import torch

@@ -260,7 +260,8 @@ class TrainConfig(Section):
     deterministic: bool = Field(default=False, description="only deterministic kernels; slower, bit-for-bit the same")
     dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype of weights and computation")
     loss: Literal["auto"] | ImportPath = Field(
-        default="auto", description="auto: cross entropy; or package.module:function of (outputs, targets)"
+        default="auto",
+        description="auto: cross entropy; or package.module:function, called with (model, batch), that returns (sum, count)",
     )
     eval_every: Count | None = Field(default=None, description="steps between evaluations; null: at the end only")
 

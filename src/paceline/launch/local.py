@@ -91,7 +91,7 @@ def _fields(failure: Failure) -> dict[str, Any]:
 def _explain_start(error: Exception, port: int) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     if port and ("EADDRINUSE" in str(error) or "in use" in str(error) or "failed to listen" in str(error)):
-        return f"port {port} is in use\n  the ranks meet there\n  choose another with --port, or leave it out for a free one"
+        return f"port {port} is in use\n  the ranks meet there\n  choose another with --port, or leave it out"
     return f"the ranks could not be started: {text}"
 
 

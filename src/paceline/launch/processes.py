@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -80,7 +81,7 @@ def _collect(receivers: list[Any], processes: list[Any], timeout_s: float) -> li
         for receiver in ready:
             rank = pending[receiver]
             try:
-                is_ok, value = receiver.recv()
+                is_ok, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 processes[rank].join()
                 raise LaunchError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
@@ -126,16 +127,19 @@ def _rank_main(
     torch.set_num_threads(threads)
     try:
         result = function(connect("gloo", device="cpu"), *args)
-        sender.send((True, result))
+        _send(sender, (True, result))
         disconnect()
     except BaseException as error:
-        sender.send((False, (_portable(error), traceback.format_exc())))
+        _send(sender, (False, (_portable(error), traceback.format_exc())))
+
+
+def _send(sender: Connection, value: Any) -> None:
+    # Plain pickle: multiprocessing's own would pass tensors as shared memory, which dies with this process.
+    sender.send_bytes(pickle.dumps(value))
 
 
 def _portable(error: BaseException) -> BaseException:
     """Returns the error if it can be pickled, or one that says the same."""
-    import pickle
-
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

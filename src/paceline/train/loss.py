@@ -93,7 +93,7 @@ class CustomLoss:
         if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], torch.Tensor):
             raise UsageError(
                 f"train.loss = {self._name} returned {type(value).__name__}\n"
-                "  a loss returns (sum over its elements, how many they are): a mean would weigh ragged batches wrongly\n"
+                "  a loss returns (sum over its elements, their number): a mean would weigh ragged batches wrongly\n"
                 "  return loss.sum(), count"
             )
         total, count = value

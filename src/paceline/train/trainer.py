@@ -114,10 +114,14 @@ class Trainer:
 
     def run(self) -> None:
         """Runs all remaining steps and their hooks, and waits for the last records."""
-        for result in self.steps():
-            for hook in self.hooks:
-                hook(self, result)
-        self.flush(wait=True)
+        try:
+            for result in self.steps():
+                for hook in self.hooks:
+                    hook(self, result)
+            self.flush(wait=True)
+        finally:
+            if self.parts.eval_loader is not None:
+                self.parts.eval_loader.close()
 
     def steps(self) -> Iterator[StepResult]:
         """Yields the remaining steps as they are issued."""

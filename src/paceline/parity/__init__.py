@@ -1,0 +1,1 @@
+"""Parity: does the distributed run compute what one process would? Behind ``paceline.verify`` and its verb."""

@@ -1,0 +1,146 @@
+"""What is verified: a model, batches and a loss, the same on every rank and in the single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.config import Config
+from paceline.data.fetch import fetch_batch
+from paceline.data.order import DataOrder, share
+from paceline.errors import UsageError
+from paceline.train.assemble import Workload, build_workload
+from paceline.train.loss import Loss, LossValue, build_loss
+from paceline.train.optim import build_optimizer
+
+
+class Case(Protocol):
+    """Everything that a run needs, made anew wherever it is asked for. Picklable for real processes."""
+
+    def make_model(self) -> nn.Module:
+        """Builds the model: the same values each time."""
+
+    def make_batch(self, step: int) -> Any:
+        """Returns the global batch of a step as (inputs, targets) or a tree of tensors with samples along dim 0."""
+
+    def make_loss(self) -> Loss:
+        """Returns the loss."""
+
+    def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
+        """Makes the optimizer over (name, parameter) pairs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCase:
+    """A case from the user's own functions."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[..., Any]
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+
+    def make_model(self) -> nn.Module:
+        """Builds the model from a fixed seed, so that a function without one of its own gives the same each time."""
+        torch.manual_seed(0)
+        return self.model()
+
+    def make_batch(self, step: int) -> Any:
+        """Returns the user's batch."""
+        return self.batch(step)
+
+    def make_loss(self) -> Loss:
+        """Wraps the user's ``loss(outputs, targets)``."""
+        return _OutputLoss(self.loss)
+
+    def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
+        """Makes the user's optimizer, or AdamW."""
+        parameters = [parameter for _, parameter in named]
+        make = self.optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1))
+        return make(parameters)
+
+
+class _OutputLoss:
+    """``function(outputs, targets)``: a mean over samples, or (sum, count)."""
+
+    elements_per_sample = None
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        inputs, targets = batch
+        value = self._function(model(inputs), targets)
+        if isinstance(value, tuple):
+            return LossValue(value[0], value[1])
+        if value.numel() != 1:
+            raise UsageError(f"loss_fn returned a tensor of shape {list(value.shape)}; return a mean, or (sum, count)")
+        samples = num_samples(targets)
+        return LossValue(value * samples, float(samples))
+
+    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        return self(model, batch)
+
+
+class ConfigCase:
+    """A case from a config: its model without dropout, its data in its order, its loss and optimizer."""
+
+    def __init__(self, config: Config, *, batch: int) -> None:
+        self._config = _without_dropout(config)
+        self._batch = batch
+        self._work: Workload | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_config": self._config, "_batch": self._batch, "_work": None}
+
+    def make_model(self) -> nn.Module:
+        """Builds the config's model."""
+        return build_workload(self._config).model
+
+    def make_batch(self, step: int) -> Any:
+        """Fetches a batch of the training set."""
+        train = self._workload().data.train
+        seed = self._config.train.seed if self._config.data.seed is None else self._config.data.seed
+        order = DataOrder(length=len(train), global_batch=self._batch, seed=seed, shuffle=self._config.data.shuffle)
+        return fetch_batch(train, order.batch_at(order.position_of_step(step)).indices)
+
+    def make_loss(self) -> Loss:
+        """Builds the config's loss."""
+        return build_loss(self._config.train.loss, self._workload().data.shape)
+
+    def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
+        """Builds the config's optimizer."""
+        return build_optimizer(self._config.optim, named)
+
+    def _workload(self) -> Workload:
+        if self._work is None:
+            self._work = build_workload(self._config)
+        return self._work
+
+
+def num_samples(batch: Any) -> int:
+    """Returns the length of dim 0 of a batch's tensors."""
+    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if len(sizes) != 1:
+        raise UsageError(f"a batch's tensors must have the same number of samples along dim 0; got {sorted(sizes)}")
+    return int(sizes.pop())
+
+
+def cut(batch: Any, part: int, parts: int) -> Any:
+    """Returns one of ``parts`` contiguous pieces of a batch, or None if it has no samples."""
+    rows = share(torch.arange(num_samples(batch)).numpy(), part, parts)
+    if not len(rows):
+        return None
+    start, stop = int(rows[0]), int(rows[-1]) + 1
+    return tree_map(lambda v: v[start:stop] if isinstance(v, torch.Tensor) and v.ndim else v, batch)
+
+
+def _without_dropout(config: Config) -> Config:
+    model = config.model
+    if "dropout" in type(model).model_fields:
+        model = model.model_copy(update={"dropout": 0.0})
+    return config.model_copy(update={"model": model.model_copy(update={"compile": False})})

@@ -1,0 +1,530 @@
+"""The two names that a plain training script needs: settings in one object, and a step in one call.
+
+    trainer = DistributedTrainer(model, gradient_accumulation_steps=4, gradient_clip_val=1.0)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=3e-4)
+    for epoch in range(epochs):
+        for step, batch in enumerate(loader):             # this rank's share, (inputs, targets)
+            metrics = trainer.train_step(batch, optimizer, criterion, step)
+        trainer.flush(optimizer)                          # microbatches that do not fill a group
+        trainer.save_checkpoint(epoch, optimizer, loss=metrics["loss"])
+
+A convenience over public parts: ``connect``, ``parallelize``, and the weighing of ``train/step.py``. One call is one
+microbatch, and every ``gradient_accumulation_steps`` calls make one update. Gradients are those of *summed* losses,
+divided once by the number of samples of all ranks and microbatches of the update: the gradient of one process on all
+of them, also where some are smaller than others. A mean of means would not be that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.checkpoint import TrainingState, copy_checkpoint, list_checkpoints
+from paceline.checkpoint import load_checkpoint as read_checkpoint
+from paceline.checkpoint import save_checkpoint as write_checkpoint
+from paceline.comm.base import Communicator
+from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.torch_dist import connect
+from paceline.comm.traced import Trace, TracedCommunicator
+from paceline.config import Config, config_from_dict
+from paceline.config.suggest import nearest
+from paceline.errors import CheckpointError, NotYetError, Problem, UsageError
+from paceline.monitor.meter import peak_memory_bytes
+from paceline.parallel.apply import PLANNED, STRATEGIES, parallelize
+from paceline.train.randomness import capture_random_states, restore_random_states
+from paceline.train.step import weigh_gradients
+from paceline.train.step_metrics import StepMetrics, StepTimer
+
+_FEATURES = 784
+_BACKENDS = ("nccl", "gloo", "auto")
+_SMALLEST = {"world_size": 1, "batch_size": 1, "epochs": 1, "model_dim": 2, "num_classes": 2, "dataset_size": 1}
+
+
+@dataclass(init=False, slots=True)
+class DistributedConfig:
+    """Settings of a classifier on synthetic data, to be changed by assignment; ``to_config`` makes the real config.
+
+    A name that is not a setting and a value that cannot be one are refused with UsageError when they are assigned.
+    ``backend = "nccl"``, the default, means NCCL where ranks have GPUs and Gloo where they have none: these settings
+    also describe runs on a laptop. ``batch_size`` counts the samples of one step over all ranks.
+    """
+
+    world_size: int = 4
+    backend: str = "nccl"
+    batch_size: int = 64
+    epochs: int = 10
+    learning_rate: float = 0.001
+    model_dim: int = 512
+    num_classes: int = 10
+    dataset_size: int = 10_000
+
+    def __init__(self, **settings: Any) -> None:
+        """Takes settings by name; the others have their defaults."""
+        given = {field.name: field.default for field in fields(type(self))} | settings
+        _refuse("DistributedConfig", [each for name in settings for each in _check_setting(name, _plain(given[name]))])
+        for name, value in given.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        value = _plain(value)
+        _refuse("DistributedConfig", _check_setting(name, value))
+        object.__setattr__(self, name, value)
+
+    def to_config(self) -> Config:
+        """Returns the config of the run: an MLP, AdamW, and ``dataset_size`` samples of 784 features.
+
+        A fifth of the samples is kept for evaluation. Raises ConfigError with all problems between settings.
+        """
+        values = {
+            "model": {"kind": "mlp", "hidden_dim": self.model_dim, "num_classes": self.num_classes},
+            "data": {
+                "kind": "synthetic_classification",
+                "samples": self.dataset_size,
+                "features": _FEATURES,
+                "classes": self.num_classes,
+            },
+            "parallel": {"ranks": self.world_size},
+            "comm": {"backend": "auto" if self.backend == "nccl" else self.backend},
+            "optim": {"kind": "adamw", "lr": self.learning_rate},
+            "train": {"epochs": self.epochs, "global_batch": self.batch_size},
+        }
+        names = "world_size is parallel.ranks, batch_size is train.global_batch"
+        return config_from_dict(values, source=f"DistributedConfig ({names})")
+
+
+class DistributedTrainer:
+    """Trains a plain module on the ranks that a launcher started, or on one where none did.
+
+    All ranks make the same calls in the same order. ``checkpoint_dir`` is where ``save_checkpoint`` writes;
+    ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the trainer writes nothing there.
+    A finite ``gradient_clip_val`` limits the global norm; ``float("inf")`` only measures it. ``comm`` is for ranks
+    that are connected already, virtual ones for instance.
+
+    Raises UsageError with all problems of the arguments at once; NotYetError where they only ask for what is planned.
+    """
+
+    # Ten arguments: nine are the documented interface, which scripts call by name, and the tenth is the seam.
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: str = "ddp",
+        mixed_precision: bool = False,
+        gradient_accumulation_steps: int = 1,
+        gradient_clip_val: float | None = None,
+        enable_activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        checkpoint_dir: str | Path = "./checkpoints",
+        log_dir: str | Path = "./logs",
+        comm: Communicator | None = None,
+    ) -> None:
+        wrong = [
+            *_check_type("model", model, nn.Module, "an nn.Module"),
+            *_check_strategy(strategy),
+            *_check_accumulation(gradient_accumulation_steps),
+            *_check_clip(gradient_clip_val),
+            *_check_type("checkpoint_dir", checkpoint_dir, (str, Path), "a path"),
+            *_check_type("log_dir", log_dir, (str, Path), "a path"),
+            *([] if comm is None else _check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
+        ]
+        planned = [
+            *([_not_yet("strategy", strategy, "use strategy = 'ddp' for now")] if strategy in PLANNED else []),
+            *_check_later("mixed_precision", mixed_precision),
+            *_check_later("enable_activation_checkpointing", enable_activation_checkpointing),
+            *_check_later("cpu_offload", cpu_offload),
+        ]
+        _refuse("DistributedTrainer", wrong, planned)
+        self.strategy = strategy
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.gradient_clip_val = gradient_clip_val
+        self.checkpoint_dir = Path(checkpoint_dir)
+        self.log_dir = Path(log_dir)
+        ranks = connect() if comm is None else comm
+        trace = Trace(ranks.device)
+        self.engine = parallelize(model, TracedCommunicator(ranks, trace), strategy)
+        self.num_updates = 0
+        self._timer = StepTimer(trace)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._num_steps = 0
+        self._num_samples = 0
+        self._num_pending = 0  # microbatches since the last update, and their samples
+        self._pending_samples = 0
+        self._applied_samples = 0  # in updates; rank 0 carries those of the checkpoint that was loaded
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what an optimizer of this rank updates."""
+        return self.engine.parameters()
+
+    def train_step(
+        self,
+        batch: Any,
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        step: int | None = None,
+    ) -> StepMetrics:
+        """Trains on one microbatch of this rank; every ``gradient_accumulation_steps`` calls, updates the parameters.
+
+        ``batch`` is (inputs, targets), on any device. With no rows, or None for no samples on this rank, the call
+        takes part in the update alone; its loss is then nan. ``criterion(outputs, targets)`` returns the mean over
+        the batch's samples; one with ``reduction='sum'`` is taken as a sum. Samples count alike: a criterion that
+        divides by something else, such as class weights or targets not ignored, is weighed by samples all the same.
+        ``step`` is a label that comes back in the metrics. The trainer counts by itself, as an enumeration starts
+        again with each epoch.
+
+        The metrics are those of this call on this rank: loss (the mean over its samples), compute_time,
+        communication_time (what backward did not hide), step_time (both), samples, grad_norm (before clipping; None
+        without an update or without gradient_clip_val), learning_rate, is_update, step. On CUDA, reading the loss, the
+        norm or a time waits for the device; the call itself does not.
+
+        Raises UsageError for an optimizer of other parameters, and for a batch or a loss of another form.
+        """
+        self._use(optimizer)
+        self._timer.start()
+        samples, placed = _place(batch, self.engine.comm.device)
+        is_update = self._num_pending + 1 == self.gradient_accumulation_steps
+        with contextlib.nullcontext() if is_update else self.engine.no_sync():
+            loss = self._backward(placed, samples, criterion) if samples else None
+            if loss is None:
+                self.engine.reduce_gradients()  # the others wait for this rank; nothing happens before the last one
+        self._num_pending += 1
+        self._pending_samples += samples
+        self._num_steps += 1
+        self._num_samples += samples
+        learning_rate = _learning_rate(optimizer)
+        norm = self._update(optimizer) if is_update else None
+        times = self._timer.stop()
+        values = {
+            "loss": math.nan if loss is None else loss.item,
+            "compute_time": times.compute_s,
+            "communication_time": times.communication_s,
+            "step_time": times.step_s,
+            "samples": samples,
+            "grad_norm": None if norm is None else norm.item,
+            "learning_rate": learning_rate,
+            "is_update": is_update,
+            "step": step,
+        }
+        return StepMetrics(values)
+
+    def flush(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Updates the parameters with what is accumulated, for the end of an epoch that does not fill a last group.
+
+        The update weighs each of its samples alike, however few they are. Without a flush they join the first group
+        of the next epoch. Called by all ranks; says whether there was anything, on any rank.
+        """
+        self._use(optimizer)
+        self._timer.start()
+        total = self._device_count(self._pending_samples)
+        self.engine.comm.all_reduce(total).wait()
+        has_gradients = total.item() > 0  # sync point
+        if has_gradients:
+            self.engine.reduce_gradients()
+            self._update(optimizer)
+        self._forget_gradients()
+        self._timer.stop()
+        return has_gradients
+
+    def save_checkpoint(
+        self, epoch: int, optimizer: torch.optim.Optimizer, loss: SupportsFloat, is_best: bool = False
+    ) -> Path:
+        """Saves the state after the last update as ``checkpoint_dir/step-<updates>``; returns its path on every rank.
+
+        Called by all ranks. Rank 0 writes, atomically, and its ``epoch``, ``loss`` and ``is_best`` count; the best is
+        kept as a copy in ``checkpoint_dir/best``. Gradients that wait for their group to fill are not saved: it warns
+        when there are any. Raises CheckpointError on every rank when it cannot be written.
+        """
+        comm = self.engine.comm
+        if self._num_pending and comm.rank == 0:
+            warnings.warn(
+                f"{self._num_pending} of {self.gradient_accumulation_steps} microbatches are accumulated and not yet "
+                "applied: the checkpoint does not hold them\n  call trainer.flush(optimizer) before saving",
+                stacklevel=2,
+            )
+        state = self._state(optimizer, {"epoch": int(epoch), "loss": float(loss)})
+        path, problem = "", ""
+        if comm.rank == 0:
+            try:
+                written = write_checkpoint(self.checkpoint_dir, state)
+                path = str(written)
+                if is_best:
+                    copy_checkpoint(written, "best")
+            except Exception as error:  # whatever it is, the other ranks wait to hear of it
+                problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        path, problem = broadcast_object(comm, (path, problem))
+        if problem:
+            raise CheckpointError(problem)
+        return Path(path)
+
+    def load_checkpoint(
+        self, path: str | Path | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Continues from a checkpoint: of ``path``, of the newest in that folder, or of the newest that was saved.
+
+        Called by all ranks, which all read the files that rank 0 chooses. Returns its epoch, loss and step (updates
+        done). Without an optimizer only the model is loaded. Gradients accumulated so far are dropped. Random states
+        are restored if the number of ranks is the same. Raises CheckpointError on every rank if one cannot read it.
+        """
+        chosen = self._choose_checkpoint(path)
+        extra: dict[str, Any] = {}
+        step, problem = 0, ""
+        try:
+            state = read_checkpoint(chosen)
+            self._restore(state, optimizer)
+            step, extra = state.step, state.extra
+        except CheckpointError as error:
+            problem = str(error)
+        for rank, text in enumerate(gather_objects(self.engine.comm, problem)):
+            if text:
+                raise CheckpointError(f"rank {rank}: {text}")
+        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": step}
+
+    def get_performance_metrics(self) -> dict[str, Any]:
+        """Returns this rank's averages over all calls of ``train_step``, the first and slowest among them.
+
+        Local, so any rank may ask at any time: ``samples_per_second`` is this rank's rate times the world size,
+        everything else this rank's own. A step is a call of ``train_step``; time between calls does not count. On
+        CUDA it waits for the device.
+        """
+        times = self._timer.totals()
+        rate = self._num_samples / times.step_s if times.step_s > 0 else 0.0
+        num_steps = max(self._num_steps, 1)
+        return {
+            "samples_per_second": rate * self.engine.comm.size,
+            "samples_per_second_per_gpu": rate,
+            "communication_overhead_percent": 100 * times.communication_s / times.step_s if times.step_s > 0 else 0.0,
+            "average_step_time": times.step_s / num_steps,
+            "average_communication_time": times.communication_s / num_steps,
+            "total_samples": self._num_samples,
+            "total_steps": self._num_steps,
+            "total_updates": self.num_updates,
+            "world_size": self.engine.comm.size,
+            "strategy": self.strategy,
+            "peak_memory_bytes": peak_memory_bytes(self.engine.comm.device),
+        }
+
+    # One microbatch, one update.
+
+    def _use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Checks an optimizer when it first comes: its parameters are ours, and no group of gradients is open."""
+        if optimizer is self._optimizer:
+            return
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"optimizer is of type {type(optimizer).__name__}\n  it is a torch.optim.Optimizer")
+        if self._num_pending:
+            raise UsageError(
+                f"another optimizer came after {self._num_pending} of {self.gradient_accumulation_steps} microbatches\n"
+                "  the microbatches of a group make one update of one optimizer\n"
+                "  call trainer.flush with the former optimizer first"
+            )
+        try:
+            self.engine.check_optimizer(optimizer)
+        except UsageError as error:
+            raise UsageError(f"{error}\n  with a trainer: trainer.parameters()") from None
+        self._optimizer = optimizer
+
+    def _backward(self, batch: Any, samples: int, criterion: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+        """Adds the gradient of the summed loss; returns the mean loss, unread."""
+        reduction = _reduction(criterion)
+        inputs, targets = batch
+        loss = criterion(self.engine(inputs), targets)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"criterion returned {what}\n  a loss is one number\n  return loss.mean()")
+        total = loss if reduction == "sum" else loss * samples
+        total.backward()  # type: ignore[no-untyped-call]
+        return loss.detach() / samples if reduction == "sum" else loss.detach()
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """Weighs the reduced gradients, clips them, and updates; returns the norm, if it was asked for."""
+        weigh_gradients(self.engine, self._device_count(self._pending_samples))
+        clip = self.gradient_clip_val
+        norm = None if clip is None else self.engine.clip_grad_norm_(clip)
+        optimizer.step()
+        self.num_updates += 1
+        self._applied_samples += self._pending_samples
+        self._forget_gradients()
+        return norm
+
+    def _forget_gradients(self) -> None:
+        """Starts a new group. Not the optimizer's zero_grad(), which leaves parameters that it does not update."""
+        for parameter in self.engine.parameters():
+            parameter.grad = None
+        self._num_pending = self._pending_samples = 0
+
+    def _device_count(self, count: int) -> torch.Tensor:
+        # Filled on the device: a number copied to it would hold the host until the device has caught up.
+        return torch.full((1,), count, dtype=torch.float64, device=self.engine.comm.device)
+
+    # Checkpoints.
+
+    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> TrainingState:
+        comm = self.engine.comm
+        everyone = gather_objects(comm, (capture_random_states(comm.device), self._applied_samples))
+        return TrainingState(
+            step=self.num_updates,
+            position=sum(samples for _, samples in everyone),
+            model=self.engine.full_state_dict(rank0_only=True),
+            optimizer=optimizer.state_dict(),
+            random=[states for states, _ in everyone],
+            extra=extra,
+        )
+
+    def _choose_checkpoint(self, path: str | Path | None) -> Path:
+        """Lets rank 0 look for the checkpoint, so that all ranks read the same one."""
+        where = self.checkpoint_dir if path is None else Path(path)
+        found = [where] if (where / "manifest.json").is_file() else list_checkpoints(where)
+        chosen = broadcast_object(self.engine.comm, str(found[-1]) if found else "")
+        if not chosen:
+            raise CheckpointError(
+                f"no checkpoint in {where}\n  save_checkpoint writes folders step-<number> into checkpoint_dir\n"
+                "  check the path, or start without loading"
+            )
+        return Path(chosen)
+
+    def _restore(self, state: TrainingState, optimizer: torch.optim.Optimizer | None) -> None:
+        comm = self.engine.comm
+        try:
+            self.engine.load_full_state_dict(state.model)
+            if optimizer is not None:
+                optimizer.load_state_dict(state.optimizer)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {state.step} does not fit this model or optimizer\n  {error}\n"
+                "  build both as they were when it was saved"
+            ) from error
+        self._forget_gradients()
+        self.num_updates = state.step
+        self._applied_samples = state.position if comm.rank == 0 else 0
+        if len(state.random) == comm.size:
+            restore_random_states(state.random[comm.rank], comm.device)
+
+
+# Batches, losses and rates as users have them.
+
+
+def _place(batch: Any, device: torch.device) -> tuple[int, Any]:
+    """Returns how many samples a batch has, and the batch on the device. Leaves dtypes as they are."""
+    if batch is None:
+        return 0, None
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise UsageError(f"batch is a {what}\n  a batch is (inputs, targets)\n  pass (batch[...], batch[...])")
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    if not tensors or tensors[0].ndim == 0:
+        what = "no tensor" if not tensors else "a first tensor without dims"
+        raise UsageError(f"batch has {what}\n  its first dim counts the samples\n  pass (inputs, targets) as tensors")
+
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    return tensors[0].shape[0], tree_map(move, batch)
+
+
+def _reduction(criterion: Any) -> str:
+    """Says how a criterion reduces: by its attribute, by a functools.partial's argument, or as a mean."""
+    keywords = getattr(criterion, "keywords", None) or {}
+    reduction = getattr(criterion, "reduction", None) or keywords.get("reduction") or "mean"
+    if reduction == "none":
+        raise UsageError(
+            "criterion has reduction = 'none'\n  a loss is one number, of which the trainer knows the weight\n"
+            "  use reduction='mean' or 'sum'"
+        )
+    return str(reduction)
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
+
+
+# Checks of arguments: each returns what is wrong, so that all of it is told at once.
+
+
+def _refuse(who: str, wrong: list[Problem], planned: list[Problem] | None = None) -> None:
+    problems = wrong + (planned or [])
+    if not problems:
+        return
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    text = f"{who}: {count}\n\n" + "\n\n".join(str(problem) for problem in problems)
+    raise UsageError(text) if wrong else NotYetError(text)
+
+
+def _plain(value: Any) -> Any:
+    """Turns numbers of other libraries, such as numpy's, into Python's."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _check_setting(name: str, value: Any) -> list[Problem]:
+    names = [field.name for field in fields(DistributedConfig)]
+    shown = f"{name} = {value!r}"
+    if name not in names:
+        near = nearest(name, names)
+        fix = f"did you mean {near}?" if near else ""
+        return [Problem(what=f"{shown} is not a setting", rule=f"the settings are {', '.join(names)}", fix=fix)]
+    if name == "backend":
+        near = nearest(value, _BACKENDS) if isinstance(value, str) else None
+        fix = f"did you mean {near!r}?" if near else ""
+        known = value in _BACKENDS
+        return [] if known else [Problem(what=shown, rule=f"it is one of {', '.join(_BACKENDS)}", fix=fix)]
+    if name == "learning_rate":
+        is_rate = type(value) in (int, float) and 0 < value < math.inf
+        return [] if is_rate else [Problem(what=shown, rule="it is a number above 0", fix=f"try {name} = 0.001")]
+    smallest = _SMALLEST[name]
+    if type(value) is int and value >= smallest:
+        return []
+    fix = f"write {name} = {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+    return [Problem(what=shown, rule=f"it is a whole number of at least {smallest}", fix=fix)]
+
+
+def _check_type(name: str, value: Any, kind: Any, expected: str) -> list[Problem]:
+    if isinstance(value, kind):
+        return []
+    return [Problem(what=f"{name} is of type {type(value).__name__}", rule=f"it is {expected}")]
+
+
+def _check_strategy(strategy: Any) -> list[Problem]:
+    known = STRATEGIES + PLANNED
+    if strategy in known:
+        return []
+    near = nearest(strategy, known) if isinstance(strategy, str) else None
+    fix = f"did you mean {near!r}?" if near else ""
+    return [Problem(what=f"strategy = {strategy!r} is unknown", rule=f"it is one of {', '.join(known)}", fix=fix)]
+
+
+def _check_accumulation(steps: Any) -> list[Problem]:
+    if type(steps) is int and steps >= 1:
+        return []
+    rule = "it is a whole number of microbatches, of at least 1"
+    fix = "for no accumulation, leave it out"
+    return [Problem(what=f"gradient_accumulation_steps = {steps!r}", rule=rule, fix=fix)]
+
+
+def _check_clip(clip: Any) -> list[Problem]:
+    if clip is None or (isinstance(clip, Real) and not isinstance(clip, bool) and float(clip) > 0):
+        return []
+    return [
+        Problem(
+            what=f"gradient_clip_val = {clip!r}",
+            rule="it is the largest global norm of a gradient, a number above 0",
+            fix="for no clipping, leave it out",
+        )
+    ]
+
+
+def _check_later(name: str, value: Any) -> list[Problem]:
+    return [_not_yet(name, value, "leave it out for now")] if value else []
+
+
+def _not_yet(name: str, value: Any, fix: str) -> Problem:
+    return Problem(what=f"{name} = {value!r} is not built yet", fix=fix)
