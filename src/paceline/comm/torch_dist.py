@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import Communicator, ReduceOp, Work
 from paceline.comm.solo import SoloCommunicator
-from paceline.errors import CommunicationError, UsageError
+from paceline.errors import CommunicationError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Named all_gather_single and reduce_scatter_single since torch 2.13; the older names warn there.
@@ -38,7 +39,7 @@ def connect(
     launcher's environment is incomplete or the others cannot be reached within ``timeout_s``.
     """
     where = _device(device, backend)
-    if "RANK" not in os.environ and not dist.is_initialized():
+    if not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not dist.is_initialized():
         return SoloCommunicator(where)
     if not dist.is_initialized():
         _initialize("nccl" if backend != "gloo" and where.type == "cuda" else "gloo", where, timeout_s)
@@ -80,7 +81,7 @@ def _initialize(backend: str, device: torch.device, timeout_s: float) -> None:
     missing = [name for name in _ENVIRONMENT if name not in os.environ]
     if missing:
         raise CommunicationError(
-            f"the launcher set RANK but not {', '.join(missing)}\n"
+            f"the launcher's environment is incomplete: {', '.join(missing)} not set\n"
             f"  ranks find one another through {', '.join(_ENVIRONMENT)}\n  start with paceline train or torchrun"
         )
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -163,14 +164,17 @@ class TorchCommunicator:
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction into ``output``."""
+        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Fills ``output`` with every rank's ``tensor`` in rank order."""
+        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Replaces ``tensor`` by that of rank ``source``."""
+        check_peer("broadcast from", source, self.size)
         return self._issue("broadcast", dist.broadcast, tensor.detach(), group_src=source)
 
     def all_to_all(
@@ -186,19 +190,21 @@ class TorchCommunicator:
             dist.all_to_all_single,
             output.detach(),
             tensor.detach(),
-            output_split_sizes=None if output_splits is None else list(output_splits),
-            input_split_sizes=None if input_splits is None else list(input_splits),
+            output_split_sizes=all_to_all_splits(output, output_splits, self.size),
+            input_split_sizes=all_to_all_splits(tensor, input_splits, self.size),
         )
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``. NCCL has no tags: there, order alone matches."""
-        work = dist.isend(tensor.detach(), group=self._group, tag=tag, group_dst=to)
-        return _TorchWork(work, self, f"send to rank {self._ranks[to]}", tensor)
+        check_peer("send to", to, self.size)
+        kind = f"send to rank {self._ranks[to]}"
+        return self._attempt(kind, dist.isend, tensor.detach(), tag=tag, group_dst=to)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receives into ``tensor``."""
-        work = dist.irecv(tensor.detach(), group=self._group, tag=tag, group_src=source)
-        return _TorchWork(work, self, f"recv from rank {self._ranks[source]}", tensor)
+        check_peer("recv from", source, self.size)
+        kind = f"recv from rank {self._ranks[source]}"
+        return self._attempt(kind, dist.irecv, tensor.detach(), tag=tag, group_src=source)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -206,19 +212,22 @@ class TorchCommunicator:
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes the subgroup of ``ranks``; only its members call."""
-        if self._rank not in ranks or len(set(ranks)) != len(ranks):
-            raise UsageError(f"split({list(ranks)}) on rank {self._rank}: give distinct ranks, this one among them")
+        check_split(ranks, self._rank, self.size)
         members = [self._ranks[r] for r in ranks]
         if len(members) == 1:
             return SoloCommunicator(self._device, world_rank=members[0])
-        group = dist.new_group(
-            members, timeout=datetime.timedelta(seconds=self._timeout_s), use_local_synchronization=True
-        )
+        try:
+            group = _new_group(members, self._timeout_s)
+        except RuntimeError as error:
+            raise CommunicationError(self._explain(f"split({list(ranks)})", error)) from error
         return TorchCommunicator(group, self._device, timeout_s=self._timeout_s)
 
     def _issue(self, kind: str, verb: Any, *tensors: torch.Tensor, **arguments: Any) -> Work:
+        return self._attempt(kind, verb, *tensors, **arguments, async_op=True)
+
+    def _attempt(self, kind: str, verb: Any, *tensors: torch.Tensor, **arguments: Any) -> Work:
         try:
-            work = verb(*tensors, **arguments, group=self._group, async_op=True)
+            work = verb(*tensors, **arguments, group=self._group)
         except RuntimeError as error:
             raise CommunicationError(self._explain(kind, error)) from error
         return _TorchWork(work, self, kind, *tensors)
@@ -232,6 +241,32 @@ class TorchCommunicator:
         if "timed out" in text.lower() or "timeout" in text.lower():
             return f"{head}: another rank did not come within {self._timeout_s:g} s\n  {first}"
         return f"{head}\n  {first}"
+
+
+def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
+    """Makes a group in the order of ``members``, who alone call this.
+
+    ``dist.new_group`` sorts the ranks, and names a group that only its members make after the number of groups that
+    the process has made so far: members that differ in it look for one another under two names, and wait in vain. So
+    the group is named here, after its members and how many groups these have already.
+    """
+    c10d: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
+    default: dist.ProcessGroup = c10d._get_default_group()
+    stem = f"paceline {members} "
+    number = sum(name.startswith(stem) for name in c10d._world.pg_names.values())
+    group: dist.ProcessGroup
+    group, _ = c10d._new_process_group_helper(
+        len(members),
+        members.index(dist.get_rank()),
+        members,
+        dist.Backend(dist.get_backend()),
+        c10d._get_default_store(),
+        f"{stem}{number}",
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=default.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    return group
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 
+from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import ReduceOp, Work
 from paceline.comm.baton import Baton, Wait, call_site
 from paceline.errors import CollectiveMismatchError, UsageError
@@ -239,18 +240,18 @@ class VirtualCommunicator:
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction into ``output``."""
-        self._check_ratio("reduce_scatter", whole=tensor, piece=output)
+        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
 
         def carry_out(arrivals: list[_Arrival]) -> None:
-            result = _reduce([a.tensors[1] for a in arrivals], op).view(len(arrivals), -1)
-            for piece, arrival in zip(result, arrivals, strict=True):
+            result = _reduce([a.tensors[1] for a in arrivals], op).view(-1)
+            for piece, arrival in zip(result.tensor_split(len(arrivals)), arrivals, strict=True):
                 arrival.tensors[0].data.view(-1).copy_(piece)
 
         return self._meet("reduce_scatter", op, carry_out, output, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Fills ``output`` with every rank's ``tensor`` in rank order."""
-        self._check_ratio("all_gather", whole=output, piece=tensor)
+        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
 
         def carry_out(arrivals: list[_Arrival]) -> None:
             whole = torch.cat([a.tensors[1].reshape(-1) for a in arrivals])
@@ -261,6 +262,7 @@ class VirtualCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Replaces ``tensor`` by that of rank ``source``."""
+        check_peer("broadcast from", source, self.size)
 
         def carry_out(arrivals: list[_Arrival]) -> None:
             for rank, arrival in enumerate(arrivals):
@@ -277,7 +279,10 @@ class VirtualCommunicator:
         input_splits: Sequence[int] | None = None,
     ) -> Work:
         """Sends the i-th piece of ``tensor`` to rank i; what each pair exchanges must agree on both sides."""
-        splits = (self._splits(output, output_splits), self._splits(tensor, input_splits))
+        splits = (
+            all_to_all_splits(output, output_splits, self.size),
+            all_to_all_splits(tensor, input_splits, self.size),
+        )
         call = _Call("all_to_all", f"{_dtype(tensor)} rows of {list(tensor.shape[1:])}", _caller())
 
         def carry_out(arrivals: list[_Arrival]) -> None:
@@ -287,6 +292,7 @@ class VirtualCommunicator:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; done when the receive is there, so that an unmatched send is found."""
+        check_peer("send to", to, self.size)
         call = _Call(
             "send", f"rank {self.ranks[self._rank]} to {self.ranks[to]}, {_shape(tensor)}, tag={tag}", _caller()
         )
@@ -294,6 +300,7 @@ class VirtualCommunicator:
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receives into ``tensor``."""
+        check_peer("recv from", source, self.size)
         names = f"rank {self.ranks[self._rank]} from {self.ranks[source]}"
         call = _Call("recv", f"{names}, {_shape(tensor)}, tag={tag}", _caller())
         return self._group.post(_Letter(call, tensor), (source, self._rank, tag), is_send=False)
@@ -304,8 +311,7 @@ class VirtualCommunicator:
 
     def split(self, ranks: Sequence[int]) -> VirtualCommunicator:
         """Makes the subgroup of ``ranks``, of which this rank is a member."""
-        if self._rank not in ranks or len(set(ranks)) != len(ranks):
-            raise UsageError(f"split({list(ranks)}) on rank {self._rank}: give distinct ranks, this one among them")
+        check_split(ranks, self._rank, self.size)
         members = tuple(self.ranks[r] for r in ranks)
         group = self._group.world.join(members, self.ranks[self._rank])
         return VirtualCommunicator(group, list(ranks).index(self._rank))
@@ -316,22 +322,6 @@ class VirtualCommunicator:
         parts = [detail, *(_shape(t) for t in tensors)]
         call = _Call(kind, ", ".join(part for part in parts if part), _caller())
         return self._group.meet(self._rank, _Arrival(call, tensors), carry_out)
-
-    def _check_ratio(self, kind: str, *, whole: torch.Tensor, piece: torch.Tensor) -> None:
-        if whole.numel() != piece.numel() * self.size:
-            raise UsageError(
-                f"{kind} on {self.size} ranks with {whole.numel()} elements in all and {piece.numel()} a rank: "
-                f"the whole must be {self.size} times the piece"
-            )
-
-    def _splits(self, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
-        rows = tensor.shape[0]
-        if splits is None and rows % self.size:
-            raise UsageError(f"all_to_all of {rows} rows on {self.size} ranks: give splits, or rows that divide")
-        result = list(splits) if splits is not None else [rows // self.size] * self.size
-        if len(result) != self.size or sum(result) != rows:
-            raise UsageError(f"all_to_all splits {result} do not make {rows} rows on {self.size} ranks")
-        return result
 
     def _exchange(self, arrivals: list[_Arrival]) -> None:
         pieces = [torch.split(a.tensors[1].clone(), a.splits[1]) for a in arrivals if a.splits is not None]

@@ -261,7 +261,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype of weights and computation")
     loss: Literal["auto"] | ImportPath = Field(
         default="auto",
-        description="auto: cross entropy; or package.module:function, called with (model, batch), that returns (sum, count)",
+        description="auto: cross entropy; or package.module:function of (model, batch) that returns (sum, count)",
     )
     eval_every: Count | None = Field(default=None, description="steps between evaluations; null: at the end only")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError
+from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError, UsageError
 
 
 def run_processes(
@@ -32,13 +32,14 @@ def run_processes(
     ``function``, ``args`` and the results must be picklable. The first rank to fail ends the others; its error is
     raised as RankFailedError with its traceback. No process outlives the call.
     """
+    if ranks < 1:
+        raise UsageError(f"ranks = {ranks}: at least one process is needed")
     context = multiprocessing.get_context("spawn")
+    task = _pack(function, args)
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
-        context.Process(
-            target=_rank_main, args=(function, rank, ranks, port, threads, tuple(args), pipes[rank][1]), daemon=True
-        )
+        context.Process(target=_rank_main, args=(task, rank, ranks, port, threads, pipes[rank][1]), daemon=True)
         for rank in range(ranks)
     ]
     try:
@@ -52,7 +53,20 @@ def run_processes(
             if process.is_alive():
                 process.kill()
         for process in processes:
-            process.join()
+            if process.pid is not None:  # started
+                process.join()
+
+
+def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    # Plain pickle: multiprocessing's own would give every rank the same memory for a tensor.
+    try:
+        return pickle.dumps((function, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
+            "  a new process imports the function by its module and name, and reads the arguments from a pickle\n"
+            "  define the function at the top level of a module, and pass it plain data"
+        ) from error
 
 
 def free_port() -> int:
@@ -103,15 +117,7 @@ def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineErro
     return failure
 
 
-def _rank_main(
-    function: Callable[..., Any],
-    rank: int,
-    ranks: int,
-    port: int,
-    threads: int,
-    args: tuple[Any, ...],
-    sender: Connection,
-) -> None:
+def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, sender: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -126,6 +132,7 @@ def _rank_main(
 
     torch.set_num_threads(threads)
     try:
+        function, args = pickle.loads(task)
         result = function(connect("gloo", device="cpu"), *args)
         _send(sender, (True, result))
         disconnect()

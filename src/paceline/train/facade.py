@@ -1,4 +1,4 @@
-"""The two names that a plain training script needs: settings in one object, and a step in one call.
+"""One call a microbatch: the trainer for a plain training script.
 
     trainer = DistributedTrainer(model, gradient_accumulation_steps=4, gradient_clip_val=1.0)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=3e-4)
@@ -20,8 +20,6 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -36,70 +34,22 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import Config, config_from_dict
-from paceline.config.suggest import nearest
-from paceline.errors import CheckpointError, NotYetError, Problem, UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.monitor.meter import peak_memory_bytes
-from paceline.parallel.apply import PLANNED, STRATEGIES, parallelize
+from paceline.parallel.apply import parallelize
+from paceline.train.arguments import (
+    check_accumulation,
+    check_clip,
+    check_strategy,
+    check_type,
+    planned_feature,
+    planned_strategy,
+    refuse,
+)
 from paceline.train.randomness import capture_random_states, restore_random_states
+from paceline.train.settings import DistributedConfig as DistributedConfig
 from paceline.train.step import weigh_gradients
 from paceline.train.step_metrics import StepMetrics, StepTimer
-
-_FEATURES = 784
-_BACKENDS = ("nccl", "gloo", "auto")
-_SMALLEST = {"world_size": 1, "batch_size": 1, "epochs": 1, "model_dim": 2, "num_classes": 2, "dataset_size": 1}
-
-
-@dataclass(init=False, slots=True)
-class DistributedConfig:
-    """Settings of a classifier on synthetic data, to be changed by assignment; ``to_config`` makes the real config.
-
-    A name that is not a setting and a value that cannot be one are refused with UsageError when they are assigned.
-    ``backend = "nccl"``, the default, means NCCL where ranks have GPUs and Gloo where they have none: these settings
-    also describe runs on a laptop. ``batch_size`` counts the samples of one step over all ranks.
-    """
-
-    world_size: int = 4
-    backend: str = "nccl"
-    batch_size: int = 64
-    epochs: int = 10
-    learning_rate: float = 0.001
-    model_dim: int = 512
-    num_classes: int = 10
-    dataset_size: int = 10_000
-
-    def __init__(self, **settings: Any) -> None:
-        """Takes settings by name; the others have their defaults."""
-        given = {field.name: field.default for field in fields(type(self))} | settings
-        _refuse("DistributedConfig", [each for name in settings for each in _check_setting(name, _plain(given[name]))])
-        for name, value in given.items():
-            setattr(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        value = _plain(value)
-        _refuse("DistributedConfig", _check_setting(name, value))
-        object.__setattr__(self, name, value)
-
-    def to_config(self) -> Config:
-        """Returns the config of the run: an MLP, AdamW, and ``dataset_size`` samples of 784 features.
-
-        A fifth of the samples is kept for evaluation. Raises ConfigError with all problems between settings.
-        """
-        values = {
-            "model": {"kind": "mlp", "hidden_dim": self.model_dim, "num_classes": self.num_classes},
-            "data": {
-                "kind": "synthetic_classification",
-                "samples": self.dataset_size,
-                "features": _FEATURES,
-                "classes": self.num_classes,
-            },
-            "parallel": {"ranks": self.world_size},
-            "comm": {"backend": "auto" if self.backend == "nccl" else self.backend},
-            "optim": {"kind": "adamw", "lr": self.learning_rate},
-            "train": {"epochs": self.epochs, "global_batch": self.batch_size},
-        }
-        names = "world_size is parallel.ranks, batch_size is train.global_batch"
-        return config_from_dict(values, source=f"DistributedConfig ({names})")
 
 
 class DistributedTrainer:
@@ -128,21 +78,21 @@ class DistributedTrainer:
         comm: Communicator | None = None,
     ) -> None:
         wrong = [
-            *_check_type("model", model, nn.Module, "an nn.Module"),
-            *_check_strategy(strategy),
-            *_check_accumulation(gradient_accumulation_steps),
-            *_check_clip(gradient_clip_val),
-            *_check_type("checkpoint_dir", checkpoint_dir, (str, Path), "a path"),
-            *_check_type("log_dir", log_dir, (str, Path), "a path"),
-            *([] if comm is None else _check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
+            *check_type("model", model, nn.Module, "an nn.Module"),
+            *check_strategy(strategy),
+            *check_accumulation(gradient_accumulation_steps),
+            *check_clip(gradient_clip_val),
+            *check_type("checkpoint_dir", checkpoint_dir, (str, Path), "a path"),
+            *check_type("log_dir", log_dir, (str, Path), "a path"),
+            *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
         ]
         planned = [
-            *([_not_yet("strategy", strategy, "use strategy = 'ddp' for now")] if strategy in PLANNED else []),
-            *_check_later("mixed_precision", mixed_precision),
-            *_check_later("enable_activation_checkpointing", enable_activation_checkpointing),
-            *_check_later("cpu_offload", cpu_offload),
+            *planned_strategy(strategy),
+            *planned_feature("mixed_precision", mixed_precision),
+            *planned_feature("enable_activation_checkpointing", enable_activation_checkpointing),
+            *planned_feature("cpu_offload", cpu_offload),
         ]
-        _refuse("DistributedTrainer", wrong, planned)
+        refuse("DistributedTrainer", wrong, planned)
         self.strategy = strategy
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.gradient_clip_val = gradient_clip_val
@@ -250,7 +200,7 @@ class DistributedTrainer:
                 stacklevel=2,
             )
         state = self._state(optimizer, {"epoch": int(epoch), "loss": float(loss)})
-        path, problem = "", ""
+        path, problem, cause = "", "", None
         if comm.rank == 0:
             try:
                 written = write_checkpoint(self.checkpoint_dir, state)
@@ -258,10 +208,10 @@ class DistributedTrainer:
                 if is_best:
                     copy_checkpoint(written, "best")
             except Exception as error:  # whatever it is, the other ranks wait to hear of it
-                problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                problem, cause = _describe(error), error
         path, problem = broadcast_object(comm, (path, problem))
         if problem:
-            raise CheckpointError(problem)
+            raise CheckpointError(problem) from cause
         return Path(path)
 
     def load_checkpoint(
@@ -275,17 +225,17 @@ class DistributedTrainer:
         """
         chosen = self._choose_checkpoint(path)
         extra: dict[str, Any] = {}
-        step, problem = 0, ""
+        problem, cause = "", None
         try:
             state = read_checkpoint(chosen)
             self._restore(state, optimizer)
-            step, extra = state.step, state.extra
-        except CheckpointError as error:
-            problem = str(error)
+            extra = state.extra
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            problem, cause = _describe(error), error
         for rank, text in enumerate(gather_objects(self.engine.comm, problem)):
             if text:
-                raise CheckpointError(f"rank {rank}: {text}")
-        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": step}
+                raise CheckpointError(f"rank {rank}: {text}") from cause
+        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self.num_updates}
 
     def get_performance_metrics(self) -> dict[str, Any]:
         """Returns this rank's averages over all calls of ``train_step``, the first and slowest among them.
@@ -446,85 +396,5 @@ def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
     return rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
 
 
-# Checks of arguments: each returns what is wrong, so that all of it is told at once.
-
-
-def _refuse(who: str, wrong: list[Problem], planned: list[Problem] | None = None) -> None:
-    problems = wrong + (planned or [])
-    if not problems:
-        return
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    text = f"{who}: {count}\n\n" + "\n\n".join(str(problem) for problem in problems)
-    raise UsageError(text) if wrong else NotYetError(text)
-
-
-def _plain(value: Any) -> Any:
-    """Turns numbers of other libraries, such as numpy's, into Python's."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-def _check_setting(name: str, value: Any) -> list[Problem]:
-    names = [field.name for field in fields(DistributedConfig)]
-    shown = f"{name} = {value!r}"
-    if name not in names:
-        near = nearest(name, names)
-        fix = f"did you mean {near}?" if near else ""
-        return [Problem(what=f"{shown} is not a setting", rule=f"the settings are {', '.join(names)}", fix=fix)]
-    if name == "backend":
-        near = nearest(value, _BACKENDS) if isinstance(value, str) else None
-        fix = f"did you mean {near!r}?" if near else ""
-        known = value in _BACKENDS
-        return [] if known else [Problem(what=shown, rule=f"it is one of {', '.join(_BACKENDS)}", fix=fix)]
-    if name == "learning_rate":
-        is_rate = type(value) in (int, float) and 0 < value < math.inf
-        return [] if is_rate else [Problem(what=shown, rule="it is a number above 0", fix=f"try {name} = 0.001")]
-    smallest = _SMALLEST[name]
-    if type(value) is int and value >= smallest:
-        return []
-    fix = f"write {name} = {int(value)}" if isinstance(value, float) and value.is_integer() else ""
-    return [Problem(what=shown, rule=f"it is a whole number of at least {smallest}", fix=fix)]
-
-
-def _check_type(name: str, value: Any, kind: Any, expected: str) -> list[Problem]:
-    if isinstance(value, kind):
-        return []
-    return [Problem(what=f"{name} is of type {type(value).__name__}", rule=f"it is {expected}")]
-
-
-def _check_strategy(strategy: Any) -> list[Problem]:
-    known = STRATEGIES + PLANNED
-    if strategy in known:
-        return []
-    near = nearest(strategy, known) if isinstance(strategy, str) else None
-    fix = f"did you mean {near!r}?" if near else ""
-    return [Problem(what=f"strategy = {strategy!r} is unknown", rule=f"it is one of {', '.join(known)}", fix=fix)]
-
-
-def _check_accumulation(steps: Any) -> list[Problem]:
-    if type(steps) is int and steps >= 1:
-        return []
-    rule = "it is a whole number of microbatches, of at least 1"
-    fix = "for no accumulation, leave it out"
-    return [Problem(what=f"gradient_accumulation_steps = {steps!r}", rule=rule, fix=fix)]
-
-
-def _check_clip(clip: Any) -> list[Problem]:
-    if clip is None or (isinstance(clip, Real) and not isinstance(clip, bool) and float(clip) > 0):
-        return []
-    return [
-        Problem(
-            what=f"gradient_clip_val = {clip!r}",
-            rule="it is the largest global norm of a gradient, a number above 0",
-            fix="for no clipping, leave it out",
-        )
-    ]
-
-
-def _check_later(name: str, value: Any) -> list[Problem]:
-    return [_not_yet(name, value, "leave it out for now")] if value else []
-
-
-def _not_yet(name: str, value: Any, fix: str) -> Problem:
-    return Problem(what=f"{name} = {value!r} is not built yet", fix=fix)
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -62,7 +62,7 @@ class StepTimes:
         return self._marks is None or self._end.is_past()
 
     def read(self) -> tuple[float, float]:
-        """Returns the seconds of the step and, of these, those spent waiting; the first call may wait for the device."""
+        """Returns the seconds of the step, and those of them spent waiting. The first call may wait for the device."""
         if self._marks is not None:
             start, waits = self._marks
             waited = sum(end.seconds_since(begin) for begin, end in waits)

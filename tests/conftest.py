@@ -1,0 +1,31 @@
+"""What all tests share: the pool of real ranks, and hypothesis without time limits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+# Worker processes inherit this path, so that both sides import the pool's module under one name.
+sys.path.insert(0, str(Path(__file__).parent / "pool"))
+
+if TYPE_CHECKING:
+    from gloo_pool import GlooPool
+
+# A deadline would be an assertion about time.
+settings.register_profile("paceline", deadline=None)
+settings.load_profile("paceline")
+
+
+@pytest.fixture(scope="session")
+def gloo_pool() -> Iterator[GlooPool]:
+    """Real Gloo ranks, started when first needed: see ``tests/pool/gloo_pool.py`` for how a test uses them."""
+    from gloo_pool import GlooPool
+
+    pool = GlooPool()
+    yield pool
+    pool.close()

@@ -1,0 +1,239 @@
+"""Real ranks for tests: worker processes that live for the whole session and are sent functions.
+
+Starting a process that imports torch costs seconds, a new process group on a living one some 50 ms. So the fixture
+``gloo_pool`` (in ``tests/conftest.py``) starts workers when a test first needs them and keeps them:
+
+    def sum_of_ranks(comm: Communicator, start: float) -> float:      # top level of the test's own file
+        total = torch.tensor([start + comm.rank])
+        comm.all_reduce(total).wait()
+        return total.item()
+
+    def test_sum(gloo_pool: GlooPool) -> None:
+        assert gloo_pool.run(sum_of_ranks, 1.0, ranks=2) == [3.0, 3.0]
+
+The function is named by its file, not by its module: pytest imports test files under names that another process could
+not import. Each task gets a fresh group, made by ``connect()`` from a launcher's environment, with a short timeout, and
+torch's generator seeded with 0. Arguments and results travel as pickles. Warnings are errors there as here.
+
+``run`` returns what each rank returned, or raises what a rank raised. ``outcomes`` returns both as data, for tests of
+ranks that fail. A worker that raised, died or hung is replaced by a new one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from paceline.comm.torch_dist import connect, disconnect
+from paceline.errors import CommunicationError
+from paceline.launch.processes import loopback_interface
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a worker is sent: one rank's part of a function call."""
+
+    file: str
+    module: str
+    name: str
+    args: bytes  # a pickle of its own, read after the function's module is there
+    rank: int
+    ranks: int
+    port: int
+    group_timeout_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one rank: a value, or an error."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Worker:
+    """One process of the pool, seen from the tests."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()  # the worker has its own end: ours must not keep the pipe open when it dies
+
+    def read(self, rank: int) -> Outcome:
+        """Reads what a task came to."""
+        try:
+            is_ok, value, text = pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            self.process.join()
+            return Outcome(rank=rank, error=RuntimeError(f"rank {rank} died with exit code {self.process.exitcode}"))
+        if is_ok:
+            return Outcome(rank=rank, value=value)
+        value.add_note(f"raised on rank {rank} of the pool:\n{text}")
+        return Outcome(rank=rank, error=value)
+
+    def end(self) -> None:
+        """Ends the process, whatever it is doing."""
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+
+
+class GlooPool:
+    """Workers that are sent functions."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: object,
+        ranks: int = 2,
+        group_timeout_s: float = 10.0,
+        timeout_s: float = 30.0,
+    ) -> list[Any]:
+        """Runs ``function(comm, *args)`` on each rank and returns the results by rank.
+
+        Raises a rank's own error if one fails, preferring those that are not the mere consequence of another's.
+        """
+        found = self.outcomes(function, *args, ranks=ranks, group_timeout_s=group_timeout_s, timeout_s=timeout_s)
+        errors = [outcome.error for outcome in found if outcome.error is not None]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, CommunicationError))
+        return [outcome.value for outcome in found]
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *args: object,
+        ranks: int = 2,
+        group_timeout_s: float = 10.0,
+        timeout_s: float = 30.0,
+    ) -> list[Outcome]:
+        """Runs ``function(comm, *args)`` on each rank and returns what became of each, errors included."""
+        assert "<" not in function.__qualname__, f"{function.__qualname__} must stand at the top level of its file"
+        while len(self._workers) < ranks:
+            self._workers.append(Worker())
+        # The store lives here, as under torchrun's agent: its port is taken before anyone is told of it.
+        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        for rank, worker in enumerate(self._workers[:ranks]):
+            task = Task(
+                file=inspect.getfile(function),
+                module=function.__module__,
+                name=function.__qualname__,
+                args=pickle.dumps(args),
+                rank=rank,
+                ranks=ranks,
+                port=store.port,
+                group_timeout_s=group_timeout_s,
+                timeout_s=timeout_s,
+            )
+            worker.connection.send_bytes(pickle.dumps(task))
+        return self._collect(ranks, timeout_s)
+
+    def _collect(self, ranks: int, timeout_s: float) -> list[Outcome]:
+        found: dict[int, Outcome] = {}
+        # A worker that hangs writes down where, and exits; the extra time covers one that has not begun or cannot.
+        deadline = time.monotonic() + timeout_s + 30.0
+        while len(found) < ranks:
+            waiting = {self._workers[rank].connection: rank for rank in range(ranks) if rank not in found}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            for rank in [waiting[connection] for connection in ready] if ready else list(waiting.values()):
+                hung = Outcome(rank=rank, error=TimeoutError(f"rank {rank} did not finish within {timeout_s:g} s"))
+                found[rank] = self._workers[rank].read(rank) if ready else hung
+                if found[rank].error is not None:
+                    self._workers[rank].end()
+                    self._workers[rank] = Worker()
+        return [found[rank] for rank in range(ranks)]
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+
+
+# The worker's side.
+
+
+def serve(connection: Connection) -> None:
+    """Carries out tasks until the tests' end of the pipe closes."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    while True:
+        try:
+            task: Task = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(task.timeout_s, exit=True)
+        reply = _carry_out(task)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(reply)
+
+
+def _carry_out(task: Task) -> bytes:
+    environment = {
+        "RANK": str(task.rank),
+        "LOCAL_RANK": str(task.rank),
+        "WORLD_SIZE": str(task.ranks),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(task.port),
+        "GLOO_SOCKET_IFNAME": loopback_interface(),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    os.environ.update(environment)
+    torch.manual_seed(0)
+    try:
+        function = getattr(_load(task.file, task.module), task.name)
+        args = pickle.loads(task.args)
+        comm = connect("gloo", device="cpu", timeout_s=task.group_timeout_s)
+        return pickle.dumps((True, function(comm, *args), ""))
+    except BaseException as error:  # a test's own outcome exceptions are no Exceptions
+        text = traceback.format_exc()
+        return pickle.dumps((False, _portable(error), text))
+    finally:
+        disconnect()
+        for name in environment:
+            os.environ.pop(name, None)
+
+
+def _load(file: str, module: str) -> ModuleType:
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    return sys.modules[module]
+
+
+def _portable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
