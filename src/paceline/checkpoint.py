@@ -16,6 +16,7 @@ import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -42,11 +43,16 @@ class TrainingState:
 
 
 def save_checkpoint(folder: Path, state: TrainingState, *, keep: int | None = None) -> Path:
-    """Writes a checkpoint atomically into ``folder``, then removes all but the newest ``keep``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes a checkpoint atomically into ``folder``, then removes others until the newest ``keep`` are left.
+
+    The one just written always stays, also in a folder with later steps of a run that was taken up further back.
+    Raises CheckpointError when it cannot be written, whatever the cause; what was there before is then still there.
+    """
     final = folder / f"{_PREFIX}{state.step:08d}"
     partial = folder / f".{final.name}.{os.getpid()}"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed: containers count pids from 1
         partial.mkdir()
         payload = {name: getattr(state, name) for name in TrainingState.__slots__}
         _write(partial / "state.pt", payload)
@@ -58,17 +64,15 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int | None = No
             "bytes": (partial / "state.pt").stat().st_size,
             "sha256": _digest(partial / "state.pt"),
         }
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-    except OSError as error:
+        _write_text(partial / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        _replace(final, partial)
+    except Exception as error:  # torch raises RuntimeError for a full disk, and pickle what it likes
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"cannot write a checkpoint to {final}: {error}\n  older checkpoints are intact"
         ) from error
-    for old in list_checkpoints(folder)[: -keep if keep else None] if keep else []:
-        shutil.rmtree(old)
+    if keep:
+        _remove([path for path in list_checkpoints(folder) if path != final][: 1 - keep or None])
     return final
 
 
@@ -79,18 +83,14 @@ def copy_checkpoint(path: Path, name: str) -> Path:
     renames leaves the older one under the name ``.<name>.old``.
     """
     final = path.parent / name
-    partial, old = path.parent / f".{name}.{os.getpid()}", path.parent / f".{name}.old"
+    partial = path.parent / f".{name}.{os.getpid()}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(path, partial)
-        if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        partial.rename(final)
+        _replace(final, partial)
     except OSError as error:  # shutil.Error is one
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"cannot copy {path} to {final}: {error}\n  {path} itself is complete") from error
-    shutil.rmtree(old, ignore_errors=True)
     return final
 
 
@@ -116,7 +116,7 @@ def load_checkpoint(path: Path) -> TrainingState:
             raise CheckpointError(f"{path}/state.pt is damaged: its hash is not the manifest's\n  use an older one")
         payload = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
         return TrainingState(**payload)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}\n  use an older checkpoint") from error
 
 
@@ -133,6 +133,34 @@ def find_checkpoint(where: str, run_folder: Path) -> Path:
         f"no checkpoint in {path}\n  a run saves into <run folder>/checkpoints/step-<number>\n"
         "  check the path, or start without --resume"
     )
+
+
+def _replace(final: Path, partial: Path) -> None:
+    """Gives ``partial`` its final name; a folder that has it steps aside first, and is deleted when that is done."""
+    old = final.parent / f".{final.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove(checkpoints: list[Path]) -> None:
+    """Deletes checkpoints. Each loses its name first, so that none is ever half there."""
+    for path in checkpoints:
+        hidden = path.parent / f".{path.name}.old"
+        try:
+            shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(path.rename(hidden))
+        except OSError as error:
+            raise CheckpointError(f"cannot remove {path}, which is no longer kept: {error}") from error
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write(path: Path, payload: dict[str, Any]) -> None:

@@ -13,6 +13,13 @@ from typing import Protocol
 import torch
 
 
+def on_device(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """Returns a float64 scalar on ``device``; a plain number is filled in there, since a copy would wait for it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True)
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
 class Mark(Protocol):
     """A moment on a device's own time line."""
 

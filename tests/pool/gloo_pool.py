@@ -80,6 +80,17 @@ class Worker:
         self.process = context.Process(target=serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()  # the worker has its own end: ours must not keep the pipe open when it dies
+        self._is_ready = False
+
+    def send(self, task: Task) -> None:
+        """Hands over a task."""
+        self.connection.send_bytes(pickle.dumps(task))
+
+    def wait_until_ready(self) -> None:
+        """Returns when the worker has imported torch, so that a group's short timeout does not cover that."""
+        if not self._is_ready:
+            self.connection.recv_bytes()
+            self._is_ready = True
 
     def read(self, rank: int) -> Outcome:
         """Reads what a task came to."""
@@ -137,6 +148,8 @@ class GlooPool:
         assert "<" not in function.__qualname__, f"{function.__qualname__} must stand at the top level of its file"
         while len(self._workers) < ranks:
             self._workers.append(Worker())
+        for worker in self._workers[:ranks]:
+            worker.wait_until_ready()
         # The store lives here, as under torchrun's agent: its port is taken before anyone is told of it.
         store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         for rank, worker in enumerate(self._workers[:ranks]):
@@ -151,13 +164,13 @@ class GlooPool:
                 group_timeout_s=group_timeout_s,
                 timeout_s=timeout_s,
             )
-            worker.connection.send_bytes(pickle.dumps(task))
+            worker.send(task)
         return self._collect(ranks, timeout_s)
 
     def _collect(self, ranks: int, timeout_s: float) -> list[Outcome]:
         found: dict[int, Outcome] = {}
-        # A worker that hangs writes down where, and exits; the extra time covers one that has not begun or cannot.
-        deadline = time.monotonic() + timeout_s + 30.0
+        # A worker that hangs writes down where, and exits; the extra time is for one that cannot.
+        deadline = time.monotonic() + timeout_s + 10.0
         while len(found) < ranks:
             waiting = {self._workers[rank].connection: rank for rank in range(ranks) if rank not in found}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -183,6 +196,7 @@ def serve(connection: Connection) -> None:
     """Carries out tasks until the tests' end of the pipe closes."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    connection.send_bytes(b"ready")
     while True:
         try:
             task: Task = pickle.loads(connection.recv_bytes())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -119,6 +120,12 @@ def _time_alone(comm: Communicator, workload: Workload, protocol: Protocol) -> l
         "plain loop": _loop(plain, list(plain.parameters()), batch),
         "paceline ddp": _loop(engine, list(engine.parameters()), batch, clip=engine.clip_grad_norm_),
     }
+    if is_cuda:
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        peer = torch.compile(DistributedDataParallel(workload.make_model(device), device_ids=[device.index]))
+        arms["torch ddp"] = _loop(peer, list(peer.parameters()), batch)  # type: ignore[attr-defined]
     return interleave(arms, baseline="plain loop", device=device, **dataclasses.asdict(protocol))
 
 

@@ -214,7 +214,7 @@ class Baton:
         for rank in range(self.num_ranks):
             if rank in self._finished:
                 what = "has finished"
-            elif rank in self._waits:
+            elif rank in self._waits and not self._waits[rank].is_over():
                 what = f"waits for {self._waits[rank].describe()}"
             elif rank == self._holder:
                 what = f"runs at {self._line_of(rank)}"

@@ -236,7 +236,7 @@ class TorchCommunicator:
         text = str(error)
         first = text.splitlines()[0] if text else type(error).__name__
         head = f"rank {self._ranks[self._rank]}: {kind} in group {list(self._ranks)} failed"
-        if "closed by peer" in text or "reset by peer" in text:
+        if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
             return f"{head}: another rank is gone (its connection closed)\n  {first}"
         if "timed out" in text.lower() or "timeout" in text.lower():
             return f"{head}: another rank did not come within {self._timeout_s:g} s\n  {first}"

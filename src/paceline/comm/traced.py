@@ -60,7 +60,7 @@ class Trace:
 
 
 class _TracedWork:
-    __slots__ = ("_group", "_inner", "_kind", "_num_bytes", "_start_s", "_trace")
+    __slots__ = ("_group", "_inner", "_is_noted", "_kind", "_num_bytes", "_start_s", "_trace")
 
     def __init__(self, inner: Work, trace: Trace, kind: str, num_bytes: int, group: tuple[int, ...]) -> None:
         self._inner = inner
@@ -68,10 +68,15 @@ class _TracedWork:
         self._kind = kind
         self._num_bytes = num_bytes
         self._group = group
+        self._is_noted = False
         self._start_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Waits, and notes how long the compute stood still."""
+        """Waits, and notes the first time how long the compute stood still."""
+        if self._is_noted:
+            self._inner.wait()  # from another stream, perhaps
+            return
+        self._is_noted = True
         start = self._trace.mark()
         self._inner.wait()
         self._trace.add_wait(start, self._trace.mark())

@@ -142,7 +142,7 @@ class _Group:
             with torch.no_grad():
                 carry_out([meeting.arrivals[r] for r in range(len(self.ranks))])
             meeting.is_done = True
-            meeting.arrivals = {rank: arrival}  # lets go of the other ranks' tensors
+            meeting.arrivals = {}  # lets go of the tensors
         return _VirtualWork(baton, self.ranks[rank], lambda: meeting.is_done, lambda: self._describe(number, meeting))
 
     def post(self, letter: _Letter, key: tuple[int, int, int], *, is_send: bool) -> Work:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.clock import DeviceClock, Mark
+from paceline.clock import DeviceClock, Mark, on_device
 from paceline.comm.traced import Trace
 from paceline.monitor.records import StepRecord
 
@@ -88,9 +88,9 @@ class StepMeter:
 
 
 def _on_host(facts: StepFacts) -> torch.Tensor:
-    device = facts.loss_sum.device
+    """Starts the copy of a step's numbers to the host; on CUDA nothing here waits for the device."""
     parts = [facts.loss_sum, facts.count, facts.grad_norm if facts.grad_norm is not None else 0.0]
-    stacked = torch.stack([torch.as_tensor(p, dtype=torch.float64, device=device).detach() for p in parts])
+    stacked = torch.stack([on_device(part, facts.loss_sum.device) for part in parts])
     return stacked.to("cpu", non_blocking=True)
 
 

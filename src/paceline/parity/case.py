@@ -75,12 +75,15 @@ class _OutputLoss:
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
         inputs, targets = batch
         value = self._function(model(inputs), targets)
-        if isinstance(value, tuple):
-            return LossValue(value[0], value[1])
-        if value.numel() != 1:
-            raise UsageError(f"loss_fn returned a tensor of shape {list(value.shape)}; return a mean, or (sum, count)")
-        samples = num_samples(targets)
-        return LossValue(value * samples, float(samples))
+        if isinstance(value, tuple) and len(value) == 2:
+            total, count = value
+        else:
+            count = float(num_samples(targets))
+            total = value * count if isinstance(value, torch.Tensor) else value
+        if not isinstance(total, torch.Tensor) or total.numel() != 1:
+            what = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"type {type(value).__name__}"
+            raise UsageError(f"loss_fn returned a value of {what}\n  return a mean over samples, or (sum, count)")
+        return LossValue(total.reshape(()), count)
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         return self(model, batch)
@@ -110,7 +113,8 @@ class ConfigCase:
 
     def make_loss(self) -> Loss:
         """Builds the config's loss."""
-        return build_loss(self._config.train.loss, self._workload().data.shape)
+        config = self._config
+        return build_loss(config.train.loss, self._workload().data.shape, may_ignore=config.data.kind == "factory")
 
     def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
         """Builds the config's optimizer."""

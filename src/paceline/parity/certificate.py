@@ -20,10 +20,10 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
-from paceline.errors import UsageError
+from paceline.errors import RankFailedError, UsageError
 from paceline.launch.processes import run_processes
 from paceline.parity.case import Case, FunctionCase
-from paceline.parity.locate import Divergence, locate
+from paceline.parity.locate import Divergence, difference, locate
 from paceline.parity.runs import Settings, StepValues, run_distributed, run_reference
 
 TOLERANCE = 1e-10
@@ -98,7 +98,7 @@ def certify(
     case: Case, settings: Settings, *, backend: Literal["virtual", "gloo"] = "virtual", tolerance: float = TOLERANCE
 ) -> Certificate:
     """Runs a case both ways and compares. Raises UsageError for a case that cannot be compared."""
-    _check_settings(settings)
+    _check_settings(settings, backend)
     if backend == "gloo":
         _check_picklable(case)
     start = time.perf_counter()
@@ -141,24 +141,11 @@ def certify(
 def compare(ours: StepValues, expected: StepValues) -> Errors:
     """Returns the largest differences of one step on one rank."""
     return Errors(
-        loss=_difference(ours.loss, expected.loss),
-        gradients=max((_difference(ours.gradients[n], g) for n, g in expected.gradients.items()), default=0.0),
-        norm=_difference(ours.norm, expected.norm),
-        parameters=max((_difference(ours.parameters[n], p) for n, p in expected.parameters.items()), default=0.0),
+        loss=difference(ours.loss, expected.loss),
+        gradients=max((difference(ours.gradients[n], g) for n, g in expected.gradients.items()), default=0.0),
+        norm=difference(ours.norm, expected.norm),
+        parameters=max((difference(ours.parameters[n], p) for n, p in expected.parameters.items()), default=0.0),
     )
-
-
-def _difference(ours: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    """Returns the largest absolute difference; infinite if only one exists, or if they differ in being finite."""
-    if ours is None or expected is None:
-        return 0.0 if ours is expected else float("inf")
-    if ours.shape != expected.shape:
-        return float("inf")
-    if not ours.numel():
-        return 0.0
-    value = float((ours.double() - expected.double()).abs().max())
-    same = torch.equal(torch.nan_to_num(ours, nan=1.5e300), torch.nan_to_num(expected, nan=1.5e300))
-    return (0.0 if same else float("inf")) if value != value else value
 
 
 def _worst(errors: list[Errors]) -> Errors:
@@ -167,16 +154,20 @@ def _worst(errors: list[Errors]) -> Errors:
 
 
 def _run(backend: str, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    if backend == "gloo":
-        return run_processes(function, ranks, args=args)
-
     def work(comm: Communicator) -> Any:
         return function(comm, *args)
 
-    return run_virtual(work, ranks)
+    try:
+        return run_processes(function, ranks, args=args) if backend == "gloo" else run_virtual(work, ranks)
+    except RankFailedError as error:
+        if isinstance(error.__cause__, UsageError):  # of the caller, whichever rank met it first
+            raise error.__cause__ from None
+        raise
 
 
-def _check_settings(settings: Settings) -> None:
+def _check_settings(settings: Settings, backend: str) -> None:
+    if backend not in ("virtual", "gloo"):
+        raise UsageError(f"backend = {backend!r} is unknown\n  it is 'virtual' or 'gloo'")
     wrong = [
         f"{name} = {getattr(settings, name)}"
         for name in ("ranks", "steps", "accumulate")

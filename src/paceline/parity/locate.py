@@ -41,19 +41,32 @@ def locate(case: Case, settings: Settings, run: Callable[..., list[Any]], *, tol
         if not error <= tolerance:
             return Divergence(step=step, module=name, what="forward", error=error, hint=hint)
     for name in _backward_order(expected):
-        error = max(_distance(values.gradients[name], expected.gradients[name]) for values in per_rank)
+        error = max(difference(values.gradients[name], expected.gradients[name]) for values in per_rank)
         if not error <= tolerance:
             module, _, parameter = name.rpartition(".")
             return Divergence(step=step, module=module, what=f"gradient ({parameter})", error=error, hint=hint)
-    error = max(_distance(values.norm, expected.norm) for values in per_rank)
+    error = max(difference(values.norm, expected.norm) for values in per_rank)
     if not error <= tolerance:
         return Divergence(step=step, module="", what="norm", error=error, hint=hint)
     for name, value in expected.parameters.items():
-        error = max(_distance(values.parameters[name], value) for values in per_rank)
+        error = max(difference(values.parameters[name], value) for values in per_rank)
         if not error <= tolerance:
             return Divergence(step=step, module=name.rpartition(".")[0], what="update", error=error, hint=hint)
-    error = max(_distance(values.loss, expected.loss) for values in per_rank)
+    error = max(difference(values.loss, expected.loss) for values in per_rank)
     return Divergence(step=step, module="", what="loss", error=error, hint=hint)
+
+
+def difference(ours: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """Returns the largest absolute difference; infinite if only one exists, or if they differ in being finite."""
+    if ours is None or expected is None:
+        return 0.0 if ours is expected else float("inf")
+    if ours.shape != expected.shape:
+        return float("inf")
+    if not ours.numel():
+        return 0.0
+    value = float((ours.double() - expected.double()).abs().max())
+    same = torch.equal(torch.nan_to_num(ours, nan=1.5e300), torch.nan_to_num(expected, nan=1.5e300))
+    return (0.0 if same else float("inf")) if value != value else value
 
 
 def _forward_errors(expected: Activations, per_rank: list[Activations], accumulate: int) -> list[tuple[str, float]]:
@@ -68,7 +81,7 @@ def _forward_errors(expected: Activations, per_rank: list[Activations], accumula
         outputs = [piece[index][1] for piece in pieces if index < len(piece) and piece[index][0] == name]
         if not outputs or outputs[0].ndim == 0 or any(o.shape[1:] != whole.shape[1:] for o in outputs):
             continue
-        errors.append((name, _distance(torch.cat(outputs), whole)))
+        errors.append((name, difference(torch.cat(outputs), whole)))
     return errors
 
 
@@ -81,14 +94,6 @@ def _backward_order(expected: StepValues) -> list[str]:
     """Returns parameter names, those of the modules called last first: the order in which gradients arise."""
     called = {name: index for index, (name, _) in enumerate(expected.activations)}
     return sorted(expected.gradients, key=lambda name: -called.get(name.rpartition(".")[0], -1))
-
-
-def _distance(ours: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    if ours is None or expected is None:
-        return 0.0 if ours is expected else float("inf")
-    if ours.shape != expected.shape:
-        return float("inf")
-    return float((ours - expected).abs().max()) if ours.numel() else 0.0
 
 
 def _hint(model: nn.Module) -> str:

@@ -56,6 +56,12 @@ def run_reference(case: Case, settings: Settings) -> list[StepValues]:
         recorder = Recorder(model) if settings.record_step == step else None
         value = loss(model, batch)
         mean = value.total / value.count
+        if not mean.isfinite():
+            raise UsageError(
+                f"in one process the loss of step {step} is {mean.item()}\n"
+                "  numbers that are not finite cannot be compared\n"
+                "  give a batch with samples, a smaller learning rate, or fewer steps"
+            )
         mean.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip or float("inf"))
         gradients = _gradients(model)
@@ -136,11 +142,14 @@ def _share(batch: Any, comm: Communicator, settings: Settings) -> StepBatch:
 
 def _check_repeatable(model: nn.Module, loss: Any, batch: Any) -> None:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    totals = []
     with torch.no_grad():
-        first, second = (loss(model, batch).total for _ in range(2))
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])  # running statistics must not move before the first step
-    if not torch.equal(first, second):
+        for _ in range(2):
+            totals.append(loss(model, batch).total)
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])  # running statistics must not move before the first step
+    first, second = totals
+    if not torch.equal(first, second) and not (first.isnan() and second.isnan()):
         raise UsageError(
             f"two passes over the same batch gave losses {first.item()} and {second.item()}: the model draws random "
             "numbers\n  what is random cannot be compared\n  switch dropout and noise off for the verification"

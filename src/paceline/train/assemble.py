@@ -71,7 +71,7 @@ def build_trainer(
         optimizer=build_optimizer(config.optim, engine.named_parameters()),
         loader=_train_loader(config, plan, work.data, comm, options),
         eval_loader=_eval_loader(plan, work.data, comm, options),
-        loss=build_loss(config.train.loss, work.data.shape),
+        loss=build_loss(config.train.loss, work.data.shape, may_ignore=config.data.kind == "factory"),
         schedule=build_schedule(config, plan),
         policy=StepPolicy(clip_norm=config.optim.clip_norm, dtype=getattr(torch, config.train.dtype)),
         meter=StepMeter(comm.device, trace),

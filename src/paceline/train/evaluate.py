@@ -1,4 +1,8 @@
-"""Exact evaluation: every sample once, sums and counts added over ranks, divided once at the end."""
+"""Exact evaluation: every sample once, sums and counts added over ranks, divided once at the end.
+
+One model is evaluated: where rank 0's buffers are everyone's, the others take them over first, because each rank has
+moved its own (batch-norm statistics, say) since the last step began.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.clock import on_device
 from paceline.data.loader import EvalLoader
+from paceline.parallel.agree import broadcast_tensors
 from paceline.parallel.ddp import DataParallel
 from paceline.train.loss import Loss
 from paceline.train.step import place
@@ -23,26 +29,33 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(engine: DataParallel, loader: EvalLoader, loss: Loss, dtype: torch.dtype) -> Evaluation:
-    """Evaluates the engine over all ranks. One all-reduce of four numbers, and one wait for the device."""
-    was_training = engine.module.training
+    """Evaluates the engine over all ranks. One all-reduce of five numbers, and one wait for the device."""
+    _share_buffers(engine)
+    modes = [(module, module.training) for module in engine.module.modules()]
     engine.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=engine.comm.device)  # loss, elements, correct, samples
-    has_correct = True
+    # Summed loss, elements, right answers, samples, batches without a count of right answers.
+    sums = torch.zeros(5, dtype=torch.float64, device=engine.comm.device)
     try:
         for batch, samples in zip(loader, loader.local_samples(), strict=True):
             if batch is None:
                 continue
             value = loss.score(engine, place(batch, engine.comm.device, dtype))
-            has_correct &= value.correct is not None
-            correct = 0.0 if value.correct is None else value.correct
-            row = [value.total, value.count, correct, float(samples)]
-            sums += torch.stack([torch.as_tensor(v, dtype=torch.float64, device=sums.device) for v in row])
+            correct, unscored = (0.0, 1.0) if value.correct is None else (value.correct, 0.0)
+            row = [value.total, value.count, correct, float(samples), unscored]
+            sums += torch.stack([on_device(number, sums.device) for number in row])
     finally:
-        engine.train(was_training)
+        for module, was_training in modes:  # one by one: a frozen part may have been in evaluation mode all along
+            module.training = was_training
     engine.comm.all_reduce(sums).wait()
-    total, count, correct_sum, num_samples = sums.tolist()  # sync point
+    total, count, correct_sum, num_samples, num_unscored = sums.tolist()  # sync point
     return Evaluation(
         loss=total / max(count, 1.0),
-        accuracy=correct_sum / max(count, 1.0) if has_correct else None,
+        accuracy=correct_sum / max(count, 1.0) if num_unscored == 0 else None,
         samples=int(num_samples),
     )
+
+
+def _share_buffers(engine: DataParallel) -> None:
+    if engine.policy.buffers == "broadcast":
+        persistent = engine.module.state_dict(keep_vars=True)
+        broadcast_tensors(engine.comm, [b for name, b in engine.module.named_buffers() if name in persistent])

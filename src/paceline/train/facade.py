@@ -199,7 +199,8 @@ class DistributedTrainer:
                 "applied: the checkpoint does not hold them\n  call trainer.flush(optimizer) before saving",
                 stacklevel=2,
             )
-        state = self._state(optimizer, {"epoch": int(epoch), "loss": float(loss)})
+        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        state = self._state(optimizer, {"epoch": int(epoch), "loss": float(value)})
         path, problem, cause = "", "", None
         if comm.rank == 0:
             try:
@@ -241,8 +242,8 @@ class DistributedTrainer:
         """Returns this rank's averages over all calls of ``train_step``, the first and slowest among them.
 
         Local, so any rank may ask at any time: ``samples_per_second`` is this rank's rate times the world size,
-        everything else this rank's own. A step is a call of ``train_step``; time between calls does not count. On
-        CUDA it waits for the device.
+        everything else this rank's own. A step is a call of ``train_step``; time between calls does not count.
+        ``total_updates`` includes those of a checkpoint that was loaded. On CUDA it waits for the device.
         """
         times = self._timer.totals()
         rate = self._num_samples / times.step_s if times.step_s > 0 else 0.0

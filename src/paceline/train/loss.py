@@ -99,17 +99,27 @@ class CustomLoss:
         total, count = value
         if total.numel() != 1:
             raise UsageError(f"train.loss = {self._name} returned a sum of shape {list(total.shape)}, not one number")
-        return LossValue(total.reshape(()), count)
+        if isinstance(count, torch.Tensor) and count.numel() == 1:
+            return LossValue(total.reshape(()), count.detach().reshape(()))
+        if not isinstance(count, int | float):
+            what = f"shape {list(count.shape)}" if isinstance(count, torch.Tensor) else f"type {type(count).__name__}"
+            raise UsageError(f"train.loss = {self._name} returned a count of {what}, not one number")
+        return LossValue(total.reshape(()), float(count))
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """The same as for training."""
         return self(model, batch)
 
 
-def build_loss(kind: str, shape: DataShape) -> Loss:
-    """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy."""
+def build_loss(kind: str, shape: DataShape, *, may_ignore: bool = False) -> Loss:
+    """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy.
+
+    ``may_ignore`` says that targets may be ``IGNORED``, as in a user's own data: what counts is then counted each step.
+    """
     if kind != "auto":
         return CustomLoss(import_from_path(kind, "train.loss"), kind)
+    if may_ignore:
+        return CrossEntropy(None)
     if shape.kind == "classes":
         return CrossEntropy(1.0)
     if shape.kind == "tokens" and shape.context is not None:

@@ -36,8 +36,8 @@ class DistributedConfig:
     def __init__(self, **settings: Any) -> None:
         """Takes settings by name; the others have their defaults."""
         given = {field.name: field.default for field in fields(type(self))} | settings
-        problems = [_check_setting(name, plain_number(value)) for name, value in settings.items()]
-        refuse("DistributedConfig", sum(problems, []))
+        asked = [(name, plain_number(value)) for name, value in settings.items()]
+        refuse("DistributedConfig", [problem for name, value in asked for problem in _check_setting(name, value)])
         for name, value in given.items():
             setattr(self, name, value)
 

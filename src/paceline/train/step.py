@@ -108,8 +108,12 @@ def accumulate(
 
 @torch.no_grad()
 def weigh_gradients(engine: DataParallel, count: float | torch.Tensor) -> None:
-    """Turns gradients of summed losses, averaged over ranks, into those of the global mean."""
+    """Turns gradients of summed losses, averaged over ranks, into those of the global mean.
+
+    Where nothing counts on any rank (every target is ignored) the sums are zero, and so is the gradient.
+    """
     scale = engine.loss_scale(count)
+    scale = torch.where(scale.isfinite(), scale, torch.zeros_like(scale))
     gradients = [p.grad for p in engine.parameters() if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))

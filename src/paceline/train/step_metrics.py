@@ -34,6 +34,9 @@ class StepMetrics(Mapping[str, Any]):
             value = self._values[name] = value()  # sync point
         return value
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._values  # the inherited one would read the value
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 

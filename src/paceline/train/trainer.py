@@ -7,12 +7,14 @@ for result in trainer.steps():      # plain Python: break, inspect, log as you l
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map
 
 from paceline.checkpoint import TrainingState
 from paceline.comm.objects import gather_objects
@@ -138,7 +140,7 @@ class Trainer:
             batches.close()
 
     def flush(self, *, wait: bool = False) -> None:
-        """Writes the records of finished steps. Raises TrainingError when a loss is not finite."""
+        """Writes the records of finished steps. Raises TrainingError when a loss or a gradient norm is not finite."""
         for record in self.parts.meter.drain(wait=wait):
             if self.sink is not None:
                 self.sink.write(record)
@@ -165,14 +167,14 @@ class Trainer:
         return result
 
     def state(self) -> TrainingState:
-        """Collects the full state; the random states of all ranks take one exchange."""
+        """Collects the full state, as copies, on rank 0; the random states of all ranks take one exchange."""
         self.flush(wait=True)  # a state with a loss that is not finite is not worth saving
         comm = self.parts.engine.comm
         return TrainingState(
             step=self.step,
             position=self.position,
             model=self.parts.engine.full_state_dict(rank0_only=True),
-            optimizer=self.parts.optimizer.state_dict(),
+            optimizer=_on_cpu(self.parts.optimizer.state_dict()) if comm.rank == 0 else {},
             random=gather_objects(comm, capture_random_states(comm.device)),
         )
 
@@ -185,6 +187,7 @@ class Trainer:
         try:
             self.parts.engine.load_full_state_dict(state.model)
             self.parts.optimizer.load_state_dict(state.optimizer)
+            _check_groups(self.parts.optimizer)
         except (RuntimeError, ValueError, KeyError) as error:
             text = str(error)
             raise CheckpointError(
@@ -222,8 +225,25 @@ class Trainer:
         return StepResult(step=self.step, position=self.position, lr=lr, outcome=outcome, is_last=is_last)
 
 
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    def copy(value: Any) -> Any:
+        return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+    copied: dict[str, Any] = tree_map(copy, state)
+    return copied
+
+
+def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError where the groups that were loaded are another optimizer's: torch takes them as they come."""
+    for group in optimizer.param_groups:
+        missing = sorted(optimizer.defaults.keys() - group.keys())
+        if missing:
+            raise ValueError(f"its optimizer is not {type(optimizer).__name__}, which needs {', '.join(missing)}")
+
+
 def _check_finite(record: StepRecord) -> None:
-    if record.loss is not None and not abs(record.loss) < float("inf"):
+    numbers = [value for value in (record.loss, record.grad_norm) if value is not None]
+    if not all(map(math.isfinite, numbers)):
         raise TrainingError(
             f"the loss is {record.loss} at step {record.step} (learning rate {record.lr:.3g}, "
             f"gradient norm {record.grad_norm})\n"

@@ -1,0 +1,343 @@
+"""Real Gloo processes: every verb gives what virtual ranks give, and failures say who is missing."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
+
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.torch_dist import connect, disconnect
+from paceline.comm.virtual import run_virtual
+from paceline.errors import CommunicationError, UsageError
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+Results = dict[str, torch.Tensor]
+
+
+# What ranks do. Values are small whole numbers, so that no order of summation rounds.
+
+
+def every_verb(comm: Communicator, numel: int) -> Results:
+    found: Results = {}
+    for dtype in DTYPES:
+        for name, tensor in verbs_of(comm, dtype, numel).items():
+            found[f"{name} {dtype}"] = tensor
+    return found
+
+
+def verbs_of(comm: Communicator, dtype: torch.dtype, numel: int) -> Results:
+    whole = ((torch.arange(numel * comm.size) * (comm.rank + 2)) % 5).to(dtype)
+    found: Results = {}
+    for op in ("sum", "min", "max") + (("avg",) if dtype.is_floating_point else ()):
+        found[f"all_reduce {op}"] = whole.clone()
+        comm.all_reduce(found[f"all_reduce {op}"], op).wait()  # type: ignore[arg-type]
+        found[f"reduce_scatter {op}"] = torch.empty(numel, dtype=dtype)
+        comm.reduce_scatter(found[f"reduce_scatter {op}"], whole.clone(), op).wait()  # type: ignore[arg-type]
+    found["all_gather"] = torch.empty(numel * comm.size, dtype=dtype)
+    comm.all_gather(found["all_gather"], whole[:numel].clone()).wait()
+    found["broadcast"] = whole.clone()
+    comm.broadcast(found["broadcast"], source=comm.size - 1).wait()
+    found["all_to_all"] = torch.empty_like(whole)
+    comm.all_to_all(found["all_to_all"], whole).wait()
+    found["all_to_all uneven"], splits = uneven_input(comm, dtype)
+    received = [rows_between(source, comm.rank) for source in range(comm.size)]
+    output = torch.empty(sum(received), 2, dtype=dtype)
+    comm.all_to_all(output, found["all_to_all uneven"], received, splits).wait()
+    found["all_to_all uneven"] = output
+    found["recv"] = torch.empty(numel, dtype=dtype)
+    works = [
+        comm.recv(found["recv"], source=(comm.rank - 1) % comm.size, tag=3),
+        comm.send(whole[:numel], to=(comm.rank + 1) % comm.size, tag=3),
+    ]
+    for work in works:
+        work.wait()
+    comm.barrier()
+    return found
+
+
+def rows_between(source: int, target: int) -> int:
+    return (source + 2 * target) % 3
+
+
+def uneven_input(comm: Communicator, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
+    splits = [rows_between(comm.rank, target) for target in range(comm.size)]
+    return ((torch.arange(sum(splits) * 2) + comm.rank) % 5).to(dtype).view(-1, 2), splits
+
+
+def in_place_and_in_flight(comm: Communicator) -> Results:
+    own = slice(2 * comm.rank, 2 * comm.rank + 2)
+    gathered = torch.full((2 * comm.size,), -1.0)
+    gathered[own] = float(comm.rank)
+    comm.all_gather(gathered, gathered[own]).wait()
+    reduced = torch.arange(2.0 * comm.size) + comm.rank
+    comm.reduce_scatter(reduced[own], reduced).wait()
+    many = [torch.full((3,), float(comm.rank + i)) for i in range(20)]
+    for work in reversed([comm.all_reduce(tensor) for tensor in many]):
+        work.wait()
+    parameter = torch.nn.Parameter(torch.full((2, 2), float(comm.rank)))
+    work = comm.all_reduce(parameter)
+    work.wait()
+    work.wait()
+    return {
+        "all_gather": gathered,
+        "reduce_scatter": reduced[own].clone(),
+        "many": torch.stack(many),
+        "parameter": parameter.detach(),
+    }
+
+
+def messages_by_tag(comm: Communicator) -> Results:
+    if comm.rank == 0:
+        works = [comm.send(torch.tensor([float(10 * tag + i)]), to=1, tag=tag) for tag in (1, 2) for i in (0, 1)]
+        got = torch.empty(0)
+    else:
+        got = torch.empty(4)
+        works = [comm.recv(got[i : i + 1], source=0, tag=tag) for i, tag in enumerate((2, 1, 2, 1))]
+    for work in works:
+        work.wait()
+    return {"got": got}
+
+
+def groups(comm: Communicator) -> list[tuple[int, tuple[int, ...], list[float]]]:
+    """Makes groups in another order, and another number of them, on each rank."""
+    asked = {0: [[3, 0]], 1: [[1, 2], [1, 2]], 2: [[2, 3], [1, 2], [1, 2]], 3: [[2, 3], [3, 0]]}[comm.rank]
+    found = []
+    for ranks in asked:
+        group = comm.split(ranks)
+        gathered = torch.empty(2)
+        group.all_gather(gathered, torch.tensor([float(comm.rank)])).wait()
+        inner = group.split([1 - group.rank, group.rank] if group.rank else [group.rank, 1 - group.rank])
+        assert inner.ranks == group.ranks
+        found.append((group.rank, group.ranks, gathered.tolist()))
+    return found
+
+
+def two_groups_of_the_same_ranks(comm: Communicator) -> list[float]:
+    first, second = comm.split([0, 1]), comm.split([0, 1])
+    one, two = torch.tensor([1.0 + comm.rank]), torch.tensor([10.0 + comm.rank])
+    pair = [(first, one), (second, two)]
+    for work in [group.all_reduce(tensor) for group, tensor in (pair if comm.rank == 0 else reversed(pair))]:
+        work.wait()
+    return [one.item(), two.item()]
+
+
+def kind_of_world(comm: Communicator) -> tuple[str, int, tuple[int, ...], bool]:
+    again = connect("gloo", device="cpu")
+    return type(comm).__name__, again.size, again.ranks, dist.is_initialized()
+
+
+def alone_in_a_group(comm: Communicator) -> tuple[str, tuple[int, ...]]:
+    group = comm.split([comm.rank])
+    return type(group).__name__, group.ranks
+
+
+def refused(comm: Communicator) -> list[str]:
+    attempts = [
+        lambda: comm.broadcast(torch.ones(1), source=2),
+        lambda: comm.send(torch.ones(1), to=-1),
+        lambda: comm.recv(torch.ones(1), source=9),
+        lambda: comm.all_gather(torch.ones(3), torch.ones(2)),
+        lambda: comm.all_gather(torch.ones(2, dtype=torch.float64), torch.ones(1)),
+        lambda: comm.reduce_scatter(torch.ones(2), torch.ones(2)),
+        lambda: comm.all_to_all(torch.ones(3), torch.ones(3)),
+        lambda: comm.all_to_all(torch.ones(3), torch.ones(3), [1, 1], [2, 1]),
+        lambda: comm.split([1 - comm.rank]),
+        lambda: comm.split([0, 1, 1]),
+        lambda: comm.split([0, 1, 2]),
+    ]
+    messages = []
+    for attempt in attempts:
+        with pytest.raises(UsageError) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+def lose_the_other(comm: Communicator) -> dict[str, str]:
+    store = dist.distributed_c10d._get_default_store()
+    comm.barrier()
+    if comm.rank == 1:
+        store.wait(["rank 0 has passed the barrier"], datetime.timedelta(seconds=20))
+        os._exit(3)
+    store.set("rank 0 has passed the barrier", "")
+    tensor = torch.ones(4)
+    attempts = {
+        "all_reduce": lambda: comm.all_reduce(tensor).wait(),
+        "send to rank 1": lambda: comm.send(tensor, to=1).wait(),
+        "recv from rank 1": lambda: comm.recv(tensor, source=1).wait(),
+        "barrier": comm.barrier,
+    }
+    messages = {}
+    for verb, attempt in attempts.items():
+        with pytest.raises(CommunicationError) as caught:
+            attempt()
+        messages[verb] = str(caught.value)
+    return messages
+
+
+def come_alone(comm: Communicator) -> dict[str, str]:
+    """Rank 0 waits for rank 1, which is alive but does something else until it hears that rank 0 gave up."""
+    group, store = comm.split([0, 1]), dist.distributed_c10d._get_default_store()
+    messages: dict[str, str] = {}
+    if comm.rank == 1:
+        store.wait(["rank 0 gave up"], datetime.timedelta(seconds=20))
+        return messages
+    attempts = {
+        "all_reduce": lambda: group.all_reduce(torch.ones(1)).wait(),
+        "split([0, 1])": lambda: comm.split([0, 1]),
+    }
+    for verb, attempt in attempts.items():
+        with pytest.raises(CommunicationError) as caught:
+            attempt()
+        messages[verb] = str(caught.value)
+    store.set("rank 0 gave up", "")
+    return messages
+
+
+# The same on virtual ranks.
+
+
+@pytest.mark.parametrize(("ranks", "numel"), [(2, 3), (2, 0), (4, 1), (3, 5)])
+def test_every_verb_and_dtype_gives_what_virtual_ranks_give(gloo_pool: GlooPool, ranks: int, numel: int) -> None:
+    same(gloo_pool.run(every_verb, numel, ranks=ranks), run_virtual(lambda comm: every_verb(comm, numel), ranks))
+
+
+def test_tensors_may_overlap_and_many_operations_be_in_flight(gloo_pool: GlooPool) -> None:
+    same(gloo_pool.run(in_place_and_in_flight, ranks=2), run_virtual(in_place_and_in_flight, 2))
+
+
+def test_messages_are_matched_by_tag_and_then_by_order(gloo_pool: GlooPool) -> None:
+    virtual = run_virtual(messages_by_tag, 2)
+    assert virtual[1]["got"].tolist() == [20.0, 10.0, 21.0, 11.0]
+    same(gloo_pool.run(messages_by_tag, ranks=2), virtual)
+
+
+def test_groups_may_be_made_in_any_order_and_number(gloo_pool: GlooPool) -> None:
+    virtual = run_virtual(groups, 4)
+    assert virtual[3] == [(1, (2, 3), [2.0, 3.0]), (0, (3, 0), [3.0, 0.0])]
+    assert gloo_pool.run(groups, ranks=4) == virtual
+
+
+def test_two_groups_of_the_same_ranks_do_not_mix(gloo_pool: GlooPool) -> None:
+    assert run_virtual(two_groups_of_the_same_ranks, 2) == [[3.0, 21.0]] * 2
+    assert gloo_pool.run(two_groups_of_the_same_ranks, ranks=2) == [[3.0, 21.0]] * 2
+
+
+def test_wrong_arguments_are_refused_in_the_same_words(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(refused, ranks=2) == run_virtual(refused, 2)
+
+
+def test_a_group_of_one_needs_no_backend(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(alone_in_a_group, ranks=2) == [("SoloCommunicator", (0,)), ("SoloCommunicator", (1,))]
+
+
+# Failures.
+
+
+def test_a_peer_that_dies_is_told_as_gone(gloo_pool: GlooPool) -> None:
+    survivor, dead = gloo_pool.outcomes(lose_the_other, ranks=2)
+    assert str(dead.error) == "rank 1 died with exit code 3"
+    assert survivor.error is None
+    for verb, message in survivor.value.items():
+        assert message.startswith(f"rank 0: {verb} in group [0, 1] failed: another rank is gone")
+
+
+def test_a_peer_that_does_not_come_is_told_after_the_timeout(gloo_pool: GlooPool) -> None:
+    waited, _ = gloo_pool.run(come_alone, ranks=2, group_timeout_s=0.5)
+    for verb, message in waited.items():
+        assert message.startswith(f"rank 0: {verb} in group [0, 1] failed: another rank did not come within 0.5 s")
+
+
+# Connecting.
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    yield monkeypatch
+    disconnect()
+
+
+def set_environment(launcher: pytest.MonkeyPatch, **values: object) -> None:
+    for name, value in values.items():
+        launcher.setenv(name, str(value))
+
+
+@pytest.mark.usefixtures("launcher")
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    comm = connect(device="cpu")
+    assert isinstance(comm, SoloCommunicator)
+    assert (comm.rank, comm.size, comm.ranks, comm.device) == (0, 1, (0,), torch.device("cpu"))
+    assert not dist.is_initialized()
+    disconnect()
+    disconnect()
+
+
+def test_a_launcher_may_start_one_rank(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(kind_of_world, ranks=1) == [("SoloCommunicator", 1, (0,), True)]
+
+
+def test_connecting_again_gives_the_same_world(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(kind_of_world, ranks=2) == [("TorchCommunicator", 2, (0, 1), True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"RANK": 0}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": 2, "MASTER_ADDR": "x"}, "RANK, MASTER_PORT"),
+    ],
+)
+def test_an_incomplete_environment_is_named(
+    launcher: pytest.MonkeyPatch, given: dict[str, object], missing: str
+) -> None:
+    set_environment(launcher, **given)
+    with pytest.raises(CommunicationError, match=f"{missing} not set"):
+        connect(device="cpu")
+
+
+def test_a_rank_that_is_no_number_is_refused(launcher: pytest.MonkeyPatch) -> None:
+    set_environment(launcher, RANK="first", WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
+    with pytest.raises(CommunicationError, match=r"rank first of 2 cannot join at 127\.0\.0\.1:1"):
+        connect(device="cpu")
+
+
+def test_a_port_in_use_is_named(launcher: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        set_environment(launcher, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with pytest.raises(CommunicationError, match=f"rank 0 cannot listen on 127.0.0.1:{port}: the port is in use"):
+            connect(device="cpu", timeout_s=5)
+    assert not dist.is_initialized()
+
+
+def test_others_that_never_come_are_told_after_the_timeout(launcher: pytest.MonkeyPatch) -> None:
+    set_environment(launcher, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=0)
+    with pytest.raises(CommunicationError, match="rank 0 of 2 waited in vain for the others"):
+        connect(device="cpu", timeout_s=0.5)
+
+
+@pytest.mark.usefixtures("launcher")
+def test_nccl_without_a_gpu_is_refused() -> None:
+    with pytest.raises(CommunicationError, match="'nccl' needs a CUDA device"):
+        connect("nccl", device="cpu")
+
+
+def same(ours: list[Results], theirs: list[Results]) -> None:
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine.keys() == other.keys()
+        for name, tensor in mine.items():
+            assert tensor.dtype == other[name].dtype, f"{name} on rank {rank}"
+            assert torch.equal(tensor, other[name]), f"{name} on rank {rank}: {tensor} is not {other[name]}"
