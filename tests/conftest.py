@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gloo_pool import GlooPool
 
 # A deadline would be an assertion about time.
-settings.register_profile("paceline", deadline=None)
+settings.register_profile("paceline", deadline=None, max_examples=50)
 settings.load_profile("paceline")
 
 

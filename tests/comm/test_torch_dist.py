@@ -14,7 +14,7 @@ from gloo_pool import GlooPool
 
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.torch_dist import connect, disconnect
+from paceline.comm.torch_dist import TorchCommunicator, connect, disconnect
 from paceline.comm.virtual import run_virtual
 from paceline.errors import CommunicationError, UsageError
 
@@ -186,14 +186,19 @@ def lose_the_other(comm: Communicator) -> dict[str, str]:
 
 def come_alone(comm: Communicator) -> dict[str, str]:
     """Rank 0 waits for rank 1, which is alive but does something else until it hears that rank 0 gave up."""
-    group, store = comm.split([0, 1]), dist.distributed_c10d._get_default_store()
+    store, world = dist.distributed_c10d._get_default_store(), dist.group.WORLD
+    assert world is not None
+    comm.barrier()
     messages: dict[str, str] = {}
     if comm.rank == 1:
         store.wait(["rank 0 gave up"], datetime.timedelta(seconds=20))
         return messages
+    # The timeout becomes short only now, so that a busy machine has time to start.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), world)
+    impatient = TorchCommunicator(world, comm.device, timeout_s=0.5)
     attempts = {
-        "all_reduce": lambda: group.all_reduce(torch.ones(1)).wait(),
-        "split([0, 1])": lambda: comm.split([0, 1]),
+        "split([0, 1])": lambda: impatient.split([0, 1]),
+        "all_reduce": lambda: impatient.all_reduce(torch.ones(1)).wait(),
     }
     for verb, attempt in attempts.items():
         with pytest.raises(CommunicationError) as caught:
@@ -238,23 +243,6 @@ def test_wrong_arguments_are_refused_in_the_same_words(gloo_pool: GlooPool) -> N
 
 def test_a_group_of_one_needs_no_backend(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(alone_in_a_group, ranks=2) == [("SoloCommunicator", (0,)), ("SoloCommunicator", (1,))]
-
-
-# Failures.
-
-
-def test_a_peer_that_dies_is_told_as_gone(gloo_pool: GlooPool) -> None:
-    survivor, dead = gloo_pool.outcomes(lose_the_other, ranks=2)
-    assert str(dead.error) == "rank 1 died with exit code 3"
-    assert survivor.error is None
-    for verb, message in survivor.value.items():
-        assert message.startswith(f"rank 0: {verb} in group [0, 1] failed: another rank is gone")
-
-
-def test_a_peer_that_does_not_come_is_told_after_the_timeout(gloo_pool: GlooPool) -> None:
-    waited, _ = gloo_pool.run(come_alone, ranks=2, group_timeout_s=0.5)
-    for verb, message in waited.items():
-        assert message.startswith(f"rank 0: {verb} in group [0, 1] failed: another rank did not come within 0.5 s")
 
 
 # Connecting.
@@ -333,6 +321,23 @@ def test_others_that_never_come_are_told_after_the_timeout(launcher: pytest.Monk
 def test_nccl_without_a_gpu_is_refused() -> None:
     with pytest.raises(CommunicationError, match="'nccl' needs a CUDA device"):
         connect("nccl", device="cpu")
+
+
+# Failures.
+
+
+def test_a_peer_that_does_not_come_is_told_after_the_timeout(gloo_pool: GlooPool) -> None:
+    waited, _ = gloo_pool.run(come_alone, ranks=2)
+    for verb, message in waited.items():
+        assert message.startswith(f"rank 0: {verb} in group [0, 1] failed: another rank did not come within 0.5 s")
+
+
+def test_a_peer_that_dies_is_told_as_gone(gloo_pool: GlooPool) -> None:
+    survivor, dead = gloo_pool.outcomes(lose_the_other, ranks=2)
+    assert str(dead.error) == "rank 1 died with exit code 3"
+    assert survivor.error is None
+    for verb, message in survivor.value.items():
+        assert message.startswith(f"rank 0: {verb} in group [0, 1] failed: another rank is gone")
 
 
 def same(ours: list[Results], theirs: list[Results]) -> None:

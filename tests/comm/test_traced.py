@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.clock import HostMark
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
@@ -107,9 +106,6 @@ def test_waits_are_the_time_that_compute_stood_still() -> None:
     assert wrapped.trace.take_waits() == []
     assert len(waits) == len(wrapped.trace.operations) == 4
     for (start, end), operation in zip(waits, wrapped.trace.operations, strict=True):
-        assert isinstance(start, HostMark)
-        assert isinstance(end, HostMark)
-        assert operation.start_s <= start.at <= end.at <= operation.end_s
         assert 0 <= end.seconds_since(start) <= operation.end_s - operation.start_s
 
 

@@ -412,6 +412,64 @@ def test_buffer_policy(policy: Any) -> None:
     assert torch.equal(first, second) == (policy == "broadcast")
 
 
+def test_a_rank_without_samples_shares_buffers_too() -> None:
+    def work(comm: Communicator) -> torch.Tensor:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2)).double()
+        engine = parallelize(module, comm)
+        for step in range(3):
+            if comm.rank == 1 and step != 1:
+                engine.reduce_gradients()
+            else:
+                engine(data(step)[0]).sum().backward()
+        return module[1].get_buffer("running_mean").clone()
+
+    first, second = run_virtual(work, ranks=2)
+    assert first.isfinite().all()
+    assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_overlap_changes_no_numbers(overlap: bool) -> None:
+    def work(comm: Communicator) -> dict[str, torch.Tensor | None]:
+        engine = parallelize(make(Reused), comm, bucket_mb=1e-4, first_bucket_mb=5e-5, overlap=overlap)
+        for _ in range(3):
+            engine.module.zero_grad()
+            x, y = (t.split(6)[comm.rank] for t in data(0))
+            (summed_loss(engine(x), y) * engine.loss_scale(6)).backward()
+        return snapshot(engine.module)
+
+    expected = reference(Reused, steps=1, clip=None)[0][0]
+    for grads in run_virtual(work, ranks=2):
+        torch.testing.assert_close(grads, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_an_extra_arrival_is_refused_with_overlap_and_right_without() -> None:
+    class Changing(Reentrant):
+        num_uses = 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.first(x))
+            for _ in range(self.num_uses):
+                hidden = checkpoint(self.middle, torch.tanh(hidden), use_reentrant=True)
+            return self.second(hidden)
+
+    def work(comm: Communicator, overlap: bool) -> torch.Tensor:
+        module = make(Changing)
+        engine = parallelize(module, comm, overlap=overlap)
+        for uses in (1, 1, 3):
+            module.num_uses = uses  # type: ignore[assignment]
+            module.zero_grad()
+            engine(data(comm.rank)[0].requires_grad_()).sum().backward()
+        gradient = module.get_submodule("middle").weight.grad
+        assert isinstance(gradient, torch.Tensor)
+        return gradient.clone()
+
+    assert "overlap = false" in refusal(lambda comm: work(comm, overlap=True))
+    first, second = run_virtual(lambda comm: work(comm, overlap=False), ranks=2)
+    assert torch.equal(first, second)
+
+
 def test_unfreezing_rebuilds_the_buckets() -> None:
     def work(comm: Communicator) -> list[bool]:
         engine = parallelize(make(Frozen), comm)

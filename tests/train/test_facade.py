@@ -369,6 +369,7 @@ def test_metrics_are_read_when_asked_for_and_once() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_on_cuda_does_not_wait_for_the_device() -> None:
     trainer = DistributedTrainer(
         make_model(),

@@ -137,6 +137,7 @@ class TorchCommunicator:
         self._timeout_s = timeout_s
         self._rank = dist.get_rank(group)
         self._ranks = tuple(dist.get_process_group_ranks(group))
+        self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
     @property
     def rank(self) -> int:
@@ -160,7 +161,12 @@ class TorchCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks."""
-        return self._issue("all_reduce", dist.all_reduce, tensor.detach(), op=_OPS[op])
+        # The group's own method: the module-level function costs 40 us more, on every bucket of every step.
+        try:
+            work = self._group.allreduce([tensor.detach()], self._all_reduce_options[op])
+        except RuntimeError as error:
+            raise CommunicationError(self._explain("all_reduce", error)) from error
+        return _TorchWork(work, self, "all_reduce", tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction into ``output``."""
@@ -267,6 +273,14 @@ def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     return group
+
+
+def _all_reduce_options(op: Any) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    if hasattr(options, "asyncOp"):  # torch 2.7 and newer: on CUDA, use the backend's own stream
+        options.asyncOp = True
+    return options
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -243,8 +243,8 @@ class VirtualCommunicator:
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
 
         def carry_out(arrivals: list[_Arrival]) -> None:
-            result = _reduce([a.tensors[1] for a in arrivals], op).view(-1)
-            for piece, arrival in zip(result.tensor_split(len(arrivals)), arrivals, strict=True):
+            result = _reduce([a.tensors[1] for a in arrivals], op).view(len(arrivals), -1)
+            for piece, arrival in zip(result, arrivals, strict=True):
                 arrival.tensors[0].data.view(-1).copy_(piece)
 
         return self._meet("reduce_scatter", op, carry_out, output, tensor)

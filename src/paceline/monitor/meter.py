@@ -20,6 +20,8 @@ from paceline.clock import DeviceClock, Mark, on_device
 from paceline.comm.traced import Trace
 from paceline.monitor.records import StepRecord
 
+_DRAIN_STEPS = 16
+_DRAIN_S = 0.2
 _MEMORY_EVERY = 20  # steps; asking CUDA's allocator takes longer than all the rest here
 
 
@@ -40,7 +42,7 @@ class StepFacts:
 @dataclass(slots=True)
 class _Pending:
     facts: StepFacts
-    values: torch.Tensor
+    values: list[float] | torch.Tensor
     start: Mark
     laps: list[tuple[str, Mark, list[tuple[Mark, Mark]]]]
     memory_bytes: int
@@ -77,9 +79,15 @@ class StepMeter:
         # The copy to the host is ordered before this mark: once it is past, the values can be read.
         end = self._clock.mark()
         pending = _Pending(facts, values, self._start, self._laps, self._memory_bytes, time.time())
-        pending.laps.append(("other", end, []))
+        pending.laps.append(("other", end, self._trace.take_waits()))
         self._pending.append(pending)
         self._start, self._laps = end, []
+
+    def is_due(self) -> bool:
+        """Says whether it is time to drain: short steps are read many at once, which costs less than one by one."""
+        if not self._pending:
+            return False
+        return len(self._pending) >= _DRAIN_STEPS or time.time() - self._pending[0].time > _DRAIN_S
 
     def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
         """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""
@@ -87,9 +95,11 @@ class StepMeter:
             yield _record(self._pending.popleft())
 
 
-def _on_host(facts: StepFacts) -> torch.Tensor:
+def _on_host(facts: StepFacts) -> list[float] | torch.Tensor:
     """Starts the copy of a step's numbers to the host; on CUDA nothing here waits for the device."""
     parts = [facts.loss_sum, facts.count, facts.grad_norm if facts.grad_norm is not None else 0.0]
+    if facts.loss_sum.device.type == "cpu":
+        return [float(part) for part in parts]
     stacked = torch.stack([on_device(part, facts.loss_sum.device) for part in parts])
     return stacked.to("cpu", non_blocking=True)
 
@@ -99,12 +109,15 @@ def _record(pending: _Pending) -> StepRecord:
     phases = {"data": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0, "other": 0.0}
     comm_s, last = 0.0, pending.start
     for phase, mark, waits in pending.laps:
-        waited = sum(end.seconds_since(start) for start, end in waits)
+        waited = 0.0
+        for start, end in waits:
+            waited += end.seconds_since(start)
         phases[phase] += mark.seconds_since(last) - waited
         comm_s += waited
         last = mark
     step_s = last.seconds_since(pending.start)
-    loss_sum, count, grad_norm = pending.values.tolist()
+    values = pending.values
+    loss_sum, count, grad_norm = values if isinstance(values, list) else values.tolist()
     return StepRecord(
         step=facts.step,
         epoch=facts.epoch,

@@ -124,6 +124,32 @@ class TensorBoardSink:
         self._writer.add_event(self._events.Event(step=record.step, wall_time=record.time, **content))
 
 
+class Strided:
+    """Passes on every n-th step, two a second at most, and all other records: curves need fewer points than records."""
+
+    def __init__(self, sink: Sink, every: int, *, least_s: float = 0.5) -> None:
+        self._sink = sink
+        self._every = every
+        self._least_s = least_s
+        self._last_time = float("-inf")
+
+    def write(self, record: Record) -> None:
+        """Writes the record if it is due."""
+        if isinstance(record, StepRecord):
+            if record.step % self._every or record.time - self._last_time < self._least_s:
+                return
+            self._last_time = record.time
+        self._sink.write(record)
+
+    def flush(self) -> None:
+        """Flushes the sink."""
+        self._sink.flush()
+
+    def close(self) -> None:
+        """Closes the sink."""
+        self._sink.close()
+
+
 class Fanout:
     """Writes every record to several sinks, in their order."""
 

@@ -59,6 +59,9 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], sourc
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     """Iterates over the tensors of a module's output: in tuples, lists, dicts and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -34,26 +34,29 @@ def bucket_parameters(
 ) -> list[tuple[int, ...]]:
     """Groups parameters (by index) into buckets, in the order in which the buckets will be complete.
 
-    A bucket is closed when the next parameter would take it over its limit; a parameter over the limit travels alone.
-    Each index of ``arrival`` is in exactly one bucket.
+    A bucket is closed when it has reached its limit; a parameter that alone reaches the limit of a full bucket travels
+    alone. Each index of ``arrival`` is in exactly one bucket.
     """
     closed: list[tuple[int, ...]] = []
     open_buckets: dict[str, list[int]] = {}
     filled: dict[str, int] = {}
     for index in arrival:
         kind, num_bytes = sizes[index].kind, sizes[index].num_bytes
-        limit = policy.bucket_bytes if closed else min(policy.first_bucket_bytes, policy.bucket_bytes)
+        if num_bytes >= policy.bucket_bytes:
+            closed.append((index,))
+            continue
         bucket = open_buckets.setdefault(kind, [])
-        if bucket and filled[kind] + num_bytes > limit:
+        bucket.append(index)
+        filled[kind] = filled.get(kind, 0) + num_bytes
+        limit = policy.bucket_bytes if closed else min(policy.first_bucket_bytes, policy.bucket_bytes)
+        if filled[kind] >= limit:
             closed.append(tuple(bucket))
             bucket.clear()
             filled[kind] = 0
-        bucket.append(index)
-        filled[kind] = filled.get(kind, 0) + num_bytes
-    # What is still open ends with the backward pass; whichever saw its last parameter first goes first.
+    # What is still open ends with the backward pass, or stays as it is; whichever is complete first goes first.
     place = {index: order for order, index in enumerate(arrival)}
-    closed.extend(sorted((tuple(b) for b in open_buckets.values() if b), key=lambda b: place[b[-1]]))
-    return closed
+    closed += [tuple(bucket) for bucket in open_buckets.values() if bucket]
+    return sorted(closed, key=lambda bucket: place[bucket[-1]])
 
 
 def arrival_order(observed: Sequence[int], num_parameters: int) -> list[int]:

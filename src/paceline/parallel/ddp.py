@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from paceline.clock import on_device
-from paceline.comm.base import DONE, Communicator, Work
+from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.errors import UsageError
 from paceline.layout import FlatLayout, flat_layout, row_major
 from paceline.parallel.agree import broadcast_tensors, tensors_in
@@ -37,6 +37,7 @@ from paceline.parallel.buckets import BucketPolicy, ParameterSize, arrival_order
 
 BufferPolicy = Literal["broadcast", "local"]
 _ALIGN = 32  # elements: keeps every view on a cache line, whatever the dtype
+_LARGE_BYTES = 2**18  # about what a second-level cache holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,33 +66,62 @@ class _Bucket:
         )
         self.buffer: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
+        self.flags = torch.empty(0)
+        self._is_in = [False] * len(members)
 
     @property
     def adopts(self) -> bool:
         """Whether the bucket's buffer is the gradient itself, wherever autograd put it."""
         return len(self.members) == 1 and self.num_flags == 0
 
-    def fill(self) -> torch.Tensor:
-        """Brings the gradients into the buffer, zeros for those that are missing, and returns the buffer."""
+    def reset(self) -> None:
+        """Forgets the step: no gradient has arrived."""
+        self.work = None
+        self.num_missing = len(self.members)
+        self._is_in = [False] * len(self.members)
+        if self.adopts:  # the gradient is its parameter's again: zero_grad() must free it
+            self.buffer = None
+
+    def bring_in(self, position: int, scale: float) -> None:
+        """Moves one gradient times ``scale`` into the buffer, in one pass."""
+        if self.buffer is None:
+            self._allocate()
+        parameter, view = self.parameters[position], self.views[position]
+        assert parameter.grad is not None
+        torch.mul(parameter.grad, scale, out=view)
+        parameter.grad = view
+        self._is_in[position] = True
+
+    def fill(self, scale: float) -> torch.Tensor:
+        """Brings in what is not in yet, all at once, zeros for gradients that are missing; returns the buffer."""
         if self.adopts:
             self.buffer = _adopt(self.parameters[0], self.layout.slots[0].stride)
-            return self.buffer
+            return self.buffer.mul_(scale) if scale != 1.0 else self.buffer
         if self.buffer is None:
-            device = self.parameters[0].device
-            self.buffer = torch.zeros(self.layout.length, dtype=self.parameters[0].dtype, device=device)
-            self.views = [slot.view(self.buffer) for slot in self.layout.slots]
-        targets, sources = [], []
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+            self._allocate()
+        views, targets, sources = [], [], []
+        for parameter, view, is_in in zip(self.parameters, self.views, self._is_in, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
-            elif gradient is not view:
-                targets.append(view)
-                sources.append(gradient)
-                parameter.grad = view
+            elif not is_in:
+                views.append(view)
+                if gradient is not view:
+                    targets.append(view)
+                    sources.append(gradient)
+                    parameter.grad = view
         if targets:
             torch._foreach_copy_(targets, sources)
+        if scale != 1.0 and views:
+            torch._foreach_mul_(views, scale)
+        assert self.buffer is not None
         return self.buffer
+
+    def _allocate(self) -> None:
+        first = self.parameters[0]
+        self.buffer = torch.zeros(self.layout.length, dtype=first.dtype, device=first.device)
+        self.views = [slot.view(self.buffer) for slot in self.layout.slots]
+        self.flags = self.buffer[self.layout.length - self.num_flags :]  # travel behind the gradients
 
     def gradient(self, position: int) -> torch.Tensor:
         """Returns the reduced gradient of the bucket's n-th parameter."""
@@ -100,11 +130,6 @@ class _Bucket:
             slot = self.layout.slots[0]
             return self.buffer.as_strided(slot.shape, slot.stride)
         return self.views[position]
-
-    def flags(self) -> torch.Tensor:
-        """Returns the flags that travel behind the gradients."""
-        assert self.buffer is not None
-        return self.buffer[self.layout.length - self.num_flags :]
 
 
 def _adopt(parameter: nn.Parameter, stride: tuple[int, ...]) -> torch.Tensor:
@@ -137,15 +162,22 @@ class DataParallel:
         self._parameters = [parameter for _, parameter in named]
         persistent = module.state_dict(keep_vars=True)
         self._buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
+        # NCCL averages while it reduces. Gloo would take a second pass over the sum, so on a CPU the division is part
+        # of the pass that brings the gradients into the bucket.
+        is_cpu = comm.device.type == "cpu"
+        self._reduction: ReduceOp = "sum" if is_cpu else "avg"
+        self._scale = 1.0 / comm.size if is_cpu else 1.0
         self._is_syncing = True
         self._trainable: list[int] = []
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._place_of: dict[int, tuple[_Bucket, int]] = {}
+        self._moved_at_once: set[int] = set()
         self._next_bucket = 0
         self._observed: list[int] = []
         self._expected: list[int] | None = None
         self._arrived: list[int] = []
         self._is_backward_known = False
+        self._has_shared_buffers = False
         self._hooked: set[int] = set()
         if comm.size > 1:
             self._build(None)
@@ -218,8 +250,11 @@ class DataParallel:
         Runs by itself at the end of every synchronised backward. A rank that has no backward to run in this step (it
         got no samples) calls it, so that the others do not wait for it.
         """
-        if self._is_syncing and self.comm.size > 1:
-            self._finish()
+        if not self._is_syncing or self.comm.size == 1:
+            return
+        if self.module.training and not self._has_shared_buffers:
+            self._share_buffers()  # as the others did in their forward
+        self._finish()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU under their own names; empty on the others if rank 0 only."""
@@ -274,14 +309,18 @@ class DataParallel:
         if self._expected is None:
             self._observed.append(index)
             return
-        bucket = self._bucket_of[index]
+        if not self.policy.overlap:
+            return
         if self._arrived[index] == self._expected[index]:
+            bucket, position = self._place_of[index]
+            if index in self._moved_at_once:
+                bucket.bring_in(position, self._scale)
             bucket.num_missing -= 1
             if bucket.num_missing == 0:
                 self._launch_complete()
-        elif bucket.work is not None:
+        elif self._arrived[index] > self._expected[index] > 0:
             raise UsageError(
-                f"{self._names[index]} got a gradient after its bucket had left: it arrived "
+                f"{self._names[index]} got a gradient after it was counted in: it arrived "
                 f"{self._arrived[index]} times in this backward, {self._expected[index]} times in the first one\n"
                 "  with overlap, every step must visit a parameter as often as the first one did\n"
                 "  set comm.overlap = false (parallelize(..., overlap=False))"
@@ -300,21 +339,19 @@ class DataParallel:
 
     def _launch_complete(self) -> None:
         """Sends the buckets that are complete, in order: a bucket waits for those before it."""
-        if not self.policy.overlap:
-            return
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_missing == 0:
             self._launch(self._buckets[self._next_bucket])
             self._next_bucket += 1
 
     def _launch(self, bucket: _Bucket) -> None:
         used = [self._parameters[i].grad is not None for i in self._trainable] if bucket.num_flags else []
-        buffer = bucket.fill()
+        buffer = bucket.fill(self._scale)
         if bucket.num_flags:
             if all(used):
-                bucket.flags().fill_(1.0)
+                bucket.flags.fill_(1.0)
             else:  # staged by the driver at once, so the host need not wait for the device
-                bucket.flags().copy_(torch.tensor(used, dtype=buffer.dtype), non_blocking=True)
-        bucket.work = self.comm.all_reduce(buffer, "avg") if buffer.numel() else DONE
+                bucket.flags.copy_(torch.tensor(used, dtype=buffer.dtype), non_blocking=True)
+        bucket.work = self.comm.all_reduce(buffer, self._reduction) if buffer.numel() else DONE
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -329,17 +366,16 @@ class DataParallel:
             self._settle(missing)
         if self._expected is None:
             self._learn()
-        else:
-            self._expected = [now or before for now, before in zip(self._expected, self._arrived, strict=True)]
+        elif 0 in self._expected:
+            self._expected = [before or now for before, now in zip(self._expected, self._arrived, strict=True)]
         self._reset()
 
     def _settle(self, missing: list[int]) -> None:
         """Gives parameters that this rank did not use the gradient of the ranks that did. Reads the flags: a sync."""
-        used = dict(zip(self._trainable, (self._buckets[-1].flags() > 0).tolist(), strict=True))
+        used = dict(zip(self._trainable, (self._buckets[-1].flags > 0).tolist(), strict=True))
         for index in missing:
-            bucket = self._bucket_of[index]
-            gradient = bucket.gradient(bucket.members.index(index))
-            self._parameters[index].grad = gradient if used[index] else None
+            bucket, position = self._place_of[index]
+            self._parameters[index].grad = bucket.gradient(position) if used[index] else None
 
     def _learn(self) -> None:
         """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
@@ -372,20 +408,26 @@ class DataParallel:
             _Bucket(list(group), [self._parameters[i] for i in group], num_flags=num_flags if i == last else 0)
             for i, group in enumerate(groups)
         ]
-        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.members}
+        self._place_of = {i: (bucket, place) for bucket in self._buckets for place, i in enumerate(bucket.members)}
+        # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
+        # call after a matrix product pays for cold code.
+        self._moved_at_once = {
+            i for b in self._buckets for i in b.members if not b.adopts and sizes[i].num_bytes >= _LARGE_BYTES
+        }
+        if self._scale == 1.0:
+            self._moved_at_once.clear()
         self._reset()
 
     def _reset(self) -> None:
         for bucket in self._buckets:
-            bucket.work = None
-            bucket.num_missing = len(bucket.members)
-            if bucket.adopts:  # the gradient is its parameter's again: zero_grad() must free it
-                bucket.buffer = None
+            bucket.reset()
+        self._has_shared_buffers = False
         self._next_bucket = 0
         self._observed = []
         self._arrived = [0] * len(self._parameters)
         self._is_backward_known = False
 
     def _share_buffers(self) -> None:
+        self._has_shared_buffers = True
         if self.policy.buffers == "broadcast":
             broadcast_tensors(self.comm, self._buffers)

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.checkpoint import TrainingState, copy_checkpoint, list_checkpoints
 from paceline.checkpoint import load_checkpoint as read_checkpoint
 from paceline.checkpoint import save_checkpoint as write_checkpoint
+from paceline.clock import on_device
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.torch_dist import connect
@@ -173,7 +174,7 @@ class DistributedTrainer:
         """
         self._use(optimizer)
         self._timer.start()
-        total = self._device_count(self._pending_samples)
+        total = on_device(self._pending_samples, self.engine.comm.device)
         self.engine.comm.all_reduce(total).wait()
         has_gradients = total.item() > 0  # sync point
         if has_gradients:
@@ -296,7 +297,7 @@ class DistributedTrainer:
 
     def _update(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """Weighs the reduced gradients, clips them, and updates; returns the norm, if it was asked for."""
-        weigh_gradients(self.engine, self._device_count(self._pending_samples))
+        weigh_gradients(self.engine, self._pending_samples)
         clip = self.gradient_clip_val
         norm = None if clip is None else self.engine.clip_grad_norm_(clip)
         optimizer.step()
@@ -310,10 +311,6 @@ class DistributedTrainer:
         for parameter in self.engine.parameters():
             parameter.grad = None
         self._num_pending = self._pending_samples = 0
-
-    def _device_count(self, count: int) -> torch.Tensor:
-        # Filled on the device: a number copied to it would hold the host until the device has caught up.
-        return torch.full((1,), count, dtype=torch.float64, device=self.engine.comm.device)
 
     # Checkpoints.
 

@@ -5,7 +5,7 @@ Progress counts optimizer steps or samples, never microbatches or a rank's own s
 
     warm-up     after / w                          while before < w
     constant    1
-    linear      1 - (1 - final) t
+    linear      final + (1 - final) (1 - t)
     cosine      final + (1 - final) (1 + cos pi t) / 2
     one_cycle   cosine from 1/25 up to 1 over w (30 % of the length if w is 0), then cosine down to final
 """
@@ -39,7 +39,7 @@ class Schedule:
             return min(1.0, after / self.warmup)
         t = min(1.0, (before - self.warmup) / max(self.length - self.warmup, 1e-12))
         if self.kind == "linear":
-            return 1.0 - (1.0 - self.final_ratio) * t
+            return self.final_ratio + (1.0 - self.final_ratio) * (1.0 - t)
         if self.kind == "cosine":
             return _cosine(1.0, self.final_ratio, t)
         return 1.0

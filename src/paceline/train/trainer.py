@@ -134,7 +134,8 @@ class Trainer:
             for batch in batches:
                 meter.lap("data")
                 result = self._step(batch)
-                self.flush()
+                if meter.is_due():
+                    self.flush()
                 yield result
         finally:
             batches.close()

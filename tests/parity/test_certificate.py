@@ -1,0 +1,503 @@
+"""The certificate: what passes, what fails and where, and what is refused because it cannot be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gloo_pool import GlooPool
+from torch import nn
+
+import paceline
+from paceline.cli.verify import BUILT_IN
+from paceline.comm.base import Communicator
+from paceline.config import Config, config_from_dict
+from paceline.errors import CollectiveMismatchError, NotYetError, RankFailedError, UsageError
+from paceline.parity import certificate as certificates
+from paceline.parity.case import ConfigCase, FunctionCase, cut, num_samples
+from paceline.parity.certificate import Certificate, certify, compare
+from paceline.parity.locate import difference
+from paceline.parity.runs import Settings, StepValues, run_distributed, run_reference
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def make_batch(step: int, size: int = 11) -> Batch:
+    generator = torch.Generator().manual_seed(40 + step)
+    return torch.randn(size, 5, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, nesterov=True)
+
+
+def summed(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Counts the samples of class 0 twice."""
+    weights = torch.where(targets == 0, 2.0, 1.0).to(outputs)
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return (losses * weights).sum(), weights.sum()  # type: ignore[return-value]
+
+
+# What passes.
+
+
+def built_in(name: str) -> Config:
+    return config_from_dict({**BUILT_IN[name], "train": {"dtype": "float64"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "accumulate"), [("mlp", 4, 1), ("mlp", 2, 3), ("gpt", 4, 1), ("gpt", 2, 2), ("resnet", 3, 2)]
+)
+def test_built_in_cases_pass(name: str, ranks: int, accumulate: int) -> None:
+    """Several buckets, tied weights, convolutions; a batch that no two shares divide alike."""
+    case = ConfigCase(built_in(name), batch=2 * ranks * accumulate + 1)
+    found = certify(case, Settings(ranks=ranks, steps=2, accumulate=accumulate))
+    assert found.passed
+    assert found.divergence is None
+    assert 0.0 < found.max_abs_error < 1e-12  # not zero: two runs were compared, not one with itself
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, summed], ids=["mean", "sum and count"])
+@pytest.mark.parametrize("optimizer", [None, make_sgd], ids=["default", "sgd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ranks": 1},
+        {"ranks": 3, "accumulate": 4},
+        {"ranks": 7, "accumulate": 2},  # 14 parts for 11 samples
+        {"clip": None},
+        {"clip": 1e-3},
+        {"steps": 1},
+    ],
+    ids=str,
+)
+def test_a_users_functions_pass(options: dict[str, Any], optimizer: Any, loss: Callable[..., Any]) -> None:
+    found = paceline.verify(make_model, make_batch, loss, make_optimizer=optimizer, **options)
+    assert found.passed, found.divergence
+    assert found.max_abs_error < 1e-13
+
+
+def test_a_loss_may_have_one_element() -> None:
+    def mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets).reshape(1)
+
+    def pair(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return F.cross_entropy(outputs, targets, reduction="sum").reshape(1), len(targets)
+
+    assert paceline.verify(make_model, make_batch, mean, ranks=2).passed
+    assert paceline.verify(make_model, make_batch, pair, ranks=2).passed
+
+
+def test_dropout_is_switched_off() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(make_model(), nn.Dropout(0.5))
+
+    assert paceline.verify(model, make_batch, F.cross_entropy, ranks=2).passed
+
+
+class Remembers(nn.Module):
+    """Lets the first sample of a batch change what the next batch gives; rank 0 has it, the others need it sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("level", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x) * self.level.clone()
+        if self.training:
+            self.level.copy_(x[0, :1].detach().abs() + 0.5)
+        return output
+
+
+def test_buffers_that_move_are_not_taken_for_randomness() -> None:
+    assert paceline.verify(Remembers, make_batch, F.cross_entropy, ranks=3).passed
+
+
+def test_the_callers_functions_are_asked_for_each_step() -> None:
+    asked = []
+
+    def batch(step: int) -> Batch:
+        asked.append(step)
+        return make_batch(step)
+
+    paceline.verify(make_model, batch, F.cross_entropy, ranks=2, steps=3)
+    assert sorted(asked) == sorted([0, 1, 2] * 3)  # one process and two ranks
+
+
+def test_ragged_last_batches_and_few_samples() -> None:
+    assert paceline.verify(make_model, lambda step: make_batch(step, 1), F.cross_entropy, ranks=4).passed
+    assert paceline.verify(make_model, lambda step: make_batch(step, 9 - 3 * step), F.cross_entropy, ranks=4).passed
+
+
+# The certificate itself.
+
+
+def test_a_certificate_says_what_was_verified() -> None:
+    found = paceline.verify(make_model, make_batch, F.cross_entropy, ranks=3, steps=2, accumulate=2, clip=0.5)
+    assert (found.strategy, found.ranks, found.backend, found.steps) == ("ddp", 3, "virtual", 2)
+    assert (found.accumulate, found.clip, found.batch, found.dtype) == (2, 0.5, 11, "float64")
+    assert found.num_parameters == 5 * 6 + 6 + 6 * 4 + 4 + 4 * 3 + 3
+    assert found.tolerance == certificates.TOLERANCE == 1e-10
+    assert found.max_abs_error == found.errors.largest
+    assert found.seconds > 0
+
+
+def test_a_certificate_is_json() -> None:
+    good = paceline.verify(make_model, make_batch, F.cross_entropy, ranks=2, steps=1)
+    bad = paceline.verify(normed, make_batch, F.cross_entropy, ranks=2, steps=1)
+    for found in (good, bad):
+        values = json.loads(json.dumps(found.to_json()))
+        assert set(values) == {field.name for field in dataclasses.fields(Certificate)}
+        assert values["passed"] is found.passed
+        assert set(values["errors"]) == {"loss", "gradients", "norm", "parameters"}
+    assert good.to_json()["divergence"] is None
+    assert bad.to_json()["divergence"] == dataclasses.asdict(bad.divergence)  # type: ignore[arg-type]
+
+
+def test_tolerance_decides() -> None:
+    strict = paceline.verify(make_model, make_batch, F.cross_entropy, ranks=3, tolerance=1e-30)
+    assert not strict.passed
+    assert strict.divergence is not None
+    assert not paceline.verify(normed, make_batch, F.cross_entropy, ranks=2, steps=1).passed
+    assert paceline.verify(normed, make_batch, F.cross_entropy, ranks=2, steps=1, tolerance=10.0).passed
+
+
+# What fails, and where.
+
+
+def normed() -> nn.Module:
+    layers = [nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)]
+    return nn.Sequential(*layers, nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (4, 1), (2, 2)])
+def test_batch_norm_fails_and_the_first_one_is_named(ranks: int, accumulate: int) -> None:
+    found = paceline.verify(
+        normed, lambda step: make_batch(step, 17), F.cross_entropy, ranks=ranks, accumulate=accumulate
+    )
+    assert not found.passed
+    assert found.divergence is not None
+    assert (found.divergence.module, found.divergence.what, found.divergence.step) == ("3", "forward", 0)
+    assert found.divergence.error > 1e-3
+    assert "BatchNorm" in found.divergence.hint
+    assert "use GroupNorm or LayerNorm" in str(found.divergence)
+
+
+def test_batch_norm_passes_where_the_batch_is_not_cut() -> None:
+    assert paceline.verify(normed, make_batch, F.cross_entropy, ranks=1).passed
+
+
+def test_batch_norm_of_a_config_is_named_too() -> None:
+    config = config_from_dict(
+        {
+            "model": {"kind": "resnet", "depth": 18, "width": 4, "norm": "batch", "stem": "small"},
+            "data": {"kind": "synthetic_images", "samples": 64, "size": 8},
+            "train": {"dtype": "float64"},
+        }
+    )
+    case = ConfigCase(config, batch=9)
+    found = certify(case, Settings(ranks=2, steps=1))
+    assert not found.passed
+    assert found.divergence is not None
+    model = case.make_model()
+    first = next(name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d))
+    assert (found.divergence.module, found.divergence.what) == (first, "forward")
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over the batch: a mistake that no hint knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(5, 5)
+        self.centre = Centre()
+        self.after = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.centre(torch.tanh(self.before(x))))
+
+
+class Centre(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
+def test_a_module_that_mixes_samples_is_named() -> None:
+    found = paceline.verify(Centred, make_batch, F.cross_entropy, ranks=3)
+    assert found.divergence is not None
+    assert (found.divergence.module, found.divergence.what, found.divergence.hint) == ("centre", "forward", "")
+
+
+def test_a_loss_that_mixes_samples_is_found() -> None:
+    """A mean over samples that is none: its gradient depends on the cut, although every output is right."""
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets) + outputs.std(0).sum()
+
+    found = paceline.verify(make_model, make_batch, loss, ranks=2)
+    assert not found.passed
+    assert found.divergence is not None
+    assert (found.divergence.module, found.divergence.step) == ("4", 0)
+    assert found.divergence.what.startswith("gradient")
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 0), (2, 2)])
+def test_the_first_step_that_differs_is_named(step: int, expected: int) -> None:
+    """The batch of one step reaches the ranks changed: a bug that begins late."""
+
+    def batch(asked: int) -> Batch:
+        inputs, targets = make_batch(asked)
+        if asked == step and threading.current_thread().name == "rank-1":
+            inputs = inputs + 1e-3
+        return inputs, targets
+
+    found = paceline.verify(make_model, batch, F.cross_entropy, ranks=2, steps=4)
+    assert found.divergence is not None
+    assert (found.divergence.step, found.divergence.module, found.divergence.what) == (expected, "0", "forward")
+
+
+def values(**changes: Any) -> StepValues:
+    tensor = torch.ones(2, dtype=torch.float64)
+    fields: dict[str, Any] = {
+        "loss": torch.tensor(1.0),
+        "norm": torch.tensor(2.0),
+        "gradients": {"a": tensor, "b": None},
+        "parameters": {"a": tensor, "b": tensor},
+        "samples": 4,
+    }
+    return StepValues(**(fields | changes))
+
+
+def test_a_comparison_finds_each_kind_of_difference() -> None:
+    tensor = torch.ones(2, dtype=torch.float64)
+    assert compare(values(), values()).largest == 0.0
+    assert compare(values(loss=torch.tensor(1.5)), values()).loss == 0.5
+    assert compare(values(norm=torch.tensor(1.5)), values()).norm == 0.5
+    assert compare(values(gradients={"a": tensor * 3, "b": None}), values()).gradients == 2.0
+    assert compare(values(gradients={"a": None, "b": None}), values()).gradients == math.inf
+    assert compare(values(gradients={"a": tensor, "b": tensor * 0}), values()).gradients == math.inf
+    assert compare(values(parameters={"a": tensor, "b": -tensor}), values()).parameters == 2.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_differs_from_what_is(bad: float) -> None:
+    """A comparison with nan is false: no maximum and no limit may let it pass."""
+    good, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, bad])
+    assert difference(other, good) == math.inf
+    assert difference(good, other) == math.inf
+    assert difference(other, other.clone()) == 0.0
+    assert difference(torch.ones(2), torch.ones(3)) == math.inf
+    assert difference(torch.ones(0), torch.ones(0)) == 0.0
+
+
+def test_nan_on_one_rank_is_a_failure_with_a_place() -> None:
+    class Breaks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            return output * math.nan if threading.current_thread().name == "rank-1" else output
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 5), Breaks(5, 3))
+
+    found = paceline.verify(model, make_batch, F.cross_entropy, ranks=2)
+    assert not found.passed
+    assert found.max_abs_error == math.inf
+    assert found.divergence is not None
+    assert (found.divergence.module, found.divergence.what) == ("1", "forward")
+
+
+# What is refused.
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.1 * torch.randn(len(x), 3, dtype=x.dtype)
+
+
+class FunctionalDropout(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("model", [Noisy, FunctionalDropout])
+def test_random_models_are_refused(model: type[nn.Linear]) -> None:
+    with pytest.raises(UsageError, match=r"draws random numbers(?s:.*)switch dropout and noise off"):
+        paceline.verify(lambda: model(5, 3), make_batch, F.cross_entropy)
+
+
+def test_a_loss_that_is_not_finite_proves_nothing() -> None:
+    """Two runs that both give nan agree in everything, and in nothing."""
+    for broken in (math.nan, math.inf):
+        with pytest.raises(UsageError, match="loss of step 0 is"):
+            paceline.verify(make_model, make_batch, lambda o, t, b=broken: F.cross_entropy(o, t) * b)
+
+    def later(step: int) -> Batch:
+        inputs, targets = make_batch(step)
+        return (inputs * math.inf if step == 1 else inputs), targets
+
+    with pytest.raises(UsageError, match="loss of step 1 is nan"):
+        paceline.verify(make_model, later, F.cross_entropy)
+
+
+@pytest.mark.parametrize("backend", ["virtual", "gloo"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "ranks = 0"),
+        ({"steps": 0}, "steps = 0"),
+        ({"accumulate": -1}, "accumulate = -1"),
+        ({"clip": 0.0}, "clip = 0.0"),
+        ({"ranks": 0, "steps": 0, "clip": -1.0}, "ranks = 0, steps = 0, clip = -1.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    options: dict[str, Any], message: str, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "run_processes", None)  # nothing is started
+    with pytest.raises(UsageError) as refusal:
+        paceline.verify(make_model, make_batch, F.cross_entropy, backend=backend, **options)
+    assert message in str(refusal.value)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(UsageError, match="backend = 'mpi' is unknown"):
+        paceline.verify(make_model, make_batch, F.cross_entropy, backend="mpi")  # type: ignore[arg-type]
+
+
+def test_strategies_that_are_planned_or_unknown_are_refused() -> None:
+    with pytest.raises(NotYetError, match="'fsdp' is not built yet"):
+        paceline.verify(make_model, make_batch, F.cross_entropy, strategy="fsdp")
+    with pytest.raises(UsageError, match="'dpp' is unknown"):
+        paceline.verify(make_model, make_batch, F.cross_entropy, strategy="dpp")
+
+
+def test_functions_that_cannot_be_sent_are_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(certificates, "run_processes", started)
+    monkeypatch.setattr(certificates, "run_reference", started)
+    with pytest.raises(UsageError, match=r"cannot be sent there(?s:.*)use backend='virtual'"):
+        paceline.verify(make_model, make_batch, lambda o, t: F.cross_entropy(o, t), backend="gloo")
+
+
+def test_a_model_that_is_made_only_once_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(UsageError, match="parallelized already"):
+        paceline.verify(lambda: model, make_batch, F.cross_entropy, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda o, t: F.cross_entropy(o, t, reduction="none"), r"a value of shape \[11\]"),
+        (lambda o, t: float(F.cross_entropy(o, t)), "a value of type float"),
+        (lambda o, t: (F.cross_entropy(o, t), 1, 2), "a value of type tuple"),
+    ],
+)
+def test_losses_of_another_form_are_refused(loss: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        paceline.verify(make_model, make_batch, loss)
+
+
+def test_batches_whose_tensors_disagree_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"same number of samples along dim 0; got \[4, 5\]"):
+        num_samples((torch.ones(4, 2), torch.ones(5)))
+
+
+def test_errors_of_the_users_code_come_with_their_rank() -> None:
+    def batch(step: int) -> Batch:
+        if threading.current_thread().name == "rank-1":
+            raise KeyError("no such file")
+        return make_batch(step)
+
+    with pytest.raises(RankFailedError, match="rank 1 failed: KeyError") as failure:
+        paceline.verify(make_model, batch, F.cross_entropy, ranks=2)
+    assert isinstance(failure.value.__cause__, KeyError)
+
+
+def test_a_verdict_of_the_communicator_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(comm: Communicator, *_: Any) -> None:
+        comm.all_reduce(torch.zeros(1 + comm.rank)).wait()
+
+    monkeypatch.setattr(certificates, "run_distributed", run)
+    with pytest.raises(CollectiveMismatchError):
+        paceline.verify(make_model, make_batch, F.cross_entropy, ranks=2)
+
+
+# Pieces.
+
+
+def test_pieces_of_a_batch_are_the_batch() -> None:
+    batch = {"x": torch.arange(22).reshape(11, 2), "y": (torch.arange(11), "label", torch.tensor(3.0))}
+    pieces = [cut(batch, part, 4) for part in range(4)]
+    assert torch.equal(torch.cat([piece["x"] for piece in pieces]), batch["x"])
+    assert [num_samples(piece) for piece in pieces] == [2, 3, 3, 3]
+    assert all(piece["y"][1:] == ("label", torch.tensor(3.0)) for piece in pieces)
+    assert [cut(batch, part, 13) is None for part in range(13)].count(True) == 2
+
+
+def test_a_config_gives_the_same_case_wherever_it_is_built() -> None:
+    """A rank of another process builds it anew from what was sent."""
+    case = ConfigCase(built_in("mlp"), batch=5)
+    first = case.make_batch(1)
+    sent = pickle.loads(pickle.dumps(case))
+    for ours, theirs in zip(first, sent.make_batch(1), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(case.make_model().parameters(), sent.make_model().parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(first[0], case.make_batch(2)[0])
+
+
+def test_a_function_without_a_seed_gives_the_same_model_each_time() -> None:
+    case = FunctionCase(model=make_model, batch=make_batch, loss=F.cross_entropy)
+    for ours, theirs in itertools.pairwise([case.make_model() for _ in range(3)]):
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+# Real processes.
+
+
+def verified_on_this_rank(comm: Communicator, name: str, settings: Settings) -> list[float]:
+    """Runs where a rank of ``backend="gloo"`` runs; says how far each step is from one process."""
+    case = ConfigCase(built_in(name), batch=7)
+    pairs = zip(run_distributed(comm, case, settings), run_reference(case, settings), strict=True)
+    return [compare(ours, expected).largest for ours, expected in pairs]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_real_processes_compute_what_one_would(gloo_pool: GlooPool, accumulate: int) -> None:
+    settings = Settings(ranks=2, steps=3, accumulate=accumulate)
+    for errors in gloo_pool.run(verified_on_this_rank, "gpt", settings, ranks=2):
+        assert max(errors) < 1e-12
+
+
+def test_processes_are_asked_for_with_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``backend="gloo"`` hands the case to real ranks and compares what comes back."""
+    calls = []
+
+    def run_processes(function: Callable[..., Any], ranks: int, *, args: Any) -> list[Any]:
+        calls.append((function, ranks))
+        return paceline.run_virtual(lambda comm: function(comm, *args), ranks)
+
+    monkeypatch.setattr(certificates, "run_processes", run_processes)
+    case = ConfigCase(built_in("mlp"), batch=5)
+    found = certify(case, Settings(ranks=2, steps=2), backend="gloo")
+    assert found.passed
+    assert found.backend == "gloo"
+    assert calls == [(run_distributed, 2)]

@@ -1,0 +1,68 @@
+"""The names that users import: which they are, where they live, and that asking for them is what loads torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import paceline
+
+HOMES = {
+    "connect": "paceline.comm.torch_dist",
+    "run_virtual": "paceline.comm.virtual",
+    "parallelize": "paceline.parallel.apply",
+    "verify": "paceline.parity.certificate",
+    "DistributedConfig": "paceline.train.facade",
+    "DistributedTrainer": "paceline.train.facade",
+    "MLPClassifier": "paceline.models.mlp",
+}
+
+
+def in_a_process(script: str) -> str:
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_the_public_names() -> None:
+    assert paceline.__all__ == ["__version__", *HOMES]
+
+
+@pytest.mark.parametrize(("name", "home"), HOMES.items())
+def test_a_name_is_that_of_its_module(name: str, home: str) -> None:
+    assert getattr(paceline, name) is getattr(importlib.import_module(home), name)
+    assert callable(getattr(paceline, name))
+    assert inspect.getdoc(getattr(paceline, name))
+
+
+def test_type_checkers_see_the_same_names_in_the_same_places() -> None:
+    tree = ast.parse(inspect.getsource(paceline))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in imports for alias in node.names} == HOMES
+    assert all(alias.asname == alias.name for node in imports for alias in node.names)  # exported, to a type checker
+
+
+def test_importing_paceline_imports_nothing_else_of_it_and_no_torch() -> None:
+    script = "import sys, paceline; print([name for name in sys.modules if name.partition('.')[0] in {names}])"
+    assert in_a_process(script.replace("{names}", "('torch', 'numpy', 'pydantic', 'paceline')")) == "['paceline']"
+
+
+def test_a_name_is_loaded_on_first_use_and_kept() -> None:
+    script = (
+        "import sys, paceline; before = 'torch' in sys.modules; paceline.run_virtual; "
+        "print(before, 'torch' in sys.modules, 'run_virtual' in vars(paceline), 'paceline.train' in sys.modules)"
+    )
+    assert in_a_process(script) == "False True True False"
+
+
+def test_an_unknown_name_is_told_with_those_that_exist() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'conect'; it offers __version__, connect, run_virtual"):
+        paceline.conect  # noqa: B018
+    with pytest.raises(ImportError, match="conect"):
+        exec("from paceline import conect")

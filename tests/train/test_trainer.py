@@ -1,0 +1,381 @@
+"""The loop: steps as a generator, hooks that all ranks agree on, and runs that must stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.checkpoint import list_checkpoints
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import Config, config_from_dict
+from paceline.errors import CheckpointError, DataError, RankFailedError, TrainingError, UsageError
+from paceline.monitor.records import EvalRecord, EventRecord, Record, StepRecord
+from paceline.train.assemble import build_trainer
+from paceline.train.hooks import CheckpointHook, EvaluateHook
+from paceline.train.loss import CrossEntropy, LossValue
+from paceline.train.trainer import Every, EverySeconds, StepResult, Trainer
+
+CPU = torch.device("cpu")
+
+
+def make_config(**changes: dict[str, Any]) -> Config:
+    values: dict[str, Any] = {
+        "model": {"kind": "mlp", "hidden_dim": 8, "dropout": 0.0},
+        "data": {"kind": "synthetic_classification", "samples": 50, "features": 6, "classes": 3, "eval_fraction": 0.2},
+        "train": {"steps": 12, "global_batch": 8},
+        "optim": {"lr": 0.01, "schedule": {"kind": "linear"}},
+    }
+    for section, content in changes.items():
+        values[section] = values.get(section, {}) | content
+    return config_from_dict(values)
+
+
+class Keep:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return [record for record in self.records if isinstance(record, StepRecord)]
+
+
+class Note:
+    """A hook that notes when it ran."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        assert trainer.step == result.step
+        self.steps.append(result.step)
+
+
+def solo(config: Config | None = None, **kwargs: Any) -> Trainer:
+    return build_trainer(config or make_config(), SoloCommunicator(CPU), **kwargs)
+
+
+# The generator.
+
+
+def test_steps_are_yielded_one_by_one() -> None:
+    trainer = solo()
+    results = []
+    for result in trainer.steps():
+        assert (trainer.step, trainer.position) == (result.step, result.position)
+        results.append(result)
+    assert [result.step for result in results] == list(range(1, 13))
+    # 40 training samples make epochs of five whole batches.
+    assert [result.position for result in results] == [8 * step for step in range(1, 13)]
+    assert [result.is_last for result in results] == [False] * 11 + [True]
+    assert [result.lr for result in results] == pytest.approx([0.01 * (1 - step / 12) for step in range(12)])
+
+
+def test_a_loop_that_breaks_can_be_taken_up_again() -> None:
+    """The same steps as in one go: the generator holds no state of its own."""
+
+    def parameters(trainer: Trainer) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in trainer.parts.engine.parameters()]
+
+    broken, whole = solo(), solo()
+    first = [result.step for result in itertools.islice(broken.steps(), 5)]
+    second = [result.step for result in broken.steps()]
+    assert (first, second) == (list(range(1, 6)), list(range(6, 13)))
+    whole.run()
+    for ours, theirs in zip(parameters(broken), parameters(whole), strict=True):
+        assert torch.equal(ours, theirs)
+    assert list(broken.steps()) == []
+
+
+def test_records_tell_of_each_step() -> None:
+    sink = Keep()
+    trainer = solo(make_config(train={"steps": None, "epochs": 2, "global_batch": 16}), sink=sink)
+    trainer.run()
+    assert [record.step for record in sink.steps] == [1, 2, 3, 4, 5, 6]
+    assert [record.samples for record in sink.steps] == [16, 16, 8, 16, 16, 8]
+    assert [record.position for record in sink.steps] == [16, 32, 40, 56, 72, 80]
+    assert [record.epoch for record in sink.steps] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+    for record in sink.steps:
+        assert record.loss == pytest.approx(record.loss_sum / record.count)
+        assert record.grad_norm is not None
+
+
+def test_a_run_that_trains_lowers_its_loss() -> None:
+    sink = Keep()
+    solo(make_config(optim={"lr": 0.05, "schedule": {"kind": "constant"}}, train={"steps": 40}), sink=sink).run()
+    losses = [record.loss for record in sink.steps]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])  # type: ignore[arg-type]
+
+
+def test_a_rank_without_samples_has_a_record_without_a_loss() -> None:
+    """41 samples in batches of 39: the last batch has two, for three ranks."""
+
+    def work(comm: Communicator) -> list[StepRecord]:
+        sink = Keep()
+        config = make_config(
+            data={"samples": 41, "eval_fraction": 0.0}, train={"steps": None, "epochs": 2, "global_batch": 39}
+        )
+        build_trainer(config, comm, sink=sink).run()
+        return sink.steps
+
+    for rank, records in enumerate(run_virtual(work, 3)):
+        assert [record.samples for record in records] == [13, rank and 1, 13, rank and 1]
+        assert [record.loss is None for record in records] == [False, rank == 0, False, rank == 0]
+        assert len({record.position for record in records}) == 4
+
+
+# Hooks.
+
+
+def test_every_runs_its_hook_at_multiples_and_at_the_end() -> None:
+    notes = [Note() for _ in range(4)]
+    hooks = [
+        Every(5, notes[0]),
+        Every(5, notes[1], at_end=False),
+        Every(None, notes[2]),
+        Every(4, notes[3]),
+    ]
+    solo(hooks=hooks).run()
+    assert [note.steps for note in notes] == [[5, 10, 12], [5, 10], [12], [4, 8, 12]]
+
+
+def fast_clock(monkeypatch: pytest.MonkeyPatch, seconds_a_call: Callable[[], float]) -> None:
+    """Gives hooks a clock that is moved by being read: no test waits for time to pass."""
+    now = itertools.accumulate(iter(seconds_a_call, None), initial=0.0)
+
+    class Time:
+        monotonic = staticmethod(lambda: next(now))
+        perf_counter = staticmethod(lambda: 0.0)
+        time = staticmethod(lambda: 0.0)
+
+    monkeypatch.setattr("paceline.train.trainer.time", Time)
+
+
+def test_ranks_agree_on_hooks_by_steps_and_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank reads a clock of its own; what rank 0's says holds for all. The hooks communicate, so a rank that
+    ran one alone would be found."""
+    fast_clock(monkeypatch, lambda: 1.0)
+
+    def work(comm: Communicator) -> tuple[list[int], list[int]]:
+        met: tuple[list[int], list[int]] = [], []
+
+        def meet(place: list[int]) -> Callable[[Trainer, StepResult], None]:
+            def hook(trainer: Trainer, result: StepResult) -> None:
+                trainer.parts.engine.comm.barrier()
+                place.append(result.step)
+
+            return hook
+
+        # Rank 0 is due after 11 readings; the others would never be, or always.
+        seconds = [11.0, 1e9, 0.0][comm.rank]
+        hooks = [Every(5, meet(met[0])), EverySeconds(seconds, meet(met[1]), ask_every=2, _last=0.0)]
+        build_trainer(make_config(train={"steps": 40, "global_batch": 9}), comm, hooks=hooks).run()
+        return met
+
+    results = run_virtual(work, 3)
+    by_steps, by_seconds = results[0]
+    assert results == [(by_steps, by_seconds)] * 3
+    assert by_steps == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert by_seconds
+    assert all(step % 2 == 0 for step in by_seconds)
+    assert len(by_seconds) < 20
+
+
+def test_seconds_count_from_the_last_run_of_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast_clock(monkeypatch, lambda: 1.0)
+    note = Note()
+    # One reading a step asked for, and one more when the hook is due: so it is due every third step asked for.
+    solo(make_config(train={"steps": 24}), hooks=[EverySeconds(3.0, note, ask_every=2, _last=-1.0)]).run()
+    assert note.steps == [6, 12, 18, 24]
+
+
+def test_evaluation_at_one_step_happens_once() -> None:
+    sink = Keep()
+    hook = EvaluateHook()
+    solo(hooks=[Every(6, hook), Every(4, hook)], sink=sink).run()
+    evals = [record for record in sink.records if isinstance(record, EvalRecord)]
+    assert [record.step for record in evals] == [4, 6, 8, 12]
+    assert {record.samples for record in evals} == {10}
+
+
+def test_without_an_evaluation_set_there_is_nothing_to_evaluate() -> None:
+    sink = Keep()
+    trainer = solo(make_config(data={"eval_fraction": 0.0}), hooks=[Every(6, EvaluateHook())], sink=sink)
+    trainer.run()
+    assert trainer.evaluate() is None
+    assert not [record for record in sink.records if isinstance(record, EvalRecord)]
+
+
+def test_an_evaluation_in_between_changes_no_step() -> None:
+    def losses(hooks: list[Any]) -> list[float | None]:
+        sink = Keep()
+        solo(make_config(model={"dropout": 0.4}), hooks=hooks, sink=sink).run()
+        return [record.loss for record in sink.steps]
+
+    assert losses([]) == losses([Every(1, EvaluateHook())])
+
+
+def test_checkpoints_are_saved_once_a_step_and_told_of(tmp_path: Path) -> None:
+    def work(comm: Communicator) -> list[int]:
+        sink = Keep()
+        hook = CheckpointHook(tmp_path / "checkpoints", keep=2)
+        build_trainer(make_config(), comm, hooks=[Every(4, hook), Every(6, hook)], sink=sink).run()
+        return [record.step for record in sink.records if isinstance(record, EventRecord)]
+
+    assert run_virtual(work, 2) == [[4, 6, 8, 12]] * 2
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000008", "step-00000012"]
+
+
+def test_when_rank_0_cannot_save_every_rank_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 must not wait for a rank that has given up."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unexpected pos 704 vs 598")  # as torch says when the disk is full
+
+    monkeypatch.setattr("paceline.checkpoint._write", fail)
+
+    def work(comm: Communicator) -> str:
+        trainer = build_trainer(make_config(), comm, hooks=[Every(4, CheckpointHook(tmp_path, keep=2))])
+        with pytest.raises(CheckpointError) as failure:
+            trainer.run()
+        return str(failure.value)
+
+    messages = run_virtual(work, 2)
+    assert messages[0] == messages[1]
+    assert "unexpected pos" in messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+# Runs that must stop.
+
+
+class Breaks(CrossEntropy):
+    """A loss that is not finite from some step on, on one rank."""
+
+    def __init__(self, comm: Communicator, at_call: int, *, rank: int = 0, value: float = math.nan) -> None:
+        super().__init__(1.0)
+        self._calls, self._at_call, self._value = 0, at_call, value
+        self._is_bad = comm.rank == rank
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        self._calls += 1
+        value = super().__call__(model, batch)
+        if self._is_bad and self._calls >= self._at_call:
+            return LossValue(value.total * self._value, value.count)
+        return value
+
+
+def with_loss(trainer: Trainer, loss: Any) -> Trainer:
+    trainer.parts = dataclasses.replace(trainer.parts, loss=loss)
+    return trainer
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_the_run(value: float, tmp_path: Path) -> None:
+    comm, sink = SoloCommunicator(CPU), Keep()
+    trainer = solo(hooks=[Every(1, CheckpointHook(tmp_path, keep=20))], sink=sink)
+    with pytest.raises(TrainingError, match=rf"the loss is {value} at step 5 ") as failure:
+        with_loss(trainer, Breaks(comm, 5, value=value)).run()
+    assert "no later checkpoint was saved\n  lower optim.lr" in str(failure.value)
+    assert [record.step for record in sink.steps] == [1, 2, 3, 4, 5]  # the step itself is in the records
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bad_loss_on_one_rank_stops_all_and_saves_nothing_later(rank: int, tmp_path: Path) -> None:
+    def work(comm: Communicator) -> None:
+        trainer = build_trainer(make_config(), comm, hooks=[Every(1, CheckpointHook(tmp_path, keep=20))])
+        with_loss(trainer, Breaks(comm, 3, rank=rank)).run()
+
+    with pytest.raises(RankFailedError) as failure:
+        run_virtual(work, 2)
+    assert isinstance(failure.value.__cause__, TrainingError)
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "2"]
+
+
+def test_gradients_that_are_not_finite_stop_the_run_before_they_are_saved(tmp_path: Path) -> None:
+    """The square root has no slope at 0: the loss is finite, the gradient is not, and the weights would be lost."""
+
+    class Steep(CrossEntropy):
+        def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+            value = super().__call__(model, batch)
+            return LossValue(value.total + (value.total - value.total.detach()).sqrt(), value.count)
+
+    trainer = with_loss(solo(hooks=[Every(1, CheckpointHook(tmp_path, keep=2))]), Steep(1.0))
+    with pytest.raises(TrainingError, match=r"gradient norm (nan|inf)"):
+        trainer.run()
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_an_exception_in_a_hook_ends_the_loaders_workers_and_reaches_the_caller() -> None:
+    def hook(trainer: Trainer, result: StepResult) -> None:
+        del trainer
+        raise KeyError(f"step {result.step}")
+
+    closed = []
+    trainer = solo(hooks=[Every(3, hook)])
+    assert trainer.parts.eval_loader is not None
+    trainer.parts.eval_loader.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    with pytest.raises(KeyError, match="step 3"):
+        trainer.run()
+    assert closed == [True]
+
+
+def test_an_optimizer_over_other_parameters_is_refused() -> None:
+    parts = solo().parts
+    stranger = nn.Linear(2, 2)
+    wrong = dataclasses.replace(parts, optimizer=torch.optim.SGD(stranger.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="2 of the optimizer's 2 tensors are not parameters of this engine"):
+        Trainer(wrong)
+    some = [next(iter(parts.engine.parameters())), *stranger.parameters()]
+    mixed = dataclasses.replace(parts, optimizer=torch.optim.SGD(some, lr=0.1))
+    with pytest.raises(UsageError, match="2 of the optimizer's 3 tensors"):
+        Trainer(mixed)
+
+
+def test_more_ranks_than_samples_are_refused() -> None:
+    config = make_config(data={"samples": 3, "eval_fraction": 0.0}, train={"global_batch": 4})
+    with pytest.raises(RankFailedError) as failure:
+        run_virtual(lambda comm: build_trainer(config, comm), 4)
+    assert isinstance(failure.value.__cause__, DataError)
+    assert "parallel.ranks = 4 is more than the 3 samples" in str(failure.value.__cause__)
+
+
+def test_weights_depend_on_the_seed_and_not_on_the_ranks() -> None:
+    def weights(comm: Communicator, seed: int) -> torch.Tensor:
+        trainer = build_trainer(make_config(train={"seed": seed}), comm)
+        return torch.cat([p.detach().reshape(-1) for p in trainer.parts.engine.parameters()])
+
+    alone = weights(SoloCommunicator(CPU), 1)
+    for found in run_virtual(lambda comm: weights(comm, 1), 2):
+        assert torch.equal(found, alone)
+    assert not torch.equal(weights(SoloCommunicator(CPU), 2), alone)
+
+
+def test_ranks_draw_numbers_of_their_own_for_dropout() -> None:
+    def draw(comm: Communicator) -> list[float]:
+        build_trainer(make_config(), comm)
+        return torch.rand(3).tolist()
+
+    first, second = run_virtual(draw, 2)
+    assert first != second
