@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-# Worker processes inherit this path, so that both sides import the pool's module under one name.
+# Worker processes get this path, so that both sides import the pool's module under one name.
 sys.path.insert(0, str(Path(__file__).parent / "pool"))
 
 if TYPE_CHECKING:

@@ -100,5 +100,9 @@ class RankFailedError(CommunicationError):
 
     def __init__(self, rank: int, error: BaseException, traceback_text: str) -> None:
         self.rank = rank
+        self.error = error
         self.traceback_text = traceback_text
         super().__init__(f"rank {rank} failed: {type(error).__name__}: {error}\n\n{traceback_text}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.error, self.traceback_text)

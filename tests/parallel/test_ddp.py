@@ -17,6 +17,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import VirtualCommunicator, run_virtual
 from paceline.errors import NotYetError, RankFailedError, UsageError
+from paceline.models.gpt import GPT, gpt_config
 from paceline.parallel.apply import parallelize
 from paceline.parallel.ddp import DataParallel
 
@@ -565,3 +566,29 @@ def test_double_differentiation_is_refused() -> None:
 
     with pytest.warns(UserWarning, match="create_graph"):
         assert "no_sync" in refusal(work)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+def test_compiled_blocks_keep_the_numbers_and_the_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and differentiated block by block (without code generation, which needs a compiler on the machine)."""
+    compile_in_place = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_in_place(self, backend="aot_eager"))
+
+    def train(comm: Communicator, compiled: bool) -> tuple[dict[str, torch.Tensor | None], list[int]]:
+        torch.manual_seed(0)
+        model = GPT(gpt_config("gpt-nano", dropout=0.0, vocab_size=32, context=16)).double()
+        engine = parallelize(model, comm, bucket_mb=0.1, first_bucket_mb=0.05, compile_blocks=compiled)
+        arrived: list[int] = []
+        launch = engine._launch
+        engine._launch = lambda bucket: (arrived.append(sum(engine._arrived)), launch(bucket))[1]  # type: ignore[method-assign]
+        for _ in range(2):
+            arrived.clear()
+            model.zero_grad()
+            tokens = torch.arange(32).reshape(2, 16) if comm.rank else torch.arange(32).flip(0).reshape(2, 16)
+            engine(tokens).logsumexp(-1).sum().backward()
+        return snapshot(model), arrived
+
+    plain = run_virtual(lambda comm: train(comm, compiled=False), ranks=2)[0][0]
+    for gradients, arrived in run_virtual(lambda comm: train(comm, compiled=True), ranks=2):
+        torch.testing.assert_close(gradients, plain, rtol=0, atol=1e-10)
+        assert len(set(arrived)) > 2, "buckets must leave at different moments of backward"

@@ -271,6 +271,80 @@ def test_the_first_step_that_differs_is_named(step: int, expected: int) -> None:
     assert (found.divergence.step, found.divergence.module, found.divergence.what) == (expected, "0", "forward")
 
 
+class Routed(nn.Module):
+    """Sends samples to experts, looks positions up in a table without samples, and goes wrong on one rank if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(5, 1)
+        self.experts = nn.ModuleList(nn.Linear(5, 4) for _ in range(3))
+        self.wrong = Wrong(4, 4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions(torch.arange(5)).squeeze(1)
+        chosen = x[:, :3].argmax(1)
+        hidden = x.new_zeros(len(x), 4)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(1)
+            if len(rows):
+                hidden = hidden.index_add(0, rows, expert(x[rows]))
+        return self.out(self.wrong(hidden))
+
+
+class Wrong(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        return output + 1e-3 if threading.current_thread().name == "rank-1" else output
+
+
+@pytest.mark.parametrize("size", [3, 5, 11])
+@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (2, 2), (3, 2)])
+def test_the_place_is_found_past_branches_tables_and_ranks_without_samples(
+    ranks: int, accumulate: int, size: int
+) -> None:
+    """Neither an expert that only some pieces called, nor pieces that are missing, are taken for the culprit."""
+    found = paceline.verify(
+        Routed, lambda step: make_batch(step, size), F.cross_entropy, ranks=ranks, accumulate=accumulate
+    )
+    assert found.divergence is not None
+    assert (found.divergence.module, found.divergence.what) == ("wrong", "forward")
+    assert found.divergence.error == pytest.approx(1e-3)
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return gradients[0] * (1.01 if threading.current_thread().name.startswith("rank-") else 1.0)
+
+
+class WrongBackward(nn.Module):
+    """Right on the way forward; on the way back, what reaches ``first`` is one per cent too large on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(WrongGradient.apply(self.first(x))))
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_clipping_does_not_hide_whose_gradient_is_wrong(clip: float | None) -> None:
+    """One wrong gradient changes the norm, and by that every clipped gradient."""
+    found = paceline.verify(WrongBackward, make_batch, F.cross_entropy, ranks=2, clip=clip)
+    assert found.divergence is not None
+    assert found.divergence.module == "first"
+    assert found.divergence.what.startswith("gradient")
+
+
 def values(**changes: Any) -> StepValues:
     tensor = torch.ones(2, dtype=torch.float64)
     fields: dict[str, Any] = {

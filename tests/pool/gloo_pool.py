@@ -24,9 +24,10 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import inspect
-import multiprocessing
 import os
 import pickle
+import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -75,11 +76,15 @@ class Worker:
     """One process of the pool, seen from the tests."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
-        self.process.start()
+        ours, theirs = socket.socketpair()
+        # Not a child of multiprocessing, so that tests may count those.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"import gloo_pool; gloo_pool.serve({theirs.fileno()})"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            pass_fds=[theirs.fileno()],
+        )
         theirs.close()  # the worker has its own end: ours must not keep the pipe open when it dies
+        self.connection = Connection(ours.detach())
         self._is_ready = False
 
     def send(self, task: Task) -> None:
@@ -96,9 +101,8 @@ class Worker:
         """Reads what a task came to."""
         try:
             is_ok, value, text = pickle.loads(self.connection.recv_bytes())
-        except EOFError:
-            self.process.join()
-            return Outcome(rank=rank, error=RuntimeError(f"rank {rank} died with exit code {self.process.exitcode}"))
+        except (EOFError, ConnectionResetError):
+            return Outcome(rank=rank, error=RuntimeError(f"rank {rank} died with exit code {self.process.wait()}"))
         if is_ok:
             return Outcome(rank=rank, value=value)
         value.add_note(f"raised on rank {rank} of the pool:\n{text}")
@@ -108,8 +112,7 @@ class Worker:
         """Ends the process, whatever it is doing."""
         self.connection.close()
         self.process.kill()
-        self.process.join()
-        self.process.close()
+        self.process.wait()
 
 
 class GlooPool:
@@ -192,15 +195,16 @@ class GlooPool:
 # The worker's side.
 
 
-def serve(connection: Connection) -> None:
+def serve(file_descriptor: int) -> None:
     """Carries out tasks until the tests' end of the pipe closes."""
+    connection = Connection(file_descriptor)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     connection.send_bytes(b"ready")
     while True:
         try:
             task: Task = pickle.loads(connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         faulthandler.dump_traceback_later(task.timeout_s, exit=True)
         reply = _carry_out(task)

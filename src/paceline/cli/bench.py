@@ -74,6 +74,34 @@ def engines(
         _show(rows)
 
 
+@app.command()
+def loop(
+    rounds: int = typer.Option(40, help="Rounds in which both arms take a turn.", min=2),
+    output: Path = typer.Option(None, help="Also write the record to this file."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """Time what the trainer adds to a bare step: timing, records, TensorBoard, hooks.
+
+    Example:  paceline bench loop --rounds 100
+    """
+    import dataclasses
+    import sys
+
+    from paceline.bench.loop import LoopProtocol, bench_loop
+    from paceline.bench.record import make_record
+
+    protocol = LoopProtocol(rounds=rounds)
+    rows = bench_loop(protocol)
+    command = " ".join(["paceline", *sys.argv[1:]])
+    record = make_record("loop", command, rows, {"device": "cpu", "protocol": dataclasses.asdict(protocol)})
+    if output is not None:
+        record.write(output)
+    if as_json:
+        typer.echo(record.to_json())
+    else:
+        _show([{**row, "items_per_s": 64e3 / row["median_ms"]} for row in rows])
+
+
 def _show(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table

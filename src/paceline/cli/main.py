@@ -5,6 +5,7 @@ torch is imported inside the verbs that need it, so that help and config checks 
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -14,7 +15,8 @@ from paceline.cli.config import app as config_app
 from paceline.cli.report import report
 from paceline.cli.train import train
 from paceline.cli.verify import verify
-from paceline.errors import ConfigError, PacelineError, UsageError
+from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
+from paceline.launch.failure import RunStoppedError
 
 app = typer.Typer(
     name="paceline",
@@ -51,13 +53,13 @@ def _root(
 def main() -> None:
     """Runs the command line; our own errors are one message and an exit code, never a traceback.
 
-    Exit codes: 0 done, 1 failed, 2 asked for something that cannot be, 130 interrupted.
+    Exit codes: 0 done, 1 failed, 2 asked for something that cannot be, 128 + n ended by signal n (Ctrl-C: 130).
     """
     try:
         app()
     except PacelineError as error:
-        typer.echo(f"paceline: {error}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError | UsageError) else 1)
-    except KeyboardInterrupt:
-        typer.echo("\npaceline: interrupted; every rank was ended", err=True)
-        sys.exit(130)
+        is_refusal = isinstance(error, ConfigError | UsageError | RunFolderError | CheckpointError | DataError)
+        # Under torchrun every rank finds the same wrong input, and one tells it.
+        if not is_refusal or os.environ.get("RANK", "0") == "0":
+            typer.echo(f"paceline: {error}", err=True)
+        sys.exit(128 + error.number if isinstance(error, RunStoppedError) else 2 if is_refusal else 1)

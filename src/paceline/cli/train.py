@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +15,17 @@ import typer
 if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.monitor.console import ProgressView
+    from paceline.monitor.records import Record
 
 CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
 
 
 def train(
-    config: Path = typer.Argument(help="A YAML file; see configs/ for examples."),
-    overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
+    config: Path = typer.Argument(metavar="CONFIG", help="A YAML file; see configs/ for examples."),
+    overrides: list[str] = typer.Argument(None, metavar="SECTION.KEY=VALUE", help="Changes to the config."),
     resume: str = typer.Option(None, help="Continue from a checkpoint: auto (the run's newest), or a path."),
     force: bool = typer.Option(False, "--force", help="Replace a run folder of the same name."),
-    port: int = typer.Option(0, help="Port where the ranks meet; 0: a free one."),
+    port: int = typer.Option(0, min=0, max=65535, help="Port where the ranks meet; 0: a free one."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
 ) -> None:
     """Train on this machine: one rank per GPU, or two CPU ranks.
@@ -31,9 +34,9 @@ def train(
 
       paceline train configs/digits.yaml
 
-      paceline train configs/gpt_pydoc.yaml parallel.ranks=4 train.steps=50 name=quick
+      paceline train configs/gpt_pydoc.yaml parallel.ranks=4 train.steps=50
 
-      paceline train configs/digits.yaml --resume auto
+      paceline train configs/digits.yaml train.epochs=30 --resume auto
 
       torchrun --nproc-per-node 2 -m paceline train configs/digits.yaml
     """
@@ -43,7 +46,7 @@ def train(
     if "RANK" in os.environ:
         from paceline.cli.worker import run_under_launcher
 
-        run_under_launcher(asked, force=force, resume=resume)
+        run_under_launcher(asked, force=force, resume=resume, as_json=as_json)
         return
     _launch(asked, force=force, resume=resume, port=port, as_json=as_json)
 
@@ -77,65 +80,162 @@ def resolve_config(config: Config) -> Config:
     return config.model_copy(update={"parallel": parallel})
 
 
-def run_folder(config: Config) -> Path:
-    """Returns the folder that a config's run lives in."""
-    return Path(config.monitor.folder) / config.name
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run lives and where it starts from. ``is_continued``: from a checkpoint of its own."""
+
+    folder: Path
+    checkpoint: Path | None = None
+    is_continued: bool = False
+
+
+def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
+    """Finds a run's folder, and the checkpoint to start from; does nothing yet.
+
+    Raises RunFolderError if the folder may not be used, CheckpointError if there is no such checkpoint.
+    """
+    from paceline.launch.folder import check_folder
+
+    folder = Path(config.monitor.folder) / config.name
+    if resume is None:
+        check_folder(folder, force=force)
+        return Place(folder=folder)
+    from paceline.checkpoint import find_checkpoint
+    from paceline.errors import UsageError
+
+    checkpoint = find_checkpoint(resume, folder).resolve()
+    is_continued = checkpoint.is_relative_to(folder.resolve())
+    if is_continued and force:
+        raise UsageError(
+            f"--force would remove {folder}, from which --resume {resume} continues\n"
+            "  one replaces a run, the other goes on with it\n  give one of them"
+        )
+    check_folder(folder, force=force, resume=is_continued)
+    return Place(folder=folder, checkpoint=checkpoint, is_continued=is_continued)
 
 
 def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_json: bool) -> None:
-    from rich.console import Console
-
-    from paceline.checkpoint import find_checkpoint
+    place = find_place(asked, force=force, resume=resume)  # before torch is imported, which takes seconds
     from paceline.config import dump_yaml
-    from paceline.launch.folder import prepare_folder
-    from paceline.launch.local import launch_local
+    from paceline.errors import LaunchError, UsageError
+    from paceline.launch.failure import RunStoppedError
+    from paceline.launch.folder import claim_folder
+    from paceline.launch.local import check_port, launch_local
 
     config = resolve_config(asked)
-    folder = run_folder(config)
-    checkpoint = None if resume is None else find_checkpoint(resume, folder).resolve()
-    prepare_folder(folder, dump_yaml(config), force=force, resume=resume is not None)
-    command = ["paceline.cli.worker", str(folder)]
-    if checkpoint is not None:
-        (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        command += ["--resume", str(checkpoint)]
+    check_port(port)
+    command = ["paceline.cli.worker", str(place.folder), "--launcher", str(os.getpid())]
+    if place.checkpoint is not None:
+        command += ["--resume", str(place.checkpoint)]
     assert isinstance(config.parallel.ranks, int)
-    console = Console(stderr=as_json)
-    with _Progress(folder, console, is_shown=config.monitor.console and not as_json):
-        launch_local(command, folder, ranks=config.parallel.ranks, threads=config.parallel.threads, port=port)
-    show_result(folder, console, as_json=as_json)
+    with claim_folder(place.folder, dump_yaml(config), force=force, resume=place.is_continued) as claimed:
+        try:
+            with _Progress(place.folder, is_shown=config.monitor.console and not as_json):
+                launch_local(
+                    command, place.folder, ranks=config.parallel.ranks, threads=config.parallel.threads, port=port
+                )
+        except UsageError:
+            claimed.discard()
+            raise
+        except RunStoppedError as error:
+            raise RunStoppedError(error.number, _how_to_continue(place.folder)) from None
+        except LaunchError as error:
+            raise LaunchError(f"{error}{_how_to_continue(place.folder)}") from error
+        show_result(place.folder, config, as_json=as_json)
 
 
-def show_result(folder: Path, console: object, *, as_json: bool) -> None:
-    """Prints what a finished run did, where it is, and what to try next."""
+def _how_to_continue(folder: Path) -> str:
+    """Returns the line that says how to go on from the newest checkpoint, if there is one."""
+    from paceline.checkpoint import list_checkpoints
+
+    found = list_checkpoints(folder / "checkpoints")
+    if not found:
+        return ""
+    command = shlex.join(["paceline", "train", str(folder / "config.yaml"), "--resume", "auto"])
+    return f"\n  to go on from step {int(found[-1].name.rpartition('-')[2])}:  {command}"
+
+
+def show_result(folder: Path, config: Config, *, as_json: bool) -> None:
+    """Prints what a finished run did, where it is, and what to try next. Raises LaunchError if it is not finished."""
     import json
 
     from rich.console import Console
 
+    from paceline.errors import LaunchError
     from paceline.report import render, summarize, to_json
 
     summary = summarize(folder)
+    if summary.status != "done":
+        raise LaunchError(
+            f"the ranks left before the run was done: it is {summary.status}, at step {summary.steps}\n"
+            f"  their logs are in {folder / 'logs'}"
+        )
+    note = _nothing_left(folder, config)
     if as_json:
         typer.echo(json.dumps(to_json(summary), indent=2))
+        if note:
+            typer.echo(note, err=True)
         return
-    assert isinstance(console, Console)
+    console = Console()
+    if note:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        return
     console.print(render(summary))
-    console.print(f"\nThe run is in {folder}: records, checkpoints, logs, config.", highlight=False)
-    console.print(
-        "Try next:\n"
-        "  paceline verify mlp --ranks 4                        the distributed run computes what one process would\n"
-        "  paceline train configs/gpt_pydoc.yaml                a small GPT on Python's own documentation\n"
-        f"  paceline train {folder}/config.yaml --resume auto   continue this run (raise train.epochs first)\n"
-        "  paceline config explain configs/digits.yaml          what was asked for, and what follows from it",
-        highlight=False,
+    lines = [f"The run is in {folder}: records, checkpoints, logs, config.", "Try next:"]
+    console.print("", *lines, *_next_steps(folder, config), sep="\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def _nothing_left(folder: Path, config: Config) -> str:
+    """Returns a note if the last attempt found the run complete, and else nothing."""
+    from paceline.monitor.records import EndRecord, RunRecord, StepRecord, read_records
+
+    has_trained, step = False, 0
+    for record in read_records(folder / "records" / "rank-0.jsonl"):
+        if isinstance(record, RunRecord):
+            has_trained = False
+        elif isinstance(record, StepRecord):
+            has_trained = True
+        elif isinstance(record, EndRecord):
+            step = record.step
+    if has_trained:
+        return ""
+    return (
+        f"nothing left to do: the checkpoint is of step {step}, and the run ends there\n"
+        f"  to go on, make it longer: {_longer(config)} --resume ..."
     )
+
+
+def _next_steps(folder: Path, config: Config) -> list[str]:
+    """Returns what makes sense after this run: commands to paste, with a comment where 80 columns have room for it."""
+    own_config = str(folder / "config.yaml")
+    commands = [
+        ("prove that the ranks are right", ["paceline", "verify", own_config, "--ranks", "4"]),
+        ("every setting", ["paceline", "config", "explain", own_config]),
+        ("this again", ["paceline", "report", str(folder)]),
+    ]
+    if any((folder / "checkpoints").glob("step-*")):
+        commands.insert(0, ("go on", ["paceline", "train", own_config, _longer(config), "--resume", "auto"]))
+    example = Path("configs/gpt_pydoc.yaml")
+    if config.model.kind != "gpt" and example.is_file():
+        commands.append(("a small GPT", ["paceline", "train", str(example)]))
+    return [_with_comment(f"  {shlex.join(command)}", comment) for comment, command in commands]
+
+
+def _with_comment(command: str, comment: str) -> str:
+    full = f"{command:<50}  # {comment}"
+    return full if len(full) <= 80 else command
+
+
+def _longer(config: Config) -> str:
+    train = config.train
+    return f"train.steps={2 * train.steps}" if train.steps else f"train.epochs={2 * (train.epochs_to_run or 1):g}"
 
 
 class _Progress:
     """Shows rank 0's records as they are written, in a thread of its own."""
 
-    def __init__(self, folder: Path, console: object, *, is_shown: bool) -> None:
+    def __init__(self, folder: Path, *, is_shown: bool) -> None:
         self._path = folder / "records" / "rank-0.jsonl"
-        self._console = console
         self._is_shown = is_shown
         self._is_over = threading.Event()
         self._since = time.time()
@@ -145,12 +245,9 @@ class _Progress:
     def __enter__(self) -> None:
         if not self._is_shown:
             return
-        from rich.console import Console
-
         from paceline.monitor.console import ProgressView
 
-        assert isinstance(self._console, Console)
-        self._view = ProgressView(self._console)
+        self._view = ProgressView()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
         self._thread.start()
 
@@ -158,12 +255,30 @@ class _Progress:
         self._is_over.set()
         if self._thread is not None and self._view is not None:
             self._thread.join(timeout=5.0)
+            self._view.flush()
             self._view.close()
 
     def _follow(self) -> None:
-        from paceline.monitor.records import follow_records
+        from paceline.monitor.records import EndRecord, RunRecord, follow_records
 
         assert self._view is not None
         for record in follow_records(self._path, self._is_over.is_set, poll_s=0.1):
-            if record.time >= self._since:  # a resumed run's file begins with what an earlier attempt wrote
-                self._view.write(record)
+            if record.time < self._since:  # a resumed run's file begins with what an earlier attempt wrote
+                continue
+            # What went wrong is told once, with its cause; an attempt that failed in its set-up plans no steps.
+            is_failure = isinstance(record, EndRecord) and record.status != "done"
+            if not is_failure and not (isinstance(record, RunRecord) and record.total_steps == 0):
+                self._view.write(_with_near_paths(record))
+
+
+def _with_near_paths(record: Record) -> Record:
+    """Returns an event with paths below the current folder as seen from there."""
+    from paceline.monitor.records import EventRecord
+
+    if not isinstance(record, EventRecord):
+        return record
+    here = f"{Path.cwd()}{os.sep}"
+    detail = {
+        key: value.removeprefix(here) if isinstance(value, str) else value for key, value in record.detail.items()
+    }
+    return replace(record, detail=detail)

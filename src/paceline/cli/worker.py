@@ -1,6 +1,6 @@
 """One rank of a run: what the launcher starts on each process.
 
-    python -m paceline.cli.worker RUN_FOLDER [--resume CHECKPOINT]
+    python -m paceline.cli.worker RUN_FOLDER --launcher PID [--resume CHECKPOINT]
 
 It reads the resolved config from the run's folder, joins the others, trains, and writes records. An error goes to
 ``logs/rank-<r>.error.json`` for the launcher, and to this rank's log.
@@ -9,17 +9,23 @@ It reads the resolved config from the run's folder, joins the others, trains, an
 from __future__ import annotations
 
 import argparse
-import ctypes
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+from paceline.launch.failure import Failure, describe_error, is_refusal, write_failure
+from paceline.launch.folder import RunFolder, claim_folder, config_of, settle_config
+from paceline.launch.orphans import end_children, end_with_parent, note_process
 
 if TYPE_CHECKING:
+    from paceline.cli.train import Place
     from paceline.comm.base import Communicator
     from paceline.config import Config
     from paceline.monitor.records import RunRecord
@@ -31,43 +37,129 @@ def main() -> None:
     """Runs one rank and leaves with its exit code."""
     parser = argparse.ArgumentParser(prog="paceline.cli.worker", description="One rank of a run.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--launcher", type=int, required=True)
     parser.add_argument("--resume", type=Path)
     arguments = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    _die_with_parent()
+    folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
+    end_with_parent(arguments.launcher)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
-    _redirect_output(arguments.folder / "logs" / f"rank-{rank}.log")
-    from paceline.launch.failure import write_failure
-
+    note_process(folder, rank)
+    _redirect_output(folder / "logs" / f"rank-{rank}.log")
+    attempt = Attempt(folder, rank)
     try:
         from paceline.comm.torch_dist import connect, disconnect
         from paceline.config import load_config
 
-        config = load_config(arguments.folder / "config.yaml")
+        config = load_config(config_of(folder))
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
-        run_rank(config, comm, arguments.folder, resume=arguments.resume)
+        attempt.run(config, comm, resume=arguments.resume)
         disconnect()
     except BaseException as error:
-        write_failure(arguments.folder, rank, error)
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # threads of the backend may wait for ranks that are gone
+        attempt.leave(error)
 
 
-def run_under_launcher(asked: Config, *, force: bool, resume: str | None) -> None:
+class Attempt:
+    """One rank's part in one attempt at a run, from its set-up to its last record or its failure."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._trainer: Trainer | None = None
+        self._is_built = False
+        self._first_step = 0
+
+    def run(self, config: Config, comm: Communicator, *, resume: Path | None = None, view: Sink | None = None) -> None:
+        """Trains this rank's share and writes its records. Until set-up has worked, the folder stays as it is."""
+        from paceline.checkpoint import load_checkpoint
+        from paceline.train.assemble import build_trainer
+
+        _use_threads(config)
+        started = time.time()
+        try:
+            trainer = self._trainer = build_trainer(config, comm, hooks=_hooks(config, self._folder))
+            if resume is not None:
+                trainer.load_state(load_checkpoint(resume))
+        except BaseException as error:
+            if not self._is_refusal(error):
+                self._write_start(_run_record(config, comm, None))
+            raise
+        self._is_built, self._first_step = True, trainer.step
+        if self._rank == 0:
+            settle_config(self._folder)
+            text = json.dumps(trainer.parts.plan.to_json(), indent=2)
+            (self._folder / "plan.json").write_text(text + "\n", encoding="utf-8")
+        trainer.sink = self._open_sinks(config, view)
+        with contextlib.closing(trainer.sink):
+            trainer.sink.write(_run_record(config, comm, trainer))
+            self._train(config, trainer, resume, started)
+
+    def describe(self, error: BaseException) -> Failure:
+        """Tells how this rank failed."""
+        return describe_error(self._rank, error, is_refusal=self._is_refusal(error))
+
+    def leave(self, error: BaseException) -> NoReturn:
+        """Ends this process with an error, which it leaves to the launcher and in its log."""
+        failure = self.describe(error)
+        try:
+            write_failure(self._folder, failure)
+        finally:
+            traceback.print_exception(error)
+            _exit(2 if failure.is_refusal else 1)
+
+    def _is_refusal(self, error: BaseException) -> bool:
+        has_trained = self._is_built and self._trainer is not None and self._trainer.step > self._first_step
+        return is_refusal(error, is_built=self._is_built, has_trained=has_trained)
+
+    def _train(self, config: Config, trainer: Trainer, resume: Path | None, started: float) -> None:
+        from paceline.monitor.records import EndRecord, EventRecord
+
+        assert trainer.sink is not None
+        try:
+            if resume is not None:
+                detail = {"checkpoint": str(resume)}
+                trainer.sink.write(EventRecord(name="resume", step=trainer.step, detail=detail, time=time.time()))
+            trainer.run()
+            _write_trace(config, trainer, self._folder)
+        except BaseException:
+            for record in trainer.parts.meter.drain():  # steps that were finished before the one that failed
+                trainer.sink.write(record)
+            raise
+        now = time.time()
+        trainer.sink.write(EndRecord(status="done", step=trainer.step, seconds=now - started, message="", time=now))
+
+    def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
+        from paceline.monitor.sinks import Fanout, JsonlSink, Strided, TensorBoardSink
+
+        sinks: list[Sink] = [JsonlSink(self._records)]
+        if config.monitor.tensorboard and self._rank == 0:
+            sinks.append(Strided(TensorBoardSink(self._folder / "tensorboard"), config.monitor.log_every))
+        if view is not None:
+            sinks.append(view)
+        return Fanout(sinks)
+
+    def _write_start(self, record: RunRecord) -> None:
+        from paceline.monitor.sinks import JsonlSink
+
+        with contextlib.suppress(OSError), contextlib.closing(JsonlSink(self._records)) as sink:
+            sink.write(record)
+
+    @property
+    def _records(self) -> Path:
+        return self._folder / "records" / f"rank-{self._rank}.jsonl"
+
+
+def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_json: bool) -> None:
     """Runs this process as one rank of a launcher that somebody else started, such as torchrun."""
-    from paceline.checkpoint import find_checkpoint
-    from paceline.cli.train import run_folder, show_result
-    from paceline.comm.objects import broadcast_object
+    from paceline.cli.train import find_place, show_result
     from paceline.comm.torch_dist import connect, disconnect
-    from paceline.config import check_ranks, dump_yaml
-    from paceline.errors import ConfigError, PacelineError
-    from paceline.launch.failure import write_failure
-    from paceline.launch.folder import prepare_folder
+    from paceline.config import check_ranks
+    from paceline.errors import ConfigError
     from paceline.monitor.console import ProgressView
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once: a rank may sit in a collective
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent, and not a shell that may go
+        end_with_parent(os.getppid())
+    place = find_place(asked, force=force, resume=resume)
     device = None if asked.parallel.device == "auto" else asked.parallel.device
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     problems = check_ranks(asked, comm.size)
@@ -75,71 +167,57 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None) -> Non
         raise ConfigError(problems, source="config")
     parallel = asked.parallel.model_copy(update={"ranks": comm.size, "device": comm.device.type})
     config = asked.model_copy(update={"parallel": parallel})
-    folder = run_folder(config)
-    checkpoint = None if resume is None else find_checkpoint(resume, folder)
+    claimed = _claim_together(comm, place, config, force=force)
+    view = ProgressView() if comm.rank == 0 and config.monitor.console and not as_json else None
+    attempt, started = Attempt(place.folder.absolute(), comm.rank), time.time()
+    try:
+        attempt.run(config, comm, resume=place.checkpoint, view=view)
+    except BaseException as error:
+        if view is not None:
+            view.flush()
+            view.close()
+        _leave_launcher(attempt.describe(error), place.folder, claimed, started)
+    comm.barrier()  # every rank's records are complete
+    if comm.rank == 0:
+        show_result(place.folder, config, as_json=as_json)
+    disconnect()
+
+
+def _claim_together(comm: Communicator, place: Place, config: Config, *, force: bool) -> RunFolder | None:
+    """Claims the run's folder on rank 0; all ranks learn whether it worked."""
+    from paceline.comm.objects import broadcast_object
+    from paceline.config import dump_yaml
+    from paceline.errors import PacelineError
+
+    claimed: RunFolder | None = None
     problem: PacelineError | None = None
     if comm.rank == 0:
         try:
-            prepare_folder(folder, dump_yaml(config), force=force, resume=resume is not None)
+            claimed = claim_folder(place.folder, dump_yaml(config), force=force, resume=place.is_continued)
         except PacelineError as error:
             problem = error
     problem = broadcast_object(comm, problem)
     if problem is not None:
         raise problem
-    view = ProgressView() if comm.rank == 0 and config.monitor.console else None
-    try:
-        run_rank(config, comm, folder, resume=checkpoint, view=view)
-    except BaseException as error:
-        write_failure(folder, comm.rank, error)
-        raise
-    finally:
-        if view is not None:
-            view.close()
-    comm.barrier()  # every rank's records are complete
-    if comm.rank == 0:
-        from rich.console import Console
-
-        show_result(folder, Console(), as_json=False)
-    disconnect()
+    return claimed
 
 
-def run_rank(
-    config: Config, comm: Communicator, folder: Path, *, resume: Path | None = None, view: Sink | None = None
-) -> None:
-    """Trains this rank's share of a run and writes its records into ``folder``."""
-    from paceline.monitor.records import EndRecord
-    from paceline.monitor.sinks import Fanout, JsonlSink, TensorBoardSink
-    from paceline.train.assemble import build_trainer
+def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, started: float) -> NoReturn:
+    """Ends this process with a failure that nobody but this rank will tell."""
+    from paceline.launch.records import end_records
 
-    started = time.time()
-    _use_threads(config)
-    sinks: list[Sink] = [JsonlSink(folder / "records" / f"rank-{comm.rank}.jsonl")]
-    if config.monitor.tensorboard and comm.rank == 0:
-        sinks.append(TensorBoardSink(folder / "tensorboard"))
-    if view is not None:
-        sinks.append(view)
-    sink = Fanout(sinks)
-    trainer: Trainer | None = None
-    status, message = "failed", ""
-    try:
-        trainer = build_trainer(config, comm, hooks=_hooks(config, folder), sink=sink)
-        if comm.rank == 0:
-            text = json.dumps(trainer.parts.plan.to_json(), indent=2)
-            (folder / "plan.json").write_text(text + "\n", encoding="utf-8")
-        sink.write(_run_record(comm, trainer))
-        if resume is not None:
-            _load(trainer, resume)
-        trainer.run()
-        _write_trace(config, trainer, folder)
-        status = "done"
-    except BaseException as error:
-        message = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise
-    finally:
-        step = trainer.step if trainer is not None else 0
-        seconds = time.time() - started
-        sink.write(EndRecord(status=status, step=step, seconds=seconds, message=message, time=time.time()))  # type: ignore[arg-type]
-        sink.close()
+    if not failure.is_refusal:
+        end_records(folder, [failure.rank], "failed", str(failure).splitlines()[0], since=started)
+    elif claimed is not None:
+        claimed.discard()
+    text = "\n\n".join(part for part in (str(failure), failure.traceback) if part)
+    sys.stderr.write(f"paceline: {text}\n")
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None and failure.cause != "lost":  # what torchrun shows as the cause
+        detail = {"py_callstack": text, "timestamp": str(int(failure.time))}
+        content = {"message": {"message": str(failure), "extraInfo": detail}}
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
+    _exit(2 if failure.is_refusal else 1)
 
 
 def _hooks(config: Config, folder: Path) -> list[Hook]:
@@ -154,17 +232,8 @@ def _hooks(config: Config, folder: Path) -> list[Hook]:
     return hooks
 
 
-def _load(trainer: Trainer, resume: Path) -> None:
-    from paceline.checkpoint import load_checkpoint
-    from paceline.monitor.records import EventRecord
-
-    trainer.load_state(load_checkpoint(resume))
-    if trainer.sink is not None:
-        detail = {"checkpoint": str(resume)}
-        trainer.sink.write(EventRecord(name="resume", step=trainer.step, detail=detail, time=time.time()))
-
-
-def _run_record(comm: Communicator, trainer: Trainer) -> RunRecord:
+def _run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> RunRecord:
+    """Makes the first record of an attempt; without a trainer, that of one that failed before it had any."""
     import platform
 
     import torch
@@ -173,7 +242,7 @@ def _run_record(comm: Communicator, trainer: Trainer) -> RunRecord:
     from paceline.models.registry import num_parameters
     from paceline.monitor.records import RunRecord
 
-    plan = trainer.parts.plan
+    plan = None if trainer is None else trainer.parts.plan
     device = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu"
     return RunRecord(
         rank=comm.rank,
@@ -185,13 +254,13 @@ def _run_record(comm: Communicator, trainer: Trainer) -> RunRecord:
         python=platform.python_version(),
         torch=torch.__version__,
         paceline=__version__,
-        num_parameters=num_parameters(trainer.parts.engine.module),
-        strategy=plan.strategy,
+        num_parameters=0 if trainer is None else num_parameters(trainer.parts.engine.module),
+        strategy=config.parallel.strategy,
         backend="none" if comm.size == 1 else ("nccl" if comm.device.type == "cuda" else "gloo"),
-        global_batch=plan.batch.global_batch,
-        microbatch=plan.batch.microbatch,
-        accumulate=plan.batch.accumulate,
-        total_steps=plan.total_steps,
+        global_batch=config.train.global_batch or 0 if plan is None else plan.batch.global_batch,
+        microbatch=0 if plan is None else plan.batch.microbatch,
+        accumulate=0 if plan is None else plan.batch.accumulate,
+        total_steps=0 if plan is None else plan.total_steps,
         time=time.time(),
     )
 
@@ -222,8 +291,7 @@ def _use_threads(config: Config) -> None:
 
 def _redirect_output(path: Path) -> None:
     """Sends this process's output, that of its libraries too, to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)
@@ -231,12 +299,13 @@ def _redirect_output(path: Path) -> None:
     os.close(log)
 
 
-def _die_with_parent() -> None:
-    """Asks Linux to end this process when the launcher is gone, however it went."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1:
-            sys.exit(1)
+def _exit(code: int) -> NoReturn:
+    """Leaves at once, with loader workers: threads of the backend may wait for ranks that are gone."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    end_children()
+    os._exit(code)
 
 
 if __name__ == "__main__":

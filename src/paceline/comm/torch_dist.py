@@ -42,7 +42,7 @@ def connect(
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not dist.is_initialized():
         return SoloCommunicator(where)
     if not dist.is_initialized():
-        _initialize("nccl" if backend != "gloo" and where.type == "cuda" else "gloo", where, timeout_s)
+        _initialize("nccl" if backend != "gloo" and where.type == "cuda" else "gloo", timeout_s)
     group = dist.group.WORLD
     assert group is not None
     if dist.get_world_size() == 1:
@@ -77,7 +77,7 @@ def _device(device: str | torch.device | None, backend: str) -> torch.device:
     return where
 
 
-def _initialize(backend: str, device: torch.device, timeout_s: float) -> None:
+def _initialize(backend: str, timeout_s: float) -> None:
     missing = [name for name in _ENVIRONMENT if name not in os.environ]
     if missing:
         raise CommunicationError(
@@ -88,9 +88,10 @@ def _initialize(backend: str, device: torch.device, timeout_s: float) -> None:
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     try:
         dist.init_process_group(
+            # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
+            # take part, while ours are made by their members alone.
             backend,
             timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=device if backend == "nccl" else None,
         )
     except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
         raise CommunicationError(_explain_start(error, rank, world, address)) from error
@@ -214,7 +215,8 @@ class TorchCommunicator:
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self._issue("barrier", dist.barrier).wait()
+        where = {"device_ids": [self._device.index]} if self._device.type == "cuda" else {}
+        self._issue("barrier", dist.barrier, **where).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes the subgroup of ``ranks``; only its members call."""
@@ -257,7 +259,6 @@ def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
     the group is named here, after its members and how many groups these have already.
     """
     c10d: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
-    default: dist.ProcessGroup = c10d._get_default_group()
     stem = f"paceline {members} "
     number = sum(name.startswith(stem) for name in c10d._world.pg_names.values())
     group: dist.ProcessGroup
@@ -269,7 +270,6 @@ def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
         c10d._get_default_store(),
         f"{stem}{number}",
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=default.bound_device_id,
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     return group

@@ -1,47 +1,121 @@
 """Why a run failed, in one message: the cause, not its consequences.
 
-A rank that raises leaves ``logs/rank-<r>.error.json``. When one rank fails the others lose their connection and fail
-too, so the cause is the first error that is not a lost connection; then a rank that was killed; then the first of all.
+A rank that raises leaves ``logs/rank-<r>.error.json``; one that was killed leaves an exit code. When one rank fails the
+others lose their connection and fail too, or are ended, so the ranks are blamed in the order of ``Cause``:
+
+    killed   by a signal that nobody sends because another rank failed, such as SIGKILL or SIGSEGV
+    raised   an error of its own
+    died     without a word: an exit code and nothing else, or an abort
+    stuck    waited for another rank until the time was over
+    ended    by SIGTERM or its like: by somebody else, or by the agent once another rank has failed
+    lost     the connection to another rank
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
+import sysconfig
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from paceline.errors import CommunicationError, LaunchError, PacelineError
+from paceline.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    PacelineError,
+    RunFolderError,
+    UsageError,
+)
+
+Cause = Literal["killed", "raised", "died", "stuck", "ended", "lost"]
+
+_PACKAGE = str(Path(__file__).parents[1])
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_LAST_FRAMES = 5
+_MOST_LINES = 20
+_ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_LOST = ("closed by peer", "reset by peer", "Broken pipe")
+_DISK = {
+    errno.ENOSPC: "the disk is full: free some space",
+    errno.EDQUOT: "the disk quota is used up: free some space",
+    errno.EFBIG: "files may not grow that large here (see ulimit -f)",
+    errno.EROFS: "the disk is read-only: set monitor.folder=... elsewhere",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How one rank ended."""
+    """How one rank failed. ``traceback`` is empty where the message says it all.
+
+    ``is_refusal``: what was asked for cannot be, which was found before training began.
+    """
 
     rank: int
+    cause: Cause
     message: str
-    traceback: str
+    traceback: str = ""
     time: float
-    is_ours: bool
-    is_consequence: bool
+    is_refusal: bool = False
+
+    def __str__(self) -> str:
+        if self.is_refusal:
+            return self.message
+        verb = "failed: " if self.cause in ("raised", "stuck", "lost") else ""
+        return f"rank {self.rank} {verb}{self.message}"
 
 
-def write_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Leaves a rank's error where the launcher finds it."""
-    payload = {
-        "rank": rank,
-        "message": str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
-        "is_ours": isinstance(error, PacelineError),
-        "is_consequence": isinstance(error, CommunicationError),
-    }
-    path = folder / "logs" / f"rank-{rank}.error.json"
+class RunStoppedError(LaunchError):
+    """A run that a signal ended, such as Ctrl-C's SIGINT."""
+
+    def __init__(self, number: int, note: str = "") -> None:
+        self.number = number
+        name = signal.Signals(number).name
+        super().__init__(f"ended by {name}{' (Ctrl-C)' if name == 'SIGINT' else ''}; no rank is left{note}")
+
+
+def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False) -> Failure:
+    """Tells a rank's error in a message, and in as much of its traceback as helps."""
+    text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+    disk = next((_DISK[each.errno] for each in _chain(error) if isinstance(each, OSError) and each.errno in _DISK), "")
+    return Failure(
+        rank=rank,
+        cause=_cause(error),
+        message=text.removeprefix(f"rank {rank}: ") + (f"\n  {disk}" if disk else ""),
+        traceback="" if disk and not _has_user_code(error) else user_traceback(error),
+        time=time.time(),
+        is_refusal=is_refusal,
+    )
+
+
+def is_refusal(error: BaseException, *, is_built: bool, has_trained: bool) -> bool:
+    """Says whether an error means that what was asked for cannot be, and not that something went wrong.
+
+    Errors of the user's own code went wrong. Data and checkpoints can only be refused before the trainer ``is_built``,
+    as later ones may be those of a full disk, and nothing is refused that ``has_trained``.
+    """
+    if has_trained or _has_user_code(error):
+        return False
+    if isinstance(error, ConfigError | UsageError):
+        return True
+    return isinstance(error, DataError | CheckpointError | RunFolderError) and not is_built
+
+
+def write_failure(folder: Path, failure: Failure) -> None:
+    """Leaves a rank's failure where the launcher finds it, whole or not at all."""
+    path = folder / "logs" / f"rank-{failure.rank}.error.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(payload, indent=2), encoding="utf-8")
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(failure), indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def read_failures(folder: Path) -> list[Failure]:
@@ -59,22 +133,110 @@ def clear_failures(folder: Path) -> None:
         path.unlink()
 
 
-def killed_rank(rank: int, exit_code: int, at: float) -> Failure:
-    """Describes a rank that left no error: it was killed, or left the process without a word."""
+def silent_failure(rank: int, exit_code: int, output: str = "") -> Failure:
+    """Describes a rank that left no error: it was killed, or left the process without a word but its ``output``."""
+    cause: Cause = "died"
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = "\n  SIGKILL often means that the machine ran out of memory" if name == "SIGKILL" else ""
-        message = f"killed by {name}{hint}"
+        number = -exit_code
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        message = f"was killed by {name}"
+        if number in _ENDED:
+            cause, message = "ended", f"was ended by {name}, which did not come from here"
+        elif number != signal.SIGABRT:
+            cause = "killed"
+        if number == signal.SIGKILL:
+            message += "\n  if nobody sent it, the machine ran out of memory (dmesg tells)"
     else:
         message = f"left with exit code {exit_code} and no error"
-    return Failure(rank=rank, message=message, traceback="", time=at, is_ours=True, is_consequence=False)
+    tail = "\n".join(output.strip().splitlines()[-_MOST_LINES:])
+    return Failure(rank=rank, cause=cause, message=message, traceback=tail, time=time.time())
 
 
-def explain_failures(failures: list[Failure], folder: Path) -> LaunchError:
-    """Makes the one error that the user sees."""
+def first_cause(failures: Iterable[Failure]) -> Failure:
+    """Returns the failure that led to the others."""
+    order = get_args(Cause)
+    return min(failures, key=lambda failure: (order.index(failure.cause), failure.time))
+
+
+def explain_failures(failures: list[Failure], folder: Path) -> PacelineError:
+    """Makes the one error that the user sees: UsageError for what was refused, LaunchError for what went wrong."""
+    logs = folder / "logs"
     if not failures:
-        return LaunchError(f"the ranks ended without a result or an error\n  see {folder / 'logs'}")
-    cause = min(failures, key=lambda failure: (failure.is_consequence, failure.time))
-    log = folder / "logs" / f"rank-{cause.rank}.log"
-    detail = "" if cause.is_ours or not cause.traceback else f"\n\n{cause.traceback.rstrip()}\n"
-    return LaunchError(f"rank {cause.rank} failed: {cause.message}{detail}\n  its log is {log}")
+        return LaunchError(f"the ranks ended without a result or an error\n  their logs are in {logs}")
+    cause = first_cause(failures)
+    if cause.is_refusal:
+        return UsageError(cause.message)
+    detail = f"\n\n{cause.traceback.rstrip()}\n" if cause.traceback else ""
+    return LaunchError(f"{cause}{detail}\n  its log is {logs / f'rank-{cause.rank}.log'}")
+
+
+def user_traceback(error: BaseException) -> str:
+    """Formats a traceback from the first line of the user's code on; the frames before are ours and torch's.
+
+    Empty where an error of ours says it all: it has no cause, or one that the user's code took no part in. Of a foreign
+    error in which it took none, the last few frames are left.
+    """
+    shown = _beneath(error)
+    if isinstance(shown, PacelineError) or _is_lost(error) or (shown is not error and not _has_user_code(error)):
+        return ""
+    summary = traceback.TracebackException.from_exception(shown)
+    _trim(summary)
+    return "".join(summary.format()).rstrip()
+
+
+def _beneath(error: BaseException) -> BaseException:
+    """Returns the foreign error that an error of ours tells about, or the error itself."""
+    while isinstance(error, PacelineError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _has_user_code(error: BaseException) -> bool:
+    for each in _chain(_beneath(error)):
+        frames = traceback.walk_tb(each.__traceback__)
+        if any(_is_users(frame.f_code.co_filename) for frame, _ in frames):
+            return True
+        if getattr(each, "__notes__", ()):  # the traceback of a loader worker, as text
+            return True
+    return False
+
+
+def _trim(summary: traceback.TracebackException) -> None:
+    """Cuts the frames before the user's code from an error, and from those that it came from."""
+    frames = list(summary.stack)
+    first = next((place for place, frame in enumerate(frames) if _is_users(frame.filename)), -_LAST_FRAMES)
+    summary.stack = traceback.StackSummary.from_list(frames[first:])
+    for chained in (summary.__cause__, summary.__context__):
+        if chained is not None:
+            _trim(chained)
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith((_PACKAGE + os.sep, "<frozen ")) or "-packages/torch/" in filename:
+        return False
+    return "-packages" + os.sep in filename or not filename.startswith(_STANDARD_LIBRARY + os.sep)
+
+
+def _cause(error: BaseException) -> Cause:
+    if _is_lost(error):
+        return "lost"
+    # Its children name their own cause: a mismatch, a verdict.
+    return "stuck" if type(error) is CommunicationError else "raised"
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Says whether a connection broke: to a rank that is gone. The user's code may have used torch.distributed too."""
+    return any(
+        isinstance(each, CommunicationError | RuntimeError) and any(sign in str(each) for sign in _LOST)
+        for each in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those that it came from."""
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)

@@ -1,53 +1,201 @@
-"""A run's folder: made whole under its final name, or not at all, and never overwritten by accident.
+"""A run's folder: made whole under its final name, or not at all, never overwritten by accident, and used by one.
 
 runs/<name>/   config.yaml plan.json  records/  checkpoints/  logs/  tensorboard/
+               .lock                  held by the process that runs it, and let go by the system when that ends
+               .config.yaml           while a resumed run is set up: becomes config.yaml when that has worked
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import glob
 import os
 import shutil
+import time
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
 
 from paceline.errors import RunFolderError
 
 _PARTS = ("records", "checkpoints", "logs")
+_LEFTOVER_S = 60.0
 
 
-def prepare_folder(folder: Path, config_yaml: str, *, force: bool = False, resume: bool = False) -> Path:
-    """Makes a run folder with its config. Raises RunFolderError if it exists and neither force nor resume was said.
+class RunFolder:
+    """A folder that this process has claimed: until it lets go, no other run gets it."""
 
-    ``force`` replaces the old folder, at the last moment; ``resume`` keeps it and everything in it.
+    def __init__(self, path: Path, lock: int, *, is_new: bool) -> None:
+        self.path = path
+        self.is_new = is_new
+        self._lock = lock
+
+    def discard(self) -> None:
+        """Forgets a run that was refused before it began: a new folder goes, an older one is as it was."""
+        if self.is_new:
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            _pending_config(self.path).unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._lock)
+
+
+def check_folder(path: Path, *, force: bool = False, resume: bool = False) -> None:
+    """Raises RunFolderError if a run may not be started in ``path``: cheap, for before anything else is done."""
+    in_the_way = _file_above(path)
+    if in_the_way is not None:
+        raise _cannot_make(path, f"{in_the_way} is a file")
+    if resume or not _is_taken(path):
+        return
+    if not force:
+        raise _exists(path)
+    if not (path / "config.yaml").is_file():
+        what = "has no config.yaml" if path.is_dir() else "is a file"
+        raise RunFolderError(
+            f"{path} exists and is not a run's folder: it {what}\n"
+            "  --force replaces runs alone\n  choose another name (name=...), or remove it by hand"
+        )
+
+
+def claim_folder(path: Path, config_yaml: str, *, force: bool = False, resume: bool = False) -> RunFolder:
+    """Makes a run's folder with its config, and keeps others from it.
+
+    ``force`` replaces an older run, at the last moment; ``resume`` keeps it and everything in it. Raises RunFolderError
+    if the folder exists and neither was said, if a run is going on in it, or if it cannot be written.
     """
-    if resume and folder.is_dir():
-        for part in _PARTS:
-            (folder / part).mkdir(exist_ok=True)
-        return folder
-    if folder.exists() and not force:
-        raise RunFolderError(
-            f"the run folder {folder} exists already\n  a run never overwrites another\n"
-            f"  choose another name (name=...), continue it with --resume auto, or replace it with --force"
-        )
-    if folder.exists() and not (folder / "config.yaml").is_file():
-        raise RunFolderError(
-            f"{folder} exists and is not a run folder: it has no config.yaml\n"
-            "  --force replaces runs alone\n  choose another name (name=...) or remove it by hand"
-        )
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    check_folder(path, force=force, resume=resume)
+    try:
+        if resume and path.is_dir():
+            return _reopen(path, config_yaml)
+        return _make(path, config_yaml, force=force)
+    except OSError as error:
+        raise _cannot_make(path, error.strerror or str(error)) from error
+
+
+def config_of(path: Path) -> Path:
+    """Returns the config that an attempt is to read."""
+    pending = _pending_config(path)
+    return pending if pending.is_file() else path / "config.yaml"
+
+
+def settle_config(path: Path) -> None:
+    """Makes the config of a resumed run the run's own, once it has been set up. Safe to call twice."""
+    with contextlib.suppress(FileNotFoundError):
+        _pending_config(path).replace(path / "config.yaml")
+
+
+def _pending_config(path: Path) -> Path:
+    return path / ".config.yaml"
+
+
+def _reopen(path: Path, config_yaml: str) -> RunFolder:
+    lock = _lock(path, path)
+    for part in _PARTS:
+        (path / part).mkdir(exist_ok=True)
+    _pending_config(path).write_text(config_yaml, encoding="utf-8")
+    return RunFolder(path, lock, is_new=False)
+
+
+def _make(path: Path, config_yaml: str, *, force: bool) -> RunFolder:
+    _remove_leftovers(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         for part in _PARTS:
             (partial / part).mkdir(parents=True)
         (partial / "config.yaml").write_text(config_yaml, encoding="utf-8")
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-            folder.rename(old)
-            partial.rename(folder)
-            shutil.rmtree(old)
+        lock = _lock(partial, path)  # before others can see it
+        if force and _is_taken(path):
+            _replace(path, partial)
         else:
-            partial.rename(folder)
+            partial.rename(path)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and _is_taken(path):
+            raise _exists(path) from None  # another run came first
+        raise
+    except RunFolderError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return RunFolder(path, lock, is_new=True)
+
+
+def _replace(path: Path, partial: Path) -> None:
+    old_lock = _lock(path, path)
+    try:
+        old = path.with_name(f".{path.name}.{os.getpid()}.old")
+        path.rename(old)
+        try:
+            partial.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):  # another run may have taken the name
+                old.rename(path)
+            raise
+        if old.is_symlink():
+            old.unlink()
+        else:
+            shutil.rmtree(old)
+    finally:
+        os.close(old_lock)
+
+
+def _lock(folder: Path, path: Path) -> int:
+    """Locks a folder; ``path`` is its name for messages. Raises RunFolderError if another process has it."""
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(lock, 100).decode(errors="replace").strip()
+        os.close(lock)
         raise RunFolderError(
-            f"cannot make the run folder {folder}: {error}\n  set monitor.folder=... elsewhere"
-        ) from error
-    return folder
+            f"a run is going on in {path}{f': process {owner}' if owner else ''}\n"
+            "  two runs cannot share a folder\n  wait for its end, end it, or choose another name (name=...)"
+        ) from None
+    except OSError:
+        pass  # a file system without locks, as some networks have: names alone must keep runs apart
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+    return lock
+
+
+def _is_taken(path: Path) -> bool:
+    """Says whether something is there that may not be overwritten: anything but an empty folder."""
+    if not path.is_dir():
+        return path.exists() or path.is_symlink()
+    return any(path.iterdir())
+
+
+def _exists(path: Path) -> RunFolderError:
+    return RunFolderError(
+        f"the run's folder {path} exists already\n  a run never overwrites another\n"
+        "  choose another name (name=...), continue it with --resume auto, or replace it with --force"
+    )
+
+
+def _cannot_make(path: Path, why: str) -> RunFolderError:
+    return RunFolderError(f"cannot make the run's folder {path}: {why}\n  set monitor.folder=... elsewhere")
+
+
+def _file_above(path: Path) -> Path | None:
+    """Returns the file that stands where a folder above ``path`` should be."""
+    return next((each for each in path.parents if each.exists() and not each.is_dir()), None)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes the partial folders of processes that were killed while they made this one."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        number = leftover.name.removeprefix(f".{path.name}.").removesuffix(".old")
+        if not number.isdecimal() or psutil.pid_exists(int(number)):
+            continue
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > _LEFTOVER_S:
+                shutil.rmtree(leftover)

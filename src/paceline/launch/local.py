@@ -7,13 +7,17 @@ left behind. A worker's output goes to its own log; progress is what the caller 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -21,9 +25,22 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from paceline.errors import LaunchError
-from paceline.launch.failure import Failure, clear_failures, explain_failures, killed_rank, read_failures
+from paceline.errors import LaunchError, UsageError
+from paceline.launch.failure import (
+    Failure,
+    RunStoppedError,
+    clear_failures,
+    explain_failures,
+    first_cause,
+    read_failures,
+    silent_failure,
+)
+from paceline.launch.orphans import end_groups, forget_processes, noted_processes
 from paceline.launch.processes import loopback_interface
+from paceline.launch.records import end_records, open_attempts
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 
 
 def launch_local(
@@ -31,68 +48,115 @@ def launch_local(
 ) -> None:
     """Runs ``python -m <command>`` on ``ranks`` processes until all are done.
 
-    Raises LaunchError with the first rank's error when one fails, KeyboardInterrupt when the user ends it.
+    Raises LaunchError with the cause when a rank fails, UsageError when it refuses what was asked for, and
+    RunStoppedError when a signal ends the run. In each case the records get an end, and no rank is left.
     """
     clear_failures(folder)
+    forget_processes(folder)
+    started = time.time()
+    with _signals(), _environment(_settings(ranks, threads)), _quiet_agent():
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                _run_agent(command, folder, Path(scratch), ranks=ranks, port=port, started=started)
+        except SignalException as error:
+            with _deaf():
+                end_groups(noted_processes(folder).values())
+                end_records(folder, range(ranks), "stopped", f"ended by {error.sigval.name}", since=started)
+            raise RunStoppedError(error.sigval) from None
+        except (RuntimeError, OSError) as error:  # the agent itself failed, or its store
+            raise LaunchError(_explain_start(error, port)) from error
+        finally:
+            forget_processes(folder)
+
+
+def check_port(port: int) -> None:
+    """Raises LaunchError if the ranks cannot meet at a port; 0 stands for any free one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            raise LaunchError(_explain_port(error, port)) from error
+
+
+def _run_agent(command: Sequence[str], folder: Path, scratch: Path, *, ranks: int, port: int, started: float) -> None:
+    try:
+        elastic_launch(_agent_config(ranks, port, scratch), sys.executable)("-u", "-m", *command)
+    except ChildFailedError as error:
+        with _deaf():
+            end_groups(failure.pid for failure in error.failures.values())
+            failures = _failures(error, folder, scratch, open_attempts(folder, range(ranks), since=started))
+            cause = str(first_cause(failures)).splitlines()[0]
+            end_records(folder, range(ranks), "failed", cause, since=started)
+            problem = explain_failures(failures, folder)
+            if isinstance(problem, UsageError):
+                clear_failures(folder)  # refused: the folder of a resumed run stays as it was
+        raise problem from None
+
+
+def _agent_config(ranks: int, port: int, scratch: Path) -> LaunchConfig:
+    known = LaunchConfig.__dataclass_fields__
+    handled = ",".join(each.name for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN)
+    newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"paceline-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port}",
+        rdzv_configs={"is_host": True},  # else it joins whoever has the port
+        local_addr="localhost",  # else it looks this machine's name up, which laptops often cannot
+        max_restarts=0,
+        monitor_interval=0.1,
+        # What a worker prints before it opens its own log.
+        logs_specs=DefaultLogsSpecs(log_dir=str(scratch), redirects=Std.ALL),
+        **{name: value for name, value in newer.items() if name in known},  # not in torch 2.6
+    )
+
+
+def _settings(ranks: int, threads: int | None) -> dict[str, str]:
     share = max(1, (os.cpu_count() or 1) // ranks)
-    settings = {
+    return {
         "OMP_NUM_THREADS": str(threads or share),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface()),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         "PYTHONUNBUFFERED": "1",
     }
-    with _environment(settings), _quiet_agent(), tempfile.TemporaryDirectory() as scratch:
-        # The agent's own redirects catch what a worker prints before it opens its log.
-        logs = DefaultLogsSpecs(log_dir=scratch, redirects=Std.ALL)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=f"paceline-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"localhost:{port}",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=logs,
-        )
-        try:
-            elastic_launch(config, sys.executable)("-u", "-m", *command)
-        except ChildFailedError as error:
-            raise explain_failures([*read_failures(folder), *_killed(error, folder, scratch)], folder) from None
-        except SignalException as error:
-            raise KeyboardInterrupt(str(error)) from None
-        except (RuntimeError, ConnectionError, OSError) as error:  # the rendezvous itself failed
-            raise LaunchError(_explain_start(error, port)) from error
 
 
-def _killed(error: ChildFailedError, folder: Path, scratch: str) -> list[Failure]:
-    """Finds ranks that ended without leaving an error of their own."""
-    known = {failure.rank for failure in read_failures(folder)}
-    found = []
-    for rank, failure in error.failures.items():
-        if rank in known:
-            continue
-        code = int(failure.exitcode)
-        if code in (-15, -2) and (known or len(error.failures) > 1):
-            continue  # ended by the agent, because of another
-        killed = killed_rank(rank, code, float(failure.timestamp or time.time()))
-        stderr = "".join(p.read_text(errors="replace") for p in Path(scratch).rglob(f"{rank}/stderr.log"))
-        if code > 0 and stderr.strip():  # it died before it had a log
-            tail = "\n".join(stderr.strip().splitlines()[-20:])
-            killed = Failure(**{**_fields(killed), "message": f"{killed.message}\n\n{tail}"})
-        found.append(killed)
+def _failures(error: ChildFailedError, folder: Path, scratch: Path, unfinished: list[int]) -> list[Failure]:
+    """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
+    found = read_failures(folder)
+    exit_codes = dict.fromkeys(unfinished, 0) | {rank: int(each.exitcode) for rank, each in error.failures.items()}
+    for rank in sorted(set(exit_codes) - {failure.rank for failure in found}):
+        output = _early_output(rank, scratch)
+        if output:
+            with contextlib.suppress(OSError), (folder / "logs" / f"rank-{rank}.log").open("a") as log:
+                log.write(output)
+        found.append(silent_failure(rank, exit_codes[rank], output if exit_codes[rank] > 0 else ""))
     return found
 
 
-def _fields(failure: Failure) -> dict[str, Any]:
-    return {name: getattr(failure, name) for name in Failure.__slots__}
+def _early_output(rank: int, scratch: Path) -> str:
+    """Returns what a rank printed before it opened its log."""
+    paths = sorted(path for name in ("stdout.log", "stderr.log") for path in scratch.rglob(f"{rank}/{name}"))
+    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
 
 
 def _explain_start(error: Exception, port: int) -> str:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if port and ("EADDRINUSE" in str(error) or "in use" in str(error) or "failed to listen" in str(error)):
-        return f"port {port} is in use\n  the ranks meet there\n  choose another with --port, or leave it out"
+    cause = error.__cause__ or error
+    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    if port and ("EADDRINUSE" in text or "in use" in text):
+        return _explain_port(OSError(errno.EADDRINUSE, text), port)
     return f"the ranks could not be started: {text}"
+
+
+def _explain_port(error: OSError, port: int) -> str:
+    is_used = error.errno == errno.EADDRINUSE
+    what = f"port {port} is in use" if is_used else f"port {port} cannot be used: {error.strerror or error}"
+    return f"{what}\n  the ranks meet there\n  choose another with --port, or leave it out for a free one"
 
 
 @contextlib.contextmanager
@@ -110,15 +174,44 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Silences the agent's log: what matters is told in our own words."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    others = logging.getLogger("torch.distributed")
-    levels = logger.level, others.level
-    logger.setLevel(logging.CRITICAL)
-    others.setLevel(logging.CRITICAL)
+def _signals() -> Iterator[None]:
+    """Turns signals into SignalException from the first moment on, and gives them back in the end.
+
+    The agent does the same, but only once it starts ranks, and keeps them. One that is ignored stays so: with nohup, a
+    run outlives its terminal.
+    """
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise SignalException(f"got signal {number}", signal.Signals(number))
+
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Lets a short piece of work finish whatever signals come."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     try:
         yield
     finally:
-        logger.setLevel(levels[0])
-        others.setLevel(levels[1])
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Silences the agent's log, whose many loggers have levels of their own: what matters is told in our words."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

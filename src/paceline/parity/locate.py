@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,7 @@ import torch
 from torch import nn
 
 from paceline.parity.case import Case
-from paceline.parity.runs import Settings, StepValues, run_distributed, run_reference
-
-Activations = list[tuple[str, torch.Tensor]]
+from paceline.parity.runs import Calls, Settings, StepValues, run_distributed, run_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +36,13 @@ def locate(case: Case, settings: Settings, run: Callable[..., list[Any]], *, tol
     expected = run_reference(case, settings)[step]
     per_rank: list[StepValues] = [values[step] for values in run(run_distributed, case, settings)]
     hint = _hint(case.make_model())
-    for name, error in _forward_errors(expected.activations, [v.activations for v in per_rank], settings.accumulate):
+    activations = [values.activations for values in per_rank]
+    for name, error in _forward_errors(expected.activations[0], activations, settings.accumulate):
         if not error <= tolerance:
             return Divergence(step=step, module=name, what="forward", error=error, hint=hint)
+    gradients = [_unclipped(values, settings.clip) for values in (expected, *per_rank)]
     for name in _backward_order(expected):
-        error = max(difference(values.gradients[name], expected.gradients[name]) for values in per_rank)
+        error = max(difference(ours[name], gradients[0][name]) for ours in gradients[1:])
         if not error <= tolerance:
             module, _, parameter = name.rpartition(".")
             return Divergence(step=step, module=module, what=f"gradient ({parameter})", error=error, hint=hint)
@@ -69,30 +70,43 @@ def difference(ours: torch.Tensor | None, expected: torch.Tensor | None) -> floa
     return (0.0 if same else float("inf")) if value != value else value
 
 
-def _forward_errors(expected: Activations, per_rank: list[Activations], accumulate: int) -> list[tuple[str, float]]:
+def _unclipped(values: StepValues, clip: float | None) -> dict[str, torch.Tensor | None]:
+    """Returns the gradients before they were clipped: clipping spreads one that is wrong over all of them."""
+    factor = 1.0 if clip is None else min(1.0, clip / (float(values.norm) + 1e-6))  # torch's own formula
+    return {name: None if gradient is None else gradient / factor for name, gradient in values.gradients.items()}
+
+
+def _forward_errors(expected: Calls, per_rank: list[dict[int, Calls]], accumulate: int) -> list[tuple[str, float]]:
     """Returns how far each call's output is from the reference's, where the pieces of all ranks can be put together.
 
-    Microbatch m of rank r is piece m * ranks + r of the batch, so call k of the reference is the concatenation of the
-    k-th calls of all pieces in that order. A rank without samples in a microbatch has no calls for it.
+    Microbatch m of rank r is piece m * ranks + r of the batch, so the k-th output of a module is the concatenation of
+    its k-th outputs in all pieces, in that order. A piece may have made no such call (a branch that its samples did not
+    take); an output without samples along dim 0 (a table of positions) cannot be put together and is left out.
     """
     errors = []
-    pieces = _pieces(per_rank, len(expected), accumulate)
-    for index, (name, whole) in enumerate(expected):
-        outputs = [piece[index][1] for piece in pieces if index < len(piece) and piece[index][0] == name]
-        if not outputs or outputs[0].ndim == 0 or any(o.shape[1:] != whole.shape[1:] for o in outputs):
+    pieces = [_numbered(calls[m]) for m in range(accumulate) for calls in per_rank if m in calls]
+    for call, whole in _numbered(expected).items():
+        outputs = [piece[call] for piece in pieces if call in piece]
+        if not whole.ndim or any(not o.ndim or o.shape[1:] != whole.shape[1:] for o in outputs):
             continue
-        errors.append((name, difference(torch.cat(outputs), whole)))
+        if sum(map(len, outputs)) == len(whole):
+            errors.append((call[0], difference(torch.cat(outputs), whole)))
     return errors
 
 
-def _pieces(per_rank: list[Activations], num_calls: int, accumulate: int) -> list[Activations]:
-    by_rank = [[calls[i : i + num_calls] for i in range(0, len(calls), num_calls)] for calls in per_rank]
-    return [pieces[m] for m in range(accumulate) for pieces in by_rank if m < len(pieces)]
+def _numbered(calls: Calls) -> dict[tuple[str, int], torch.Tensor]:
+    """Returns outputs by module and how many calls of it came before."""
+    outputs: dict[tuple[str, int], torch.Tensor] = {}
+    seen: Counter[str] = Counter()
+    for name, output in calls:
+        outputs[name, seen[name]] = output
+        seen[name] += 1
+    return outputs
 
 
 def _backward_order(expected: StepValues) -> list[str]:
     """Returns parameter names, those of the modules called last first: the order in which gradients arise."""
-    called = {name: index for index, (name, _) in enumerate(expected.activations)}
+    called = {name: index for index, (name, _) in enumerate(expected.activations[0])}
     return sorted(expected.gradients, key=lambda name: -called.get(name.rpartition(".")[0], -1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,9 @@ from paceline.errors import UsageError
 from paceline.parallel.apply import parallelize
 from paceline.parity.case import Case, cut, num_samples
 from paceline.train.step import StepPolicy, place, train_step
+
+Calls = list[tuple[str, torch.Tensor]]
+"""What modules returned, by name, in the order of the calls."""
 
 DTYPE = torch.float64
 _CPU = torch.device("cpu")
@@ -33,14 +37,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepValues:
-    """What one step computed; gradients as the optimizer saw them, parameters after its update."""
+    """What one step computed; gradients as the optimizer saw them, parameters after its update.
+
+    ``activations`` has the calls of each microbatch that had samples, by its number.
+    """
 
     loss: torch.Tensor
     norm: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
     parameters: dict[str, torch.Tensor]
     samples: int
-    activations: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    activations: dict[int, Calls] = field(default_factory=dict)
 
 
 def run_reference(case: Case, settings: Settings) -> list[StepValues]:
@@ -67,7 +74,8 @@ def run_reference(case: Case, settings: Settings) -> list[StepValues]:
         gradients = _gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        history.append(_values(mean, norm, gradients, model, num_samples(batch), recorder))
+        activations = {} if recorder is None else recorder.stop([0])
+        history.append(_values(mean, norm, gradients, model, num_samples(batch), activations))
     return history
 
 
@@ -91,32 +99,39 @@ def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[
         sums = torch.stack([outcome.loss_sum.double(), torch.as_tensor(outcome.count, dtype=DTYPE)])
         comm.all_reduce(sums).wait()
         mean = sums[0] / sums[1]
-        history.append(_values(mean, outcome.grad_norm, dict(gradients), model, batch.global_samples, recorder))
+        present = [number for number, piece in enumerate(batch.microbatches) if piece is not None]
+        activations = {} if recorder is None else recorder.stop(present)
+        history.append(_values(mean, outcome.grad_norm, dict(gradients), model, batch.global_samples, activations))
     return history
 
 
 class Recorder:
-    """Keeps what every module without children returns, in the order of the calls."""
+    """Keeps what every module without children returns, in the order of the calls, pass by pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.calls: list[tuple[str, torch.Tensor]] = []
-        self._handles = [
+        self._passes: list[Calls] = []
+        self._handles = [model.register_forward_pre_hook(lambda *_: self._passes.append([]))]
+        self._handles += [
             module.register_forward_hook(self._keep(name))
             for name, module in model.named_modules()
             if not any(module.children())
         ]
 
-    def stop(self) -> list[tuple[str, torch.Tensor]]:
-        """Stops listening and hands over what was kept."""
+    def stop(self, microbatches: Sequence[int]) -> dict[int, Calls]:
+        """Stops listening and hands over what was kept, by microbatch: each made as many passes as the others."""
         for handle in self._handles:
             handle.remove()
-        return self.calls
+        passes = len(self._passes) // max(len(microbatches), 1)
+        return {
+            number: [call for each in self._passes[place * passes : (place + 1) * passes] for call in each]
+            for place, number in enumerate(microbatches)
+        }
 
     def _keep(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             del module, inputs
-            if isinstance(output, torch.Tensor):
-                self.calls.append((name, output.detach().clone()))
+            if isinstance(output, torch.Tensor) and self._passes:
+                self._passes[-1].append((name, output.detach().clone()))
 
         return hook
 
@@ -166,7 +181,7 @@ def _values(
     gradients: dict[str, torch.Tensor | None],
     model: nn.Module,
     samples: int,
-    recorder: Recorder | None,
+    activations: dict[int, Calls],
 ) -> StepValues:
     return StepValues(
         loss=mean.detach().clone(),
@@ -174,5 +189,5 @@ def _values(
         gradients=gradients,
         parameters={name: p.detach().clone() for name, p in model.named_parameters()},
         samples=samples,
-        activations=[] if recorder is None else recorder.stop(),
+        activations=activations,
     )

@@ -1,0 +1,842 @@
+"""The mutation check: classic bugs of distributed training, planted one by one, are all found by the certificate.
+
+Each bug is planted by patching the real code, so that everything else runs as it does for a user. The same case passes
+before the bug is planted: the certificate fails because of the bug and nothing else. Where a bug lies outside of what
+the certificate runs (the loader's shares, the learning-rate schedule), ``train/test_world_invariance.py`` plants it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.comm.base import DONE, Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.virtual import VirtualCommunicator
+from paceline.data.order import share
+from paceline.errors import CollectiveMismatchError
+from paceline.layout import flat_layout
+from paceline.parallel.agree import broadcast_tensors
+from paceline.parallel.apply import parallelize
+from paceline.parallel.ddp import DataParallel, _Bucket
+from paceline.parity.case import FunctionCase
+from paceline.parity.certificate import certify
+from paceline.parity.runs import Settings
+from paceline.train import step as steps
+from paceline.train.loss import CrossEntropy, Loss
+
+CLIP = 0.05  # far below the norms here, so that clipping bites
+SETTINGS = Settings(ranks=3, steps=4, accumulate=2, clip=CLIP)
+
+
+def current_rank() -> int | None:
+    """The virtual rank that runs; None in the one process that it is compared with."""
+    name = threading.current_thread().name
+    return int(name.removeprefix("rank-")) if name.startswith("rank-") else None
+
+
+# Cases: each has what some bug needs in order to show.
+
+
+class Plain(nn.Module):
+    """Large enough for several of the certificate's small buckets, one of them a single weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 24)
+        self.middle = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.wide = nn.Linear(24, 112)
+        self.last = nn.Linear(112, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        for layer in self.middle:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.last(torch.tanh(self.wide(hidden)))
+
+
+class Tied(nn.Module):
+    """A layer that uses the weight of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.head(torch.tanh(self.embed(x))))
+
+
+class Branches(nn.Module):
+    """Sends each sample to one of four experts; a rank without a sample for one does not use it. One more is idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, :4].argmax(1)
+        output = x.new_zeros(len(x), 3)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(1)
+            if len(rows):
+                output = output.index_add(0, rows, expert(x[rows]))
+        return output * self.scale
+
+
+class Remembers(Plain):
+    """Has a buffer that the first sample of a batch moves: rank 0's is that of the one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x) * self.level.clone()
+        if self.training:
+            self.level.copy_(x[0, :1].detach().abs() + 0.5)
+        return output
+
+
+class DiffersByRank(Plain):
+    """Starts from other values on other ranks; those of rank 0 are to count. A buffer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(3))
+        rank = current_rank() or 0
+        with torch.no_grad():
+            self.first.weight += 0.1 * rank
+            self.offset += 0.1 * rank * torch.arange(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.offset
+
+
+def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """19 samples: ragged in any cut here, and so few that a rank lacks some experts."""
+    generator = torch.Generator().manual_seed(70 + step)
+    return torch.randn(19, 6, generator=generator), torch.randint(3, (19,), generator=generator)
+
+
+def make_even_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = make_batch(step)
+    return inputs[:18], targets[:18]
+
+
+def make_short_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two samples for three ranks: one has none."""
+    inputs, targets = make_batch(step)
+    return inputs[:2], targets[:2]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CountKnown(FunctionCase):
+    """A case whose loss says beforehand how much each sample counts."""
+
+    def make_loss(self) -> Loss:
+        return CrossEntropy(1.0)
+
+
+def case(model: Callable[[], nn.Module], batch: Callable[[int], Any] = make_batch, **kwargs: Any) -> FunctionCase:
+    return FunctionCase(model=model, batch=batch, loss=F.cross_entropy, **kwargs)
+
+
+def known(model: Callable[[], nn.Module], batch: Callable[[int], Any] = make_batch) -> FunctionCase:
+    return CountKnown(model=model, batch=batch, loss=F.cross_entropy)
+
+
+def test_the_cases_have_what_the_bugs_need() -> None:
+    engine = parallelize(Plain().double(), _Pair(torch.device("cpu")), bucket_mb=0.02, first_bucket_mb=0.005)
+    sizes = [len(bucket.members) for bucket in engine._buckets]
+    assert len(sizes) >= 3
+    assert min(sizes) == 1
+    assert sizes[0] > 2 or sizes[1] > 2
+    for step in range(SETTINGS.steps):
+        chosen = make_batch(step)[0][:, :4].argmax(1)
+        by_rank = [set(chosen[share(torch.arange(19).numpy(), part, 3)].tolist()) for part in range(3)]
+        assert len(set().union(*by_rank)) == 4
+    shares = [len(share(torch.arange(19).numpy(), part, 6)) for part in range(6)]
+    assert len(set(shares)) > 1
+
+
+class _Pair(SoloCommunicator):
+    """Says that there are two ranks, so that an engine makes buckets; for looking at, not for running."""
+
+    size = 2  # type: ignore[assignment]
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+        output.copy_(tensor.repeat(2))
+        return DONE
+
+
+# The bugs.
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def replacing(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
+    """Puts ``make(original)`` in the place of ``owner.name``."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(owner, name, make(getattr(owner, name)))
+
+    return plant
+
+
+def also(*plants: Plant) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        for each in plants:
+            each(monkeypatch)
+
+    return plant
+
+
+# How a step weighs and accumulates.
+
+
+def accumulating(backward: Callable[..., None]) -> Plant:
+    """Replaces the loop over microbatches; ``backward(engine, run, number, count, scale)`` is the part that differs."""
+
+    def make(_: Any) -> Any:
+        def accumulate(engine: Any, microbatches: Any, loss: Any, scale: Any, dtype: Any, laps: Any) -> list[Any]:
+            del laps
+            present = [microbatch for microbatch in microbatches if microbatch is not None]
+            values = []
+            for number, microbatch in enumerate(present):
+                placed = steps.place(microbatch, engine.comm.device, dtype)
+                values.append(backward(engine, lambda placed=placed: loss(engine, placed), number, len(present), scale))
+            if not present:
+                engine.reduce_gradients()
+            return values
+
+        return accumulate
+
+    return replacing(steps, "accumulate", make)
+
+
+def weighed(value: Any, scale: float | None) -> torch.Tensor:
+    return value.total if scale is None else value.total * scale
+
+
+def plain_backward(engine: Any, run: Any, number: int, count: int, scale: float | None) -> Any:
+    """What the code does: the control for the replaced loop."""
+    if number < count - 1:
+        with engine.no_sync():
+            value = run()
+            weighed(value, scale).backward()
+    else:
+        value = run()
+        weighed(value, scale).backward()
+    return value
+
+
+def mean_of_means(engine: Any, run: Any, number: int, count: int, scale: float | None) -> Any:
+    del scale
+    if number < count - 1:
+        with engine.no_sync():
+            value = run()
+            (value.total / value.count / count).backward()
+    else:
+        value = run()
+        (value.total / value.count / count).backward()
+    return value
+
+
+def never_synchronised(engine: Any, run: Any, number: int, count: int, scale: float | None) -> Any:
+    del number, count
+    with engine.no_sync():
+        value = run()
+        weighed(value, scale).backward()
+    return value
+
+
+def synchronised_first(engine: Any, run: Any, number: int, count: int, scale: float | None) -> Any:
+    """Gradients are reduced with the first microbatch instead of the last."""
+    return plain_backward(engine, run, count - 1 - number, count, scale)
+
+
+def accumulation_lost(engine: Any, run: Any, number: int, count: int, scale: float | None) -> Any:
+    """The gradient of a microbatch replaces that of the one before."""
+    for parameter in engine.parameters():
+        parameter.grad = None
+    return plain_backward(engine, run, number, count, scale)
+
+
+def not_weighed(_: Any) -> Any:
+    return lambda *_: None
+
+
+def local_scale(_: Any) -> Any:
+    """The count is this rank's own: every rank's mean, averaged."""
+
+    def loss_scale(self: DataParallel, count: Any) -> torch.Tensor:
+        del self
+        return 1.0 / torch.as_tensor(count, dtype=torch.float64)
+
+    return loss_scale
+
+
+def nobody_joins(_: Any) -> Any:
+    return lambda *_: None
+
+
+# Clipping.
+
+
+def clip_locally_first(original: Any) -> Any:
+    def finish(self: DataParallel) -> None:
+        nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)
+        original(self)
+
+    return finish
+
+
+def norm_of_a_share(_: Any) -> Any:
+    """Each rank takes the norm of its share of the parameters for that of all."""
+
+    def clip_grad_norm_(self: DataParallel, max_norm: float) -> torch.Tensor:
+        parameters = list(self.parameters())
+        gradients = [p.grad for p in parameters[self.comm.rank :: self.comm.size] if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    return clip_grad_norm_
+
+
+def norm_divided_by_ranks(_: Any) -> Any:
+    """Squares are averaged over ranks as if each had a share: the norm is too small by the root of their number."""
+
+    def clip_grad_norm_(self: DataParallel, max_norm: float) -> torch.Tensor:
+        parameters = list(self.parameters())
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) / self.comm.size**0.5
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    return clip_grad_norm_
+
+
+def norm_without_clipping(_: Any) -> Any:
+    return lambda self, *_: nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+
+
+def clip_by_largest_norm(_: Any) -> Any:
+    """Clips each parameter by its own norm; what it returns is right."""
+
+    def clip_grad_norm_(self: DataParallel, max_norm: float) -> torch.Tensor:
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                nn.utils.clip_grad_norm_([parameter], max_norm)
+        return norm
+
+    return clip_grad_norm_
+
+
+def clip_before_weighing() -> Plant:
+    weigh = steps.weigh_gradients
+    counts: dict[int | None, Any] = {}
+
+    def later(_: Any) -> Any:
+        return lambda _, count: counts.update({current_rank(): count})
+
+    def clip(original: Any) -> Any:
+        def clip_grad_norm_(self: DataParallel, max_norm: float) -> torch.Tensor:
+            norm = original(self, max_norm)
+            weigh(self, counts[current_rank()])
+            return norm
+
+        return clip_grad_norm_
+
+    return also(replacing(steps, "weigh_gradients", later), replacing(DataParallel, "clip_grad_norm_", clip))
+
+
+# Buckets.
+
+
+class Quiet:
+    """A communicator that only pretends to reduce and broadcast."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def all_reduce(self, *_: Any) -> Any:
+        return DONE
+
+    def broadcast(self, *_: Any) -> Any:
+        return DONE
+
+
+def quietly(self: DataParallel, function: Callable[..., Any], *args: Any) -> None:
+    comm, self.comm = self.comm, Quiet(self.comm)  # type: ignore[assignment]
+    try:
+        function(self, *args)
+    finally:
+        self.comm = comm
+
+
+def scaled(factor: Callable[[int], float]) -> Callable[[Any], Any]:
+    """What arrives from the reduction is multiplied."""
+
+    def make(original: Any) -> Any:
+        def launch(self: DataParallel, bucket: _Bucket) -> None:
+            original(self, bucket)
+            work, size = bucket.work, self.comm.size
+            assert work is not None
+
+            class Scaled:
+                def wait(self) -> None:
+                    work.wait()
+                    assert bucket.buffer is not None
+                    bucket.buffer.mul_(factor(size))
+
+            bucket.work = Scaled()
+
+        return launch
+
+    return make
+
+
+def never_waited(original: Any) -> Any:
+    def launch(self: DataParallel, bucket: _Bucket) -> None:
+        original(self, bucket)
+        bucket.work = DONE
+
+    return launch
+
+
+def one_skipped(original: Any) -> Any:
+    def launch(self: DataParallel, bucket: _Bucket) -> None:
+        if self._buckets.index(bucket) == 1:
+            quietly(self, original, bucket)
+        else:
+            original(self, bucket)
+
+    return launch
+
+
+def one_sent_twice(original: Any) -> Any:
+    def launch(self: DataParallel, bucket: _Bucket) -> None:
+        original(self, bucket)
+        assert bucket.buffer is not None
+        assert bucket.work is not None
+        if self._buckets.index(bucket) == 0:
+            bucket.work.wait()
+            bucket.work = self.comm.all_reduce(bucket.buffer, "sum")
+
+    return launch
+
+
+def sent_too_early(original: Any) -> Any:
+    """Buckets leave with one gradient still to come: it arrives when the reduction is over."""
+
+    def arrive(self: DataParallel, index: int, parameter: torch.Tensor) -> None:
+        for bucket in self._buckets if self._expected is not None else []:
+            if bucket.num_missing == len(bucket.members) > 1:
+                bucket.num_missing -= 1
+        original(self, index, parameter)
+
+    return arrive
+
+
+def stale_slots(original: Any) -> Any:
+    """The place of a gradient that is missing keeps what it held in the last step."""
+
+    def fill(self: _Bucket, *args: Any) -> torch.Tensor:
+        kept = [
+            (view, view.clone())
+            for parameter, view in zip(self.parameters, self.views, strict=False)
+            if parameter.grad is None
+        ]
+        buffer: torch.Tensor = original(self, *args)
+        for view, old in kept:
+            view.copy_(old)
+        return buffer
+
+    return fill
+
+
+def stale_gradients(original: Any) -> Any:
+    """Gradients are copied into the buffer, and the optimizer still sees what they were before."""
+
+    def fill(self: _Bucket, *args: Any) -> torch.Tensor:
+        before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        buffer: torch.Tensor = original(self, *args)
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad = gradient
+        return buffer
+
+    return fill
+
+
+def not_cleared(original: Any) -> Any:
+    """The buffer is added to and never cleared: a step has the gradients of all steps before."""
+
+    def fill(self: _Bucket, *args: Any) -> torch.Tensor:
+        old = None if self.buffer is None else self.buffer.clone()
+        buffer: torch.Tensor = original(self, *args)
+        return buffer if old is None or self.adopts else buffer.add_(old)
+
+    return fill
+
+
+def misplaced(original: Any) -> Any:
+    """Every tensor begins one element too early: neighbours share an element."""
+
+    def layout(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **{**kwargs, "align": 1})
+        slots = [
+            dataclasses.replace(slot, offset=max(0, slot.offset - number)) for number, slot in enumerate(made.slots)
+        ]
+        return dataclasses.replace(made, slots=tuple(slots))
+
+    return layout
+
+
+def order_not_agreed(original: Any) -> Any:
+    """Every rank fills its buckets in the order in which its own gradients arrived."""
+
+    def learn(self: DataParallel) -> None:
+        quietly(self, original)
+
+    return learn
+
+
+def narrow(original: Any) -> Any:
+    """Gradients travel in single precision."""
+
+    def all_reduce(self: VirtualCommunicator, tensor: torch.Tensor, op: Any = "sum") -> Any:
+        tensor.data.copy_(tensor.data.float().double())
+        return original(self, tensor, op)
+
+    return all_reduce
+
+
+# Used or not.
+
+
+def flags_ignored(_: Any) -> Any:
+    """A parameter that this rank did not use keeps no gradient, whatever the others have."""
+    return lambda *_: None
+
+
+def flags_all_set(original: Any) -> Any:
+    """Every parameter counts as used somewhere: one that is used nowhere gets a gradient of zeros, and decays."""
+
+    def settle(self: DataParallel, missing: list[int]) -> None:
+        flags = self._buckets[-1].flags
+        (flags() if callable(flags) else flags).fill_(1.0)
+        original(self, missing)
+
+    return settle
+
+
+# Tied weights.
+
+
+def tied_reduced_twice(original: Any) -> Any:
+    def finish(self: DataParallel) -> None:
+        original(self)
+        names = [id(p) for _, p in self.module.named_parameters(remove_duplicate=False)]
+        for parameter in self.module.parameters():
+            if names.count(id(parameter)) > 1 and parameter.grad is not None:
+                self.comm.all_reduce(parameter.grad, "sum").wait()
+
+    return finish
+
+
+def untied(original: Any) -> Any:
+    """Wrapping gives each layer a weight of its own."""
+
+    def wrap(model: Tied, *args: Any, **kwargs: Any) -> DataParallel:
+        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        engine: DataParallel = original(model, *args, **kwargs)
+        return engine
+
+    return wrap
+
+
+# Replicas.
+
+
+def from_the_last_rank(original: Any) -> Any:
+    def send(comm: Communicator, tensors: Any, source: int = 0) -> None:
+        del source
+        original(comm, tensors, comm.size - 1)
+
+    return send
+
+
+def parameters_alone(original: Any) -> Any:
+    def send(comm: Communicator, tensors: Any, source: int = 0) -> None:
+        original(comm, [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)], source)
+
+    return send
+
+
+def nothing_is_sent(_: Any) -> Any:
+    return lambda *_: None
+
+
+def buffers_stay(_: Any) -> Any:
+    def share_buffers(self: DataParallel) -> None:
+        self._has_shared_buffers = True
+
+    return share_buffers
+
+
+def update_lost(original: Any) -> Any:
+    """One rank does not apply the last step's update."""
+
+    def train_step(engine: DataParallel, *args: Any, **kwargs: Any) -> Any:
+        before = [parameter.detach().clone() for parameter in engine.parameters()]
+        outcome = original(engine, *args, **kwargs)
+        if current_rank() == 1:
+            with torch.no_grad():
+                for parameter, old in zip(engine.parameters(), before, strict=True):
+                    parameter.copy_(old)
+        return outcome
+
+    return train_step
+
+
+def gradients_kept(original: Any) -> Any:
+    """Nobody clears the gradients after the update."""
+
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        if current_rank() is None:
+            original(self, *args, **kwargs)
+
+    return zero_grad
+
+
+# Shares of the batch, as the certificate cuts them.
+
+
+def overlapping(_: Any) -> Any:
+    def cut(indices: Any, part: int, parts: int) -> Any:
+        size = len(indices)
+        return indices[part * size // parts : (part + 1) * size // parts + 1]
+
+    return cut
+
+
+def one_missing(_: Any) -> Any:
+    def cut(indices: Any, part: int, parts: int) -> Any:
+        size = len(indices) // parts
+        return indices[part * size : (part + 1) * size]
+
+    return cut
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bug:
+    """A bug, the case in which it shows, and how: the first thing that differs, or the verdict of the communicator.
+
+    ``module`` is given where the bug has a place of its own, which the certificate must then name.
+    """
+
+    plant: Plant
+    case: FunctionCase
+    shows: str
+    step: int = 0
+    module: str | None = None
+    settings: Settings = SETTINGS
+    verdict: type[Exception] | None = None
+
+
+PLAIN, KNOWN = case(Plain), known(Plain)
+
+BUGS: dict[str, Bug] = {
+    "mean of means, count known": Bug(plant=accumulating(mean_of_means), case=KNOWN, shows="gradient"),
+    "mean of means, count exchanged": Bug(
+        plant=also(accumulating(mean_of_means), replacing(steps, "weigh_gradients", not_weighed)),
+        case=PLAIN,
+        shows="gradient",
+    ),
+    "mean over ranks: a count of its own": Bug(
+        plant=replacing(DataParallel, "loss_scale", local_scale), case=PLAIN, shows="gradient"
+    ),
+    "sums are not weighed": Bug(plant=replacing(steps, "weigh_gradients", not_weighed), case=PLAIN, shows="gradient"),
+    "no synchronisation with the last microbatch": Bug(
+        plant=accumulating(never_synchronised), case=KNOWN, shows="gradient"
+    ),
+    "synchronisation with the first microbatch": Bug(
+        plant=accumulating(synchronised_first), case=KNOWN, shows="gradient"
+    ),
+    "accumulation lost": Bug(plant=accumulating(accumulation_lost), case=KNOWN, shows="gradient"),
+    "gradients not cleared": Bug(
+        plant=replacing(torch.optim.Optimizer, "zero_grad", gradients_kept), case=KNOWN, shows="gradient", step=1
+    ),
+    "a rank without samples does not join": Bug(
+        plant=replacing(DataParallel, "reduce_gradients", nobody_joins),
+        case=known(Plain, make_short_batch),
+        shows="",
+        verdict=CollectiveMismatchError,
+    ),
+    "clipped before the reduction": Bug(
+        plant=replacing(DataParallel, "_finish", clip_locally_first), case=KNOWN, shows="gradient"
+    ),
+    "norm of a rank's share": Bug(
+        plant=replacing(DataParallel, "clip_grad_norm_", norm_of_a_share), case=KNOWN, shows="norm"
+    ),
+    "norm divided by ranks": Bug(
+        plant=replacing(DataParallel, "clip_grad_norm_", norm_divided_by_ranks), case=KNOWN, shows="norm"
+    ),
+    "norm divided by ranks, nothing to clip": Bug(
+        plant=replacing(DataParallel, "clip_grad_norm_", norm_divided_by_ranks),
+        case=KNOWN,
+        shows="norm",
+        settings=dataclasses.replace(SETTINGS, clip=1e9),
+    ),
+    "measured and not clipped": Bug(
+        plant=replacing(DataParallel, "clip_grad_norm_", norm_without_clipping), case=KNOWN, shows="gradient"
+    ),
+    "clipped one by one": Bug(
+        plant=replacing(DataParallel, "clip_grad_norm_", clip_by_largest_norm), case=KNOWN, shows="gradient"
+    ),
+    "clipped before weighing": Bug(plant=clip_before_weighing(), case=PLAIN, shows="norm"),
+    "sum instead of average": Bug(
+        plant=replacing(DataParallel, "_launch", scaled(lambda size: size)), case=KNOWN, shows="gradient"
+    ),
+    "averaged twice": Bug(
+        plant=replacing(DataParallel, "_launch", scaled(lambda size: 1 / size)), case=KNOWN, shows="gradient"
+    ),
+    "bucket never waited for": Bug(
+        plant=replacing(DataParallel, "_launch", never_waited), case=KNOWN, shows="gradient", step=1
+    ),
+    "bucket skipped": Bug(plant=replacing(DataParallel, "_launch", one_skipped), case=KNOWN, shows="gradient"),
+    "bucket sent twice": Bug(
+        plant=replacing(DataParallel, "_launch", one_sent_twice), case=KNOWN, shows="gradient", module="wide"
+    ),
+    "bucket sent too early": Bug(
+        plant=replacing(DataParallel, "_arrive", sent_too_early),
+        case=KNOWN,
+        shows="gradient",
+        step=1,
+    ),
+    "stale slot of a missing gradient": Bug(
+        plant=replacing(_Bucket, "fill", stale_slots), case=known(Branches), shows="gradient", step=2
+    ),
+    "gradient is not the bucket's view": Bug(
+        plant=replacing(_Bucket, "fill", stale_gradients), case=KNOWN, shows="gradient"
+    ),
+    "bucket never cleared": Bug(plant=replacing(_Bucket, "fill", not_cleared), case=KNOWN, shows="gradient", step=2),
+    "slots overlap": Bug(
+        plant=lambda m: m.setattr("paceline.parallel.ddp.flat_layout", misplaced(flat_layout)),
+        case=KNOWN,
+        shows="gradient",
+    ),
+    "order of buckets not agreed": Bug(
+        plant=replacing(DataParallel, "_learn", order_not_agreed),
+        case=known(Branches),
+        shows="gradient",
+        step=1,
+    ),
+    "gradients travel in single precision": Bug(
+        plant=replacing(VirtualCommunicator, "all_reduce", narrow), case=KNOWN, shows="gradient"
+    ),
+    "flags of use ignored": Bug(
+        plant=replacing(DataParallel, "_settle", flags_ignored), case=known(Branches), shows="gradient"
+    ),
+    "flags of use all set": Bug(
+        plant=replacing(DataParallel, "_settle", flags_all_set), case=known(Branches), shows="gradient", module="never"
+    ),
+    "tied weight reduced twice": Bug(
+        plant=replacing(DataParallel, "_finish", tied_reduced_twice), case=known(Tied), shows="gradient", module="embed"
+    ),
+    "tie lost": Bug(
+        plant=lambda m: m.setattr("paceline.parity.runs.parallelize", untied(parallelize)),
+        case=known(Tied),
+        shows="gradient",
+        module="embed",
+    ),
+    "first values not sent": Bug(
+        plant=lambda m: m.setattr("paceline.parallel.apply.broadcast_tensors", nothing_is_sent(None)),
+        case=known(DiffersByRank),
+        shows="forward",
+    ),
+    "first values from the last rank": Bug(
+        plant=lambda m: m.setattr("paceline.parallel.apply.broadcast_tensors", from_the_last_rank(broadcast_tensors)),
+        case=known(DiffersByRank),
+        shows="forward",
+    ),
+    "first values of buffers not sent": Bug(
+        plant=lambda m: m.setattr("paceline.parallel.apply.broadcast_tensors", parameters_alone(broadcast_tensors)),
+        case=known(DiffersByRank),
+        shows="gradient",
+    ),
+    "buffers not sent": Bug(
+        plant=replacing(DataParallel, "_share_buffers", buffers_stay),
+        case=known(Remembers),
+        shows="gradient",
+        step=1,
+        settings=dataclasses.replace(SETTINGS, accumulate=1),
+    ),
+    "an update lost on one rank": Bug(
+        plant=lambda m: m.setattr("paceline.parity.runs.train_step", update_lost(steps.train_step)),
+        case=KNOWN,
+        shows="update",
+    ),
+    "shares overlap": Bug(
+        plant=lambda m: m.setattr("paceline.parity.case.share", overlapping(None)), case=KNOWN, shows="gradient"
+    ),
+    "a share misses a sample": Bug(
+        plant=lambda m: m.setattr("paceline.parity.case.share", one_missing(None)), case=KNOWN, shows="gradient"
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
+def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean = certify(bug.case, bug.settings)
+    assert clean.passed, clean.divergence
+    bug.plant(monkeypatch)
+    if bug.verdict is not None:
+        with pytest.raises(bug.verdict):
+            certify(bug.case, bug.settings)
+        return
+    found = certify(bug.case, bug.settings)
+    assert not found.passed
+    assert found.max_abs_error > found.tolerance
+    assert found.divergence is not None
+    assert (found.divergence.step, found.divergence.what.split()[0]) == (bug.step, bug.shows)
+    assert bug.module in (None, found.divergence.module)
+
+
+# What the cases and the replaced loop do by themselves.
+
+
+@pytest.mark.parametrize("made", [KNOWN, PLAIN], ids=["count known", "count exchanged"])
+def test_the_replaced_loop_is_right_without_a_bug(made: FunctionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulating(plain_backward)(monkeypatch)
+    assert certify(made, SETTINGS).passed
+
+
+def test_even_batches_would_hide_a_mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why batches are ragged here and in ``paceline verify``: where all shares are alike, the bug computes the same."""
+    accumulating(mean_of_means)(monkeypatch)
+    assert certify(known(Plain, make_even_batch), SETTINGS).passed
+    assert not certify(KNOWN, SETTINGS).passed
+
+
+def test_one_step_would_hide_a_bucket_that_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why several steps are compared: the first one agrees on the order of buckets, and so waits for everyone."""
+    replacing(DataParallel, "_launch", never_waited)(monkeypatch)
+    assert certify(KNOWN, dataclasses.replace(SETTINGS, steps=1)).passed
+    assert not certify(KNOWN, dataclasses.replace(SETTINGS, steps=2)).passed
