@@ -310,7 +310,7 @@ def _rank_table(summary: RunSummary) -> Table:
     for rank in summary.ranks:
         times = (rank.data_s, rank.forward_s, rank.backward_s, rank.comm_s, rank.optimizer_s)
         table.add_row(
-            f"{rank.rank:>{width}} {rank.device}",
+            f"{rank.rank:>{width}} {rank.device.removeprefix('NVIDIA ')}",
             format_count(rank.samples),
             _format_seconds(rank.step_s),
             *(f"{100 * seconds / rank.total_s:.1f}" if rank.total_s > 0 else "-" for seconds in times),

@@ -121,12 +121,14 @@ def _time_alone(comm: Communicator, workload: Workload, protocol: Protocol) -> l
         "paceline ddp": _loop(engine, list(engine.parameters()), batch, clip=engine.clip_grad_norm_),
     }
     if is_cuda:
-        if not dist.is_initialized():
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
         peer = torch.compile(DistributedDataParallel(workload.make_model(device), device_ids=[device.index]))
         arms["torch ddp"] = _loop(peer, list(peer.parameters()), batch)  # type: ignore[attr-defined]
-    return interleave(arms, baseline="plain loop", device=device, **dataclasses.asdict(protocol))
+    timings = interleave(arms, baseline="plain loop", device=device, **dataclasses.asdict(protocol))
+    if is_cuda:
+        dist.destroy_process_group()
+    return timings
 
 
 def _loop(

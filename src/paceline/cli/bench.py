@@ -64,7 +64,7 @@ def engines(
             rows += bench_ranks(workload, protocol, ranks)
         typer.echo(f"{name} at world size 1 ...", err=True)
         rows += bench_alone(workload, protocol, torch.device(device))
-    command = " ".join(["paceline", *sys.argv[1:]])
+    command = _command(sys.argv)
     record = make_record("engines", command, rows, {"device": device, "protocols": protocols})
     if output is not None:
         record.write(output)
@@ -92,7 +92,7 @@ def loop(
 
     protocol = LoopProtocol(rounds=rounds)
     rows = bench_loop(protocol)
-    command = " ".join(["paceline", *sys.argv[1:]])
+    command = _command(sys.argv)
     record = make_record("loop", command, rows, {"device": "cpu", "protocol": dataclasses.asdict(protocol)})
     if output is not None:
         record.write(output)
@@ -100,6 +100,15 @@ def loop(
         typer.echo(record.to_json())
     else:
         _show([{**row, "items_per_s": 64e3 / row["median_ms"]} for row in rows])
+
+
+def _command(argv: list[str]) -> str:
+    """Returns the command to repeat a measurement: what was typed, less where the record went."""
+    words = argv[1:]
+    if "--output" in words:
+        at = words.index("--output")
+        words = words[:at] + words[at + 2 :]
+    return " ".join(["paceline", *words])
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
