@@ -115,3 +115,12 @@ def test_an_observed_order_is_completed(num_parameters: int, data: st.DataObject
     seen = len(set(observed))
     assert order[:seen] == [index for i, index in enumerate(observed) if index not in observed[:i]]
     assert order[seen:] == sorted(order[seen:], reverse=True)
+
+
+def test_a_large_last_bucket_leaves_a_short_tail() -> None:
+    """The step waits at least for the last bucket: what arrives last travels in a small one."""
+    sizes = [ParameterSize(num_bytes=10, kind="float32") for _ in range(20)]
+    policy = BucketPolicy(bucket_bytes=1000, first_bucket_bytes=30)
+    assert [len(bucket) for bucket in bucket_parameters(sizes, range(20), policy)] == [3, 14, 3]
+    small = BucketPolicy(bucket_bytes=1000, first_bucket_bytes=60)
+    assert [len(bucket) for bucket in bucket_parameters(sizes, range(20), small)] == [6, 14]
