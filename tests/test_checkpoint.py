@@ -260,6 +260,38 @@ def test_a_replacement_that_fails_leaves_the_older_one(tmp_path: Path, monkeypat
     assert load_checkpoint(tmp_path / "step-00000001").position == 5
 
 
+def renaming(error: type[BaseException]) -> Any:
+    """Lets a folder step aside, and fails when the new one is to take its name."""
+    original = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name.endswith(f".{os.getpid()}"):
+            raise error
+        return original(self, target)
+
+    return rename
+
+
+def test_a_replacement_that_cannot_take_the_name_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, make_state(1, position=5))
+    monkeypatch.setattr(Path, "rename", renaming(PermissionError))
+    with pytest.raises(CheckpointError, match="older checkpoints are intact"):
+        save_checkpoint(tmp_path, make_state(1, position=6))
+    assert everything(tmp_path) == ["step-00000001"]
+    assert load_checkpoint(tmp_path / "step-00000001").position == 5
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older one is complete under another name, and so is the newer one."""
+    save_checkpoint(tmp_path, make_state(1, position=5))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", renaming(Kill))
+        with pytest.raises(Kill):
+            save_checkpoint(tmp_path, make_state(1, position=6))
+    assert load_checkpoint(tmp_path / ".step-00000001.old").position == 5
+    assert load_checkpoint(tmp_path / f".step-00000001.{os.getpid()}").position == 6
+
+
 def failing_digest(path: Path) -> str:
     raise OSError(5, f"cannot read {path.name}")
 

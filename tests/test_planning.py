@@ -46,7 +46,7 @@ def test_steps_are_taken_as_they_are() -> None:
     assert (made.steps_per_epoch, made.total_steps, made.total_samples) == (7, 9, 50 + 2 * 8)
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(0.5, 5), (1.5, 15), (0.01, 1), (2.0, 20)])
+@pytest.mark.parametrize(("epochs", "steps"), [(0.5, 5), (1.5, 15), (0.01, 1), (2.0, 20), (0.58, 6), (0.54, 5)])
 def test_parts_of_an_epoch_make_at_least_one_step(epochs: float, steps: int) -> None:
     assert plan(80, epochs=epochs, global_batch=8).total_steps == steps
 

@@ -141,7 +141,12 @@ def _replace(final: Path, partial: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         final.rename(old)
-    partial.rename(final)
+    try:
+        partial.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

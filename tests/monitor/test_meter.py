@@ -171,6 +171,7 @@ def test_what_happens_before_a_start_does_not_count(stage: Stage) -> None:
     stage.work(50.0)
     stage.communicate(7.0)
     stage.meter.lap("data")
+    stage.communicate(7.0)
     stage.meter.start()
     stage.work(1.0)
     stage.meter.lap("forward")

@@ -139,17 +139,25 @@ def facts(records: list[StepRecord]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "optim", [{}, {"kind": "sgd"}, {"kind": "torch.optim:RMSprop"}], ids=["adamw", "sgd", "by path"]
+    ("ranks", "accumulate", "optim"),
+    [
+        (1, 1, {}),
+        (1, 3, {"kind": "sgd"}),
+        (2, 1, {}),
+        (2, 1, {"kind": "sgd"}),
+        (2, 2, {"kind": "torch.optim:RMSprop"}),
+        (3, 2, {}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 1), (1, 3), (2, 1), (3, 2)])
 def test_at_the_same_number_of_ranks_the_run_is_bit_identical(
     ranks: int, accumulate: int, optim: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With dropout, momenta, warm-up and ragged batches, from every step but the last."""
+    """With dropout, momenta, warm-up and ragged batches; stopped inside an epoch and at its end."""
     config = make_config(accumulate=accumulate, **optim)
     whole = run_virtual(lambda comm: train(comm, config, save=tmp_path), ranks)
     assert [len(history.records) for history in whole] == [STEPS] * ranks
-    for step in (1, 3, 4, 7, 9):
+    for step in (1, 4, 7):
         path = tmp_path / f"step-{step:08d}"
         resumed = run_virtual(lambda comm, path=path: train(comm, config, load=path), ranks)
         for ours, theirs in zip(resumed, whole, strict=True):

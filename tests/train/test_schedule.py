@@ -125,7 +125,7 @@ def test_beyond_its_end_a_schedule_stays_at_the_final_ratio(schedule: Schedule, 
 def test_the_pieces_of_a_schedule_meet(schedule: Schedule) -> None:
     """Around every joint (end of the rise, end of the curve) an ever smaller step changes the rate ever less."""
     rise = schedule.warmup or (0.3 * schedule.length if schedule.kind == "one_cycle" else 0.0)
-    small = 1e-9 * schedule.length
+    small = 1e-9 * min(piece for piece in (rise, schedule.length - rise) if piece > 0)
     for joint in {rise, float(schedule.length)} - {0.0}:
         if rise == schedule.length and schedule.kind != "constant":
             continue  # a warm-up up to the end leaves no room to come down from the peak

@@ -120,6 +120,14 @@ def test_records_tell_of_each_step() -> None:
         assert record.grad_norm is not None
 
 
+def test_the_ragged_batch_of_an_epoch_can_be_dropped() -> None:
+    sink = Keep()
+    config = make_config(data={"last_batch": "drop"}, train={"steps": None, "epochs": 2, "global_batch": 16})
+    solo(config, sink=sink).run()
+    assert [record.samples for record in sink.steps] == [16, 16, 16, 16]
+    assert [record.epoch for record in sink.steps] == [0.5, 1.0, 1.5, 2.0]
+
+
 def test_a_run_that_trains_lowers_its_loss() -> None:
     sink = Keep()
     solo(make_config(optim={"lr": 0.05, "schedule": {"kind": "constant"}}, train={"steps": 40}), sink=sink).run()
@@ -216,6 +224,18 @@ def test_evaluation_at_one_step_happens_once() -> None:
     evals = [record for record in sink.records if isinstance(record, EvalRecord)]
     assert [record.step for record in evals] == [4, 6, 8, 12]
     assert {record.samples for record in evals} == {10}
+
+
+def test_all_ranks_evaluate_together() -> None:
+    def work(comm: Communicator) -> list[tuple[int, float, float | None, int]]:
+        sink = Keep()
+        build_trainer(make_config(), comm, hooks=[Every(6, EvaluateHook())], sink=sink).run()
+        evals = [record for record in sink.records if isinstance(record, EvalRecord)]
+        return [(record.step, record.loss, record.accuracy, record.samples) for record in evals]
+
+    first, second = run_virtual(work, 2)
+    assert first == second
+    assert [(step, samples) for step, _, _, samples in first] == [(6, 10), (12, 10)]
 
 
 def test_without_an_evaluation_set_there_is_nothing_to_evaluate() -> None:

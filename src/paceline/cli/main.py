@@ -56,7 +56,7 @@ def main() -> None:
     Exit codes: 0 done, 1 failed, 2 asked for something that cannot be, 128 + n ended by signal n (Ctrl-C: 130).
     """
     try:
-        app()
+        app(prog_name="paceline")
     except PacelineError as error:
         is_refusal = isinstance(error, ConfigError | UsageError | RunFolderError | CheckpointError | DataError)
         # Under torchrun every rank finds the same wrong input, and one tells it.

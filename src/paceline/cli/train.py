@@ -209,7 +209,7 @@ def _next_steps(folder: Path, config: Config) -> list[str]:
     """Returns what makes sense after this run: commands to paste, with a comment where 80 columns have room for it."""
     own_config = str(folder / "config.yaml")
     commands = [
-        ("prove that the ranks are right", ["paceline", "verify", own_config, "--ranks", "4"]),
+        ("prove it right", ["paceline", "verify", own_config, "--ranks", "4"]),
         ("every setting", ["paceline", "config", "explain", own_config]),
         ("this again", ["paceline", "report", str(folder)]),
     ]

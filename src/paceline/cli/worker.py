@@ -210,11 +210,13 @@ def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, s
         end_records(folder, [failure.rank], "failed", str(failure).splitlines()[0], since=started)
     elif claimed is not None:
         claimed.discard()
-    text = "\n\n".join(part for part in (str(failure), failure.traceback) if part)
-    sys.stderr.write(f"paceline: {text}\n")
+    is_lost = failure.cause == "lost"
+    text = str(failure).splitlines()[0] if is_lost else "\n\n".join(filter(None, (str(failure), failure.traceback)))
+    if failure.rank == 0 or not failure.is_refusal:  # every rank finds the same wrong input, and one tells it
+        sys.stderr.write(f"paceline: {text}\n")
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None and failure.cause != "lost":  # what torchrun shows as the cause
-        detail = {"py_callstack": text, "timestamp": str(int(failure.time))}
+    if path is not None:  # torchrun shows the earliest as the cause, to the second: a consequence comes a second later
+        detail = {"py_callstack": text, "timestamp": str(int(failure.time) + is_lost)}
         content = {"message": {"message": str(failure), "extraInfo": detail}}
         Path(path).write_text(json.dumps(content), encoding="utf-8")
     _exit(2 if failure.is_refusal else 1)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import sysconfig
 import time
@@ -42,6 +43,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LAST_FRAMES = 5
 _MOST_LINES = 20
+_SMALL_BYTES = 2**16
 _ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOST = ("closed by peer", "reset by peer", "Broken pipe")
 _DISK = {
@@ -114,8 +116,12 @@ def write_failure(folder: Path, failure: Failure) -> None:
     path = folder / "logs" / f"rank-{failure.rank}.error.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(asdict(failure), indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(asdict(failure), indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_failures(folder: Path) -> list[Failure]:
@@ -167,38 +173,34 @@ def explain_failures(failures: list[Failure], folder: Path) -> PacelineError:
     if cause.is_refusal:
         return UsageError(cause.message)
     detail = f"\n\n{cause.traceback.rstrip()}\n" if cause.traceback else ""
+    if cause.cause == "died" and shutil.disk_usage(folder).free < _SMALL_BYTES:
+        detail += f"\n  the disk of {folder} is full, so that it could not say why: free some space"
     return LaunchError(f"{cause}{detail}\n  its log is {logs / f'rank-{cause.rank}.log'}")
 
 
 def user_traceback(error: BaseException) -> str:
     """Formats a traceback from the first line of the user's code on; the frames before are ours and torch's.
 
-    Empty where an error of ours says it all: it has no cause, or one that the user's code took no part in. Of a foreign
-    error in which it took none, the last few frames are left.
+    Empty where the message says it all: an error of ours in which the user's code took no part, or a lost connection.
+    Of a foreign error in which it took none, the last few frames are left.
     """
-    shown = _beneath(error)
-    if isinstance(shown, PacelineError) or _is_lost(error) or (shown is not error and not _has_user_code(error)):
+    if _is_lost(error) or (isinstance(error, PacelineError) and not _has_user_code(error)):
         return ""
-    summary = traceback.TracebackException.from_exception(shown)
+    beneath = error
+    while isinstance(beneath, PacelineError) and beneath.__cause__ is not None:
+        beneath = beneath.__cause__  # ours repeats what it says
+    summary = traceback.TracebackException.from_exception(beneath if _has_user_code(beneath) else error)
     _trim(summary)
     return "".join(summary.format()).rstrip()
 
 
-def _beneath(error: BaseException) -> BaseException:
-    """Returns the foreign error that an error of ours tells about, or the error itself."""
-    while isinstance(error, PacelineError) and error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def _has_user_code(error: BaseException) -> bool:
-    for each in _chain(_beneath(error)):
-        frames = traceback.walk_tb(each.__traceback__)
-        if any(_is_users(frame.f_code.co_filename) for frame, _ in frames):
-            return True
-        if getattr(each, "__notes__", ()):  # the traceback of a loader worker, as text
-            return True
-    return False
+    """Says whether an error came through the user's code; a note is the traceback of a loader worker, as text."""
+    return any(
+        getattr(each, "__notes__", ())
+        or any(_is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(each.__traceback__))
+        for each in _chain(error)
+    )
 
 
 def _trim(summary: traceback.TracebackException) -> None:

@@ -109,6 +109,7 @@ def _reopen(path: Path, config_yaml: str) -> RunFolder:
 def _make(path: Path, config_yaml: str, *, force: bool) -> RunFolder:
     _remove_leftovers(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that had the same number
     try:
         for part in _PARTS:
             (partial / part).mkdir(parents=True)

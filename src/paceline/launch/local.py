@@ -23,6 +23,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline.errors import LaunchError, UsageError
@@ -63,7 +64,7 @@ def launch_local(
                 end_groups(noted_processes(folder).values())
                 end_records(folder, range(ranks), "stopped", f"ended by {error.sigval.name}", since=started)
             raise RunStoppedError(error.sigval) from None
-        except (RuntimeError, OSError) as error:  # the agent itself failed, or its store
+        except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
             raise LaunchError(_explain_start(error, port)) from error
         finally:
             forget_processes(folder)
@@ -129,13 +130,16 @@ def _settings(ranks: int, threads: int | None) -> dict[str, str]:
 def _failures(error: ChildFailedError, folder: Path, scratch: Path, unfinished: list[int]) -> list[Failure]:
     """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
     found = read_failures(folder)
-    exit_codes = dict.fromkeys(unfinished, 0) | {rank: int(each.exitcode) for rank, each in error.failures.items()}
-    for rank in sorted(set(exit_codes) - {failure.rank for failure in found}):
+    exit_codes = {rank: int(each.exitcode) for rank, each in error.failures.items()}  # in the order they were seen
+    exit_codes |= dict.fromkeys(set(unfinished) - set(exit_codes), 0)
+    for rank, code in exit_codes.items():
+        if any(failure.rank == rank for failure in found):
+            continue
         output = _early_output(rank, scratch)
         if output:
             with contextlib.suppress(OSError), (folder / "logs" / f"rank-{rank}.log").open("a") as log:
                 log.write(output)
-        found.append(silent_failure(rank, exit_codes[rank], output if exit_codes[rank] > 0 else ""))
+        found.append(silent_failure(rank, code, output if code > 0 else ""))
     return found
 
 

@@ -1,0 +1,127 @@
+"""The command line before any process is started: help, wrong input, and what each ends with."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Call = Callable[..., Any]
+
+# Calls the command line in a fresh process; then says which of the slow modules that took.
+CALL = """
+import sys
+sys.argv = ["paceline", *sys.argv[1:]]
+try:
+    import paceline.cli.main
+    paceline.cli.main.main()
+finally:
+    print(*sorted({"torch", "numpy", "pydantic", "paceline.config"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["trian"]])
+def test_help_is_not_slowed_down_by_what_it_does_not_need(arguments: list[str]) -> None:
+    shown = subprocess.run([sys.executable, "-c", CALL, *arguments], capture_output=True, text=True, check=False)
+    loaded = shown.stderr.splitlines()[-1].split()
+    # typer itself may load pydantic for a verb.
+    assert loaded == [] or (loaded == ["pydantic"] and not arguments[0].startswith("--"))
+    if "--help" in arguments:
+        assert "paceline train configs/digits.yaml" in shown.stdout
+        assert max(map(len, shown.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train", "tiny.yaml", "--froce"], "No such option: --froce"),
+        (["train"], "Missing argument 'CONFIG'"),
+        (["train", "tiny.yaml", "--port", "70000"], "'--port': "),
+        (["train", "tiny.yaml", "--port", "http"], "'--port': "),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_answered_with_usage(call: Call, arguments: list[str], message: str) -> None:
+    called = call(*arguments)
+    assert called.code == 2
+    assert called.err.startswith("Usage: paceline")
+    assert message in called.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny.yaml", "train.stpes=4"], "did you mean train.steps?"),
+        (["tiny.yaml", "train.steps=four"], "train.steps = 'four' is not a whole number"),
+        (["tiny.yaml", "train.steps"], "override 'train.steps' is malformed"),
+        (["tny.yaml"], "did you mean tiny.yaml?"),
+        (["tiny.yaml", "parallel.ranks=3"], "train.global_batch = 8 is not a multiple of parallel.ranks = 3"),
+        (["tiny.yaml", "parallel.ranks=16"], "parallel.ranks = 16 is more than train.global_batch = 8"),
+        (["tiny.yaml", "name=a/b"], "name = 'a/b' is not a plain folder name"),
+        (["tiny.yaml", "parallel.device=cuda", "parallel.ranks=4000", "train.global_batch=4000"], "GPU of its own"),
+        (["tiny.yaml", "--resume", "auto"], "no checkpoint in runs/tiny"),
+        (["tiny.yaml", "--resume", "nowhere"], "no checkpoint in nowhere"),
+        (["tiny.yaml", "monitor.folder=tiny.yaml/runs"], "cannot make the run's folder tiny.yaml/runs/tiny"),
+    ],
+)
+@pytest.mark.usefixtures("project")
+def test_wrong_input_is_one_message_and_leaves_nothing(
+    call: Call, project: Path, arguments: list[str], message: str
+) -> None:
+    before = sorted(project.rglob("*"))
+    called = call("train", *arguments)
+    assert called.code == 2
+    assert called.out == ""
+    assert called.err.startswith("paceline: ")
+    assert message in called.err
+    assert "Traceback" not in called.err
+    assert sorted(project.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("name", "code"), [("runs/nowhere", 2), ("tiny.yaml", 2)])
+@pytest.mark.usefixtures("project")
+def test_a_report_on_nothing_is_refused(call: Call, name: str, code: int) -> None:
+    called = call("report", name)
+    assert (called.code, called.out) == (code, "")
+    assert called.err.startswith(f"paceline: no run to report on in {name}: ")
+
+
+def test_a_port_in_use_is_found_before_the_folder_is_made(call: Call, project: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        called = call("train", "tiny.yaml", "--port", port)
+    assert called.code == 1
+    assert called.err.startswith(f"paceline: port {port} is in use\n")
+    assert not (project / "runs").exists()
+
+
+def test_an_older_run_is_found_before_torch_is_loaded(project: Path) -> None:
+    (project / "runs" / "tiny").mkdir(parents=True)
+    (project / "runs" / "tiny" / "config.yaml").write_text("")
+    shown = subprocess.run(
+        [sys.executable, "-c", CALL, "train", "tiny.yaml"], capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 2
+    message, *_, loaded = shown.stderr.splitlines()
+    assert message == "paceline: the run's folder runs/tiny exists already"
+    assert "torch" not in loaded
+
+
+def test_replacing_a_run_and_going_on_with_it_exclude_each_other(call: Call, project: Path) -> None:
+    checkpoint = project / "runs" / "tiny" / "checkpoints" / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    for resume in ("auto", "runs/tiny", str(checkpoint)):
+        called = call("train", "tiny.yaml", "--force", "--resume", resume)
+        assert called.code == 2
+        assert called.err.startswith(
+            f"paceline: --force would remove runs/tiny, from which --resume {resume} continues"
+        )
+    assert checkpoint.is_dir()

@@ -1,0 +1,211 @@
+"""The parts of ``paceline train`` around the ranks: where a run lives, what is shown, how a rank leaves torchrun."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.cli import worker
+from paceline.cli.train import Place, _next_steps, _Progress, find_place, show_result
+from paceline.config import Config, load_config
+from paceline.errors import CheckpointError, LaunchError, RunFolderError
+from paceline.launch.failure import Failure
+from paceline.launch.folder import RunFolder, claim_folder
+from paceline.monitor.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, to_line
+
+RUN = RunRecord(
+    **dict.fromkeys(("rank", "local_rank", "pid"), 0),
+    **dict.fromkeys(("device", "host", "python", "torch", "paceline"), "x"),
+    **dict.fromkeys(("world_size", "global_batch", "microbatch", "accumulate", "num_parameters"), 1),
+    strategy="ddp",
+    backend="gloo",
+    total_steps=4,
+    time=4e9,
+)
+STEP = StepRecord(
+    **dict.fromkeys(("step", "position", "count", "samples", "memory_bytes"), 4),
+    **dict.fromkeys(("step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s", "samples_per_s"), 0.5),
+    epoch=1.0,
+    loss=2.0,
+    loss_sum=8.0,
+    lr=0.1,
+    grad_norm=None,
+    time=4e9,
+)
+END = EndRecord(status="done", step=4, seconds=1.0, message="", time=4e9)
+
+
+@pytest.fixture
+def config(project: Path) -> Config:
+    return load_config(project / "tiny.yaml")
+
+
+@pytest.fixture
+def run(project: Path) -> Path:
+    """The folder of a run with a checkpoint."""
+    path = project / "runs" / "tiny"
+    with claim_folder(path, "name: tiny\n"):
+        (path / "checkpoints" / "step-00000003").mkdir()
+        (path / "checkpoints" / "step-00000003" / "manifest.json").write_text("{}")
+    return path
+
+
+def write(folder: Path, records: Sequence[Record]) -> None:
+    (folder / "records" / "rank-0.jsonl").write_text("".join(map(to_line, records)))
+
+
+# Where a run lives
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    "resume", ["auto", "runs/tiny", "runs/tiny/checkpoints", "runs/tiny/checkpoints/step-00000003"]
+)
+def test_a_checkpoint_of_its_own_continues_a_run(config: Config, project: Path, resume: str) -> None:
+    place = find_place(config, force=False, resume=resume)
+    checkpoint = project / "runs" / "tiny" / "checkpoints" / "step-00000003"
+    assert place == Place(folder=Path("runs/tiny"), checkpoint=checkpoint, is_continued=True)
+
+
+@pytest.mark.usefixtures("run")
+def test_the_checkpoint_of_another_run_starts_a_new_one(config: Config, project: Path) -> None:
+    other = config.model_copy(update={"name": "fork"})
+    place = find_place(other, force=False, resume="runs/tiny")
+    assert (place.folder, place.is_continued) == (Path("runs/fork"), False)
+    with claim_folder(project / "runs" / "fork", "name: fork\n"):
+        pass
+    with pytest.raises(RunFolderError, match="runs/fork exists already"):
+        find_place(other, force=False, resume="runs/tiny")
+    assert not find_place(other, force=True, resume="runs/tiny").is_continued
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(config: Config) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in runs/tiny"):
+        find_place(config, force=False, resume="auto")
+
+
+# What is shown
+
+
+def test_ranks_that_left_too_early_without_an_error_are_no_success(config: Config, run: Path) -> None:
+    write(run, [RUN, STEP])
+    with pytest.raises(LaunchError, match=r"left before the run was done: it is unfinished, at step 4\n.*logs"):
+        show_result(run, config, as_json=False)
+
+
+def test_a_run_with_nothing_left_to_do_still_gives_its_summary_as_json(
+    config: Config, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run, [RUN, STEP, END, RUN, END])
+    show_result(run, config, as_json=True)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["status"] == "done"
+    assert shown.err.startswith("nothing left to do: the checkpoint is of step 4")
+
+
+@pytest.mark.parametrize(
+    ("change", "longer"),
+    [
+        ({"steps": None, "epochs": 15}, "train.epochs=30"),
+        ({"steps": None, "epochs": 0.5}, "train.epochs=1"),
+        ({"steps": None}, "train.epochs=2"),
+        ({"steps": 200}, "train.steps=400"),
+    ],
+)
+def test_the_way_on_fits_the_run(config: Config, run: Path, change: dict[str, float | None], longer: str) -> None:
+    changed = config.model_copy(update={"train": config.train.model_copy(update=change)})
+    command = f"  paceline train {run}/config.yaml {longer} --resume auto"
+    assert _next_steps(run, changed)[0].rstrip().partition("  #")[0] == command
+
+
+def test_a_run_without_a_checkpoint_cannot_go_on(config: Config, run: Path) -> None:
+    (run / "checkpoints" / "step-00000003").rename(run / "checkpoints" / ".step-00000003.123")
+    assert not [line for line in _next_steps(run, config) if "--resume" in line]
+
+
+def test_a_folder_with_spaces_is_quoted(config: Config) -> None:
+    assert _next_steps(Path("my runs/tiny"), config)[-1].startswith("  paceline report 'my runs/tiny'")
+
+
+def test_progress_leaves_out_failures_and_older_attempts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = EventRecord(name="saved", step=4, detail={"folder": str(Path.cwd() / "runs" / "x")}, time=4e9)
+    old = replace(RUN, time=1.0, strategy="older")
+    write(run, [old, RUN, STEP, event, replace(RUN, total_steps=0), replace(END, status="failed", message="rank 0")])
+    with _Progress(run, is_shown=True):
+        pass
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "ddp on 1 rank (gloo, x)   1 parameters   global batch 1   4 steps",
+        "step 4   saved   folder runs/x",
+        "step 4/4   epoch 1.00   loss 2.0000   2 samples/s",
+    ]
+    with _Progress(run, is_shown=False):
+        pass
+    assert capsys.readouterr().out == ""
+
+
+# How a rank leaves torchrun
+
+
+class LeftError(Exception):
+    """In place of the end of this process."""
+
+
+@pytest.fixture
+def leave(
+    run: Path, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Failure, RunFolder | None], SimpleNamespace]:
+    """Lets a rank leave with a failure; returns its exit code and what torchrun reads."""
+    codes: list[int] = []
+
+    def stay(code: int) -> None:
+        codes.append(code)
+        raise LeftError
+
+    monkeypatch.setattr(worker, "_exit", stay)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(project / "error.json"))
+
+    def call(failure: Failure, claimed: RunFolder | None = None) -> SimpleNamespace:
+        with pytest.raises(LeftError):
+            worker._leave_launcher(failure, run, claimed, started=1.0)
+        detail = json.loads((project / "error.json").read_text())["message"]["extraInfo"]
+        return SimpleNamespace(code=codes[-1], text=detail["py_callstack"], timestamp=int(detail["timestamp"]))
+
+    return call
+
+
+RAISED = Failure(rank=1, cause="raised", message="ValueError: bad", traceback="Traceback of it", time=100.9)
+
+
+def test_a_rank_under_torchrun_tells_its_own_failure(
+    leave: Callable[..., SimpleNamespace], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "records" / "rank-1.jsonl").write_text(to_line(RUN))
+    left = leave(RAISED)
+    assert (left.code, left.timestamp) == (1, 100)
+    assert left.text == "rank 1 failed: ValueError: bad\n\nTraceback of it"
+    assert capsys.readouterr().err == f"paceline: {left.text}\n"
+    assert '"message":"rank 1 failed: ValueError: bad"' in (run / "records" / "rank-1.jsonl").read_text()
+
+
+def test_a_consequence_comes_after_its_cause_in_the_words_of_torchrun(
+    leave: Callable[..., SimpleNamespace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = leave(Failure(rank=0, cause="lost", message="another rank is gone\n  [pair.cc] GLHF", time=100.1))
+    assert left.timestamp > leave(RAISED).timestamp
+    assert capsys.readouterr().err.splitlines()[0] == "paceline: rank 0 failed: another rank is gone"
+
+
+def test_what_is_refused_is_told_once_and_takes_the_new_folder_along(
+    leave: Callable[..., SimpleNamespace], project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = Failure(rank=0, cause="raised", message="too many ranks", time=100.0, is_refusal=True)
+    with claim_folder(project / "runs" / "new", "name: new\n") as claimed:
+        assert leave(refused, claimed).code == leave(replace(refused, rank=1)).code == 2
+    assert not (project / "runs" / "new").exists()
+    assert capsys.readouterr().err == "paceline: too many ranks\n"

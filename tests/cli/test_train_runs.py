@@ -1,0 +1,99 @@
+"""Whole runs on real ranks: what they print and leave, how they go on, and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import load_config
+from paceline.monitor.records import EndRecord, Record, RunRecord, StepRecord, read_records
+
+pytestmark = [
+    # torch leaves the files of redirected output to the garbage collector.
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.timeout(600),  # a machine under load takes its time to start processes
+]
+
+Call = Callable[..., Any]
+Ends = Callable[[Path], list[Record]]
+
+
+def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gone: Callable[[], list[int]]) -> None:
+    """One story, as each chapter takes seconds: a run, more of it on fewer ranks, and nothing left to do."""
+    (project / "configs").mkdir()
+    (project / "tiny.yaml").rename(project / "configs" / "tiny.yaml")  # the user's code is found from here all the same
+    run = project / "out" / "tiny"
+
+    called = call("train", "configs/tiny.yaml", "monitor.folder=out", "monitor.trace=true")
+    assert (called.code, called.err) == (0, "")
+    lines = called.out.splitlines()
+    assert lines[0] == "ddp on 2 ranks (gloo, cpu)   36 parameters   global batch 8   3 steps"
+    assert "step 3   checkpoint   folder out/tiny/checkpoints" in called.out  # as seen from here
+    assert "\x1b" not in called.out
+    assert "\r" not in called.out
+    assert "tiny  done" in lines
+    where = lines.index("The run is in out/tiny: records, checkpoints, logs, config.")
+    assert max(map(len, lines[where:])) <= 80
+    commands = [line.partition("#")[0].strip() for line in lines[where + 2 :]]
+    assert commands == [
+        "paceline train out/tiny/config.yaml train.steps=6 --resume auto",
+        "paceline verify out/tiny/config.yaml --ranks 4",
+        "paceline config explain out/tiny/config.yaml",
+        "paceline report out/tiny",
+    ]
+    assert [end.status for end in ends(run) if isinstance(end, EndRecord)] == ["done", "done"]
+    assert {path.name for path in run.iterdir()} == {
+        *(".lock", "config.yaml", "plan.json", "records", "checkpoints", "logs", "trace")
+    }
+    assert {path.name: path.read_text() for path in (run / "logs").iterdir()} == {"rank-0.log": "", "rank-1.log": ""}
+    traced = [json.loads(line) for line in (run / "trace" / "rank-1.jsonl").read_text().splitlines()]
+    assert {"all_reduce", "broadcast"} <= {operation["kind"] for operation in traced}
+    assert load_config(run / "config.yaml").parallel.ranks == 2
+    assert len(all_gone()) == 2
+
+    called = call("train", "out/tiny/config.yaml", "train.steps=5", "parallel.ranks=1", "--resume", "auto", "--json")
+    assert (called.code, called.err) == (0, "")
+    summary = json.loads(called.out)
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("done", 5, 1)
+    records = list(read_records(run / "records" / "rank-0.jsonl"))
+    assert [record.step for record in records if isinstance(record, StepRecord)] == [1, 2, 3, 4, 5]
+    assert [record.world_size for record in records if isinstance(record, RunRecord)] == [2, 1]
+    assert load_config(run / "config.yaml").train.steps == 5
+
+    called = call("train", "out/tiny/config.yaml", "--resume", "auto", "monitor.console=false")
+    assert (called.code, called.err) == (0, "")
+    assert called.out.splitlines()[0] == "nothing left to do: the checkpoint is of step 5, and the run ends there"
+    assert "train.steps=10" in called.out
+
+
+def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "paceline",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [*torchrun, "train", "tiny.yaml", "parallel.ranks=auto", "--json"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["status"], summary["world_size"]) == ("done", 2)
+    assert [end.status for end in ends(project / "runs" / "tiny") if isinstance(end, EndRecord)] == ["done", "done"]
+    assert load_config(project / "runs" / "tiny" / "config.yaml").parallel.ranks == 2
