@@ -68,8 +68,9 @@ def save_checkpoint(folder: Path, state: TrainingState, *, keep: int | None = No
         _replace(final, partial)
     except Exception as error:  # torch raises RuntimeError for a full disk, and pickle what it likes
         shutil.rmtree(partial, ignore_errors=True)
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"cannot write a checkpoint to {final}: {error}\n  older checkpoints are intact"
+            f"cannot write a checkpoint to {final}: {cause}\n  older checkpoints are intact"
         ) from error
     if keep:
         _remove([path for path in list_checkpoints(folder) if path != final][: 1 - keep or None])

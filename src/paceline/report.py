@@ -95,7 +95,9 @@ def summarize(run_folder: Path) -> RunSummary:
     lead = logs[min(logs)]
     run = lead.attempts[-1].run
     steps = _steps_that_count(logs)
-    evaluation = next((log.evaluation for log in logs.values() if log.evaluation is not None), None)
+    # Every rank records the same result; after a resume on fewer ranks, some have only an older one.
+    evaluations = [log.evaluation for log in logs.values() if log.evaluation is not None]
+    evaluation = max(evaluations, key=lambda record: record.time, default=None)
     end = _end(log.attempts[-1].end for rank, log in logs.items() if rank < run.world_size)
     comm_s = sum(_mean(record.comm_s for record in ranks.values()) for ranks in steps.values())
     step_s = sum(_mean(record.step_s for record in ranks.values()) for ranks in steps.values())

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 _LARGE_TAIL = 4  # times the first bucket's limit: below that, a collective's latency costs more than a cut saves
 
 
