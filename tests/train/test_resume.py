@@ -229,7 +229,7 @@ def merged(histories: list[History], accumulate: int) -> list[list[int]]:
     return steps
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 3), (3, 4)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 3)])
 def test_at_another_number_of_ranks_order_and_rates_go_on(before: int, after: int, tmp_path: Path) -> None:
     config = make_config(dropout=0.0)
     whole = run_virtual(lambda comm: train(comm, config, save=tmp_path), before)
@@ -413,3 +413,24 @@ def test_frozen_parameters_and_buffers_are_part_of_the_state(tmp_path: Path, mon
     assert int(whole[0].model["seen"]) == STEPS
     for ours, theirs in zip(resumed, whole, strict=True):
         assert_same_bits(ours.model, theirs.model)
+
+
+def test_a_resumed_run_takes_its_rate_from_the_config() -> None:
+    """A changed ``optim.lr`` is what the user asks for now, not what the checkpoint remembers."""
+    settings = {
+        "model": {"kind": "mlp", "hidden_dim": 8},
+        "data": {"kind": "synthetic_classification", "samples": 64, "features": 4, "classes": 2},
+        "train": {"steps": 4, "global_batch": 16},
+    }
+
+    def trainer(lr: float) -> Trainer:
+        config = config_from_dict({**settings, "optim": {"lr": lr}})
+        return build_trainer(config, SoloCommunicator(torch.device("cpu")))
+
+    first = trainer(0.01)
+    for result in first.steps():
+        if result.step == 2:
+            break
+    second = trainer(0.5)
+    second.load_state(first.state())
+    assert [result.lr for result in second.steps()] == [0.5, 0.5]

@@ -8,6 +8,7 @@ and finds that the check reports each.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -171,6 +172,12 @@ def short_text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"data.path={path}"
 
 
+@functools.cache
+def clean_trace(overrides: tuple[str, ...], ranks: int = 1, accumulate: int = 1) -> Trace:
+    """The run without a planted bug, which several tests start from."""
+    return trace(overrides, ranks, accumulate)
+
+
 def assert_same_run(ours: Trace, alone: Trace) -> None:
     assert ours.samples == alone.samples
     assert ours.places == alone.places
@@ -291,8 +298,8 @@ DATA_BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_wrong_shares_of_the_data_are_found(
     target: str, bug: Callable[..., Any], short_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = trace([short_text], 1, 1)
-    assert_same_run(trace([short_text], 2, 2), alone)
+    alone = clean_trace((short_text,))
+    assert_same_run(clean_trace((short_text,), 2, 2), alone)
     monkeypatch.setattr(target, bug)
     wrong = trace([short_text], 2, 2)
     assert wrong.samples != alone.samples
@@ -334,8 +341,8 @@ def test_schedules_that_count_the_wrong_thing_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     overrides = [*overrides, short_text]
-    alone = trace(overrides, 1, 1)
-    assert_same_run(trace(overrides, 2, 2), alone)
+    alone = clean_trace(tuple(overrides))
+    assert_same_run(clean_trace(tuple(overrides), 2, 2), alone)
     monkeypatch.setattr(Schedule, "factor", rate_bug(2, 2, count))
     wrong = trace(overrides, 2, 2)
     assert wrong.samples == alone.samples
@@ -346,7 +353,7 @@ def test_schedules_that_count_the_wrong_thing_are_found(
 
 def test_a_rate_scaled_with_the_ranks_is_found(short_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule of thumb that multiplies the rate by the world size: not here, where the global batch stays."""
-    alone = trace([short_text], 1, 1)
+    alone = clean_trace((short_text,))
     original = assemble.build_optimizer
 
     def build_optimizer(config: Any, named: Any) -> Any:
@@ -361,7 +368,7 @@ def test_a_rate_scaled_with_the_ranks_is_found(short_text: str, monkeypatch: pyt
 
 def test_losses_weighed_by_ranks_are_found(short_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Order and rates alone would not tell: the losses drift apart after the first ragged batch."""
-    alone = trace([short_text], 1, 1)
+    alone = clean_trace((short_text,))
     original = assemble.build_loss
 
     def build_loss(*args: Any, **kwargs: Any) -> Any:

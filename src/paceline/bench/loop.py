@@ -23,8 +23,8 @@ from paceline.train.trainer import Every, StepResult, Trainer
 class LoopProtocol:
     """How long the two arms take turns. A turn is timed as a whole, since the trainer reads steps many at once."""
 
-    rounds: int = 40
-    steps_per_turn: int = 32
+    rounds: int = 150
+    steps_per_turn: int = 16
     warm_up: int = 1
 
 

@@ -76,13 +76,13 @@ def engines(
 
 @app.command()
 def loop(
-    rounds: int = typer.Option(40, help="Rounds in which both arms take a turn.", min=2),
+    rounds: int = typer.Option(150, help="Rounds in which both arms take a turn.", min=2),
     output: Path = typer.Option(None, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Time what the trainer adds to a bare step: timing, records, TensorBoard, hooks.
 
-    Example:  paceline bench loop --rounds 100
+    Example:  paceline bench loop --rounds 300
     """
     import dataclasses
     import sys

@@ -55,6 +55,8 @@ class Trace:
 
     def take_waits(self) -> list[tuple[Mark, Mark]]:
         """Hands over the waits noted since the last call; their times are read when the device is past them."""
+        if not self._waits:
+            return []
         waits, self._waits = self._waits, []
         return waits
 

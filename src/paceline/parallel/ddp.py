@@ -267,7 +267,7 @@ class DataParallel:
         self.module.load_state_dict(state)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError unless the optimizer updates parameters of this engine, and none twice or unknown."""
+        """Raises UsageError unless the optimizer updates parameters of this engine, and no others."""
         ours = {id(parameter) for parameter in self._parameters}
         theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         strangers = sum(id(parameter) not in ours for parameter in theirs)

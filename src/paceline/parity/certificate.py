@@ -102,7 +102,8 @@ def certify(
     if backend == "gloo":
         _check_picklable(case)
     start = time.perf_counter()
-    reference = run_reference(case, settings)
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
+        reference = run_reference(case, settings)
     per_rank: list[list[StepValues]] = _run(backend, settings.ranks, run_distributed, case, settings)
     errors = Errors()
     first_bad: int | None = None

@@ -34,10 +34,12 @@ def build_optimizer(config: OptimConfig, named: Iterable[tuple[str, nn.Parameter
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
     """Sets every group to ``factor`` times its initial rate; returns the first group's rate."""
-    for group in optimizer.param_groups:
-        peak = group.setdefault("initial_lr", group["lr"])
-        group["lr"] = peak * factor
-    return float(optimizer.param_groups[0]["lr"])
+    groups = optimizer.param_groups
+    for group in groups:
+        if "initial_lr" not in group:
+            group["initial_lr"] = group["lr"]
+        group["lr"] = group["initial_lr"] * factor
+    return float(groups[0]["lr"])
 
 
 def _can_fuse(parameters: list[nn.Parameter]) -> bool:

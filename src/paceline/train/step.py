@@ -37,7 +37,7 @@ class NoLaps:
         """Does nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepOutcome:
     """What a step computed on this rank; tensors stay on the device until somebody asks."""
 

@@ -49,7 +49,7 @@ class TrainerParts:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepResult:
     """A step that was issued. Its numbers come as records, when the device has finished it."""
 
@@ -187,8 +187,11 @@ class Trainer:
         comm = self.parts.engine.comm
         try:
             self.parts.engine.load_full_state_dict(state.model)
+            asked = [_settings(group) for group in self.parts.optimizer.param_groups]
             self.parts.optimizer.load_state_dict(state.optimizer)
             _check_groups(self.parts.optimizer)
+            for group, settings in zip(self.parts.optimizer.param_groups, asked, strict=True):
+                group.update(settings)  # rates and decay are what the config asks for now
         except (RuntimeError, ValueError, KeyError) as error:
             text = str(error)
             raise CheckpointError(
@@ -240,6 +243,13 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
         missing = sorted(optimizer.defaults.keys() - group.keys())
         if missing:
             raise ValueError(f"its optimizer is not {type(optimizer).__name__}, which needs {', '.join(missing)}")
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a parameter group's settings, with its rate as it was asked for."""
+    kept = {name: value for name, value in group.items() if name != "params"}
+    peak = kept.get("initial_lr", kept["lr"])
+    return {**kept, "lr": peak, "initial_lr": peak}
 
 
 def _check_finite(record: StepRecord) -> None:
