@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,7 +274,8 @@ class Device:
 def test_records_come_when_the_device_is_past_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that lags behind: nothing is waited for unless asked."""
     device, numbers = Device(), iter(range(100))
-    monkeypatch.setattr("paceline.clock.DeviceClock.mark", lambda _: device.mark(next(numbers)))
+    lagging = SimpleNamespace(take=lambda: device.mark(next(numbers)))
+    monkeypatch.setattr("paceline.monitor.meter.DeviceClock", lambda _: lagging)
     meter = StepMeter(CPU, Trace(CPU))  # takes mark 0
     for step in (1, 2, 3):
         meter.finish(make_facts(step))  # takes marks 1, 2, 3

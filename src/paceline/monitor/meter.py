@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.clock import DeviceClock, Mark, on_device
+from paceline.clock import DeviceClock, Mark, on_device, seconds_between
 from paceline.comm.traced import Trace
 from paceline.monitor.records import StepRecord
 
@@ -44,8 +44,9 @@ class StepFacts:
 class _Pending:
     facts: StepFacts
     values: list[torch.Tensor | float] | torch.Tensor
-    start: Mark
-    laps: list[tuple[str, Mark, list[tuple[Mark, Mark]]]]
+    start: Mark | float
+    laps: list[tuple[str, Mark | float, int]]
+    waits: list[tuple[Mark, Mark]]
     memory_bytes: int
     time: float
 
@@ -55,10 +56,11 @@ class StepMeter:
 
     def __init__(self, device: torch.device, trace: Trace) -> None:
         self._device = device
-        self._mark = DeviceClock(device).mark
+        self._take = DeviceClock(device).take
         self._trace = trace
-        self._start = self._mark()
-        self._laps: list[tuple[str, Mark, list[tuple[Mark, Mark]]]] = []
+        self._waits = trace.waits
+        self._start = self._take()
+        self._laps: list[tuple[str, Mark | float, int]] = []  # phase, its end, waits so far in the step
         self._pending: deque[_Pending] = deque()
         self._memory_bytes = 0
         self._drained_at = time.time()
@@ -66,12 +68,12 @@ class StepMeter:
     def start(self) -> None:
         """Begins a step now: what happened since the last one (an evaluation, say) is not counted."""
         self._trace.take_waits()
-        self._start = self._mark()
+        self._start = self._take()
         self._laps = []
 
     def lap(self, phase: str) -> None:
         """Ends a phase of the step."""
-        self._laps.append((phase, self._mark(), self._trace.take_waits()))
+        self._laps.append((phase, self._take(), len(self._waits)))
 
     def finish(self, facts: StepFacts) -> None:
         """Ends the step; the next one starts here."""
@@ -79,9 +81,10 @@ class StepMeter:
             self._memory_bytes = peak_memory_bytes(self._device)
         values = _on_host(facts)
         # The copy to the host is ordered before this mark: once it is past, the values can be read.
-        end = self._mark()
-        pending = _Pending(facts, values, self._start, self._laps, self._memory_bytes, time.time())
-        pending.laps.append(("other", end, self._trace.take_waits()))
+        end = self._take()
+        waits = self._trace.take_waits()
+        self._laps.append(("other", end, len(waits)))
+        pending = _Pending(facts, values, self._start, self._laps, waits, self._memory_bytes, time.time())
         self._pending.append(pending)
         self._start, self._laps = end, []
 
@@ -94,8 +97,12 @@ class StepMeter:
     def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
         """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""
         self._drained_at = time.time()
-        while self._pending and (wait or self._pending[0].laps[-1][1].is_past()):
+        while self._pending and (wait or _is_past(self._pending[0].laps[-1][1])):
             yield _record(self._pending.popleft())
+
+
+def _is_past(mark: Mark | float) -> bool:
+    return isinstance(mark, float) or mark.is_past()
 
 
 def _on_host(facts: StepFacts) -> list[torch.Tensor | float] | torch.Tensor:
@@ -110,15 +117,15 @@ def _on_host(facts: StepFacts) -> list[torch.Tensor | float] | torch.Tensor:
 def _record(pending: _Pending) -> StepRecord:
     facts = pending.facts
     phases = {"data": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0, "other": 0.0}
-    comm_s, last = 0.0, pending.start
-    for phase, mark, waits in pending.laps:
+    comm_s, last, num_waits = 0.0, pending.start, 0
+    for phase, mark, num_waits_then in pending.laps:
         waited = 0.0
-        for start, end in waits:
+        for start, end in pending.waits[num_waits:num_waits_then]:
             waited += end.seconds_since(start)
-        phases[phase] += mark.seconds_since(last) - waited
+        phases[phase] += seconds_between(last, mark) - waited
         comm_s += waited
-        last = mark
-    step_s = last.seconds_since(pending.start)
+        last, num_waits = mark, num_waits_then
+    step_s = seconds_between(pending.start, last)
     values = pending.values
     loss_sum, count, grad_norm = map(float, values) if isinstance(values, list) else values.tolist()
     return StepRecord(

@@ -21,7 +21,8 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -280,13 +281,6 @@ class DataParallel:
 
     # Backward: gradients arrive, buckets leave.
 
-    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(parameter: torch.Tensor) -> None:
-            if self._is_syncing:
-                self._arrive(index, parameter)
-
-        return on_gradient
-
     def _note_backward(self, gradient: torch.Tensor) -> None:
         """Runs when backward enters the module: what is missing at its end is sent then.
 
@@ -299,6 +293,9 @@ class DataParallel:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+        """Counts a gradient in; runs as autograd's hook, once for each gradient."""
+        if not self._is_syncing:
+            return
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse or gradient.requires_grad:
@@ -394,7 +391,7 @@ class DataParallel:
         self._trainable = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         self._expected = None
         for index in set(self._trainable) - self._hooked:
-            hook = self._make_hook(index)
+            hook = functools.partial(self._arrive, index)
             self._parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._hooked.add(index)
         sizes = [
