@@ -13,7 +13,7 @@ from paceline.bench.interleave import Timing, interleave
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.launch.processes import run_processes
-from paceline.monitor.sinks import Fanout, JsonlSink, Strided, TensorBoardSink
+from paceline.monitor.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
 from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
 from paceline.train.trainer import Every, StepResult, Trainer
@@ -28,23 +28,28 @@ class LoopProtocol:
     warm_up: int = 1
 
 
-def bench_loop(protocol: LoopProtocol) -> list[dict[str, Any]]:
-    """Times the MLP of the engine benchmark, batch 64, one rank with one thread, both ways."""
-    rows: list[dict[str, Any]] = run_processes(_time_loop, 1, args=(protocol,), threads=1)[0]
+PROTOCOLS = {"mlp": LoopProtocol(), "gpt-11m": LoopProtocol(rounds=12, steps_per_turn=2)}
+
+
+def bench_loop(model: str, protocol: LoopProtocol, ranks: int) -> list[dict[str, Any]]:
+    """Times a model of the engine benchmark on Gloo ranks with one thread each, both ways."""
+    rows: list[dict[str, Any]] = run_processes(_time_loop, ranks, args=(model, protocol), threads=1)[0]
     return rows
 
 
-def _time_loop(comm: Communicator, protocol: LoopProtocol) -> list[dict[str, Any]]:
+def _time_loop(comm: Communicator, model: str, protocol: LoopProtocol) -> list[dict[str, Any]]:
     total = (protocol.warm_up + protocol.rounds) * protocol.steps_per_turn
-    config = _config(total)
+    config = _config(model, total, comm.size)
     with tempfile.TemporaryDirectory() as folder:
-        records = JsonlSink(Path(folder) / "rank-0.jsonl")
-        curves = Strided(TensorBoardSink(Path(folder) / "tensorboard"), config.monitor.log_every)
-        sink = Fanout([records, curves])
+        sinks: list[Sink] = [JsonlSink(Path(folder) / f"rank-{comm.rank}.jsonl")]
+        if comm.rank == 0:
+            sinks.append(Strided(TensorBoardSink(Path(folder) / "tensorboard"), config.monitor.log_every))
+        sink = Fanout(sinks)
         hooks = [Every(100, _idle), Every(7, _idle)]
         watched = build_trainer(config, comm, hooks=hooks, sink=sink)
-        bare = build_trainer(config, comm)
-        watched_steps, bare_batches = watched.steps(), bare.parts.loader.steps(0, total)
+        # Both arms train one model: two would lie differently in memory, which alone makes a step 1 % slower or faster.
+        parts = watched.parts
+        watched_steps, bare_batches = watched.steps(), parts.loader.steps(0, total)
 
         def run_watched() -> None:
             for _ in range(protocol.steps_per_turn):
@@ -53,7 +58,6 @@ def _time_loop(comm: Communicator, protocol: LoopProtocol) -> list[dict[str, Any
                     hook(watched, result)
 
         def run_bare() -> None:
-            parts = bare.parts
             for _ in range(protocol.steps_per_turn):
                 train_step(parts.engine, parts.optimizer, next(bare_batches), parts.loss, parts.policy)
 
@@ -65,13 +69,14 @@ def _time_loop(comm: Communicator, protocol: LoopProtocol) -> list[dict[str, Any
             steps_per_turn=1,
             warm_up=protocol.warm_up,
             device=torch.device("cpu"),
+            meet=comm.barrier,
         )
         sink.close()
-    return [_row(timing, protocol.steps_per_turn) for timing in timings]
+    return [_row(model, comm.size, timing, protocol.steps_per_turn) for timing in timings]
 
 
-def _row(timing: Timing, steps: int) -> dict[str, Any]:
-    row = {"model": "mlp", "ranks": 1, **dataclasses.asdict(timing)}
+def _row(model: str, ranks: int, timing: Timing, steps: int) -> dict[str, Any]:
+    row = {"model": model, "ranks": ranks, **dataclasses.asdict(timing)}
     return {**row, "median_ms": timing.median_ms / steps, "spread_ms": timing.spread_ms / steps, "num_steps": steps}
 
 
@@ -79,11 +84,17 @@ def _idle(trainer: Trainer, result: StepResult) -> None:
     """A hook that does nothing, to be called when it is due."""
 
 
-def _config(steps: int) -> Config:
-    return config_from_dict(
-        {
+def _config(model: str, steps: int, ranks: int) -> Config:
+    if model == "mlp":
+        sections: dict[str, Any] = {
             "model": {"kind": "mlp", "hidden_dim": 512},
             "data": {"kind": "synthetic_classification", "samples": 4096, "features": 784},
-            "train": {"steps": steps, "global_batch": 64},
+            "train": {"steps": steps, "global_batch": 64 * ranks},
         }
-    )
+    else:
+        sections = {
+            "model": {"kind": "gpt", "size": model, "context": 128},
+            "data": {"kind": "synthetic_tokens", "samples": 256, "context": 128},
+            "train": {"steps": steps, "global_batch": 4 * ranks},
+        }
+    return config_from_dict(sections)

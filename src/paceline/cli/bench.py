@@ -76,7 +76,8 @@ def engines(
 
 @app.command()
 def loop(
-    rounds: int = typer.Option(150, help="Rounds in which both arms take a turn.", min=2),
+    rounds: int = typer.Option(None, help="Rounds in which both arms take a turn.", min=2),
+    ranks: int = typer.Option(2, help="Gloo ranks with one thread each.", min=1),
     output: Path = typer.Option(None, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
@@ -87,19 +88,25 @@ def loop(
     import dataclasses
     import sys
 
-    from paceline.bench.loop import LoopProtocol, bench_loop
+    from paceline.bench.loop import PROTOCOLS, bench_loop
     from paceline.bench.record import make_record
 
-    protocol = LoopProtocol(rounds=rounds)
-    rows = bench_loop(protocol)
+    rows: list[dict[str, Any]] = []
+    protocols = {}
+    for name, protocol in PROTOCOLS.items():
+        if rounds:
+            protocol = dataclasses.replace(protocol, rounds=rounds)
+        protocols[name] = dataclasses.asdict(protocol)
+        typer.echo(f"{name} ...", err=True)
+        rows += bench_loop(name, protocol, ranks)
     command = _command(sys.argv)
-    record = make_record("loop", command, rows, {"device": "cpu", "protocol": dataclasses.asdict(protocol)})
+    record = make_record("loop", command, rows, {"device": "cpu", "protocols": protocols})
     if output is not None:
         record.write(output)
     if as_json:
         typer.echo(record.to_json())
     else:
-        _show([{**row, "items_per_s": 64e3 / row["median_ms"]} for row in rows])
+        _show([{**row, "items_per_s": 1e3 / row["median_ms"]} for row in rows])
 
 
 def _command(argv: list[str]) -> str:

@@ -20,7 +20,7 @@ from paceline.clock import DeviceClock, Mark, on_device, seconds_between
 from paceline.comm.traced import Trace
 from paceline.monitor.records import StepRecord
 
-_DRAIN_STEPS = 64
+_DRAIN_STEPS = 8  # the same steps on all ranks, so that none waits for another that writes
 _DRAIN_S = 0.5
 _MEMORY_EVERY = 20  # steps; asking CUDA's allocator takes longer than all the rest here
 
