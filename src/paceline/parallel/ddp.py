@@ -15,7 +15,7 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
   under re-entrant checkpointing), sends everything at its end, and the buckets are rebuilt to fit.
 - The last bucket carries one flag per parameter: was it used? So a parameter used on some ranks counts as zero on the
   others, one used on no rank keeps no gradient, and no extra collective is needed to know.
-- One rank alone has nothing to reduce and watches no gradients: watching them was measured at 3.6 % of a small step.
+- One rank alone has nothing to reduce and watches no gradients: the hooks would be pure cost.
 """
 
 from __future__ import annotations

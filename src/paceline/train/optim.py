@@ -22,7 +22,7 @@ def build_optimizer(config: OptimConfig, named: Iterable[tuple[str, nn.Parameter
     ]
     groups = [group for group in groups if group["params"]]
     if config.kind == "adamw":
-        # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU: measured faster on both.
+        # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU.
         betas = (config.betas[0], config.betas[1])
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=_can_fuse(parameters))
     if config.kind == "sgd":
