@@ -16,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent / "pool"))
 if TYPE_CHECKING:
     from gloo_pool import GlooPool
 
-# A deadline would be an assertion about time.
-settings.register_profile("paceline", deadline=None, max_examples=50)
+# A deadline would be an assertion about time. The same examples every time: a change is judged by what it changed;
+# `pytest --hypothesis-profile=explore` looks for new ones.
+settings.register_profile("paceline", deadline=None, max_examples=50, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile("paceline")
 
 

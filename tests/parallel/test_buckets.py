@@ -97,6 +97,12 @@ def test_an_oversize_parameter_goes_past_a_bucket_that_is_still_filling() -> Non
     assert bucket_parameters(sizes_of(2, 9, 1, 2, 0), range(5), policy) == [(1,), (0, 2, 3), (4,)]
 
 
+def test_what_is_cut_off_the_front_of_the_last_bucket_is_worth_a_collective() -> None:
+    policy = BucketPolicy(bucket_bytes=6, first_bucket_bytes=1)
+    assert bucket_parameters(sizes_of(0, 5), [0, 1], policy) == [(0, 1)]
+    assert bucket_parameters(sizes_of(1, 3, 4), [0, 1, 2], policy) == [(0,), (1,), (2,)]
+
+
 def test_zero_bytes_put_every_parameter_into_a_bucket_of_its_own() -> None:
     policy = BucketPolicy(bucket_bytes=0, first_bucket_bytes=0)
     assert bucket_parameters(sizes_of(4, 0, 4), [2, 0, 1], policy) == [(2,), (0,), (1,)]

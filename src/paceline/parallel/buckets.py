@@ -58,22 +58,30 @@ def bucket_parameters(
     # What is still open ends with the backward pass, or stays as it is; whichever is complete first goes first.
     place = {index: order for order, index in enumerate(arrival)}
     closed += [tuple(bucket) for bucket in open_buckets.values() if bucket]
-    ordered = sorted(closed, key=lambda bucket: place[bucket[-1]])
-    return ordered[:-1] + _with_short_tail(ordered[-1], sizes, policy) if ordered else []
+
+    def completed(bucket: tuple[int, ...]) -> int:
+        return place[bucket[-1]]
+
+    ordered = sorted(closed, key=completed)
+    return sorted(ordered[:-1] + _with_short_tail(ordered[-1], sizes, policy), key=completed) if ordered else []
 
 
 def _with_short_tail(
     bucket: tuple[int, ...], sizes: Sequence[ParameterSize], policy: BucketPolicy
 ) -> list[tuple[int, ...]]:
-    """Cuts a large last bucket in two: the step waits at least for what leaves last, so that should be little."""
+    """Cuts a large last bucket in two: the step waits at least for what leaves last, so that should be little.
+
+    What is cut off its front must be worth a collective of its own.
+    """
     limit = min(policy.first_bucket_bytes, policy.bucket_bytes)
-    if sum(sizes[index].num_bytes for index in bucket) <= _LARGE_TAIL * limit:
+    total = sum(sizes[index].num_bytes for index in bucket)
+    if total <= _LARGE_TAIL * limit:
         return [bucket]
     cut, filled = len(bucket) - 1, sizes[bucket[-1]].num_bytes
     while cut > 1 and filled + sizes[bucket[cut - 1]].num_bytes <= limit:
         cut -= 1
         filled += sizes[bucket[cut]].num_bytes
-    return [bucket[:cut], bucket[cut:]] if cut else [bucket]
+    return [bucket[:cut], bucket[cut:]] if cut and total - filled >= limit else [bucket]
 
 
 def arrival_order(observed: Sequence[int], num_parameters: int) -> list[int]:
