@@ -26,9 +26,10 @@ SOURCE = Path(paceline.__file__).parent
 LEVELS = (
     ("errors", "units", "imports"),
     ("config", "mesh", "layout"),
+    ("estimate",),
     ("planning", "monitor.records"),
     ("clock",),
-    ("comm", "models", "data"),
+    ("comm", "models", "data", "precision", "memory"),
     ("parallel", "checkpoint"),
     ("monitor",),
     ("train",),
@@ -37,12 +38,34 @@ LEVELS = (
     ("__main__",),
 )
 SIDEWAYS = {("imports", "errors"), ("parity", "launch.processes"), ("bench", "launch.processes")}
-TORCH_FREE = ("errors", "units", "imports", "config", "mesh", "layout", "planning", "monitor.records", "report")
+TORCH_FREE = (
+    "errors",
+    "units",
+    "imports",
+    "config",
+    "mesh",
+    "layout",
+    "estimate",
+    "planning",
+    "monitor.records",
+    "report",
+)
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")
 PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 # Of parallel/: all else there is an engine, and knows no other.
-NOT_ENGINES = {"parallel", "parallel.agree", "parallel.apply", "parallel.buckets", "parallel.schedules"}
+NOT_ENGINES = {
+    "parallel",
+    "parallel.agree",
+    "parallel.apply",
+    "parallel.buckets",
+    "parallel.buffers",
+    "parallel.engine",
+    "parallel.flat",
+    "parallel.matrixwise",
+    "parallel.optimizer_state",
+    "parallel.schedules",
+}
 NAMELESS = ("utils", "helpers", "common", "misc", "core")
 
 

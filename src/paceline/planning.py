@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from paceline.config import BatchPlan, Config, batch_plan
+from paceline.config import BatchPlan, Config, batch_plan, shard_group
+from paceline.estimate.facts import ModelFacts
+from paceline.estimate.memory import MemoryEstimate, estimate_memory, setting_of
 from paceline.mesh import Mesh
 
 
@@ -22,16 +24,23 @@ class Plan:
     steps_per_epoch: int
     total_steps: int
     total_samples: int
+    memory: MemoryEstimate | None = None  # of one rank; None where nobody has described the model
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as plain data."""
         values = dataclasses.asdict(self)
         values["mesh"] = dict(self.mesh.axes)
+        values["memory"] = None if self.memory is None else self.memory.to_json()
         return values
 
 
-def make_plan(config: Config, *, ranks: int, train_samples: int, eval_samples: int) -> Plan:
-    """Resolves a config. Raises ConfigError when its batch does not fit the number of ranks."""
+def make_plan(
+    config: Config, *, ranks: int, train_samples: int, eval_samples: int, node_ranks: int | None = None
+) -> Plan:
+    """Resolves a config, whose strategy is decided. Raises ConfigError when its batch does not fit the ranks.
+
+    ``node_ranks`` is how many ranks share a host; None: all.
+    """
     batch = batch_plan(config.train, ranks)
     samples_per_epoch = train_samples
     if config.data.last_batch == "drop":
@@ -44,7 +53,7 @@ def make_plan(config: Config, *, ranks: int, train_samples: int, eval_samples: i
     return Plan(
         name=config.name,
         strategy=config.parallel.strategy,
-        mesh=Mesh.of(replicate=ranks),
+        mesh=_mesh(shard_group(config.parallel, ranks, node_ranks), ranks),
         batch=batch,
         train_samples=train_samples,
         eval_samples=eval_samples,
@@ -52,3 +61,24 @@ def make_plan(config: Config, *, ranks: int, train_samples: int, eval_samples: i
         total_steps=total_steps,
         total_samples=whole * samples_per_epoch + rest * batch.global_batch,
     )
+
+
+def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: str) -> Plan:
+    """Returns the plan with an estimate of what a rank will hold, if the model is known."""
+    if model is None:
+        return plan
+    group = dict(plan.mesh.axes).get("shard", 1)
+    setting = setting_of(config, group=group, microbatch=plan.batch.microbatch, device=device)
+    return dataclasses.replace(plan, memory=estimate_memory(model, setting))
+
+
+def with_microbatch(plan: Plan, microbatch: int) -> Plan:
+    """Returns the plan with the same global batch in microbatches of this size, which cuts it evenly."""
+    accumulate = plan.batch.samples_per_rank // microbatch
+    batch = dataclasses.replace(plan.batch, microbatch=microbatch, accumulate=accumulate)
+    return dataclasses.replace(plan, batch=batch)
+
+
+def _mesh(group: int, ranks: int) -> Mesh:
+    """Ranks that share a copy of the model are neighbours; where every rank has its own there is one axis."""
+    return Mesh.of(replicate=ranks) if group == 1 else Mesh.of(replicate=ranks // group, shard=group)

@@ -13,9 +13,13 @@ to gather. The loss of an fp16 run is scaled, because small gradients would vani
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from paceline.errors import UsageError
 
@@ -32,10 +36,28 @@ class Precision:
     scales_loss: bool = False
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Returns what a forward pass runs in."""
+        """Returns what a forward pass, and the loss that follows, runs in."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, self.autocast_dtype)
+
+    def cast_inputs(self, arguments: Any) -> Any:
+        """Returns the arguments of a forward pass with floating point tensors in the parameters' dtype."""
+        dtype = self.param_dtype
+        if dtype is None:
+            return arguments
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        return tree_map(cast, arguments)
+
+    def cast_buffers(self, module: nn.Module) -> None:
+        """Puts the floating point buffers of a module into ``buffer_dtype``, if there is one."""
+        for owner in module.modules() if self.buffer_dtype is not None else ():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    owner._buffers[name] = buffer.to(self.buffer_dtype)
 
 
 PRECISIONS = {
@@ -56,3 +78,62 @@ def precision_named(precision: str | Precision) -> Precision:
     if precision not in PRECISIONS:
         raise UsageError(f"precision = {precision!r} is unknown\n  it is one of {', '.join(PRECISIONS)}")
     return PRECISIONS[precision]
+
+
+def mixed_precision(device: torch.device) -> Precision:
+    """Returns what "mixed precision" means on a device: bf16, which needs no loss scale, or fp16 on older GPUs."""
+    return PRECISIONS["bf16" if _has_bf16(device) else "fp16"]
+
+
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Raises UsageError where the device cannot compute in the policy's dtype: a small product is tried, both ways."""
+    dtype = precision.autocast_dtype or precision.param_dtype
+    if dtype is None or device.type == "meta":
+        return
+    name = str(dtype).removeprefix("torch.")
+    other = "fp16" if dtype is torch.bfloat16 and device.type == "cuda" else "bf16"
+    problem = ""
+    if dtype is torch.bfloat16 and not _has_bf16(device):
+        problem = "its tensor cores have no such format, and torch would emulate it slowly"
+    else:
+        try:
+            _try_product(precision, dtype, device)
+        except (RuntimeError, UserWarning) as error:
+            problem = str(error).splitlines()[0]
+    if problem:
+        raise UsageError(
+            f"precision = {precision.name!r} on {device}: {name} does not work there: {problem}\n"
+            "  the device must compute forward and backward in the dtype of the policy\n"
+            f"  use precision = {other!r}, or 'fp32'"
+        )
+
+
+def keeps_dtype(module: nn.Module) -> bool:
+    """Says whether a module's own parameters stay as they were built, whatever ``param_dtype`` is.
+
+    Norms with running statistics compute with weights in the dtype of those, and they need full precision: a tenth of a
+    small difference would be lost in bf16. What goes in and out may well be bf16.
+    """
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+
+
+def kept_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters that ``param_dtype`` does not apply to."""
+    return {p for owner in module.modules() if keeps_dtype(owner) for p in owner.parameters(recurse=False)}
+
+
+def _has_bf16(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _try_product(precision: Precision, dtype: torch.dtype, device: torch.device) -> None:
+    weight = torch.ones(32, 32, device=device, requires_grad=True)
+    left, right = (weight, weight) if precision.param_dtype is None else (weight.to(dtype), weight.to(dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # torch warns where it switches autocast off
+        # A CPU without bf16 instructions computes all the same, another way, and says so once. Large enough a product
+        # makes it do so here, and not in the middle of a run.
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
+        with precision.context(device):
+            product = left @ right
+        product.float().sum().backward()  # type: ignore[no-untyped-call]

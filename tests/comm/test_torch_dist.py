@@ -95,6 +95,28 @@ def in_place_and_in_flight(comm: Communicator) -> Results:
     }
 
 
+def sums_of_any_numbers(comm: Communicator) -> Results:
+    """Sums that round differently in another order, into another tensor and in place, beside other operations."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    found: Results = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for op in ("sum", "avg", "max"):
+            whole = (torch.randn(comm.size * 9, generator=generator, dtype=torch.float64) * 9).to(dtype)
+            other, own = whole.clone(), slice(9 * comm.rank, 9 * comm.rank + 9)
+            output, gathered = torch.empty(9, dtype=dtype), torch.empty_like(whole)
+            works = [
+                comm.reduce_scatter(output, whole, op),  # type: ignore[arg-type]
+                comm.all_gather(gathered, whole[own]),
+                comm.reduce_scatter(other[own], other, op),  # type: ignore[arg-type]
+            ]
+            for work in reversed(works):
+                work.wait()
+                work.wait()
+            assert torch.equal(output, other[own])
+            found |= {f"{dtype} {op}": output, f"{dtype} {op} gathered": gathered, f"{dtype} {op} input": whole}
+    return found
+
+
 def messages_by_tag(comm: Communicator) -> Results:
     if comm.rank == 0:
         works = [comm.send(torch.tensor([float(10 * tag + i)]), to=1, tag=tag) for tag in (1, 2) for i in (0, 1)]
@@ -172,6 +194,8 @@ def lose_the_other(comm: Communicator) -> dict[str, str]:
     tensor = torch.ones(4)
     attempts = {
         "all_reduce": lambda: comm.all_reduce(tensor).wait(),
+        "reduce_scatter": lambda: comm.reduce_scatter(tensor[:2].clone(), tensor).wait(),
+        "all_gather": lambda: comm.all_gather(tensor, tensor[:2].clone()).wait(),
         "send to rank 1": lambda: comm.send(tensor, to=1).wait(),
         "recv from rank 1": lambda: comm.recv(tensor, source=1).wait(),
         "barrier": comm.barrier,
@@ -199,6 +223,8 @@ def come_alone(comm: Communicator) -> dict[str, str]:
     attempts = {
         "split([0, 1])": lambda: impatient.split([0, 1]),
         "all_reduce": lambda: impatient.all_reduce(torch.ones(1)).wait(),
+        "reduce_scatter": lambda: impatient.reduce_scatter(torch.ones(1), torch.ones(2)).wait(),
+        "all_gather": lambda: impatient.all_gather(torch.ones(2), torch.ones(1)).wait(),
     }
     for verb, attempt in attempts.items():
         with pytest.raises(CommunicationError) as caught:
@@ -218,6 +244,11 @@ def test_every_verb_and_dtype_gives_what_virtual_ranks_give(gloo_pool: GlooPool,
 
 def test_tensors_may_overlap_and_many_operations_be_in_flight(gloo_pool: GlooPool) -> None:
     same(gloo_pool.run(in_place_and_in_flight, ranks=2), run_virtual(in_place_and_in_flight, 2))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_are_taken_in_rank_order(gloo_pool: GlooPool, ranks: int) -> None:
+    same(gloo_pool.run(sums_of_any_numbers, ranks=ranks), run_virtual(sums_of_any_numbers, ranks=ranks))
 
 
 def test_messages_are_matched_by_tag_and_then_by_order(gloo_pool: GlooPool) -> None:

@@ -9,9 +9,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.config import Config, check_ranks, config_from_dict, load_config, run_checks
+from paceline.config import (
+    Config,
+    ParallelConfig,
+    check_ranks,
+    config_from_dict,
+    load_config,
+    run_checks,
+    shard_group,
+)
 from paceline.config.checks import CHECKS, Check, gpt_heads_fit
 from paceline.config.gpt_sizes import GPT_SIZES
+from paceline.config.sharding import check_sharding
 from paceline.errors import ConfigError
 
 # A test asserts no timing: a busy machine must not fail a law.
@@ -86,6 +95,60 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     (MLP, ["train={global_batch: 64, microbatch: 10}"], "train.global_batch = 64 is not a multiple of"),
     (MLP, ["train={global_batch: 64, microbatch: 8, accumulate: 2}"], None),
     (MLP, ["train={global_batch: 64, microbatch: 8, accumulate: 2}", "parallel.ranks=2"], "train.global_batch = 64 is"),
+    (MLP, ["train={microbatch: auto, global_batch: 12}"], None),
+    (MLP, ["train={microbatch: auto, accumulate: 2}"], "train.microbatch = auto with train.accumulate = 2"),
+    (MLP, ["train.microbatch=auto", "parallel.ranks=3"], "train.global_batch = 64 (the default) is not a multiple of"),
+    # sharding
+    *[
+        (MLP, [f"parallel={{strategy: {name}, ranks: 2}}"], None)
+        for name in ("zero1", "zero2", "zero3", "fsdp", "auto")
+    ],
+    (MLP, ["parallel={strategy: hybrid, ranks: 4, shard_ranks: 2}"], None),
+    (MLP, ["parallel={strategy: hybrid, ranks: 4, node_ranks: 2}"], None),
+    (MLP, ["parallel={strategy: hybrid}"], None),  # hosts are known when the run starts
+    (MLP, ["parallel={strategy: hybrid, ranks: 4, shard_ranks: 3}"], "parallel.shard_ranks = 3 does not divide"),
+    (MLP, ["parallel={ranks: 4, node_ranks: 8}"], "parallel.node_ranks = 8 does not divide parallel.ranks = 4"),
+    (MLP, ["parallel={strategy: fsdp, shard_ranks: 2}"], "parallel.shard_ranks = 2 has no effect with"),
+    (MLP, ["parallel={strategy: auto, shard_ranks: 2}"], None),
+    (MLP, ["parallel={strategy: zero2, prefetch: 2}"], "parallel.prefetch = 2 has no effect with"),
+    (MLP, ["parallel={reshard_after_forward: false}"], "parallel.reshard_after_forward = false has no effect with"),
+    (MLP, ["parallel={strategy: fsdp, reshard_after_forward: 2, ranks: 4}"], None),
+    (MLP, ["parallel={strategy: fsdp, reshard_after_forward: 3}"], None),
+    (
+        MLP,
+        ["parallel={strategy: fsdp, reshard_after_forward: 3, ranks: 4}"],
+        "parallel.reshard_after_forward = 3 does not divide the 4 ranks",
+    ),
+    (
+        MLP,
+        ["parallel={strategy: hybrid, reshard_after_forward: 4, ranks: 4, shard_ranks: 2}"],
+        "parallel.reshard_after_forward = 4 does not divide the 2 ranks",
+    ),
+    (
+        MLP,
+        ["parallel={strategy: fsdp, units: [layers], unit_mb: 1.0}"],
+        "parallel.units = [layers] and parallel.unit_mb",
+    ),
+    (
+        MLP,
+        ["parallel={strategy: fsdp, units: [layers, layers]}"],
+        "parallel.units = [layers, layers] names layers twice",
+    ),
+    (MLP, ["parallel={strategy: fsdp, units: []}"], "parallel.units = [] names no module"),
+    (MLP, ["memory.offload=[optimizer]"], "memory.offload = [optimizer] with parallel.strategy = ddp"),
+    (MLP, ["memory.offload=[optimizer, parameters]", "parallel.strategy=fsdp"], None),
+    (MLP, ["memory.offload=[gradients, optimizer]", "parallel={strategy: zero2, device: cpu}"], None),
+    (MLP, ["memory.offload=[gradients]", "parallel.strategy=zero2"], "memory.offload = [gradients] with"),
+    (MLP, ["memory.offload=[optimizer, parameters]", "parallel.strategy=zero1"], "memory.offload = [optimizer, para"),
+    (MLP, ["memory.checkpoint_activations=full"], "memory.checkpoint_activations = full with model.kind = mlp"),
+    (GPT, ["memory.checkpoint_activations=every_2"], None),
+    # precision and rates
+    (MLP, ["train={precision: bf16, dtype: float64}"], "train.precision = bf16 with train.dtype = float64"),
+    (MLP, ["train={precision: bf16, loss_scale: 1.0}"], "train.loss_scale = 1 has no effect with"),
+    (MLP, ["train={precision: fp16, loss_scale: 1.0}", "parallel.device=cpu"], None),
+    (MLP, ["optim.lr_scaling=linear"], "optim.lr_scaling = linear without optim.lr_batch"),
+    (MLP, ["optim.lr_batch=64"], "optim.lr_batch = 64 has no effect with optim.lr_scaling = none"),
+    (MLP, ["optim={lr_scaling: sqrt, lr_batch: 64}"], None),
     # names and paths
     *[(MLP, [f"name={name}"], "name = ") for name in ("a/b", "'..'", '"a\\\\b"', "''", "' a'", "'a:b'", "x" * 101)],
     *[(MLP, [f"name={name}"], None) for name in ("a-b_c.1", "my run", "'2024'", "..a")],
@@ -124,6 +187,46 @@ def test_check_ranks_judges_what_auto_became() -> None:
     assert check_ranks(config, 4) == []
     (problem,) = check_ranks(config, 5)
     assert "parallel.ranks = 5" in problem.what
+
+
+def test_check_ranks_judges_groups_when_hosts_are_known() -> None:
+    config = load_config(None, [*MLP, "parallel.strategy=hybrid"])
+    assert check_ranks(config, 8, node_ranks=4) == []
+    (problem,) = check_ranks(config, 8)
+    assert problem.what == "parallel.strategy = hybrid on 8 ranks of one host, without parallel.shard_ranks"
+    assert "parallel.shard_ranks = 4" in problem.fix
+    both = load_config(None, [*MLP, "parallel={strategy: hybrid, shard_ranks: 3, reshard_after_forward: 2}"])
+    assert len(check_ranks(both, 8)) == 2
+
+
+@relaxed
+@given(ranks=st.integers(1, 64), size=st.integers(1, 80))
+def test_suggested_groups_fit(ranks: int, size: int) -> None:
+    def problems(ranks: int, size: int) -> list[Any]:
+        parallel = {"strategy": "hybrid", "shard_ranks": size}
+        base = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}}
+        return check_sharding(Config.model_validate({**base, "parallel": parallel}), ranks)
+
+    for problem in problems(ranks, size):
+        divisor, multiple = (int(part.split(" = ")[1]) for part in problem.fix.split(", or "))
+        assert problems(ranks, divisor) == []
+        assert problems(multiple, size) == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "node_ranks", "group"),
+    [
+        ({"strategy": "ddp"}, 8, 4, 1),
+        ({"strategy": "zero1"}, 8, 4, 8),
+        ({"strategy": "zero3"}, 8, None, 8),
+        ({"strategy": "hybrid"}, 8, 4, 4),
+        ({"strategy": "hybrid"}, 8, None, 8),
+        ({"strategy": "hybrid", "node_ranks": 2}, 8, 4, 2),
+        ({"strategy": "hybrid", "node_ranks": 2, "shard_ranks": 4}, 8, None, 4),
+    ],
+)
+def test_shard_group(parallel: dict[str, Any], ranks: int, node_ranks: int | None, group: int) -> None:
+    assert shard_group(ParallelConfig.model_validate(parallel), ranks, node_ranks) == group
 
 
 @relaxed

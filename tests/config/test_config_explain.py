@@ -82,6 +82,34 @@ def test_learning_rate_and_length() -> None:
     assert rows["train.epochs"].origin.startswith("derived")
 
 
+def test_a_rate_that_grows_with_the_batch() -> None:
+    asked = ["train.global_batch=128", "optim={lr: 0.5, lr_batch: 32, lr_scaling: sqrt, schedule: {kind: cosine}}"]
+    rows = rows_of("digits.yaml", *asked)
+    assert rows["derived.peak_lr"].value == 1.0
+    assert rows["derived.peak_lr"].origin == "derived: optim.lr x sqrt(128 / 32)"
+    assert rows["derived.final_lr"].origin.startswith("derived: derived.peak_lr x optim.schedule.final_ratio = 1 x")
+    assert rows_of("digits.yaml", *asked, "optim.lr_scaling=linear")["derived.peak_lr"].value == 2.0
+    waiting = rows_of("digits.yaml", *asked, "train.global_batch=null")["derived.peak_lr"]
+    assert waiting.value is None
+    assert "give the ranks" in waiting.origin
+
+
+def test_a_searched_microbatch_is_found_when_the_run_starts() -> None:
+    rows = rows_of("digits.yaml", "train.microbatch=auto", ranks=2)
+    assert rows["train.microbatch"].value is None
+    assert "at most 32" in rows["train.microbatch"].origin
+    assert rows["train.accumulate"].value is None
+
+
+def test_sharding() -> None:
+    rows = rows_of("digits.yaml", "parallel={strategy: hybrid, ranks: 4, node_ranks: 2}")
+    assert rows["parallel.shard_ranks"].value == 2
+    assert rows["derived.copies_of_the_model"].value == 2
+    assert rows_of("digits.yaml", "parallel.strategy=fsdp", ranks=4)["derived.copies_of_the_model"].value == 1
+    rows = rows_of("digits.yaml", "parallel={strategy: zero1, device: cpu}", "memory.offload=[optimizer]")
+    assert rows["derived.offload"].value == []
+
+
 def test_what_model_and_data_take_from_each_other() -> None:
     rows = rows_of("digits.yaml", "train.seed=7")
     assert rows["model.input_dim"].value == 64

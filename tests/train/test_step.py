@@ -86,7 +86,6 @@ def train_ranks(
     for step_batch in loader.steps(0, steps):
         policy = StepPolicy(clip_norm=CLIP, dtype=torch.float64)
         outcome = train_step(engine, optimizer, step_batch, loss, policy)
-        assert outcome.grad_norm is not None
         norms.append(float(outcome.grad_norm))
     return seen, norms, engine.module
 
@@ -211,7 +210,6 @@ def test_a_rank_without_samples_takes_part_in_the_exchange_of_buffers() -> None:
                     position=0, next_position=4, epoch=0, global_samples=4, microbatches=[pair], local_samples=[4]
                 )
             outcome = train_step(engine, optimizer, batch, CrossEntropy(1.0), StepPolicy(clip_norm=1.0))
-            assert outcome.grad_norm is not None
             norms.append(float(outcome.grad_norm))
         return norms
 
@@ -236,7 +234,6 @@ def test_a_step_in_which_every_target_is_ignored_moves_nothing() -> None:
 
     for state, outcome in run_virtual(work, ranks=2):
         assert float(outcome.loss_sum) == float(outcome.count) == 0.0
-        assert outcome.grad_norm is not None
         assert float(outcome.grad_norm) == 0.0
         for name, value in make_model().state_dict().items():
             assert torch.equal(state[name], value)
@@ -303,7 +300,7 @@ def test_the_outcome_is_this_ranks_sum_and_count() -> None:
     torch.testing.assert_close(outcome.loss_sum, expected.detach(), rtol=0, atol=TOLERANCE)
     assert not outcome.loss_sum.requires_grad
     assert float(outcome.count) == int((targets != IGNORED).sum())
-    assert outcome.grad_norm is None
+    assert (float(outcome.grad_norm) > 0, outcome.loss_scale) == (True, None)
     assert all(p.grad is None for p in engine.parameters())
 
 
@@ -328,10 +325,7 @@ def test_clipping_bounds_the_update(clip: float | None) -> None:
 
     free, _ = update(StepPolicy(dtype=torch.float64))
     moved, outcome = update(StepPolicy(clip_norm=clip, dtype=torch.float64))
-    if clip is None:
-        assert outcome.grad_norm is None
-    else:
-        assert float(outcome.grad_norm) == pytest.approx(free)  # type: ignore[arg-type]
+    assert float(outcome.grad_norm) == pytest.approx(free)  # measured also where nothing is clipped
     assert moved == pytest.approx(min(free, clip or free), rel=1e-4)
 
 

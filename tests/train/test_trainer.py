@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint import list_checkpoints
+from paceline.checkpoint import list_checkpoints, load_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
@@ -311,29 +311,74 @@ def with_loss(trainer: Trainer, loss: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_stops_the_run(value: float, tmp_path: Path) -> None:
+def test_steps_that_are_not_finite_are_left_out_until_there_are_too_many(value: float, tmp_path: Path) -> None:
     comm, sink = SoloCommunicator(CPU), Keep()
-    trainer = solo(hooks=[Every(1, CheckpointHook(tmp_path, keep=20))], sink=sink)
-    with pytest.raises(TrainingError, match=rf"the loss is {value} at step 5 ") as failure:
+    config = make_config(train={"max_bad_steps": 3})
+    trainer = solo(config, hooks=[Every(1, CheckpointHook(tmp_path, keep=20))], sink=sink)
+    with pytest.raises(TrainingError) as failure:
         with_loss(trainer, Breaks(comm, 5, value=value)).run()
-    assert "no later checkpoint was saved\n  lower optim.lr" in str(failure.value)
-    assert [record.step for record in sink.steps] == [1, 2, 3, 4, 5]  # the step itself is in the records
-    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "2", "3", "4"]
+    message = str(failure.value)
+    assert message.startswith("3 steps in a row had gradients that are not finite, up to step 7 (gradient norm nan)\n")
+    assert f"the first numbers that are not finite: the loss is {value}, on rank 0" in message
+    assert [record.step for record in sink.steps] == [1, 2, 3, 4, 5, 6, 7]  # the steps themselves are in the records
+    assert [record.is_skipped for record in sink.steps] == [False] * 4 + [True] * 3
+    assert [(e.step, e.detail["in_a_row"]) for e in events(sink, "skipped")] == [(5, 1), (6, 2), (7, 3)]
+    states = [load_checkpoint(path) for path in list_checkpoints(tmp_path)]
+    assert [state.step for state in states] == [1, 2, 3, 4, 5, 6]
+    for state in states[4:]:  # they hold what was there before the bad steps
+        assert all(torch.equal(value, states[3].model[name]) for name, value in state.model.items())
 
 
+def events(sink: Keep, name: str) -> list[EventRecord]:
+    return [record for record in sink.records if isinstance(record, EventRecord) and record.name == name]
+
+
+class Breaking(Breaks):
+    """Not finite in some calls only."""
+
+    def __init__(self, comm: Communicator, calls: set[int], *, rank: int = 0) -> None:
+        super().__init__(comm, 0, rank=rank)
+        self._bad_calls = calls
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        self._at_call = 0 if self._calls + 1 in self._bad_calls else 10**9
+        return super().__call__(model, batch)
+
+
+def test_a_run_gets_over_steps_that_are_not_finite() -> None:
+    sink = Keep()
+    trainer = solo(make_config(train={"max_bad_steps": 3}), sink=sink)
+    with_loss(trainer, Breaking(SoloCommunicator(CPU), {2, 3, 5, 12})).run()
+    assert [record.step for record in sink.steps if record.is_skipped] == [2, 3, 5, 12]
+    assert [event.detail["in_a_row"] for event in events(sink, "skipped")] == [1, 2, 1, 1]
+    assert trainer.bad_steps.state_dict() == {"num_skipped": 4, "num_in_a_row": 1}
+    assert all(bool(p.isfinite().all()) for p in trainer.parts.engine.parameters())
+
+
+def test_a_run_shorter_than_the_limit_must_have_trained_on_something() -> None:
+    trainer = solo(make_config(train={"steps": 3, "max_bad_steps": 10}))
+    with pytest.raises(TrainingError, match="3 steps in a row had gradients that are not finite, up to step 3"):
+        with_loss(trainer, Breaks(SoloCommunicator(CPU), 1)).run()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_bad_loss_on_one_rank_stops_all_and_saves_nothing_later(rank: int, tmp_path: Path) -> None:
-    def work(comm: Communicator) -> None:
-        trainer = build_trainer(make_config(), comm, hooks=[Every(1, CheckpointHook(tmp_path, keep=20))])
-        with_loss(trainer, Breaks(comm, 3, rank=rank)).run()
+def test_a_bad_loss_on_one_rank_leaves_the_step_out_and_stops_the_run_on_all(rank: int, strategy: str) -> None:
+    def work(comm: Communicator) -> tuple[list[int], str]:
+        sink = Keep()
+        config = make_config(train={"max_bad_steps": 2}, parallel={"strategy": strategy})
+        trainer = with_loss(build_trainer(config, comm, sink=sink), Breaking(comm, {3, 6, 7, 8}, rank=rank))
+        with pytest.raises(TrainingError) as failure:
+            trainer.run()
+        return [event.step for event in events(sink, "skipped")], str(failure.value)
 
-    with pytest.raises(RankFailedError) as failure:
-        run_virtual(work, 2)
-    assert isinstance(failure.value.__cause__, TrainingError)
-    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "2"]
+    (first, message), (second, other) = run_virtual(work, 2)
+    assert first == second == [3, 6, 7]
+    assert message == other
+    assert f"the loss is nan, on rank {rank}" in message
 
 
-def test_gradients_that_are_not_finite_stop_the_run_before_they_are_saved(tmp_path: Path) -> None:
+def test_gradients_that_are_not_finite_are_left_out_although_the_loss_is() -> None:
     """The square root has no slope at 0: the loss is finite, the gradient is not, and the weights would be lost."""
 
     class Steep(CrossEntropy):
@@ -341,8 +386,24 @@ def test_gradients_that_are_not_finite_stop_the_run_before_they_are_saved(tmp_pa
             value = super().__call__(model, batch)
             return LossValue(value.total + (value.total - value.total.detach()).sqrt(), value.count)
 
-    trainer = with_loss(solo(hooks=[Every(1, CheckpointHook(tmp_path, keep=2))]), Steep(1.0))
-    with pytest.raises(TrainingError, match=r"gradient norm (nan|inf)"):
+    for clip in (1.0, None):
+        trainer = with_loss(solo(make_config(optim={"clip_norm": clip}, train={"max_bad_steps": 2})), Steep(1.0))
+        before = trainer.parts.engine.full_state_dict()
+        with pytest.raises(TrainingError, match=r"up to step 2(.|\n)*the gradient of \S+ in backward: "):
+            trainer.run()
+        assert all(torch.equal(v, before[n]) for n, v in trainer.parts.engine.full_state_dict().items())
+
+
+def test_a_loss_that_is_not_finite_with_finite_gradients_stops_the_run_at_once(tmp_path: Path) -> None:
+    """It was trained on, and nothing says what it means."""
+
+    class Offset(CrossEntropy):
+        def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+            value = super().__call__(model, batch)
+            return LossValue(value.total + math.inf, value.count)
+
+    trainer = with_loss(solo(hooks=[Every(1, CheckpointHook(tmp_path, keep=2))]), Offset(1.0))
+    with pytest.raises(TrainingError, match=r"the loss is inf at step 1 (.|\n)*no later checkpoint was saved"):
         trainer.run()
     assert list_checkpoints(tmp_path) == []
 

@@ -1,169 +1,195 @@
-"""Our data parallelism beside torch's, and beside the plain loop at world size 1.
+"""Our engines beside torch's DDP and FSDP2, and beside the plain loop at world size 1.
 
 Every arm trains the same model on the same batch with the same optimizer; the arms take turns in one run, over the same
-process group. World size 1 is the cost of the engine itself; two ranks add bucketing, overlap and the wait.
+process group. World size 1 is the cost of the engine itself; several ranks add collectives, overlap and waiting. The
+losses of the first steps are compared too: arms that compute different things must not be compared in speed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import gc
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from paceline.bench.arms import Arm, TrainingStep, arms_alone, arms_in_bf16, arms_on_ranks, select, set_up, sets_of
 from paceline.bench.interleave import Timing, interleave
+from paceline.bench.workloads import Protocol, Workload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
+from paceline.errors import TrainingError
 from paceline.launch.processes import run_processes
-from paceline.models.gpt import GPT, gpt_config
-from paceline.models.mlp import MLPClassifier
-from paceline.parallel.apply import parallelize
 
-Step = Callable[[], None]
+# How far two arms' losses may be apart: orders of summation in fp32; rounding to bf16 at other places.
+FP32_TOLERANCE = 1e-4
+BF16_TOLERANCE = 2e-2
+_TIMEOUT_S = 3600.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A model and a batch that all arms train on. ``tokens`` is a batch's tokens or samples, for throughput."""
-
-    model: str
-    batch: int
-    context: int = 0
-
-    @property
-    def items(self) -> int:
-        """Samples or tokens of a batch."""
-        return self.batch * max(self.context, 1)
-
-    def make_model(self, device: torch.device) -> nn.Module:
-        """Builds the model with fixed weights."""
-        torch.manual_seed(0)
-        if self.model == "mlp":
-            return MLPClassifier(784, 512, 10, dropout=0.0).to(device)
-        with device:
-            return GPT(gpt_config(self.model, dropout=0.0))
-
-    def make_batch(self, device: torch.device, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes a rank's batch."""
-        generator = torch.Generator().manual_seed(rank)
-        if self.model == "mlp":
-            inputs = torch.randn(self.batch, 784, generator=generator)
-            return inputs.to(device), torch.randint(0, 10, (self.batch,), generator=generator).to(device)
-        vocab = gpt_config(self.model).vocab_size
-        tokens = torch.randint(0, vocab, (self.batch, self.context + 1), generator=generator).to(device)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+Wanted = Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Protocol:
-    """How long the arms take turns."""
+class Measured:
+    """One arm: its times, the losses of its first steps, and on a GPU the most memory that it needs by itself."""
 
-    rounds: int
-    steps_per_turn: int
-    warm_up: int
-
-
-CPU_WORKLOADS = {
-    "mlp": (Workload(model="mlp", batch=64), Protocol(rounds=40, steps_per_turn=20, warm_up=10)),
-    "gpt-11m": (Workload(model="gpt-11m", batch=4, context=128), Protocol(rounds=12, steps_per_turn=2, warm_up=3)),
-}
-CUDA_WORKLOADS = {
-    "gpt-124m": (Workload(model="gpt-124m", batch=32, context=1024), Protocol(rounds=12, steps_per_turn=5, warm_up=6)),
-    "gpt-1.1b": (Workload(model="gpt-1.1b", batch=8, context=2048), Protocol(rounds=12, steps_per_turn=4, warm_up=6)),
-}
+    timing: Timing
+    losses: list[float]
+    peak_bytes: int | None = None
 
 
-def bench_ranks(workload: Workload, protocol: Protocol, ranks: int) -> list[dict[str, Any]]:
-    """Times ours against torch DDP on real Gloo ranks with one thread each."""
-    timings = run_processes(_time_ranks, ranks, args=(workload, protocol), threads=1)[0]
-    return [_row(workload, timing, ranks, "gloo") for timing in timings]
+def bench_ranks(workload: Workload, protocol: Protocol, ranks: int, wanted: Wanted = None) -> list[dict[str, Any]]:
+    """Times our engines against torch's on real Gloo ranks with one thread each."""
+    if not select(arms_on_ranks(workload, ranks), wanted):
+        return []
+    args = (workload, protocol, wanted)
+    measured = run_processes(_measure_ranks, ranks, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
+    return _rows(workload, measured, ranks, "gloo", FP32_TOLERANCE)
 
 
-def bench_alone(workload: Workload, protocol: Protocol, device: torch.device) -> list[dict[str, Any]]:
-    """Times ours against the plain loop at world size 1: in a process of its own with one thread on a CPU."""
+def bench_alone(workload: Workload, protocol: Protocol, wanted: Wanted = None) -> list[dict[str, Any]]:
+    """Times our engines against the plain loop at world size 1, in a process of its own with one thread."""
+    if not select(arms_alone(), wanted):
+        return []
+    args = (workload, protocol, wanted)
+    measured = run_processes(_measure_alone, 1, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
+    return _rows(workload, measured, 1, "none", FP32_TOLERANCE)
+
+
+def bench_bf16(
+    workload: Workload, protocol: Protocol, device: torch.device, wanted: Wanted = None, *, compiled: bool = True
+) -> list[dict[str, Any]]:
+    """Times our engines against torch's at world size 1 in bf16, compiled block by block: what a GPU runs."""
     if device.type == "cuda":
-        timings = _time_alone(SoloCommunicator(device), workload, protocol)
+        with _process_group(device):
+            measured = _measure_bf16(SoloCommunicator(device), workload, protocol, wanted, compiled)
     else:
-        timings = run_processes(_time_alone, 1, args=(workload, protocol), threads=1)[0]
-    return [_row(workload, timing, 1, "none") for timing in timings]
+        args = (workload, protocol, wanted, compiled)
+        measured = run_processes(_measure_bf16, 1, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
+    return _rows(workload, measured, 1, "none", BF16_TOLERANCE)
 
 
-def _time_ranks(comm: Communicator, workload: Workload, protocol: Protocol) -> list[Timing]:
+def _measure_ranks(comm: Communicator, workload: Workload, protocol: Protocol, wanted: Wanted) -> list[Measured]:
+    return _measure(select(arms_on_ranks(workload, comm.size), wanted), comm, workload, protocol)
+
+
+def _measure_alone(comm: Communicator, workload: Workload, protocol: Protocol, wanted: Wanted) -> list[Measured]:
+    return _measure(select(arms_alone(), wanted), comm, workload, protocol)
+
+
+def _measure_bf16(
+    comm: Communicator, workload: Workload, protocol: Protocol, wanted: Wanted, compiled: bool
+) -> list[Measured]:
+    found: list[Measured] = []
+    for arms in sets_of(select(arms_in_bf16(), wanted)):
+        found += _measure(arms, comm, workload, protocol, compiled=compiled)
+        # Graphs compiled for one size would be made to take any size, and slower, when the next model comes.
+        torch.compiler.reset()
+        gc.collect()
+        if comm.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def _measure(
+    arms: Sequence[Arm], comm: Communicator, workload: Workload, protocol: Protocol, *, compiled: bool = False
+) -> list[Measured]:
+    """Sets the arms up one after another, lets them warm up, and times them in turns."""
+    steps: dict[str, TrainingStep] = {}
+    peaks: dict[str, int | None] = {}
+    for arm in arms:
+        steps[arm.name], peaks[arm.name] = _warm_up(arm, comm, workload, protocol.warm_up, compiled)
+    timings = interleave(
+        dict(steps),
+        baseline={arm.name: arm.peer for arm in arms},
+        rounds=protocol.rounds,
+        steps_per_turn=protocol.steps_per_turn,
+        warm_up=0,
+        device=comm.device,
+        meet=comm.barrier,
+    )
+    return [
+        Measured(timing=timing, losses=steps[timing.arm].losses, peak_bytes=peaks[timing.arm]) for timing in timings
+    ]
+
+
+def _warm_up(
+    arm: Arm, comm: Communicator, workload: Workload, num_steps: int, compiled: bool
+) -> tuple[TrainingStep, int | None]:
+    """Sets an arm up and runs its first steps; returns the step, and on a GPU the arm's own peak memory.
+
+    Other arms are in memory too, and what they hold is not counted.
+    """
     device = comm.device
-    batch = workload.make_batch(device, comm.rank)
-    engine = parallelize(workload.make_model(device), comm)
-    torch_ddp = DistributedDataParallel(workload.make_model(device))
-    torch_view = DistributedDataParallel(workload.make_model(device), gradient_as_bucket_view=True)
-    arms = {
-        "paceline ddp": _loop(engine, list(engine.parameters()), batch),
-        "torch ddp": _loop(torch_ddp, list(torch_ddp.parameters()), batch),
-        "torch ddp, gradient_as_bucket_view": _loop(torch_view, list(torch_view.parameters()), batch),
-    }
-    return interleave(arms, baseline="torch ddp", device=device, meet=comm.barrier, **dataclasses.asdict(protocol))
+    before = _allocated(device)
+    step = set_up(arm, workload, comm, num_steps, compiled=compiled)
+    for _ in range(num_steps):
+        step()
+    if device.type != "cuda":
+        return step, None
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return step, torch.cuda.max_memory_allocated(device) - before
 
 
-def _time_alone(comm: Communicator, workload: Workload, protocol: Protocol) -> list[Timing]:
-    device = comm.device
-    is_cuda = device.type == "cuda"
-    batch = workload.make_batch(device, 0)
-    plain = workload.make_model(device)
-    if is_cuda:
-        plain.compile()
-    engine = parallelize(workload.make_model(device), comm, compile_blocks=is_cuda)
-    arms = {
-        "plain loop": _loop(plain, list(plain.parameters()), batch),
-        "paceline ddp": _loop(engine, list(engine.parameters()), batch, clip=engine.clip_grad_norm_),
-    }
-    if is_cuda:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-        peer = torch.compile(DistributedDataParallel(workload.make_model(device), device_ids=[device.index]))
-        arms["torch ddp"] = _loop(peer, list(peer.parameters()), batch)  # type: ignore[attr-defined]
-    timings = interleave(arms, baseline="plain loop", device=device, **dataclasses.asdict(protocol))
-    if is_cuda:
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
+
+
+@contextlib.contextmanager
+def _process_group(device: torch.device) -> Iterator[None]:
+    """A world of one for the peers, which do not work without a process group."""
+    torch.cuda.set_device(device)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
         dist.destroy_process_group()
-    return timings
 
 
-def _loop(
-    model: Callable[..., Any],
-    parameters: list[nn.Parameter],
-    batch: tuple[torch.Tensor, torch.Tensor],
-    clip: Callable[[float], Any] | None = None,
-) -> Step:
-    """Returns one training step: forward, backward, clip, update; bf16 autocast on CUDA."""
-    inputs, targets = batch
-    is_cuda = inputs.device.type == "cuda"
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    clip = clip or (lambda norm: nn.utils.clip_grad_norm_(parameters, norm))
-
-    def step() -> None:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=is_cuda):
-            logits = model(inputs)
-            loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
-        loss.backward()  # type: ignore[no-untyped-call]
-        clip(1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+def _rows(
+    workload: Workload, measured: Sequence[Measured], ranks: int, backend: str, tolerance: float
+) -> list[dict[str, Any]]:
+    _check_losses(workload, measured, tolerance)
+    return [_row(workload, each, ranks, backend) for each in measured]
 
 
-def _row(workload: Workload, timing: Timing, ranks: int, backend: str) -> dict[str, Any]:
-    row = dataclasses.asdict(timing)
-    per_second = workload.items * ranks / (timing.median_ms / 1e3)
+def _check_losses(workload: Workload, measured: Sequence[Measured], tolerance: float) -> None:
+    """Raises TrainingError if some arm's losses are not those of the first."""
+    first = measured[0]
+    for each in measured[1:]:
+        for number, (ours, theirs) in enumerate(zip(each.losses, first.losses, strict=True)):
+            if not math.isclose(ours, theirs, rel_tol=tolerance):
+                raise TrainingError(
+                    f"{workload.model}: in step {number} {each.timing.arm} has the loss {ours:.6g}, "
+                    f"and {first.timing.arm} has {theirs:.6g}\n"
+                    f"  arms compute the same, to {tolerance:g}, or their times say nothing\n"
+                    "  find the first difference with `paceline verify`"
+                )
+
+
+def _row(workload: Workload, measured: Measured, ranks: int, backend: str) -> dict[str, Any]:
+    timing = dataclasses.asdict(measured.timing)
+    per_second = workload.items * ranks / (measured.timing.median_ms / 1e3)
     return {
         "model": workload.model,
         "ranks": ranks,
         "backend": backend,
         "batch_per_rank": workload.batch,
         "context": workload.context,
-        **{name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()},
+        **{name: round(value, 4) if isinstance(value, float) else value for name, value in timing.items()},
         "items_per_s": round(per_second, 1),
+        "loss": round(measured.losses[-1], 6),
+        "loss_step": len(measured.losses),
+        "peak_bytes": measured.peak_bytes,
     }

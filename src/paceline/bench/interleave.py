@@ -1,14 +1,14 @@
 """Fair timing on a noisy machine: all arms take turns in one process, and only ratios are quoted.
 
 Absolute times drift with the weather of the machine; the ratio of two arms that ran seconds apart, many times, does
-not. Arms rotate, so that no arm is always first, and each turn's ratio to the baseline is taken within the round.
+not. Arms rotate, so that no arm is always first, and each turn's ratio to its peer is taken within the round.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What one arm took: milliseconds per step, and its ratio to the baseline of the same round."""
+    """What one arm took: milliseconds per step, and its ratio to its peer in the same round."""
 
     arm: str
+    peer: str
     median_ms: float
     spread_ms: float
     ratio: float
@@ -30,15 +31,17 @@ class Timing:
 def interleave(
     arms: dict[str, Callable[[], None]],
     *,
-    baseline: str,
+    baseline: str | Mapping[str, str],
     rounds: int,
     steps_per_turn: int,
     warm_up: int,
     device: torch.device,
     meet: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
-    """Times the arms' steps in turns. ``meet`` brings all ranks together before a turn, so that none is billed
-    for another's lateness."""
+    """Times the arms' steps in turns. ``baseline`` is the peer of all arms, or says which is whose.
+
+    ``meet`` brings all ranks together before a turn, so that none is billed for another's lateness.
+    """
     for step in arms.values():
         for _ in range(warm_up):
             step()
@@ -52,7 +55,8 @@ def interleave(
             turn = [_time_step(arms[name], device) for _ in range(steps_per_turn)]
             times[name] += turn
             turns[name].append(statistics.median(turn))
-    return [_timing(name, times[name], turns[name], turns[baseline]) for name in names]
+    peers = dict.fromkeys(names, baseline) if isinstance(baseline, str) else baseline
+    return [_timing(name, peers[name], times[name], turns) for name in names]
 
 
 def _time_step(step: Callable[[], None], device: torch.device) -> float:
@@ -63,12 +67,13 @@ def _time_step(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _timing(name: str, times: list[float], turns: list[float], baseline: list[float]) -> Timing:
-    ratios = sorted(ours / base for ours, base in zip(turns, baseline, strict=True))
+def _timing(name: str, peer: str, times: list[float], turns: dict[str, list[float]]) -> Timing:
+    ratios = sorted(ours / theirs for ours, theirs in zip(turns[name], turns[peer], strict=True))
     quarter = len(ratios) // 4
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
     return Timing(
         arm=name,
+        peer=peer,
         median_ms=statistics.median(times) * 1e3,
         spread_ms=(quartiles[2] - quartiles[0]) * 1e3,
         ratio=statistics.median(ratios),

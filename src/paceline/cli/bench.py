@@ -1,18 +1,17 @@
-"""``paceline bench``: ours beside the best of the others, interleaved in one run."""
+"""``paceline bench``: ours beside the best of the others, interleaved in one run; and how large a model fits."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Time ours beside the best of the others, interleaved in one run.")
+app = typer.Typer(no_args_is_help=True, help="Time ours beside the best of the others, and see how large a model fits.")
 
-
-@app.callback()
-def _root() -> None:
-    """Keeps ``bench`` a group while it has one verb."""
+Rows = list[dict[str, Any]]
 
 
 @app.command()
@@ -20,58 +19,57 @@ def engines(
     models: str = typer.Option(None, help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA."),
     device: str = typer.Option("cpu", help="cpu or cuda."),
     ranks: int = typer.Option(2, help="Gloo ranks on a CPU, beside world size 1.", min=2),
+    arms: str = typer.Option(None, help="Only arms whose name contains one of these words, and their peers."),
     rounds: int = typer.Option(None, help="Rounds in which every arm takes a turn.", min=2),
     output: Path = typer.Option(None, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
-    """Time one training step of ours and of torch DDP, and of the plain loop at world size 1.
+    """Time one training step of every engine beside torch DDP and FSDP2.
 
-    The arms take turns in one run; the ratio to the baseline is what counts.
+    On a CPU over Gloo ranks in fp32, and at world size 1 beside the plain loop; on CUDA at world size 1 in bf16,
+    compiled block by block. The arms take turns in one run; the ratio of an arm to its peer is what counts.
 
     Examples:
 
       paceline bench engines --json
 
-      paceline bench engines --models mlp --rounds 100 --output bench/results/engines-cpu.json
+      paceline bench engines --models mlp --arms fsdp --rounds 100
 
-      paceline bench engines --device cuda --models gpt-124m,gpt-1.1b
+      paceline bench engines --ranks 4 --arms hybrid
+
+      paceline bench engines --device cuda --models gpt-1.1b
     """
     import dataclasses
-    import sys
 
     import torch
 
-    from paceline.bench.engines import CPU_WORKLOADS, CUDA_WORKLOADS, bench_alone, bench_ranks
-    from paceline.bench.record import make_record
-    from paceline.errors import UsageError
+    from paceline.bench.arms import arms_alone, arms_in_bf16, arms_on_ranks, check_words
+    from paceline.bench.engines import bench_alone, bench_bf16, bench_ranks
+    from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
 
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"--device {device} is not here\n  use cpu, or cuda on a machine with a GPU")
+    _check_device(device)
     known = CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS
-    wanted = models.split(",") if models else list(known)
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise UsageError(f"--models {','.join(unknown)}: on {device} they are {', '.join(known)}")
-    rows: list[dict[str, Any]] = []
+    wanted, words = _words(models) or list(known), _words(arms)
+    _check_models(wanted, list(known), device)
+    on_cpu = [*arms_alone(), *(arm for name in wanted for arm in arms_on_ranks(known[name][0], ranks))]
+    check_words(arms_in_bf16() if device == "cuda" else on_cpu, words)
+    rows: Rows = []
     protocols = {}
     for name in wanted:
         workload, protocol = known[name]
         if rounds:
             protocol = dataclasses.replace(protocol, rounds=rounds)
         protocols[name] = dataclasses.asdict(protocol)
-        if device == "cpu":
+        if device == "cuda":
+            typer.echo(f"{name} at world size 1 in bf16 ...", err=True)
+            rows += bench_bf16(workload, protocol, torch.device("cuda", 0), words)
+        else:
             typer.echo(f"{name} on {ranks} Gloo ranks ...", err=True)
-            rows += bench_ranks(workload, protocol, ranks)
-        typer.echo(f"{name} at world size 1 ...", err=True)
-        rows += bench_alone(workload, protocol, torch.device(device))
-    command = _command(sys.argv)
-    record = make_record("engines", command, rows, {"device": device, "protocols": protocols})
-    if output is not None:
-        record.write(output)
-    if as_json:
-        typer.echo(record.to_json())
-    else:
-        _show(rows)
+            rows += bench_ranks(workload, protocol, ranks, words)
+            typer.echo(f"{name} at world size 1 ...", err=True)
+            rows += bench_alone(workload, protocol, words)
+        _write("engines", rows, {"device": device, "protocols": protocols}, output)
+    _finish("engines", rows, {"device": device, "protocols": protocols}, _show if not as_json else None)
 
 
 @app.command()
@@ -86,12 +84,10 @@ def loop(
     Example:  paceline bench loop --rounds 300
     """
     import dataclasses
-    import sys
 
     from paceline.bench.loop import PROTOCOLS, bench_loop
-    from paceline.bench.record import make_record
 
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     protocols = {}
     for name, protocol in PROTOCOLS.items():
         if rounds:
@@ -99,14 +95,95 @@ def loop(
         protocols[name] = dataclasses.asdict(protocol)
         typer.echo(f"{name} ...", err=True)
         rows += bench_loop(name, protocol, ranks)
-    command = _command(sys.argv)
-    record = make_record("loop", command, rows, {"device": "cpu", "protocols": protocols})
+    _write("loop", rows, {"device": "cpu", "protocols": protocols}, output)
+    _finish("loop", rows, {"device": "cpu", "protocols": protocols}, _show if not as_json else None)
+
+
+@app.command()
+def memory(
+    device: str = typer.Option("cuda", help="cuda, or cpu: there tensors are counted, without activations."),
+    budget_gb: float = typer.Option(8.0, help="Memory of the device that may be used, in GiB; 0: all of it."),
+    host_gb: float = typer.Option(64.0, help="Memory of the host that offload may use, in GiB."),
+    size: str = typer.Option("gpt-1.1b", help="The GPT whose layers are repeated; its width stays."),
+    context: int = typer.Option(2048, help="Tokens of the one sample of a step.", min=2),
+    options: str = typer.Option(None, help="Only rows whose name contains one of these words."),
+    output: Path = typer.Option(None, help="Also write the record to this file, after every row."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """Find the largest GPT that trains within a memory budget, for each strategy and option.
+
+    Layers are added until a real training step runs out of memory.
+
+    Examples:
+
+      paceline bench memory --budget-gb 8 --host-gb 64
+
+      paceline bench memory --budget-gb 0 --options ddp,checkpointed
+
+      paceline bench memory --device cpu --budget-gb 0.05 --size gpt-nano --context 32
+    """
+    import torch
+
+    from paceline.bench.memory import Family, bench_memory, make_budget, select_options
+
+    _check_device(device)
+    where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    chosen = select_options(_words(options))
+    family, budget = Family(size=size, context=context), make_budget(where, budget_gb or None, host_gb)
+    family.config(layers=1)  # a size that is not there is told before anything runs
+    config = {
+        "device": device,
+        "budget_bytes": budget.device_bytes,
+        "host_bytes": budget.host_bytes,
+        "size": size,
+        "batch": 1,
+        "context": context,
+    }
+    rows: Rows = []
+    for option in chosen:
+        typer.echo(f"{option.name} ...", err=True)
+        rows.append(bench_memory(option, family, budget, where))
+        _write("memory", rows, config, output)
+    _finish("memory", rows, config, _show_memory if not as_json else None)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    from paceline.errors import UsageError
+
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise UsageError(f"--device {device} is not here\n  use cpu, or cuda on a machine with a GPU")
+
+
+def _check_models(wanted: list[str], known: list[str], device: str) -> None:
+    from paceline.errors import UsageError
+
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise UsageError(f"--models {','.join(unknown)}: on {device} they are {', '.join(known)}")
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()] if text else []
+
+
+def _write(name: str, rows: Rows, config: dict[str, Any], output: Path | None) -> None:
+    """Writes the record so far: a run that is cut short leaves what it has."""
+    from paceline.bench.record import make_record
+
     if output is not None:
-        record.write(output)
-    if as_json:
-        typer.echo(record.to_json())
+        make_record(name, _command(sys.argv), rows, config).write(output)
+
+
+def _finish(name: str, rows: Rows, config: dict[str, Any], show: Callable[[Rows], None] | None) -> None:
+    """Shows the rows as a table, or without one prints the record."""
+    from paceline.bench.record import make_record
+
+    if show is not None:
+        show(rows)
     else:
-        _show([{**row, "items_per_s": 1e3 / row["median_ms"]} for row in rows])
+        typer.echo(make_record(name, _command(sys.argv), rows, config).to_json())
 
 
 def _command(argv: list[str]) -> str:
@@ -118,17 +195,12 @@ def _command(argv: list[str]) -> str:
     return " ".join(["paceline", *words])
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _show(rows: Rows) -> None:
+    from paceline.units import format_bytes
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("model", "ranks", "arm"):
-        table.add_column(title)
-    for title in ("step", "spread", "ratio", "quartiles", "items/s"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(
+    titles = ("model", "ranks", "arm", "step", "spread", "ratio", "quartiles", "of", "items/s", "peak")
+    cells = [
+        (
             row["model"],
             str(row["ranks"]),
             row["arm"],
@@ -136,6 +208,41 @@ def _show(rows: list[dict[str, Any]]) -> None:
             f"{row['spread_ms']:.2f}",
             f"{row['ratio']:.3f}",
             f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}",
-            f"{row['items_per_s']:,.0f}",
+            row["peer"],
+            f"{row['items_per_s']:,.0f}" if "items_per_s" in row else "",
+            format_bytes(row["peak_bytes"]) if row.get("peak_bytes") else "",
         )
+        for row in rows
+    ]
+    _print_table(titles, cells, left=("model", "ranks", "arm", "of"))
+
+
+def _show_memory(rows: Rows) -> None:
+    from paceline.units import format_bytes, format_count
+
+    titles = ("option", "layers", "parameters", "device", "host", "tokens/s", "limit")
+    cells = [
+        (
+            row["row"],
+            str(row["layers"]),
+            format_count(row["parameters"]),
+            format_bytes(row["device_bytes"] or 0),
+            format_bytes(row["host_bytes"] or 0),
+            f"{row['tokens_per_s'] or 0:,.0f}",
+            row["limit"],
+        )
+        for row in rows
+    ]
+    _print_table(titles, cells, left=("option", "limit"))
+
+
+def _print_table(titles: tuple[str, ...], cells: Sequence[Sequence[str]], left: tuple[str, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right")
+    for row in cells:
+        table.add_row(*row)
     Console().print(table)

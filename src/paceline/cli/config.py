@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.units import format_bytes
+
 if TYPE_CHECKING:
-    from paceline.config import ExplainRow, LoadedConfig
+    from paceline.config import Config, ExplainRow, LoadedConfig
 
 app = typer.Typer(
     name="config",
@@ -25,6 +27,7 @@ Overrides = Annotated[
 Ranks = Annotated[
     int | None, typer.Option("--ranks", "-n", min=1, help="The number of ranks, where parallel.ranks is auto.")
 ]
+_LADDER = "derived.strategy_ladder"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -48,11 +51,16 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
     """
     from paceline.config import explain as explain_config
 
-    rows = explain_config(_load(config, overrides), ranks)
+    loaded = _load(config, overrides)
+    rows = explain_config(loaded, ranks) + _memory_rows(loaded.config, ranks)
     if as_json:
         typer.echo(_to_json([{"key": row.key, "value": row.value, "origin": row.origin} for row in rows]))
     else:
-        _print_table(rows)
+        _print_table([row for row in rows if row.key != _LADDER])
+        for row in rows:
+            if row.key == _LADDER:
+                typer.echo("\nparallel.strategy = auto: candidates, the cheapest first")
+                typer.echo("\n".join(f"  {line}" for line in row.value))
 
 
 @app.command()
@@ -84,6 +92,49 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
         typer.echo(_to_json({"source": error.source, "ok": False, "problems": problems}))
         raise typer.Exit(1) from None
     typer.echo(_to_json({"source": str(config), "ok": True, "problems": []}) if as_json else f"{config}: no problems")
+
+
+def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
+    """Returns what the run will need of memory and, for ``parallel.strategy: auto``, what was decided by it."""
+    from paceline.config import ExplainRow
+
+    known = config.parallel.ranks if ranks is None else ranks
+    if known == "auto":
+        return [ExplainRow(key="derived.memory", value=None, origin="derived: an estimate; give the ranks to see it")]
+    device = "cuda" if config.parallel.device == "cuda" else "cpu"
+    if config.parallel.strategy != "auto":
+        return _estimate_rows(config, known, device)
+    from paceline.cli.train import resolve_config, resolve_strategy
+
+    parallel = config.parallel.model_copy(update={"ranks": known})
+    decided, choice = resolve_strategy(resolve_config(config.model_copy(update={"parallel": parallel})))
+    assert choice is not None
+    ladder = [
+        f"{each.label}: {each.rejected or 'fits, ' + format_bytes(each.memory.device_bytes)}" for each in choice.ladder
+    ]
+    rows = [
+        ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
+        ExplainRow(key=_LADDER, value=ladder, origin="derived: candidates, the cheapest first"),
+    ]
+    return rows + _estimate_rows(decided, known, decided.parallel.device)
+
+
+def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
+    from paceline.config import ExplainRow, batch_plan, shard_group
+    from paceline.estimate.activations import describe_model
+    from paceline.estimate.memory import estimate_memory, setting_of
+
+    model = describe_model(config, device)
+    if model is None:
+        return [ExplainRow(key="derived.memory", value=None, origin="derived: only the model's own code can tell")]
+    group = shard_group(config.parallel, ranks)
+    is_open = config.train.microbatch == "auto"
+    microbatch = 1 if is_open else batch_plan(config.train, ranks).microbatch
+    need = estimate_memory(model, setting_of(config, group=group, microbatch=microbatch, device=device)).to_json()
+    total = need.pop("device_bytes")
+    parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in need.items() if value)
+    formula = f"an estimate for a {device} rank and a microbatch of {microbatch}: {parts}"
+    return [ExplainRow(key="derived.memory", value=total, origin=f"derived: {formula}")]
 
 
 def _check(config: Path, overrides: list[str] | None, ranks: int | None) -> None:

@@ -14,6 +14,8 @@ import typer
 
 if TYPE_CHECKING:
     from paceline.config import Config
+    from paceline.errors import Problem
+    from paceline.estimate.choice import Choice
     from paceline.monitor.console import ProgressView
     from paceline.monitor.records import Record
 
@@ -61,7 +63,7 @@ def resolve_config(config: Config) -> Config:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = config.parallel.device if config.parallel.device != "auto" else ("cuda" if num_gpus else "cpu")
     ranks = config.parallel.ranks if config.parallel.ranks != "auto" else (num_gpus if device == "cuda" else CPU_RANKS)
-    problems: list[Problem] = []
+    problems: list[Problem] = _check_precision(config.train.precision, device)
     if device == "cuda" and ranks > num_gpus:
         problems.append(
             Problem(
@@ -78,6 +80,49 @@ def resolve_config(config: Config) -> Config:
         raise ConfigError(problems, source="config")
     parallel = config.parallel.model_copy(update={"device": device, "ranks": ranks})
     return config.model_copy(update={"parallel": parallel})
+
+
+def resolve_strategy(config: Config) -> tuple[Config, Choice | None]:
+    """Decides ``parallel.strategy: auto`` for a config whose ranks are settled; says why, if there was a choice.
+
+    Raises ConfigError where nothing fits into memory.
+    """
+    if config.parallel.strategy != "auto":
+        return config, None
+    from paceline.memory.room import measure_room
+    from paceline.train.resolve import resolve_strategy as decide
+
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    return decide(config, measure_room(config.parallel.device, ranks, config.parallel.node_ranks or ranks))
+
+
+def _check_precision(name: str, device: str) -> list[Problem]:
+    """Lists why CPU ranks cannot compute in a precision. GPUs are asked by the ranks that own them."""
+    import torch
+
+    from paceline.errors import Problem, UsageError
+    from paceline.precision import check_precision, precision_named
+
+    if device != "cpu":
+        return []
+    try:
+        check_precision(precision_named(name), torch.device("cpu"))
+    except UsageError as error:
+        what, rule, fix = (line.strip() for line in str(error).splitlines()[:3])
+        return [Problem(what=f"train.precision = {name}: {what}", rule=rule, fix=fix)]
+    return []
+
+
+def show_decisions(config: Config, choice: Choice | None) -> None:
+    """Prints what was decided before the run, and why, in a few lines."""
+    from rich.console import Console
+
+    notes = [] if choice is None else [choice.reason()]
+    if config.memory.offload and config.parallel.device == "cpu":
+        notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
+    for note in notes:
+        Console().print(note, highlight=False, markup=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +167,10 @@ def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_jso
     from paceline.launch.folder import claim_folder
     from paceline.launch.local import check_port, launch_local
 
-    config = resolve_config(asked)
+    config, choice = resolve_strategy(resolve_config(asked))
     check_port(port)
+    if config.monitor.console and not as_json:
+        show_decisions(config, choice)
     command = ["paceline.cli.worker", str(place.folder), "--launcher", str(os.getpid())]
     if place.checkpoint is not None:
         command += ["--resume", str(place.checkpoint)]
@@ -141,7 +188,7 @@ def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_jso
             raise RunStoppedError(error.number, _how_to_continue(place.folder)) from None
         except LaunchError as error:
             raise LaunchError(f"{error}{_how_to_continue(place.folder)}") from error
-        show_result(place.folder, config, as_json=as_json)
+        show_result(place.folder, config, as_json=as_json, choice=choice)
 
 
 def _how_to_continue(folder: Path) -> str:
@@ -155,7 +202,7 @@ def _how_to_continue(folder: Path) -> str:
     return f"\n  to go on from step {int(found[-1].name.rpartition('-')[2])}:  {command}"
 
 
-def show_result(folder: Path, config: Config, *, as_json: bool) -> None:
+def show_result(folder: Path, config: Config, *, as_json: bool, choice: Choice | None = None) -> None:
     """Prints what a finished run did, where it is, and what to try next. Raises LaunchError if it is not finished."""
     import json
 
@@ -172,7 +219,8 @@ def show_result(folder: Path, config: Config, *, as_json: bool) -> None:
         )
     note = _nothing_left(folder, config)
     if as_json:
-        typer.echo(json.dumps(to_json(summary), indent=2))
+        chosen = {} if choice is None else {"choice": choice.to_json()}
+        typer.echo(json.dumps(to_json(summary) | chosen, indent=2))
         if note:
             typer.echo(note, err=True)
         return

@@ -76,7 +76,8 @@ class Attempt:
         _use_threads(config)
         started = time.time()
         try:
-            trainer = self._trainer = build_trainer(config, comm, hooks=_hooks(config, self._folder))
+            hooks = _hooks(config, self._folder)
+            trainer = self._trainer = build_trainer(config, comm, hooks=hooks, node_ranks=_node_ranks(config))
             if resume is not None:
                 trainer.load_state(load_checkpoint(resume))
         except BaseException as error:
@@ -150,11 +151,12 @@ class Attempt:
 
 def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_json: bool) -> None:
     """Runs this process as one rank of a launcher that somebody else started, such as torchrun."""
-    from paceline.cli.train import find_place, show_result
+    from paceline.cli.train import find_place, show_decisions, show_result
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.config import check_ranks
     from paceline.errors import ConfigError
     from paceline.monitor.console import ProgressView
+    from paceline.train.resolve import resolve_together
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once: a rank may sit in a collective
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent, and not a shell that may go
@@ -162,13 +164,17 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     place = find_place(asked, force=force, resume=resume)
     device = None if asked.parallel.device == "auto" else asked.parallel.device
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
-    problems = check_ranks(asked, comm.size)
+    problems = check_ranks(asked, comm.size, _node_ranks(asked))
     if problems:
         raise ConfigError(problems, source="config")
     parallel = asked.parallel.model_copy(update={"ranks": comm.size, "device": comm.device.type})
-    config = asked.model_copy(update={"parallel": parallel})
+    config, choice = asked.model_copy(update={"parallel": parallel}), None
+    if parallel.strategy == "auto":
+        config, choice = resolve_together(config, comm, _node_ranks(config))
     claimed = _claim_together(comm, place, config, force=force)
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not as_json else None
+    if view is not None:
+        show_decisions(config, choice)
     attempt, started = Attempt(place.folder.absolute(), comm.rank), time.time()
     try:
         attempt.run(config, comm, resume=place.checkpoint, view=view)
@@ -179,7 +185,7 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
         _leave_launcher(attempt.describe(error), place.folder, claimed, started)
     comm.barrier()  # every rank's records are complete
     if comm.rank == 0:
-        show_result(place.folder, config, as_json=as_json)
+        show_result(place.folder, config, as_json=as_json, choice=choice)
     disconnect()
 
 
@@ -282,6 +288,12 @@ def _write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for operation in comm.trace.operations:
             file.write(json.dumps(asdict(operation)) + "\n")
+
+
+def _node_ranks(config: Config) -> int | None:
+    """Returns how many ranks share this host: as the config says, or the launcher; None: all of them."""
+    detected = os.environ.get("LOCAL_WORLD_SIZE")
+    return config.parallel.node_ranks or (None if detected is None else int(detected))
 
 
 def _use_threads(config: Config) -> None:

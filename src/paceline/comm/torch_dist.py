@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.exchange import exchange_pieces, exchange_slices
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CommunicationError
 
@@ -138,6 +139,7 @@ class TorchCommunicator:
         self._timeout_s = timeout_s
         self._rank = dist.get_rank(group)
         self._ranks = tuple(dist.get_process_group_ranks(group))
+        self._exchanges = dist.get_backend(group) == "gloo" and device.type == "cpu"
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
     @property
@@ -172,11 +174,17 @@ class TorchCommunicator:
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
+        if self._exchanges and output.numel() and output.is_floating_point():
+            arguments = (self._rank, _flat(output), _flat(tensor), op, self._timeout_s)
+            return self._exchange("reduce_scatter", exchange_slices, *arguments)
         return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
+        if self._exchanges and output.numel():
+            arguments = (self._rank, _flat(output), _flat(tensor), self._timeout_s)
+            return self._exchange("all_gather", exchange_pieces, *arguments)
         return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
@@ -239,6 +247,13 @@ class TorchCommunicator:
         except RuntimeError as error:
             raise CommunicationError(self._explain(kind, error)) from error
         return _TorchWork(work, self, kind, *tensors)
+
+    def _exchange(self, kind: str, verb: Any, *arguments: Any) -> Work:
+        try:
+            work = verb(self._group, *arguments)
+        except RuntimeError as error:
+            raise CommunicationError(self._explain(kind, error)) from error
+        return _TorchWork(work, self, kind, *(a for a in arguments if isinstance(a, torch.Tensor)))
 
     def _explain(self, kind: str, error: Exception) -> str:
         text = str(error)

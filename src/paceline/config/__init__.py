@@ -22,6 +22,8 @@ from paceline.config.load import config_from_dict as config_from_dict
 from paceline.config.load import dump_yaml as dump_yaml
 from paceline.config.load import load_config as load_config
 from paceline.config.load import load_config_with_sources as load_config_with_sources
+from paceline.config.rates import peak_learning_rate as peak_learning_rate
+from paceline.config.rates import scaled_learning_rate as scaled_learning_rate
 from paceline.config.schema import CheckpointConfig as CheckpointConfig
 from paceline.config.schema import CommConfig as CommConfig
 from paceline.config.schema import Config as Config
@@ -30,6 +32,7 @@ from paceline.config.schema import DigitsDataConfig as DigitsDataConfig
 from paceline.config.schema import FactoryDataConfig as FactoryDataConfig
 from paceline.config.schema import FactoryModelConfig as FactoryModelConfig
 from paceline.config.schema import GPTModelConfig as GPTModelConfig
+from paceline.config.schema import MemoryConfig as MemoryConfig
 from paceline.config.schema import MLPModelConfig as MLPModelConfig
 from paceline.config.schema import ModelConfig as ModelConfig
 from paceline.config.schema import MonitorConfig as MonitorConfig
@@ -43,3 +46,6 @@ from paceline.config.schema import SyntheticTokensDataConfig as SyntheticTokensD
 from paceline.config.schema import TextDataConfig as TextDataConfig
 from paceline.config.schema import TrainConfig as TrainConfig
 from paceline.config.schema import json_schema as json_schema
+from paceline.config.sharding import FULLY_SHARDED as FULLY_SHARDED
+from paceline.config.sharding import SHARDED as SHARDED
+from paceline.config.sharding import shard_group as shard_group

@@ -60,8 +60,13 @@ def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: 
 
 
 def batch_plan(train: TrainConfig, ranks: int) -> BatchPlan:
-    """Resolves the batch of a config on this many ranks. Raises ConfigError as ``resolve_batch`` does."""
-    return resolve_batch(train.global_batch, train.microbatch, train.accumulate, ranks)
+    """Resolves the batch of a config on this many ranks. Raises ConfigError as ``resolve_batch`` does.
+
+    ``train.microbatch = auto`` counts as not given: one microbatch a step is where the search for a size that fits
+    begins.
+    """
+    microbatch = None if train.microbatch == "auto" else train.microbatch
+    return resolve_batch(train.global_batch, microbatch, train.accumulate, ranks)
 
 
 def check_batch(

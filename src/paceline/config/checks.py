@@ -14,7 +14,15 @@ from pathlib import Path
 from paceline.config.batch import check_batch
 from paceline.config.gpt_sizes import gpt_shape, missing_dimensions
 from paceline.config.known_data import known_shape
-from paceline.config.schema import Config, GPTModelConfig, MLPModelConfig, OptimConfig, ResNetModelConfig
+from paceline.config.schema import Config, GPTModelConfig, MLPModelConfig, OptimConfig, ResNetModelConfig, TrainConfig
+from paceline.config.sharding import (
+    check_sharding,
+    offload_has_shards,
+    one_way_to_cut,
+    sharding_fits,
+    sharding_keys_apply,
+    units_are_names,
+)
 from paceline.config.suggest import near_files
 from paceline.errors import Problem
 
@@ -44,10 +52,12 @@ def run_checks(config: Config, sections: Collection[str] | None = None) -> list[
     ]
 
 
-def check_ranks(config: Config, ranks: int) -> list[Problem]:
-    """Lists what this number of ranks breaks: for when ``parallel.ranks = auto`` has been resolved."""
-    train = config.train
-    return check_batch(train.global_batch, train.microbatch, train.accumulate, ranks)
+def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> list[Problem]:
+    """Lists what this number of ranks, ``node_ranks`` of them on a host (None: all), breaks.
+
+    For when ``parallel.ranks = auto`` has been resolved, and the hosts are known.
+    """
+    return _check_batch(config.train, ranks) + check_sharding(config, ranks, node_ranks)
 
 
 def plain_name(config: Config) -> list[Problem]:
@@ -83,8 +93,20 @@ def one_length(config: Config) -> list[Problem]:
 def batch_fits(config: Config) -> list[Problem]:
     """The batch can be divided among the ranks; for ``auto``, among some number of them."""
     ranks = config.parallel.ranks
-    train = config.train
-    return check_batch(train.global_batch, train.microbatch, train.accumulate, None if ranks == "auto" else ranks)
+    return _check_batch(config.train, None if ranks == "auto" else ranks)
+
+
+def _check_batch(train: TrainConfig, ranks: int | None) -> list[Problem]:
+    if train.microbatch == "auto" and train.accumulate is not None:
+        return [
+            Problem(
+                what=f"train.microbatch = auto with train.accumulate = {train.accumulate}",
+                rule="global_batch = microbatch x accumulate x ranks: what is found decides accumulate",
+                fix="remove train.accumulate, or give train.microbatch",
+            )
+        ]
+    microbatch = None if train.microbatch == "auto" else train.microbatch
+    return check_batch(train.global_batch, microbatch, train.accumulate, ranks)
 
 
 def model_suits_data(config: Config) -> list[Problem]:
@@ -302,6 +324,64 @@ def nesterov_has_momentum(config: Config) -> list[Problem]:
     ]
 
 
+def model_has_blocks(config: Config) -> list[Problem]:
+    """Activations are checkpointed block by block, and a perceptron has no repeated blocks."""
+    policy = config.memory.checkpoint_activations
+    if policy == "none" or config.model.kind != "mlp":
+        return []
+    return [
+        Problem(
+            what=f"memory.checkpoint_activations = {policy} with model.kind = mlp",
+            rule="it works on the repeated blocks of a model, and an mlp has none",
+            fix="remove memory.checkpoint_activations",
+        )
+    ]
+
+
+def rate_has_a_batch(config: Config) -> list[Problem]:
+    """A learning rate that grows with the batch says for which batch it is meant."""
+    optim = config.optim
+    if (optim.lr_scaling == "none") == (optim.lr_batch is None):
+        return []
+    if optim.lr_batch is None:
+        return [
+            Problem(
+                what=f"optim.lr_scaling = {optim.lr_scaling} without optim.lr_batch",
+                rule="the rate grows with train.global_batch / optim.lr_batch",
+                fix="set optim.lr_batch to the global batch that optim.lr is meant for",
+            )
+        ]
+    return [
+        Problem(
+            what=f"optim.lr_batch = {optim.lr_batch} has no effect with optim.lr_scaling = none",
+            rule="it says for which batch optim.lr is meant, for a rate that grows with the batch",
+            fix="set optim.lr_scaling = linear or sqrt, or remove optim.lr_batch",
+        )
+    ]
+
+
+def precision_fits(config: Config) -> list[Problem]:
+    """Lower precision starts from float32, and only fp16 scales the loss."""
+    train, problems = config.train, []
+    if train.dtype == "float64" and train.precision != "fp32":
+        problems.append(
+            Problem(
+                what=f"train.precision = {train.precision} with train.dtype = float64",
+                rule="lower precision is for speed and memory, float64 for exactness",
+                fix="set train.dtype = float32, or train.precision = fp32",
+            )
+        )
+    if train.precision != "fp16" and train.loss_scale != TrainConfig().loss_scale:
+        problems.append(
+            Problem(
+                what=f"train.loss_scale = {train.loss_scale:g} has no effect with train.precision = {train.precision}",
+                rule="only fp16 scales the loss: its small gradients would vanish",
+                fix="remove train.loss_scale, or set train.precision = fp16",
+            )
+        )
+    return problems
+
+
 CHECKS: tuple[Check, ...] = (
     Check(needs=("name",), run=plain_name),
     Check(needs=("model", "data"), run=model_suits_data),
@@ -315,6 +395,14 @@ CHECKS: tuple[Check, ...] = (
     Check(needs=("optim", "train"), run=warmup_fits),
     Check(needs=("optim",), run=optim_keys_apply),
     Check(needs=("optim",), run=nesterov_has_momentum),
+    Check(needs=("optim",), run=rate_has_a_batch),
+    Check(needs=("train",), run=precision_fits),
+    Check(needs=("parallel",), run=sharding_fits),
+    Check(needs=("parallel",), run=sharding_keys_apply),
+    Check(needs=("parallel",), run=one_way_to_cut),
+    Check(needs=("parallel",), run=units_are_names),
+    Check(needs=("parallel", "memory"), run=offload_has_shards),
+    Check(needs=("model", "memory"), run=model_has_blocks),
     Check(needs=("train",), run=one_length),
     Check(needs=("train", "parallel"), run=batch_fits),
 )

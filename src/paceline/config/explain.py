@@ -10,7 +10,9 @@ from paceline.config.batch import DEFAULT_GLOBAL_BATCH, BatchPlan, batch_plan
 from paceline.config.gpt_sizes import gpt_shape
 from paceline.config.known_data import known_shape
 from paceline.config.load import LoadedConfig, leaf_values
+from paceline.config.rates import peak_learning_rate
 from paceline.config.schema import Config, GPTModelConfig, TextDataConfig, TrainConfig
+from paceline.config.sharding import shard_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,8 @@ def _derived(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     yield from _ranks(config, ranks)
     yield from _batch(config, ranks)
     yield from _length(config)
-    yield from _learning_rate(config)
+    yield from _learning_rate(config, ranks)
+    yield from _offload(config)
 
 
 def _row(key: str, value: Any, formula: str) -> ExplainRow:
@@ -103,16 +106,30 @@ def _data(config: Config) -> Iterator[ExplainRow]:
 
 
 def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
-    asked = config.parallel.ranks
-    if ranks is not None and ranks != asked:
-        yield _row("parallel.ranks", ranks, f"asked for here, where the config says {asked}")
+    parallel = config.parallel
+    if ranks is not None and ranks != parallel.ranks:
+        yield _row("parallel.ranks", ranks, f"asked for here, where the config says {parallel.ranks}")
+    ranks = _known_ranks(config, ranks)
+    if parallel.strategy == "hybrid" and parallel.shard_ranks is None:
+        known = parallel.node_ranks or None
+        yield _row("parallel.shard_ranks", known, "parallel.node_ranks" + ("" if known else ", when the run starts"))
+    if ranks is not None and parallel.strategy not in ("ddp", "auto"):
+        group = shard_group(parallel, ranks)
+        text = f"parallel.ranks / ranks of a shard group = {ranks} / {group}"
+        yield _row("derived.copies_of_the_model", ranks // group, text)
+
+
+def _known_ranks(config: Config, ranks: int | None) -> int | None:
+    return ranks if ranks is not None or config.parallel.ranks == "auto" else config.parallel.ranks
 
 
 def _batch(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     train = config.train
-    if ranks is None and config.parallel.ranks != "auto":
-        ranks = config.parallel.ranks
+    ranks = _known_ranks(config, ranks)
     plan = None if ranks is None else batch_plan(train, ranks)
+    if train.microbatch == "auto":
+        yield from _searched_batch(train, plan)
+        return
     for key, formula in _batch_formulas(train, plan).items():
         if getattr(train, key) is None:
             pending = "" if plan else "; give the ranks to see it"
@@ -123,6 +140,14 @@ def _batch(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         if train.steps is not None:
             formula = f"train.steps x train.global_batch = {train.steps} x {plan.global_batch}"
             yield _row("derived.samples_of_the_run", train.steps * plan.global_batch, formula)
+
+
+def _searched_batch(train: TrainConfig, plan: BatchPlan | None) -> Iterator[ExplainRow]:
+    if train.global_batch is None:
+        yield _row("train.global_batch", DEFAULT_GLOBAL_BATCH, f"{DEFAULT_GLOBAL_BATCH}, as nothing else says it")
+    most = f", at most {plan.samples_per_rank}" if plan else ""
+    yield _row("train.microbatch", None, f"the most samples that fit into memory{most}; found when the run starts")
+    yield _row("train.accumulate", None, "train.global_batch / (train.microbatch x parallel.ranks)")
 
 
 def _batch_formulas(train: TrainConfig, plan: BatchPlan | None) -> dict[str, str]:
@@ -150,10 +175,28 @@ def _length(config: Config) -> Iterator[ExplainRow]:
         yield _row("optim.schedule.length", known, "the whole run")
 
 
-def _learning_rate(config: Config) -> Iterator[ExplainRow]:
-    lr, schedule = config.optim.lr, config.optim.schedule
+def _learning_rate(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
+    optim, schedule = config.optim, config.optim.schedule
+    lr, formula = optim.lr, "optim.lr"
+    if optim.lr_scaling != "none" and optim.lr_batch is not None:
+        known = _known_ranks(config, ranks)
+        batch = config.train.global_batch if known is None else batch_plan(config.train, known).global_batch
+        ratio = f"{batch} / {optim.lr_batch}" if batch else f"train.global_batch / {optim.lr_batch}"
+        formula = f"optim.lr x {'sqrt' if optim.lr_scaling == 'sqrt' else ''}({ratio})"
+        if batch is None:
+            yield _row("derived.peak_lr", None, formula + "; give the ranks to see it")
+            return
+        lr = peak_learning_rate(optim, batch)
     warmup = f" after {schedule.warmup:g} {schedule.unit} of warmup" if schedule.warmup else ""
-    yield _row("derived.peak_lr", lr, f"optim.lr{warmup}")
+    yield _row("derived.peak_lr", lr, formula + warmup)
     if schedule.kind != "constant":
-        formula = f"optim.lr x optim.schedule.final_ratio = {lr:g} x {schedule.final_ratio:g}"
+        peak = "optim.lr" if formula == "optim.lr" else "derived.peak_lr"
+        formula = f"{peak} x optim.schedule.final_ratio = {lr:g} x {schedule.final_ratio:g}"
         yield _row("derived.final_lr", lr * schedule.final_ratio, formula)
+
+
+def _offload(config: Config) -> Iterator[ExplainRow]:
+    if config.memory.offload and config.parallel.device == "cpu":
+        yield _row(
+            "derived.offload", [], "on CPU ranks the host's memory is the device's: memory.offload moves nothing"
+        )

@@ -110,10 +110,14 @@ def _leaf(path: str, kind: str | None, spec: dict[str, Any]) -> KnownField:
 
 
 def _choices(option: dict[str, Any]) -> list[Any]:
+    if option.get("type") == "array":
+        return _choices(option.get("items", {}))
     return [option["const"]] if "const" in option else list(option.get("enum", ()))
 
 
 def _expected(option: dict[str, Any]) -> str:
+    if "items" in option:
+        return f"a list, each {_expected(option['items'])}"
     choices = _choices(option)
     if choices:
         return str(choices[0]) if len(choices) == 1 else "one of " + ", ".join(str(choice) for choice in choices)

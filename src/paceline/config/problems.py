@@ -13,9 +13,18 @@ from paceline.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-_PLANNED = {
-    "parallel.strategy": ("zero1", "zero2", "zero3", "fsdp", "hybrid", "auto"),
-    "train.dtype": ("bfloat16", "float16"),
+# Values of other frameworks, and what they are called here.
+_OTHER_NAMES = {
+    ("train.dtype", "bfloat16"): "train.precision = bf16, or bf16_master",
+    ("train.dtype", "float16"): "train.precision = fp16",
+    ("train.precision", "bfloat16"): "train.precision = bf16",
+    ("train.precision", "float16"): "train.precision = fp16",
+    ("train.precision", "float32"): "train.precision = fp32",
+    ("train.precision", "float64"): "train.dtype = float64",
+    ("parallel.strategy", "full_shard"): "parallel.strategy = fsdp",
+    ("parallel.strategy", "hybrid_shard"): "parallel.strategy = hybrid",
+    ("parallel.strategy", "shard_grad_op"): "parallel.strategy = zero2",
+    ("parallel.strategy", "no_shard"): "parallel.strategy = ddp",
 }
 _NO_SUCH_THING = (0, 0.0, False, "", "none", "None", "off", "never", "no")
 _MISSING = object()
@@ -145,8 +154,6 @@ def _wrong_value(
     if known.is_section:
         fix = f"write its keys indented below '{known.key}:'"
         return Problem(what=f"{shown} is not a section of named values{locate(path)}", rule=known.description, fix=fix)
-    if value in _PLANNED.get(path, ()):
-        return _planned(known, value, locate(path))
     return Problem(
         what=f"{shown} is not {known.expected}{locate(path)}",
         rule=f"{path}: {known.description}",
@@ -154,22 +161,40 @@ def _wrong_value(
     )
 
 
-def _planned(known: KnownField, value: str, where: str) -> Problem:
-    return Problem(
-        what=f"{known.path} = {format_value(value)} is not yet built{where}",
-        rule=f"today {known.path} is {' or '.join(known.choices)}; planned: {', '.join(_PLANNED[known.path])}",
-        fix=f"set {known.path} = {known.choices[0]}",
-    )
-
-
 def _suggest_value(known: KnownField, value: Any) -> str:
-    for suggest in (_choice_fix, _import_path_fix, _quoting_fix, _whole_number_fix, _null_fix):
+    for suggest in (
+        _other_name_fix,
+        _list_fix,
+        _choice_fix,
+        _import_path_fix,
+        _quoting_fix,
+        _whole_number_fix,
+        _null_fix,
+    ):
         fix = suggest(known, value)
         if fix:
             return fix
     if known.default is not None:
         return f"the default is {known.path} = {format_value(known.default)}"
     return ""
+
+
+def _other_name_fix(known: KnownField, value: Any) -> str:
+    found = _OTHER_NAMES.get((known.path, value)) if isinstance(value, str) else None
+    return f"did you mean {found}?" if found else ""
+
+
+def _list_fix(known: KnownField, value: Any) -> str:
+    """Finds one value where a list of them is meant, and names in a list that are like known ones."""
+    if "array" not in known.types or not isinstance(value, str | list) or not value:
+        return ""
+    given = [value] if isinstance(value, str) else value
+    if not all(isinstance(each, str) for each in given):
+        return ""
+    near = [nearest(each, known.choices) or each for each in given] if known.choices else given
+    if near == given and known.choices and not set(given) <= set(known.choices):
+        return ""
+    return f"did you mean {known.path} = [{', '.join(near)}]?"
 
 
 def _choice_fix(known: KnownField, value: Any) -> str:

@@ -22,6 +22,9 @@ Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 ImportPath: TypeAlias = Annotated[str, Field(pattern=IMPORT_PATH_PATTERN)]
+# YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
+Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
+OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
 GPTSize: TypeAlias = Literal[
     "gpt-nano",
     "gpt-micro",
@@ -189,12 +192,47 @@ DataConfig: TypeAlias = (
 class ParallelConfig(Section):
     """On how many ranks, and how the model is spread over them."""
 
-    strategy: Literal["ddp"] = Field(default="ddp", description="ddp: every rank holds the whole model")
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto"] = Field(
+        default="ddp",
+        description="ddp: every rank holds the whole model; zero1, zero2, zero3 (the same as fsdp): the ranks share "
+        "optimizer state, gradients too, parameters too; hybrid: fsdp inside groups; auto: the cheapest that fits",
+    )
     ranks: Literal["auto"] | Count = Field(
         default="auto", description="number of ranks; auto: one for each GPU, or chosen for the CPU"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the ranks compute")
     threads: Count | None = Field(default=None, description="CPU threads of each rank; null: the cores are shared out")
+    node_ranks: Count | None = Field(default=None, description="ranks that share a host; null: detected")
+    shard_ranks: Count | None = Field(
+        default=None, description="hybrid: ranks that hold one copy of the model together; null: node_ranks"
+    )
+    reshard_after_forward: bool | Count = Field(
+        default=True,
+        description="fsdp: free gathered parameters after forward, keep them, or spread them over this many ranks",
+    )
+    units: Texts | None = Field(
+        default=None, description="fsdp: modules that are gathered as one, by name; null: the model's repeated blocks"
+    )
+    unit_mb: Positive | None = Field(
+        default=None, description="fsdp: gather modules together up to this size, in MiB; null: the model's blocks"
+    )
+    prefetch: Count = Field(default=1, description="fsdp: units that are gathered ahead of their use")
+    sync_batchnorm: bool = Field(
+        default=True, description="batch norm takes its statistics over all ranks, as one process would"
+    )
+
+
+class MemoryConfig(Section):
+    """What is traded for memory: time, by computing again or by moving to the host."""
+
+    checkpoint_activations: Literal["none", "full", "matmuls", "every_2", "every_3", "every_4"] = Field(
+        default="none",
+        description="what backward computes again: nothing, blocks (all but their inputs), all but matrix products, or "
+        "every n-th block",
+    )
+    offload: Annotated[tuple[OffloadPart, ...], Strict(False)] = Field(
+        default=(), description="what lives in the host's memory: optimizer, gradients, parameters"
+    )
 
 
 class CommConfig(Section):
@@ -229,6 +267,10 @@ class OptimConfig(Section):
         default="adamw", description="adamw, sgd, or package.module:Class of a torch optimizer"
     )
     lr: Positive = Field(default=3e-4, description="the peak learning rate")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none", description="how lr grows with global_batch / lr_batch: not, in proportion, as its square root"
+    )
+    lr_batch: Count | None = Field(default=None, description="the global batch that lr is meant for")
     weight_decay: NotNegative = Field(default=0.01, description="weight decay")
     # YAML has lists and no tuples, so this one type is converted; its two numbers are strict all the same.
     betas: Annotated[tuple[Probability, Probability], Strict(False)] = Field(
@@ -250,15 +292,25 @@ class TrainConfig(Section):
     global_batch: Count | None = Field(
         default=None, description="samples of one step over all ranks; null: microbatch x accumulate x ranks, or 64"
     )
-    microbatch: Count | None = Field(
-        default=None, description="samples that a rank processes at once; null: global_batch / (accumulate x ranks)"
+    microbatch: Literal["auto"] | Count | None = Field(
+        default=None,
+        description="samples that a rank processes at once; null: global_batch / (accumulate x ranks); auto: the most "
+        "that fit into memory",
     )
     accumulate: Count | None = Field(
         default=None, description="microbatches of a step; null: global_batch / (microbatch x ranks), or 1"
     )
     seed: Seed = Field(default=0, description="seed of weights, dropout and data order")
     deterministic: bool = Field(default=False, description="only deterministic kernels; slower, bit-for-bit the same")
-    dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype of weights and computation")
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype in which the model is built")
+    precision: Literal["fp32", "bf16", "fp16", "bf16_master"] = Field(
+        default="fp32",
+        description="fp32: computes in dtype; bf16, fp16: autocast; bf16_master: bf16 parameters with fp32 masters",
+    )
+    loss_scale: Positive = Field(default=65536.0, description="fp16: what the loss is first multiplied by")
+    max_bad_steps: Count = Field(
+        default=10, description="steps in a row without finite gradients, skipped, that stop the run"
+    )
     loss: Literal["auto"] | ImportPath = Field(
         default="auto",
         description="auto: cross entropy; or package.module:function of (model, batch) that returns (sum, count)",
@@ -300,6 +352,7 @@ class Config(Section):
     data: Annotated[DataConfig, Field(discriminator="kind")] = Field(description="what it learns from")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="on how many ranks, and how")
     comm: CommConfig = Field(default=CommConfig(), description="how gradients travel")
+    memory: MemoryConfig = Field(default=MemoryConfig(), description="what is traded for memory")
     optim: OptimConfig = Field(default=OptimConfig(), description="the optimizer")
     train: TrainConfig = Field(default=TrainConfig(), description="length, batch and seed")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="when the run is saved")

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import psutil
 import torch
+
+from paceline.errors import UsageError
+from paceline.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,21 @@ class Offload:
     def is_any(self) -> bool:
         """Whether anything is offloaded."""
         return self.optimizer or self.gradients or self.parameters
+
+
+def check_offload(offload: Offload, device: torch.device, num_parameters: int) -> None:
+    """Raises UsageError where the host cannot hold what ``num_parameters`` of a rank need there."""
+    if not offload.is_any or device.type == "cpu":
+        return
+    # Masters, gradients and two moments in fp32, and staged parameters.
+    needed = num_parameters * (18 if offload.optimizer else 8)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise UsageError(
+            f"offload needs {needed / GIB:.1f} GiB of host memory for each rank, and {available / GIB:.1f} GiB are free\n"
+            "  masters, gradients and two moments take 18 bytes for each parameter of a rank\n"
+            "  use more ranks, offload less, or a smaller model"
+        )
 
 
 def host_empty(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,15 +20,17 @@ from paceline.clock import DeviceClock, Mark, on_device, seconds_between
 from paceline.comm.traced import Trace
 from paceline.monitor.records import StepRecord
 
-_DRAIN_STEPS = 8  # the same steps on all ranks, so that none waits for another that writes
+_DRAIN_STEPS = 32  # the same steps on all ranks, so that none waits for another that writes
 _DRAIN_S = 0.5
 _MEMORY_EVERY = 20  # steps; asking CUDA's allocator takes longer than all the rest here
 
 
 @dataclass(slots=True, kw_only=True)
 class StepFacts:
-    """What the trainer knows of a step when it has issued it. Not frozen: made every step, and that takes three times
-    as long."""
+    """What the trainer knows of a step when it has issued it, and what the meter notes beside it.
+
+    One object, and not frozen: it is made every step, between matrix products, where every call counts.
+    """
 
     step: int
     epoch: float
@@ -38,17 +40,13 @@ class StepFacts:
     loss_sum: torch.Tensor
     count: torch.Tensor | float
     grad_norm: torch.Tensor | None
-
-
-@dataclass(slots=True)
-class _Pending:
-    facts: StepFacts
-    values: list[torch.Tensor | float] | torch.Tensor
-    start: Mark | float
-    laps: list[tuple[str, Mark | float, int]]
-    waits: list[tuple[Mark, Mark]]
-    memory_bytes: int
-    time: float
+    loss_scale: torch.Tensor | None = None
+    on_host: torch.Tensor | None = None  # loss sum, count, norm and scale, on their way from a device
+    start: Mark | float = 0.0
+    laps: list[tuple[str, Mark | float, int]] = field(default_factory=list)
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    memory_bytes: int = 0
+    time: float = 0.0
 
 
 class StepMeter:
@@ -56,12 +54,13 @@ class StepMeter:
 
     def __init__(self, device: torch.device, trace: Trace) -> None:
         self._device = device
+        self._is_device = device.type != "cpu"
         self._take = DeviceClock(device).take
         self._trace = trace
         self._waits = trace.waits
         self._start = self._take()
         self._laps: list[tuple[str, Mark | float, int]] = []  # phase, its end, waits so far in the step
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[StepFacts] = deque()
         self._memory_bytes = 0
         self._drained_at = time.time()
 
@@ -79,13 +78,15 @@ class StepMeter:
         """Ends the step; the next one starts here."""
         if facts.step % _MEMORY_EVERY == 1 or not self._memory_bytes:
             self._memory_bytes = peak_memory_bytes(self._device)
-        values = _on_host(facts)
+        if self._is_device:
+            facts.on_host = _to_host(facts)
         # The copy to the host is ordered before this mark: once it is past, the values can be read.
         end = self._take()
-        waits = self._trace.take_waits()
+        facts.waits = waits = self._trace.take_waits()
         self._laps.append(("other", end, len(waits)))
-        pending = _Pending(facts, values, self._start, self._laps, waits, self._memory_bytes, time.time())
-        self._pending.append(pending)
+        facts.start, facts.laps = self._start, self._laps
+        facts.memory_bytes, facts.time = self._memory_bytes, time.time()
+        self._pending.append(facts)
         self._start, self._laps = end, []
 
     def is_due(self) -> bool:
@@ -105,29 +106,30 @@ def _is_past(mark: Mark | float) -> bool:
     return isinstance(mark, float) or mark.is_past()
 
 
-def _on_host(facts: StepFacts) -> list[torch.Tensor | float] | torch.Tensor:
-    """Starts the copy of a step's numbers to the host; on CUDA nothing here waits for the device."""
-    parts = [facts.loss_sum, facts.count, facts.grad_norm if facts.grad_norm is not None else 0.0]
-    if facts.loss_sum.device.type == "cpu":
-        return parts
-    stacked = torch.stack([on_device(part, facts.loss_sum.device) for part in parts])
+def _numbers(facts: StepFacts) -> list[torch.Tensor | float]:
+    norm = 0.0 if facts.grad_norm is None else facts.grad_norm
+    return [facts.loss_sum, facts.count, norm, 1.0 if facts.loss_scale is None else facts.loss_scale]
+
+
+def _to_host(facts: StepFacts) -> torch.Tensor:
+    """Starts the copy of a step's numbers to the host; nothing here waits for the device."""
+    stacked = torch.stack([on_device(number, facts.loss_sum.device) for number in _numbers(facts)])
     return stacked.to("cpu", non_blocking=True)
 
 
-def _record(pending: _Pending) -> StepRecord:
-    facts = pending.facts
+def _record(facts: StepFacts) -> StepRecord:
     phases = {"data": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0, "other": 0.0}
-    comm_s, last, num_waits = 0.0, pending.start, 0
-    for phase, mark, num_waits_then in pending.laps:
+    comm_s, last, num_waits = 0.0, facts.start, 0
+    for phase, mark, num_waits_then in facts.laps:
         waited = 0.0
-        for start, end in pending.waits[num_waits:num_waits_then]:
+        for start, end in facts.waits[num_waits:num_waits_then]:
             waited += end.seconds_since(start)
         phases[phase] += seconds_between(last, mark) - waited
         comm_s += waited
         last, num_waits = mark, num_waits_then
-    step_s = seconds_between(pending.start, last)
-    values = pending.values
-    loss_sum, count, grad_norm = map(float, values) if isinstance(values, list) else values.tolist()
+    step_s = seconds_between(facts.start, last)
+    numbers = map(float, _numbers(facts)) if facts.on_host is None else facts.on_host.tolist()
+    loss_sum, count, grad_norm, loss_scale = numbers
     return StepRecord(
         step=facts.step,
         epoch=facts.epoch,
@@ -145,8 +147,9 @@ def _record(pending: _Pending) -> StepRecord:
         comm_s=comm_s,
         optimizer_s=phases["optimizer"],
         samples_per_s=facts.samples / step_s if step_s > 0 else 0.0,
-        memory_bytes=pending.memory_bytes,
-        time=pending.time,
+        memory_bytes=facts.memory_bytes,
+        time=facts.time,
+        loss_scale=loss_scale,
     )
 
 

@@ -57,7 +57,9 @@ class StepRecord:
 
     ``step`` counts from 1, after the update. ``position`` is the number of samples consumed by all ranks so far; every
     other count is this rank's. ``loss`` is ``loss_sum / count``, or None when the rank had no samples in the step.
-    ``comm_s`` is exposed communication: the time that the step waited for other ranks.
+    ``comm_s`` is exposed communication: the time that the step waited for other ranks. ``grad_norm`` is that of all
+    ranks, before clipping; where it is not finite, the update was left out. ``loss_scale`` is 1 where losses are not
+    scaled.
     """
 
     step: int
@@ -78,6 +80,12 @@ class StepRecord:
     samples_per_s: float
     memory_bytes: int
     time: float
+    loss_scale: float = 1.0
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the update was left out, on all ranks, because a gradient was not finite."""
+        return self.grad_norm is not None and not math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

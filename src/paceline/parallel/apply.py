@@ -1,7 +1,8 @@
 """``parallelize``: from a plain module to an engine. The only place where wrap order is decided.
 
-Order: move to the device, compile, agree on the values, replicate. Where there are several ranks, blocks are compiled
-one by one, not the model as a whole: gradients then arrive block by block, and communication overlaps with backward.
+Order: synchronise batch norm, checkpoint blocks, compile, agree on the values, replicate or shard. Where there are
+several ranks, blocks are compiled one by one, not the model as a whole: gradients then arrive block by block, and
+communication overlaps with backward.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.errors import NotYetError, UsageError
+from paceline.errors import UsageError
+from paceline.memory.offload import Offload, check_offload
+from paceline.mesh import Mesh
 from paceline.models.registry import model_blocks
 from paceline.parallel.agree import broadcast_tensors, check_same_model
 from paceline.parallel.buckets import BucketPolicy
-from paceline.parallel.ddp import BufferPolicy, DataParallel, DDPPolicy
+from paceline.parallel.buffers import BufferPolicy
+from paceline.parallel.ddp import DataParallel, DDPPolicy
+from paceline.parallel.engine import Engine
+from paceline.parallel.fsdp import FullySharded, Groups, ShardingPolicy
+from paceline.parallel.materialize import build_units
+from paceline.parallel.partition import choose_units
+from paceline.precision import Precision, check_precision, precision_named
 from paceline.units import MIB
 
-STRATEGIES = ("ddp",)
-PLANNED = ("zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid")
 _MARK = "_paceline_engine"
+_LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as good as several
 
 
 def parallelize(
@@ -30,55 +39,141 @@ def parallelize(
     comm: Communicator,
     strategy: str = "ddp",
     *,
+    precision: str | Precision = "fp32",
     bucket_mb: float = 25.0,
     first_bucket_mb: float = 1.0,
     buffers: BufferPolicy = "broadcast",
     overlap: bool = True,
     compile_blocks: bool = False,
-) -> DataParallel:
+    checkpoint_activations: str = "none",
+    offload: Offload | None = None,
+    sharding: ShardingPolicy | None = None,
+    sync_batchnorm: bool = True,
+) -> Engine:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
 
-    The module stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its
-    own. Gradients are averaged over ranks as backward produces them.
+    ``ddp`` replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too, ``fsdp`` (= ``zero3``)
+    everything; ``hybrid`` shards within groups of ``sharding.shard_ranks`` and replicates across. The module stays as it
+    is, under its own names; its values become those of rank 0. Every rank passes a module of its own. Gradients are
+    averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on the meta device.
 
-    Raises UsageError for a model that cannot be replicated (meta tensors, sparse gradients, other shapes on some rank).
+    Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another.
     """
-    _check_strategy(strategy)
-    _check_model(model)
+    policy, offload = precision_named(precision), offload or Offload()
+    _check_strategy(strategy, sharding, offload)
+    _check_model(model, may_be_meta=strategy in ("zero3", "fsdp", "hybrid"))
+    check_precision(policy, comm.device)
+    check_offload(offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
-    model.to(comm.device)
-    if compile_blocks:
-        compile_model(model, whole=comm.size == 1)
     check_same_model(model, comm)
+    if sync_batchnorm and comm.size > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        from paceline.parallel.batchnorm import synchronise_batchnorm
+
+        synchronise_batchnorm(model, comm)
+    blocks = model_blocks(model)
+    if checkpoint_activations != "none":
+        from paceline.memory.checkpointing import checkpoint_blocks
+
+        checkpoint_blocks(blocks, checkpoint_activations)
+    # One rank has no communication to overlap: one graph loses nothing.
+    is_whole = comm.size == 1 and strategy == "ddp" and policy.param_dtype is None and checkpoint_activations == "none"
+    if compile_blocks:
+        compile_model(model, whole=is_whole)
+    if strategy in ("zero3", "fsdp", "hybrid"):
+        return _shard(model, comm, strategy, sharding or ShardingPolicy(), policy, offload, buffers)
+    model.to(comm.device)
     broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    policy = DDPPolicy(
-        buckets=BucketPolicy(bucket_bytes=int(bucket_mb * MIB), first_bucket_bytes=int(first_bucket_mb * MIB)),
-        buffers=buffers,
-        overlap=overlap,
-    )
-    return DataParallel(model, comm, policy)
+    buckets = BucketPolicy(bucket_bytes=int(bucket_mb * MIB), first_bucket_bytes=int(first_bucket_mb * MIB))
+    if strategy == "ddp":
+        return DataParallel(model, comm, DDPPolicy(buckets=buckets, buffers=buffers, overlap=overlap), policy)
+    from paceline.parallel.zero import ZeroParallel, ZeroPolicy
+
+    zero = ZeroPolicy(stage=1 if strategy == "zero1" else 2, buckets=buckets, buffers=buffers, overlap=overlap)
+    return ZeroParallel(model, comm, zero, policy, offload)
 
 
 def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
     """Compiles each block in place, or the whole model where it has none; names stay as they are.
 
-    One rank has no communication to overlap, so nothing is lost by one graph.
+    The forward function is compiled, not the call: hooks on the module run outside of the graph.
     """
     blocks = [model] if whole else model_blocks(model) or [model]
     for block in blocks:
-        block.compile()
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     return blocks
 
 
-def _check_strategy(strategy: str) -> None:
-    if strategy in STRATEGIES:
-        return
-    if strategy in PLANNED:
-        raise NotYetError(f"strategy = {strategy!r} is not built yet\n  use strategy = 'ddp' for now")
-    raise UsageError(f"strategy = {strategy!r} is unknown\n  it is one of {', '.join(STRATEGIES + PLANNED)}")
+def _shard(
+    model: nn.Module,
+    comm: Communicator,
+    strategy: str,
+    policy: ShardingPolicy,
+    precision: Precision,
+    offload: Offload,
+    buffers: BufferPolicy,
+) -> FullySharded:
+    groups = _groups(comm, strategy, policy)
+    blocks = model_blocks(model)
+    unit_mb = policy.unit_mb or (None if blocks or policy.units else _LARGE_UNIT_MB)
+    named = choose_units(model, blocks, names=policy.units, unit_mb=unit_mb)
+    units = build_units(model, named, comm, groups.shards, precision, offload)
+    engine = FullySharded(model, groups, units, policy, precision, buffers)
+    engine.watch([*(module for _, module in named), model])
+    return engine
 
 
-def _check_model(model: Any) -> None:
+def _groups(comm: Communicator, strategy: str, policy: ShardingPolicy) -> Groups:
+    """Splits the ranks: neighbours shard, counterparts replicate."""
+    shard_ranks = policy.shard_ranks if strategy == "hybrid" else comm.size
+    if shard_ranks is None or comm.size % shard_ranks:
+        raise UsageError(
+            f"hybrid sharding of {comm.size} ranks with shard_ranks = {shard_ranks}\n"
+            "  the ranks of a shard group, usually those of a node, must divide the ranks\n"
+            f"  set shard_ranks to one of {[n for n in range(1, comm.size + 1) if comm.size % n == 0]}"
+        )
+    mesh = Mesh.of(replicate=comm.size // shard_ranks, shard=shard_ranks)
+    shards = comm if shard_ranks == comm.size else comm.split(mesh.group(comm.rank, "shard"))
+    replicas = comm.split(mesh.group(comm.rank, "replicate"))
+    reshard = policy.reshard_after_forward
+    if isinstance(reshard, bool):
+        return Groups(world=comm, shards=shards, replicas=replicas)
+    if reshard < 1 or shard_ranks % reshard:
+        raise UsageError(
+            f"reshard_after_forward = {reshard} with {shard_ranks} ranks in a shard group\n"
+            "  the smaller group must divide the shard group\n"
+            f"  take True, False, or one of {[n for n in range(1, shard_ranks + 1) if shard_ranks % n == 0]}"
+        )
+    first = shards.rank - shards.rank % reshard
+    small = shards.split(range(first, first + reshard))
+    return Groups(world=comm, shards=shards, replicas=replicas, small=small)
+
+
+def _check_strategy(strategy: str, sharding: ShardingPolicy | None, offload: Offload) -> None:
+    if strategy == "auto":
+        raise UsageError(
+            "strategy = 'auto' needs a config, from which the memory is estimated\n"
+            f"  run `paceline train` with parallel.strategy = auto, or pass one of {', '.join(STRATEGIES)}"
+        )
+    if strategy not in STRATEGIES:
+        raise UsageError(f"strategy = {strategy!r} is unknown\n  it is one of {', '.join(STRATEGIES)}")
+    problems = []
+    if offload.is_any and strategy == "ddp":
+        problems.append(
+            "offload with strategy = 'ddp'\n  data parallelism keeps whole parameters on the device\n"
+            "  take strategy = 'zero1' or 'fsdp', with one rank too"
+        )
+    if offload.parameters and strategy in ("zero1", "zero2"):
+        problems.append(
+            f"offload of parameters with strategy = {strategy!r}\n  it keeps whole parameters on the device\n"
+            "  take strategy = 'fsdp', or offload the optimizer alone"
+        )
+    if sharding is not None and sharding.prefetch < 0:
+        problems.append(f"prefetch = {sharding.prefetch}\n  units are gathered that many ahead\n  give 0 or more")
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def _check_model(model: Any, *, may_be_meta: bool) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
     if getattr(model, _MARK, False):
@@ -88,10 +183,10 @@ def _check_model(model: Any) -> None:
         )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if meta:
+    if meta and not may_be_meta:
         raise UsageError(
             f"{meta[0]} and {len(meta) - 1} more are on the meta device and hold no values\n"
-            "  data parallelism replicates the whole model\n  build it on a real device"
+            "  this strategy keeps the whole model on every rank\n  build it on a real device, or take strategy = 'fsdp'"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

@@ -16,27 +16,34 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
 - The last bucket carries one flag per parameter: was it used? So a parameter used on some ranks counts as zero on the
   others, one used on no rank keeps no gradient, and no extra collective is needed to know.
 - One rank alone has nothing to reduce and watches no gradients: the hooks would be pure cost.
+- With masters (see masters.py) the buckets hold the masters' gradients: a gradient is cast as it is brought in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from paceline.clock import on_device
-from paceline.comm.base import DONE, Communicator, ReduceOp, Work
+from paceline.comm.base import DONE, Communicator, Work
 from paceline.errors import UsageError
-from paceline.layout import FlatLayout, flat_layout, row_major
-from paceline.parallel.agree import broadcast_tensors, tensors_in
+from paceline.layout import FlatLayout, flat_layout
+from paceline.parallel.agree import tensors_in
 from paceline.parallel.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
+from paceline.parallel.buffers import BufferPolicy, SharedBuffers
+from paceline.parallel.engine import check_updates_only, loss_scale
+from paceline.parallel.flat import dense_stride, gradient_scale, reduction
+from paceline.parallel.masters import Masters
+from paceline.parallel.optimizer_state import load_optimizer_state
+from paceline.precision import Precision
 
-BufferPolicy = Literal["broadcast", "local"]
 _ALIGN = 32  # elements: keeps every view on a cache line, whatever the dtype
 _LARGE_BYTES = 2**18  # about what a second-level cache holds
 
@@ -61,11 +68,12 @@ class _Bucket:
         self.num_missing = len(members)
         self.layout: FlatLayout = flat_layout(
             [tuple(p.shape) for p in parameters],
-            strides=[_dense_stride(p) for p in parameters],
+            strides=[dense_stride(p) for p in parameters],
             align=_ALIGN,
             tail=num_flags,
         )
         self.buffer: torch.Tensor | None = None
+        self.wire: torch.Tensor | None = None  # the buffer in another dtype, while it is reduced
         self.views: list[torch.Tensor] = []
         self.flags = torch.empty(0)
         self._is_in = [False] * len(members)
@@ -77,11 +85,20 @@ class _Bucket:
 
     def reset(self) -> None:
         """Forgets the step: no gradient has arrived."""
-        self.work = None
+        self.work = self.wire = None
         self.num_missing = len(self.members)
         self._is_in = [False] * len(self.members)
         if self.adopts:  # the gradient is its parameter's again: zero_grad() must free it
             self.buffer = None
+
+    def cast(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient in the bucket's dtype, at its place there."""
+        if self.adopts:
+            slot, first = self.layout.slots[0], self.parameters[0]
+            return torch.empty_strided(slot.shape, slot.stride, dtype=first.dtype, device=first.device).copy_(gradient)
+        if self.buffer is None:
+            self._allocate()
+        return self.views[position].copy_(gradient)
 
     def bring_in(self, position: int, scale: float) -> None:
         """Moves one gradient times ``scale`` into the buffer, in one pass."""
@@ -144,30 +161,32 @@ def _adopt(parameter: nn.Parameter, stride: tuple[int, ...]) -> torch.Tensor:
     return gradient.detach().as_strided((gradient.numel(),), (1,))
 
 
-def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Returns the strides that a parameter's gradient has in a flat buffer: its own if they leave no holes."""
-    span = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-    is_dense = parameter.numel() == 0 or (span == parameter.numel() and 0 not in parameter.stride())
-    return parameter.stride() if is_dense else row_major(parameter.shape)
-
-
 class DataParallel:
     """Replicates a module over the ranks of ``comm`` and keeps the replicas in step."""
 
-    def __init__(self, module: nn.Module, comm: Communicator, policy: DDPPolicy | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator,
+        policy: DDPPolicy | None = None,
+        precision: Precision | None = None,
+    ) -> None:
         self.module = module
         self.comm = comm
         self.policy = policy or DDPPolicy()
-        named = list(module.named_parameters())
-        self._names = [name for name, _ in named]
-        self._parameters = [parameter for _, parameter in named]
-        persistent = module.state_dict(keep_vars=True)
-        self._buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
+        self.precision = precision or Precision()
+        self._names = [name for name, _ in module.named_parameters()]
+        self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
+        self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
+        self._parameters = self._held if self._masters is None else self._masters.parameters
+        self.precision.cast_buffers(module)
+        self._buffers = SharedBuffers(module, comm, self.policy.buffers)
+        is_plain = self._masters is None and self.precision.autocast_dtype is None
+        self._forward: Callable[..., Any] = module if is_plain else self._forward_in_precision
         # NCCL averages while it reduces. Gloo would take a second pass over the sum, so on a CPU the division is part
         # of the pass that brings the gradients into the bucket.
-        is_cpu = comm.device.type == "cpu"
-        self._reduction: ReduceOp = "sum" if is_cpu else "avg"
-        self._scale = 1.0 / comm.size if is_cpu else 1.0
+        self._reduction = reduction(comm)
+        self._scale = gradient_scale(comm)
         self._is_syncing = True
         self._trainable: list[int] = []
         self._buckets: list[_Bucket] = []
@@ -182,20 +201,22 @@ class DataParallel:
         self._hooked: set[int] = set()
         if comm.size > 1:
             self._build(None)
+        elif self._masters is not None:
+            self._watch()
 
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in training, prepares the replicas for the backward pass that follows."""
         if self.comm.size == 1 or not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        if self._trainable != [i for i, p in enumerate(self._parameters) if p.requires_grad]:
+            return self._forward(*args, **kwargs)
+        if self._trainable != [i for i, p in enumerate(self._held) if p.requires_grad]:
             self._build(None)
         elif self._is_backward_known:  # left over from a backward that raised
             self._reset()
         if self._is_syncing and self.module.training:
             self._share_buffers()
-        output = self.module(*args, **kwargs)
+        output = self._forward(*args, **kwargs)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
@@ -230,19 +251,18 @@ class DataParallel:
     def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
         """Returns N / (sum of ``count`` over the N ranks): the factor that turns a summed loss into the global mean.
 
-        Gradients are averaged over ranks, so a rank's *summed* loss times this factor gives, after reduction, exactly
-        the gradient of the mean over all samples (or tokens) of all ranks and microbatches. Called by every rank once
-        a step, with its count over all microbatches of the step.
+        Called by every rank once a step, with its count over all microbatches of the step.
         """
-        total = on_device(count, self.comm.device).clone()
-        self.comm.all_reduce(total).wait()
-        return self.comm.size / total
+        return loss_scale(self.comm, count)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-        After reduction every rank holds the same gradients, so the local norm is the global one.
+        After reduction every rank holds the same gradients, so the local norm is the global one. An infinite
+        ``max_norm`` only measures.
         """
+        if math.isinf(max_norm):
+            return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None], norm_type)
         return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
 
     def reduce_gradients(self) -> None:
@@ -251,33 +271,69 @@ class DataParallel:
         Runs by itself at the end of every synchronised backward. A rank that has no backward to run in this step (it
         got no samples) calls it, so that the others do not wait for it.
         """
-        if not self._is_syncing or self.comm.size == 1:
+        if not self._is_syncing:
+            return
+        if self._masters is not None:
+            self._masters.may_have_changed = True
+        if self.comm.size == 1:
             return
         if self.module.training and not self._has_shared_buffers:
             self._share_buffers()  # as the others did in their forward
         self._finish()
 
+    def sit_out(self) -> None:
+        """Takes part in a pass of the other ranks: in their reduction, for without gradients they need nobody."""
+        if torch.is_grad_enabled():
+            self.reduce_gradients()
+
+    def forget_order(self) -> None:
+        """Drops what a pass that failed on some rank has taught: the next backward watches again. All ranks call it."""
+        if self.comm.size > 1:
+            self._build(None)
+
+    def share_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0, where the policy says so."""
+        self._buffers.share()
+
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU under their own names; empty on the others if rank 0 only."""
         if rank0_only and self.comm.rank != 0:
             return {}
-        return {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
+        state = self.module.state_dict() if self._masters is None else self._masters.state_dict()
+        return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Loads what ``full_state_dict`` gave; every name must be there, and no other."""
-        self.module.load_state_dict(state)
+        if self._masters is None:
+            self.module.load_state_dict(state)
+        else:
+            self._masters.load_state_dict(state)
+
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Returns the optimizer's state on the CPU; empty on the others if rank 0 only."""
+        return {} if rank0_only and self.comm.rank != 0 else _on_cpu(optimizer.state_dict())
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads what ``full_optimizer_state`` gave."""
+        load_optimizer_state(optimizer, (), state)  # a copy: torch's own would keep the tensors of ``state``
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Returns the reduced gradients on the CPU under the module's names; None where no rank had one."""
+        return {name: None if p.grad is None else _on_cpu(p.grad) for name, p in self.named_parameters()}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UsageError unless the optimizer updates parameters of this engine, and no others."""
-        ours = {id(parameter) for parameter in self._parameters}
-        theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strangers = sum(id(parameter) not in ours for parameter in theirs)
-        if strangers:
-            raise UsageError(
-                f"{strangers} of the optimizer's {len(theirs)} tensors are not parameters of this engine\n"
-                "  an optimizer updates what engine.parameters() gives, or training would change nothing\n"
-                f"  build it as {type(optimizer).__name__}(engine.parameters(), ...) after parallelize()"
-            )
+        check_updates_only(optimizer, self.parameters())
+
+    def _forward_in_precision(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module under its precision, with parameters that follow their masters."""
+        if self._masters is not None:
+            self._masters.refresh()
+            if self.comm.size == 1:
+                self._watch()
+            args, kwargs = self.precision.cast_inputs((args, kwargs))
+        with self.precision.context(self.comm.device):
+            return self.module(*args, **kwargs)
 
     # Backward: gradients arrive, buckets leave.
 
@@ -323,6 +379,29 @@ class DataParallel:
                 "  set comm.overlap = false (parallelize(..., overlap=False))"
             )
 
+    def _arrive_at_master(self, index: int, parameter: torch.Tensor) -> None:
+        """Hands a gradient over to its master, in the dtype of that; runs as autograd's hook instead of ``_arrive``."""
+        assert self._masters is not None
+        gradient, master = parameter.grad, self._parameters[index]
+        assert gradient is not None
+        if gradient.is_sparse or (gradient.requires_grad and self._is_syncing):
+            raise UsageError(self._explain_refusal(index, gradient))
+        if gradient.requires_grad:
+            return  # differentiated again by the user; it joins the next gradient
+        if self._masters.has_copy(index):
+            parameter.grad = None
+            if master.grad is not None:
+                master.grad.add_(gradient)
+            elif self.comm.size == 1:  # nothing to reduce: its own memory, freed with it
+                master.grad = gradient.to(master.dtype)
+            else:
+                bucket, position = self._place_of[index]
+                master.grad = bucket.cast(position, gradient)
+        if self._is_syncing:
+            self._masters.may_have_changed = True
+        if self.comm.size > 1:
+            self._arrive(index, master)
+
     def _explain_refusal(self, index: int, gradient: torch.Tensor) -> str:
         if gradient.is_sparse:
             return (
@@ -348,6 +427,8 @@ class DataParallel:
                 bucket.flags.fill_(1.0)
             else:  # staged by the driver at once, so the host need not wait for the device
                 bucket.flags.copy_(torch.tensor(used, dtype=buffer.dtype), non_blocking=True)
+        if self.precision.reduce_dtype is not None and self.precision.reduce_dtype != buffer.dtype:
+            bucket.wire = buffer = buffer.to(self.precision.reduce_dtype)
         bucket.work = self.comm.all_reduce(buffer, self._reduction) if buffer.numel() else DONE
 
     @torch.no_grad()
@@ -359,6 +440,9 @@ class DataParallel:
         for bucket in self._buckets:
             assert bucket.work is not None
             bucket.work.wait()
+            if bucket.wire is not None:
+                assert bucket.buffer is not None
+                bucket.buffer.copy_(bucket.wire)
         if missing:
             self._settle(missing)
         if self._expected is None:
@@ -386,14 +470,21 @@ class DataParallel:
 
     # Buckets.
 
+    def _watch(self) -> None:
+        """Hooks into the gradients of what is trainable now."""
+        self._trainable = [i for i, p in enumerate(self._held) if p.requires_grad]
+        if self._masters is not None:
+            self._masters.follow()
+        arrive = self._arrive if self._masters is None else self._arrive_at_master
+        for index in set(self._trainable) - self._hooked:
+            hook = functools.partial(arrive, index)
+            self._held[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._hooked.add(index)
+
     def _build(self, arrival: list[int] | None) -> None:
         """Makes the buckets: last defined first until the order of arrival is known."""
-        self._trainable = [i for i, p in enumerate(self._parameters) if p.requires_grad]
+        self._watch()
         self._expected = None
-        for index in set(self._trainable) - self._hooked:
-            hook = functools.partial(self._arrive, index)
-            self._parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._hooked.add(index)
         sizes = [
             ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device}")
             for p in self._parameters
@@ -426,5 +517,11 @@ class DataParallel:
 
     def _share_buffers(self) -> None:
         self._has_shared_buffers = True
-        if self.policy.buffers == "broadcast":
-            broadcast_tensors(self.comm, self._buffers)
+        self.share_buffers()
+
+
+def _on_cpu(state: Any) -> Any:
+    def copy(value: Any) -> Any:
+        return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(copy, state)

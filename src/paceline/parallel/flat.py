@@ -69,6 +69,10 @@ class FlatGroup:
         self._resident: torch.Tensor | None = None  # this slice on the device, where the master is on the host
         self._staged: torch.Tensor | None = None  # the master in the parameters' dtype, on the host
         self._seen_version = -1
+        self._is_in_place = False
+        self._kept: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None  # this rank's slice; the pieces' gradients are views into it
+        self._gradient_views: list[torch.Tensor] = []
 
     @property
     def size_bytes(self) -> int:
@@ -77,11 +81,17 @@ class FlatGroup:
 
     @property
     def has_copy(self) -> bool:
-        """Whether full parameters and masters are two things; on one rank they may be one."""
-        return self.comm.size > 1 or self.param_dtype != self.dtype or self.is_on_host
+        """Whether full parameters and masters are two things; on one rank, or if never freed, they may be one."""
+        if self.param_dtype != self.dtype or self.is_on_host:
+            return True
+        return self.comm.size > 1 and not self._is_in_place
 
-    def keep_slice(self) -> None:
-        """Makes this rank's master and pieces from the values in ``full``. Once, when these are final."""
+    def keep_slice(self, *, in_place: bool = False) -> None:
+        """Makes this rank's master and pieces from the values in ``full``. Once, when these are final.
+
+        ``in_place`` is for engines that never free ``full``: the master is this rank's place in it, where it can be.
+        """
+        self._is_in_place = in_place
         mine = self.full.detach()[self.start : self.stop]
         if self.is_on_host:
             self.master = host_empty(mine.numel(), self.dtype, self.comm.device).copy_(mine)
@@ -122,14 +132,34 @@ class FlatGroup:
 
     def gather(self) -> Work:
         """Fills ``full`` from all ranks' masters."""
-        if not self.has_copy:
+        if not self.has_copy and self.comm.size == 1:
             return DONE
         self.allocate()
         # Written through .data: autograd must not take the same values, gathered again, for a change of what it saved.
         full = self.full.data
         mine = full[self.start : self.stop]
-        mine.copy_(self._source(), non_blocking=True)
+        if self.has_copy:
+            mine.copy_(self._source(), non_blocking=True)
         return self.comm.all_gather(full, mine) if self.comm.size > 1 else DONE
+
+    def keep_within(self, small: Communicator) -> None:
+        """Keeps the slice of ``full`` that ``gather_within`` needs: a larger one, since ``small`` has fewer ranks."""
+        begin, end = self.layout.shard_range(small.rank, small.size)
+        self._kept = self.full.data[begin:end].clone() if self.has_copy else None
+
+    def gather_within(self, small: Communicator) -> Work:
+        """Fills ``full`` from the slices that the ranks of ``small`` have kept."""
+        if self._kept is None:
+            return DONE
+        self.allocate()
+        full = self.full.data
+        begin, end = self.layout.shard_range(small.rank, small.size)
+        full[begin:end].copy_(self._kept)
+        return small.all_gather(full, full[begin:end]) if small.size > 1 else DONE
+
+    def forget_kept(self) -> None:
+        """Frees the slice that was kept."""
+        self._kept = None
 
     def _source(self) -> torch.Tensor:
         """Returns this rank's slice where the device can copy it from without waiting for the host."""
@@ -150,8 +180,39 @@ class FlatGroup:
     # Gradients.
 
     def new_gradient(self) -> torch.Tensor:
-        """Makes the flat buffer that gradients are brought into; its padding is zero."""
-        return torch.zeros(self.layout.length, dtype=self.reduce_dtype, device=self.comm.device)
+        """Makes the flat buffer that gradients are brought into; nobody reads its padding."""
+        return torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.comm.device)
+
+    def bring_in(self, gradient: torch.Tensor, scale: float) -> list[str]:
+        """Moves the parameters' gradients times ``scale`` into the buffer, zeros for those that have none.
+
+        Frees them there; returns the names of the parameters that had one.
+        """
+        names, views, sources = [], [], []
+        for name, parameter, slot in zip(self.names, self.parameters, self.layout.slots, strict=True):
+            view = slot.view(gradient)
+            if parameter.grad is None:
+                view.zero_()
+                continue
+            names.append(name)
+            views.append(view)
+            sources.append(parameter.grad)
+            parameter.grad = None
+        if views and scale != 1.0 and sources[0].dtype == gradient.dtype:
+            while sources:  # one pass over each, which is freed before the next
+                torch.mul(sources.pop(), scale, out=views.pop())
+        elif views:
+            torch._foreach_copy_(views, sources)
+            if scale != 1.0:
+                torch._foreach_mul_(views, scale)
+        return names
+
+    def new_slice(self) -> torch.Tensor:
+        """Returns where a reduce-scatter puts this rank's slice: the gradient itself, if there is none to add to."""
+        is_fresh = all(piece.grad is None for piece in self.pieces)
+        if is_fresh and self.gradient is not None and self.reduce_dtype == self.dtype and not self.is_on_host:
+            return self.gradient
+        return torch.empty(self.stop - self.start, dtype=self.reduce_dtype, device=self.comm.device)
 
     def reduce_scatter(self, gradient: torch.Tensor, output: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
         """Averages the gradients of all ranks; returns this rank's slice, valid after the work, and the work.
@@ -167,16 +228,33 @@ class FlatGroup:
 
     def add_gradient(self, mine: torch.Tensor) -> None:
         """Makes a reduced slice the pieces' gradient, or adds it to the one they have."""
+        if all(piece.grad is None for piece in self.pieces):
+            self._set_gradient(mine)
+        else:
+            assert self.gradient is not None
+            for piece, view in zip(self.pieces, self._gradient_views, strict=True):
+                if piece.grad is None:
+                    view.zero_()
+                elif piece.grad.data_ptr() != view.data_ptr():  # the user has put another one there
+                    view.copy_(piece.grad)
+            self.gradient += mine.to(self.gradient.device, self.gradient.dtype)
+        for piece, view in zip(self.pieces, self._gradient_views, strict=True):
+            piece.grad = view
+
+    def _set_gradient(self, mine: torch.Tensor) -> None:
+        if mine is self.gradient:
+            return
         if self.is_on_host:
-            mine = mine.to("cpu", self.dtype)  # sync point: the host updates with it next
-        elif mine.dtype != self.dtype:
-            mine = mine.to(self.dtype)
-        for place, piece in enumerate(self.pieces):
-            begin, end = self.span(place)
-            if piece.grad is None:
-                piece.grad = mine[begin:end]
-            else:
-                piece.grad += mine[begin:end]
+            if self.gradient is None:
+                self._keep_gradient(host_empty(mine.numel(), self.dtype, self.comm.device))
+            assert self.gradient is not None
+            self.gradient.copy_(mine)  # sync point: the host updates with it next
+        else:
+            self._keep_gradient(mine.to(self.dtype))
+
+    def _keep_gradient(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
+        self._gradient_views = [gradient[begin:end] for begin, end in map(self.span, range(len(self.names)))]
 
     # Whole tensors, for state dicts: one group at a time.
 
@@ -193,11 +271,18 @@ class FlatGroup:
         return [slot.view(whole) for slot in self.layout.slots]
 
     def cut_piece(self, place: int, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the part of a whole tensor of the n-th parameter's shape that lies in this rank's slice."""
+        """Returns the part of a whole tensor of the n-th parameter's shape that lies in this rank's slice.
+
+        May be a view of ``whole``. Raises ValueError for another shape, which a copy would stretch to fit.
+        """
         slot = self.layout.slots[place]
+        if tuple(whole.shape) != slot.shape:
+            raise ValueError(f"{self.names[place]} has the shape {list(slot.shape)}, not {list(whole.shape)}")
         begin, end = self.span(place)
         skip = max(self.start - slot.offset, 0)
-        dense = torch.empty_strided(slot.shape, slot.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
+        dense = whole
+        if whole.stride() != slot.stride:
+            dense = torch.empty_strided(slot.shape, slot.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
         return dense.as_strided((slot.numel,), (1,))[skip : skip + end - begin]
 
     def _piece(self, place: int) -> nn.Parameter:
@@ -230,7 +315,10 @@ def gradient_scale(comm: Communicator) -> float:
 
 
 def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides that a parameter has in a flat buffer: its own if they leave no holes."""
-    span = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-    is_dense = parameter.numel() == 0 or (span == parameter.numel() and 0 not in parameter.stride())
-    return parameter.stride() if is_dense else row_major(parameter.shape)
+    """Returns the strides that a parameter has in a flat buffer: its own if they leave no holes and no overlap."""
+    step = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != step:
+            return row_major(parameter.shape)
+        step *= size
+    return parameter.stride() if 0 not in parameter.stride() else row_major(parameter.shape)

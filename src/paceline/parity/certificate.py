@@ -1,9 +1,9 @@
 """The proof that a distributed run computes what one process would.
 
-The reference is a plain loop on the whole batch, without an engine. The run under test is the engine on N ranks, with
-the same model, data and seed, its batch cut into ragged microbatches. Loss, every gradient, the clip norm and all
-parameters are compared after each step, on every rank, in float64. On a mismatch the run is repeated with its
-activations recorded, and the first module that diverges is named.
+The reference is a plain loop in one process, without an engine. The run under test is the engine on N ranks, with the
+same model, data and seed, its batch cut into ragged microbatches. Loss, every gradient, the clip norm, all parameters
+and buffers are compared after each step, on every rank: in float64, or in mixed precision with a run of the same
+policy. On a mismatch the run is repeated with its activations recorded, and the first module that diverges is named.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
 from paceline.errors import RankFailedError, UsageError
 from paceline.launch.processes import run_processes
+from paceline.parallel.fsdp import ShardingPolicy
 from paceline.parity.case import Case, FunctionCase
-from paceline.parity.locate import Divergence, difference, locate
-from paceline.parity.runs import Settings, StepValues, run_distributed, run_reference
+from paceline.parity.locate import Divergence, locate
+from paceline.parity.measure import Bound, Errors, absolute, bound_for, compare, merge
+from paceline.parity.reference import Reference, run_reference
+from paceline.parity.runs import run_distributed
+from paceline.parity.settings import Settings, check_settings, complete
+from paceline.parity.values import StepValues
 
-TOLERANCE = 1e-10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
-    """The largest absolute differences found, by what was compared."""
-
-    loss: float = 0.0
-    gradients: float = 0.0
-    norm: float = 0.0
-    parameters: float = 0.0
-
-    @property
-    def largest(self) -> float:
-        """The largest of all."""
-        return max(self.loss, self.gradients, self.norm, self.parameters)
+Backend = Literal["virtual", "gloo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What was verified, and how far the two runs were apart."""
+    """What was verified, and how far the two runs were apart.
+
+    ``errors`` and ``tolerance`` are absolute or relative differences, as ``measure`` says, and ``bound`` says why the
+    tolerance is what it is; ``reference`` is what the ranks were compared with.
+    """
 
     passed: bool
     max_abs_error: float
+    measure: str
     tolerance: float
+    bound: str
     errors: Errors
     divergence: Divergence | None
+    reference: str
     strategy: str
+    shard_ranks: int | None
     ranks: int
     backend: str
     steps: int
     accumulate: int
     clip: float | None
+    checkpoint_activations: str
+    precision: str
     num_parameters: int
     batch: int
     dtype: str
@@ -76,82 +76,115 @@ def verify(
     *,
     strategy: str = "ddp",
     ranks: int = 4,
+    shard_ranks: int | None = None,
     steps: int = 3,
     accumulate: int = 1,
     clip: float | None = 1.0,
-    backend: Literal["virtual", "gloo"] = "virtual",
-    tolerance: float = TOLERANCE,
+    precision: str = "fp32",
+    checkpoint_activations: str = "none",
+    sync_batchnorm: bool = True,
+    backend: Backend = "virtual",
+    tolerance: float | None = None,
     make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    sharding: ShardingPolicy | None = None,
 ) -> Certificate:
     """Verifies that ``strategy`` on ``ranks`` ranks trains ``make_model()`` exactly as one process would.
 
     ``make_batch(step)`` gives the global batch as (inputs, targets); ``loss_fn(outputs, targets)`` a mean over samples,
     or (sum, count) where elements weigh otherwise. Dropout modules are switched off, as their numbers depend on the
-    rank. ``backend="gloo"`` uses real processes, and needs functions that can be pickled.
+    rank. ``precision="fp32"`` is verified in float64, any other against one process of the same policy. Without
+    ``shard_ranks`` hybrid shards over half of the ranks. ``backend="gloo"`` uses real processes, and needs functions
+    that can be pickled. Raises UsageError, before anything starts, with all that is wrong with the arguments.
     """
     case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=make_optimizer)
-    settings = Settings(strategy=strategy, ranks=ranks, steps=steps, accumulate=accumulate, clip=clip)
+    policy = sharding or ShardingPolicy()
+    settings = Settings(
+        strategy=strategy,
+        ranks=ranks,
+        steps=steps,
+        accumulate=accumulate,
+        clip=clip,
+        precision=precision,
+        checkpoint_activations=checkpoint_activations,
+        sharding=policy if shard_ranks is None else dataclasses.replace(policy, shard_ranks=shard_ranks),
+        sync_batchnorm=sync_batchnorm,
+    )
     return certify(case, settings, backend=backend, tolerance=tolerance)
 
 
 def certify(
-    case: Case, settings: Settings, *, backend: Literal["virtual", "gloo"] = "virtual", tolerance: float = TOLERANCE
+    case: Case, settings: Settings, *, backend: Backend = "virtual", tolerance: float | None = None
 ) -> Certificate:
     """Runs a case both ways and compares. Raises UsageError for a case that cannot be compared."""
-    _check_settings(settings, backend)
+    settings = complete(settings)
+    check_settings(settings, backend=backend, tolerance=tolerance)
     if backend == "gloo":
         _check_picklable(case)
     start = time.perf_counter()
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
-        reference = run_reference(case, settings)
-    per_rank: list[list[StepValues]] = _run(backend, settings.ranks, run_distributed, case, settings)
-    errors = Errors()
+    reference, per_rank = _both(case, settings, backend)
+    bound = bound_for(settings, reference.pieces, tolerance)
+    errors, largest = Errors(), Errors()
     first_bad: int | None = None
-    for step, expected in enumerate(reference):
-        found = [compare(values[step], expected) for values in per_rank]
-        errors = _worst([errors, *found])
-        if first_bad is None and not all(e.largest <= tolerance for e in found):
+    for step, expected in enumerate(reference.steps):
+        found = [compare(values[step], expected, bound.measure) for values in per_rank]
+        errors = merge([errors, *found])
+        largest = merge([largest, *(compare(values[step], expected, absolute) for values in per_rank)])
+        if first_bad is None and not all(error.largest <= bound.tolerance for error in found):
             first_bad = step
     divergence = None
     if first_bad is not None:
-        divergence = locate(
-            case,
-            dataclasses.replace(settings, record_step=first_bad),
-            lambda function, *args: _run(backend, settings.ranks, function, *args),
-            tolerance=tolerance,
-        )
-    return Certificate(
-        passed=first_bad is None,
-        max_abs_error=errors.largest,
-        tolerance=tolerance,
+        recorded = dataclasses.replace(settings, record_step=first_bad)
+        again, ranks = _both(case, recorded, backend)
+        divergence = locate(case, recorded, bound, again.steps[first_bad], [values[first_bad] for values in ranks])
+    return _certificate(
+        case,
+        settings,
+        reference,
+        bound,
+        max_abs_error=largest.largest,
         errors=errors,
         divergence=divergence,
-        strategy=settings.strategy,
-        ranks=settings.ranks,
         backend=backend,
-        steps=settings.steps,
-        accumulate=settings.accumulate,
-        clip=settings.clip,
-        num_parameters=sum(p.numel() for p in case.make_model().parameters()),
-        batch=reference[0].samples,
-        dtype="float64",
         seconds=time.perf_counter() - start,
     )
 
 
-def compare(ours: StepValues, expected: StepValues) -> Errors:
-    """Returns the largest differences of one step on one rank."""
-    return Errors(
-        loss=difference(ours.loss, expected.loss),
-        gradients=max((difference(ours.gradients[n], g) for n, g in expected.gradients.items()), default=0.0),
-        norm=difference(ours.norm, expected.norm),
-        parameters=max((difference(ours.parameters[n], p) for n, p in expected.parameters.items()), default=0.0),
+def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bound, **found: Any) -> Certificate:
+    whole = "whole batches" if reference.pieces == 1 else f"batches in {reference.pieces} pieces"
+    policy = "" if settings.is_exact else f" in {settings.precision}, from the ranks' parameters in each step"
+    return Certificate(
+        passed=found["divergence"] is None,
+        measure="relative" if bound.is_relative else "absolute",
+        tolerance=bound.tolerance,
+        bound=bound.reason,
+        reference=f"one process on {whole}{policy}",
+        strategy=settings.strategy,
+        shard_ranks=settings.sharding.shard_ranks,
+        ranks=settings.ranks,
+        steps=settings.steps,
+        accumulate=settings.accumulate,
+        clip=settings.clip,
+        checkpoint_activations=settings.checkpoint_activations,
+        precision=settings.precision,
+        num_parameters=sum(p.numel() for p in case.make_model().parameters()),
+        batch=reference.samples,
+        dtype=str(settings.dtype).removeprefix("torch."),
+        **found,
     )
 
 
-def _worst(errors: list[Errors]) -> Errors:
-    fields = [field.name for field in dataclasses.fields(Errors)]
-    return Errors(**{name: max(getattr(error, name) for error in errors) for name in fields})
+def _both(case: Case, settings: Settings, backend: Backend) -> tuple[Reference, list[list[StepValues]]]:
+    """Runs one process and the ranks. In mixed precision one process follows the ranks, so these go first."""
+
+    def one_process(followed: list[StepValues] | None) -> Reference:
+        with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
+            return run_reference(case, settings, followed)
+
+    if settings.is_exact:  # a case that cannot be compared is refused before any rank starts
+        reference = one_process(None)
+        return reference, _run(backend, settings.ranks, run_distributed, case, settings)
+    per_rank: list[list[StepValues]] = _run(backend, settings.ranks, run_distributed, case, settings)
+    return one_process(per_rank[0]), per_rank
 
 
 def _run(backend: str, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -164,20 +197,6 @@ def _run(backend: str, ranks: int, function: Callable[..., Any], *args: Any) -> 
         if isinstance(error.__cause__, UsageError):  # of the caller, whichever rank met it first
             raise error.__cause__ from None
         raise
-
-
-def _check_settings(settings: Settings, backend: str) -> None:
-    if backend not in ("virtual", "gloo"):
-        raise UsageError(f"backend = {backend!r} is unknown\n  it is 'virtual' or 'gloo'")
-    wrong = [
-        f"{name} = {getattr(settings, name)}"
-        for name in ("ranks", "steps", "accumulate")
-        if getattr(settings, name) < 1
-    ]
-    if settings.clip is not None and settings.clip <= 0:
-        wrong.append(f"clip = {settings.clip}")
-    if wrong:
-        raise UsageError(f"{', '.join(wrong)}: must be at least 1, and a clip norm above 0")
 
 
 def _check_picklable(case: Case) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.parity.case import Case
-from paceline.parity.runs import Calls, Settings, StepValues, run_distributed, run_reference
+from paceline.parity.measure import Bound, Tensors, movement, worst
+from paceline.parity.settings import Settings
+from paceline.parity.values import Calls, Gradients, StepValues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first place where the distributed run differs. ``what`` is forward, gradient, norm, loss or update."""
+    """The first place where the distributed run differs. ``what`` is forward, gradient, norm, update, buffer or loss."""
 
     step: int
     module: str
@@ -29,69 +30,86 @@ class Divergence:
         return f"{where}\n  {self.hint}" if self.hint else where
 
 
-def locate(case: Case, settings: Settings, run: Callable[..., list[Any]], *, tolerance: float) -> Divergence:
-    """Repeats both runs with the activations of ``settings.record_step`` and names the first module that differs."""
+def locate(
+    case: Case, settings: Settings, bound: Bound, expected: StepValues, per_rank: Sequence[StepValues]
+) -> Divergence:
+    """Names the first place where a rank differs in ``settings.record_step``, whose activations were recorded."""
     step = settings.record_step
     assert step is not None
-    expected = run_reference(case, settings)[step]
-    per_rank: list[StepValues] = [values[step] for values in run(run_distributed, case, settings)]
-    hint = _hint(case.make_model())
-    activations = [values.activations for values in per_rank]
-    for name, error in _forward_errors(expected.activations[0], activations, settings.accumulate):
-        if not error <= tolerance:
-            return Divergence(step=step, module=name, what="forward", error=error, hint=hint)
-    gradients = [_unclipped(values, settings.clip) for values in (expected, *per_rank)]
-    for name in _backward_order(expected):
-        error = max(difference(ours[name], gradients[0][name]) for ours in gradients[1:])
-        if not error <= tolerance:
-            module, _, parameter = name.rpartition(".")
-            return Divergence(step=step, module=module, what=f"gradient ({parameter})", error=error, hint=hint)
-    error = max(difference(values.norm, expected.norm) for values in per_rank)
-    if not error <= tolerance:
-        return Divergence(step=step, module="", what="norm", error=error, hint=hint)
-    for name, value in expected.parameters.items():
-        error = max(difference(values.parameters[name], value) for values in per_rank)
-        if not error <= tolerance:
-            return Divergence(step=step, module=name.rpartition(".")[0], what="update", error=error, hint=hint)
-    error = max(difference(values.loss, expected.loss) for values in per_rank)
+    hint = _hint(case.make_model(), settings)
+    for name, what, error in _errors(settings, bound, expected, per_rank):
+        if not error <= bound.tolerance:
+            return Divergence(step=step, module=name, what=what, error=error, hint=hint)
+    error = _largest(bound, per_rank, expected, lambda values: {"": values.loss})[""]
     return Divergence(step=step, module="", what="loss", error=error, hint=hint)
 
 
-def difference(ours: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    """Returns the largest absolute difference; infinite if only one exists, or if they differ in being finite."""
-    if ours is None or expected is None:
-        return 0.0 if ours is expected else float("inf")
-    if ours.shape != expected.shape:
-        return float("inf")
-    if not ours.numel():
-        return 0.0
-    value = float((ours.double() - expected.double()).abs().max())
-    same = torch.equal(torch.nan_to_num(ours, nan=1.5e300), torch.nan_to_num(expected, nan=1.5e300))
-    return (0.0 if same else float("inf")) if value != value else value
+def _errors(
+    settings: Settings, bound: Bound, expected: StepValues, per_rank: Sequence[StepValues]
+) -> Iterator[tuple[str, str, float]]:
+    """Goes through all that was compared, in the order in which a step computes it: module, what, error."""
+    activations = [values.activations for values in per_rank]
+    for name, error in _forward_errors(bound, expected.activations, activations, settings.accumulate):
+        yield name, "forward", error
+    gradients = _largest(bound, per_rank, expected, lambda values: _unclipped(values, settings.clip))
+    for name in _backward_order(expected):
+        module, _, parameter = name.rpartition(".")
+        yield module, f"gradient ({parameter})", gradients[name]
+    yield "", "norm", _largest(bound, per_rank, expected, lambda values: {"": values.norm})[""]
+    moved = movement(expected)
+    for name, error in _largest(bound, per_rank, expected, lambda values: values.parameters, moved).items():
+        yield name.rpartition(".")[0], "update", error
+    for name in expected.buffers:
+        error = _largest(bound, per_rank, expected, lambda values, name=name: {name: values.buffers[name]})[name]
+        module, _, buffer = name.rpartition(".")
+        yield module, f"buffer ({buffer})", error
 
 
-def _unclipped(values: StepValues, clip: float | None) -> dict[str, torch.Tensor | None]:
+def _largest(
+    bound: Bound,
+    per_rank: Sequence[StepValues],
+    expected: StepValues,
+    tensors: Callable[[StepValues], Tensors],
+    scale: Tensors | None = None,
+) -> dict[str, float]:
+    """Returns the largest error of each tensor over the ranks."""
+    wanted = tensors(expected)
+    found = [bound.measure(tensors(values), wanted, scale or {}) for values in per_rank]
+    return {name: worst({str(rank): errors[name] for rank, errors in enumerate(found)}) for name in wanted}
+
+
+def _unclipped(values: StepValues, clip: float | None) -> Gradients:
     """Returns the gradients before they were clipped: clipping spreads one that is wrong over all of them."""
     factor = 1.0 if clip is None else min(1.0, clip / (float(values.norm) + 1e-6))  # torch's own formula
     return {name: None if gradient is None else gradient / factor for name, gradient in values.gradients.items()}
 
 
-def _forward_errors(expected: Calls, per_rank: list[dict[int, Calls]], accumulate: int) -> list[tuple[str, float]]:
+def _forward_errors(
+    bound: Bound, expected: dict[int, Calls], per_rank: Sequence[dict[int, Calls]], accumulate: int
+) -> list[tuple[str, float]]:
     """Returns how far each call's output is from the reference's, where the pieces of all ranks can be put together.
 
     Microbatch m of rank r is piece m * ranks + r of the batch, so the k-th output of a module is the concatenation of
-    its k-th outputs in all pieces, in that order. A piece may have made no such call (a branch that its samples did not
-    take); an output without samples along dim 0 (a table of positions) cannot be put together and is left out.
+    its k-th outputs in all pieces, in that order; likewise for the pieces of the reference. A piece may have made no
+    such call (a branch that its samples did not take); an output without samples along dim 0 (a table of positions)
+    cannot be put together and is left out.
     """
     errors = []
+    theirs = [_numbered(expected[number]) for number in sorted(expected)]
     pieces = [_numbered(calls[m]) for m in range(accumulate) for calls in per_rank if m in calls]
-    for call, whole in _numbered(expected).items():
-        outputs = [piece[call] for piece in pieces if call in piece]
-        if not whole.ndim or any(not o.ndim or o.shape[1:] != whole.shape[1:] for o in outputs):
-            continue
-        if sum(map(len, outputs)) == len(whole):
-            errors.append((call[0], difference(torch.cat(outputs), whole)))
+    for call in dict.fromkeys(call for piece in theirs for call in piece):
+        whole, ours = _joined(theirs, call), _joined(pieces, call)
+        if whole is not None and ours is not None and ours.shape == whole.shape:
+            errors.append((call[0], worst(bound.measure({"": ours}, {"": whole}, {}))))
     return errors
+
+
+def _joined(pieces: Sequence[dict[tuple[str, int], torch.Tensor]], call: tuple[str, int]) -> torch.Tensor | None:
+    """Returns the outputs of a call in all pieces, one after another; None where they do not fit together."""
+    outputs = [piece[call] for piece in pieces if call in piece]
+    if not outputs or any(not output.ndim or output.shape[1:] != outputs[0].shape[1:] for output in outputs):
+        return None
+    return torch.cat(outputs)
 
 
 def _numbered(calls: Calls) -> dict[tuple[str, int], torch.Tensor]:
@@ -106,14 +124,15 @@ def _numbered(calls: Calls) -> dict[tuple[str, int], torch.Tensor]:
 
 def _backward_order(expected: StepValues) -> list[str]:
     """Returns parameter names, those of the modules called last first: the order in which gradients arise."""
-    called = {name: index for index, (name, _) in enumerate(expected.activations[0])}
+    called = {name: index for calls in expected.activations.values() for index, (name, _) in enumerate(calls)}
     return sorted(expected.gradients, key=lambda name: -called.get(name.rpartition(".")[0], -1))
 
 
-def _hint(model: nn.Module) -> str:
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+def _hint(model: nn.Module, settings: Settings) -> str:
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if norms and not settings.sync_batchnorm:
         return (
-            "the model has BatchNorm, which normalises over the samples of one rank and microbatch: its results depend "
-            "on how the batch is cut\n  use GroupNorm or LayerNorm, or evaluate with that in mind"
+            "the model has BatchNorm, which normalises over the samples of one rank: its results depend on how the "
+            "batch is cut\n  synchronise it over the ranks (sync_batchnorm), or use GroupNorm or LayerNorm"
         )
     return ""

@@ -6,18 +6,17 @@ from numbers import Integral, Real
 from typing import Any
 
 from paceline.config.suggest import nearest
-from paceline.errors import NotYetError, Problem, UsageError
-from paceline.parallel.apply import PLANNED, STRATEGIES
+from paceline.errors import Problem, UsageError
+from paceline.parallel.apply import STRATEGIES
+from paceline.precision import PRECISIONS
 
 
-def refuse(who: str, wrong: list[Problem], planned: list[Problem] | None = None) -> None:
-    """Raises UsageError with all problems, if there are any; NotYetError if all of them are planned features."""
-    problems = wrong + (planned or [])
+def refuse(who: str, problems: list[Problem]) -> None:
+    """Raises UsageError with all problems, if there are any."""
     if not problems:
         return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    text = f"{who}: {count}\n\n" + "\n\n".join(str(problem) for problem in problems)
-    raise UsageError(text) if wrong else NotYetError(text)
+    raise UsageError(f"{who}: {count}\n\n" + "\n\n".join(str(problem) for problem in problems))
 
 
 def plain_number(value: Any) -> Any:
@@ -41,12 +40,31 @@ def check_type(name: str, value: Any, kind: Any, expected: str) -> list[Problem]
 
 
 def check_strategy(strategy: Any) -> list[Problem]:
-    """A strategy is one that is built, or planned."""
-    known = STRATEGIES + PLANNED
+    """A strategy is one that ``parallelize`` knows."""
+    known = (*STRATEGIES, "auto")
     if strategy in known:
         return []
     rule = f"it is one of {', '.join(known)}"
     return [Problem(what=f"strategy = {strategy!r} is unknown", rule=rule, fix=did_you_mean(strategy, known))]
+
+
+def check_mixed_precision(precision: Any) -> list[Problem]:
+    """Mixed precision is wanted or not, or has the name of a policy."""
+    if isinstance(precision, bool) or (isinstance(precision, str) and precision in PRECISIONS):
+        return []
+    names = tuple(PRECISIONS)
+    rule = f"it is True, False, or one of {', '.join(names)}"
+    return [Problem(what=f"mixed_precision = {precision!r}", rule=rule, fix=did_you_mean(precision, names))]
+
+
+def check_cpu_offload(offload: Any, strategy: Any) -> list[Problem]:
+    """Offload is a yes or no, and something is sharded that can be kept elsewhere."""
+    problems = check_type("cpu_offload", offload, bool, "True or False")
+    if not problems and offload and strategy == "ddp":
+        rule = "data parallelism keeps whole parameters on the device"
+        fix = "use strategy = 'fsdp', which works on one rank too"
+        problems.append(Problem(what="cpu_offload = True with strategy = 'ddp'", rule=rule, fix=fix))
+    return problems
 
 
 def check_accumulation(steps: Any) -> list[Problem]:
@@ -65,18 +83,3 @@ def check_clip(clip: Any) -> list[Problem]:
         return []
     rule = "it is the largest global norm of a gradient, a number above 0"
     return [Problem(what=f"gradient_clip_val = {clip!r}", rule=rule, fix="for no clipping, leave it out")]
-
-
-def planned_strategy(strategy: Any) -> list[Problem]:
-    """A strategy is built."""
-    if strategy not in PLANNED:
-        return []
-    built = " or ".join(repr(each) for each in STRATEGIES)
-    return [Problem(what=f"strategy = {strategy!r} is not built yet", fix=f"use strategy = {built} for now")]
-
-
-def planned_feature(name: str, value: Any) -> list[Problem]:
-    """A feature to come is not asked for."""
-    if not value:
-        return []
-    return [Problem(what=f"{name} = {value!r} is not built yet", fix="leave it out for now")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,20 +11,28 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import Config
+from paceline.config import FULLY_SHARDED, Config, peak_learning_rate, shard_group
 from paceline.data.datasets import check_enough
 from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
+from paceline.estimate.activations import describe_model
+from paceline.estimate.memory import largest_microbatch, optimizer_slots, setting_of
+from paceline.memory.offload import Offload
+from paceline.memory.room import MemoryGauge
 from paceline.models.registry import build_model, model_context
 from paceline.monitor.meter import StepMeter
 from paceline.monitor.sinks import Sink
 from paceline.parallel.apply import parallelize
-from paceline.parallel.ddp import DataParallel
-from paceline.planning import Plan, make_plan
-from paceline.train.loss import build_loss
+from paceline.parallel.engine import Engine
+from paceline.parallel.fsdp import ShardingPolicy
+from paceline.planning import Plan, make_plan, with_memory, with_microbatch
+from paceline.train.loss import Loss, build_loss
+from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.optim import build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
+from paceline.train.resolve import resolve_together
+from paceline.train.retry import Retry
 from paceline.train.schedule import Schedule
 from paceline.train.step import StepPolicy
 from paceline.train.trainer import Hook, Trainer, TrainerParts
@@ -42,55 +51,101 @@ def build_workload(config: Config) -> Workload:
     seed = config.train.seed
     data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
     seed_everything(seed)
-    model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
+    # What no rank holds whole is made without values, and gets them unit by unit: the same, drawn in the same order.
+    is_late = config.parallel.strategy in FULLY_SHARDED and config.model.kind != "factory"
+    with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
+        model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
     return Workload(data=data, model=model)
 
 
 def build_trainer(
-    config: Config, comm: Communicator, *, hooks: Sequence[Hook] = (), sink: Sink | None = None
+    config: Config,
+    comm: Communicator,
+    *,
+    hooks: Sequence[Hook] = (),
+    sink: Sink | None = None,
+    node_ranks: int | None = None,
 ) -> Trainer:
-    """Makes a trainer for this rank. All ranks call it with the same config."""
+    """Makes a trainer for this rank. All ranks call it with the same config.
+
+    ``node_ranks`` is how many of them share a host; None: all.
+    """
     if config.train.deterministic:
         make_deterministic()
+    if config.parallel.strategy == "auto":
+        config, _ = resolve_together(config, comm, node_ranks)
     work = build_workload(config)
     num_eval = 0 if work.data.eval is None else len(work.data.eval)
-    plan = make_plan(config, ranks=comm.size, train_samples=len(work.data.train), eval_samples=num_eval)
+    plan = make_plan(
+        config, ranks=comm.size, train_samples=len(work.data.train), eval_samples=num_eval, node_ranks=node_ranks
+    )
     check_enough(plan.train_samples, comm.size)
     trace = Trace(comm.device, keep=config.monitor.trace)
-    engine = build_engine(config, work.model, TracedCommunicator(comm, trace))
+    seed_everything(config.train.seed)  # a model without values draws them now
+    engine = build_engine(config, work.model, TracedCommunicator(comm, trace), node_ranks)
     seed_everything(config.train.seed, comm.rank)  # from here on every rank draws numbers of its own
+    loss = build_loss(config.train.loss, work.data.shape, may_ignore=config.data.kind == "factory")
+    if config.train.microbatch == "auto":
+        plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
+    plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
     options = LoaderOptions(
         workers=config.data.workers,
         prefetch=config.data.prefetch,
         worker_start=config.data.worker_start,
         pin_memory=comm.device.type == "cuda",
     )
+    optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
     parts = TrainerParts(
         plan=plan,
         engine=engine,
-        optimizer=build_optimizer(config.optim, engine.named_parameters()),
+        optimizer=build_optimizer(optim, engine.named_parameters()),
         loader=_train_loader(config, plan, work.data, comm, options),
         eval_loader=_eval_loader(plan, work.data, comm, options),
-        loss=build_loss(config.train.loss, work.data.shape, may_ignore=config.data.kind == "factory"),
+        loss=loss,
         schedule=build_schedule(config, plan),
-        policy=StepPolicy(clip_norm=config.optim.clip_norm, dtype=getattr(torch, config.train.dtype)),
+        policy=build_policy(config),
         meter=StepMeter(comm.device, trace),
         seed=config.train.seed,
+        passes=Retry(plan.batch.microbatch, is_allowed=config.train.microbatch == "auto"),
     )
     return Trainer(parts, hooks, sink)
 
 
-def build_engine(config: Config, model: nn.Module, comm: Communicator) -> DataParallel:
-    """Parallelizes a model as a config says."""
+def build_engine(config: Config, model: nn.Module, comm: Communicator, node_ranks: int | None = None) -> Engine:
+    """Parallelizes a model as a config says, whose strategy is decided."""
+    parallel, offload = config.parallel, config.memory.offload
     return parallelize(
         model,
         comm,
-        config.parallel.strategy,
+        parallel.strategy,
+        precision=config.train.precision,
         bucket_mb=config.comm.bucket_mb,
         first_bucket_mb=config.comm.first_bucket_mb,
         buffers=config.comm.buffers,
         overlap=config.comm.overlap,
         compile_blocks=config.model.compile,
+        checkpoint_activations=config.memory.checkpoint_activations,
+        offload=Offload(
+            optimizer="optimizer" in offload, gradients="gradients" in offload, parameters="parameters" in offload
+        ),
+        sharding=ShardingPolicy(
+            units=parallel.units,
+            unit_mb=parallel.unit_mb,
+            reshard_after_forward=parallel.reshard_after_forward,
+            prefetch=parallel.prefetch,
+            shard_ranks=shard_group(parallel, comm.size, node_ranks) if parallel.strategy == "hybrid" else None,
+        ),
+        sync_batchnorm=parallel.sync_batchnorm,
+    )
+
+
+def build_policy(config: Config) -> StepPolicy:
+    """Returns what a config says about a step."""
+    return StepPolicy(
+        clip_norm=config.optim.clip_norm,
+        dtype=getattr(torch, config.train.dtype),
+        loss_scale=config.train.loss_scale,
+        max_bad_steps=config.train.max_bad_steps,
     )
 
 
@@ -105,6 +160,30 @@ def build_schedule(config: Config, plan: Plan) -> Schedule:
         length=float(asked.length or whole_run),
         final_ratio=asked.final_ratio,
     )
+
+
+def _fit_microbatch(
+    config: Config, plan: Plan, engine: Engine, loss: Loss, data: DataSplits, node_ranks: int | None
+) -> Plan:
+    """Finds the largest microbatch that all ranks can hold; the global batch stays."""
+    device = engine.comm.device
+    hosts = node_ranks or engine.comm.size
+    slots = optimizer_slots(config.optim)
+    known, first = describe_model(config, device.type), 1
+    if known is not None:
+        group = shard_group(config.parallel, engine.comm.size, node_ranks)
+        setting = setting_of(config, group=group, microbatch=1, device=device.type)
+        # Half of what there is: an estimate may be off, and the trials go up from there.
+        first = largest_microbatch(known, setting, MemoryGauge(device).limit_bytes(hosts) // 2)
+    limits = TrialLimits(
+        samples_per_rank=plan.batch.samples_per_rank,
+        reserve_bytes=optimizer_bytes(engine, slots),
+        first=first,
+        node_ranks=hosts,
+    )
+    found = find_microbatch(engine, loss, data.train, getattr(torch, config.train.dtype), limits)
+    assert found.samples is not None
+    return with_microbatch(plan, found.samples)
 
 
 def _train_loader(
@@ -125,4 +204,6 @@ def _train_loader(
 def _eval_loader(plan: Plan, data: DataSplits, comm: Communicator, options: LoaderOptions) -> EvalLoader | None:
     if data.eval is None:
         return None
-    return EvalLoader(data.eval, plan.batch.global_batch, rank=comm.rank, ranks=comm.size, options=options)
+    # As many samples at once as in training: a batch that is cut to fit into memory would not fit whole here either.
+    at_once = plan.batch.microbatch * comm.size
+    return EvalLoader(data.eval, at_once, rank=comm.rank, ranks=comm.size, options=options)

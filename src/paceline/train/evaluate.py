@@ -12,8 +12,7 @@ import torch
 
 from paceline.clock import on_device
 from paceline.data.loader import EvalLoader
-from paceline.parallel.agree import broadcast_tensors
-from paceline.parallel.ddp import DataParallel
+from paceline.parallel.engine import Engine
 from paceline.train.loss import Loss
 from paceline.train.step import place
 
@@ -28,21 +27,24 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(engine: DataParallel, loader: EvalLoader, loss: Loss, dtype: torch.dtype) -> Evaluation:
+def evaluate(engine: Engine, loader: EvalLoader, loss: Loss, dtype: torch.dtype) -> Evaluation:
     """Evaluates the engine over all ranks. One all-reduce of five numbers, and one wait for the device."""
-    _share_buffers(engine)
+    engine.share_buffers()
+    device = engine.comm.device
     modes = [(module, module.training) for module in engine.module.modules()]
     engine.eval()
     # Summed loss, elements, right answers, samples, batches without a count of right answers.
-    sums = torch.zeros(5, dtype=torch.float64, device=engine.comm.device)
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
     try:
         for batch, samples in zip(loader, loader.local_samples(), strict=True):
             if batch is None:
+                engine.sit_out()
                 continue
-            value = loss.score(engine, place(batch, engine.comm.device, dtype))
+            with engine.precision.context(device):
+                value = loss.score(engine, place(batch, device, dtype))
             correct, unscored = (0.0, 1.0) if value.correct is None else (value.correct, 0.0)
             row = [value.total, value.count, correct, float(samples), unscored]
-            sums += torch.stack([on_device(number, sums.device) for number in row])
+            sums += torch.stack([on_device(number, device) for number in row])
     finally:
         for module, was_training in modes:  # one by one: a frozen part may have been in evaluation mode all along
             module.training = was_training
@@ -53,9 +55,3 @@ def evaluate(engine: DataParallel, loader: EvalLoader, loss: Loss, dtype: torch.
         accuracy=correct_sum / max(count, 1.0) if num_unscored == 0 else None,
         samples=int(num_samples),
     )
-
-
-def _share_buffers(engine: DataParallel) -> None:
-    if engine.policy.buffers == "broadcast":
-        persistent = engine.module.state_dict(keep_vars=True)
-        broadcast_tensors(engine.comm, [b for name, b in engine.module.named_buffers() if name in persistent])

@@ -11,7 +11,8 @@
 A convenience over public parts: ``connect``, ``parallelize``, and the weighing of ``train/step.py``. One call is one
 microbatch, and every ``gradient_accumulation_steps`` calls make one update. Gradients are those of *summed* losses,
 divided once by the number of samples of all ranks and microbatches of the update: the gradient of one process on all
-of them, also where some are smaller than others. A mean of means would not be that.
+of them, also where some are smaller than others. A mean of means would not be that. An update whose gradients are not
+finite is left out on all ranks, and ten in a row end the run.
 """
 
 from __future__ import annotations
@@ -35,22 +36,33 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, TrainingError, UsageError
+from paceline.memory.offload import Offload
 from paceline.monitor.meter import peak_memory_bytes
 from paceline.parallel.apply import parallelize
+from paceline.parallel.engine import Engine
+from paceline.parallel.fsdp import ShardingPolicy
+from paceline.precision import mixed_precision as usual_mixed_precision
 from paceline.train.arguments import (
     check_accumulation,
     check_clip,
+    check_cpu_offload,
+    check_mixed_precision,
     check_strategy,
     check_type,
-    planned_feature,
-    planned_strategy,
     refuse,
 )
+from paceline.train.bad_steps import BadStep, BadSteps
+from paceline.train.loss import LossValue
+from paceline.train.overflow import explain_bad_steps, find_overflow
 from paceline.train.randomness import capture_random_states, restore_random_states
+from paceline.train.scaler import make_scaler
 from paceline.train.settings import DistributedConfig as DistributedConfig
-from paceline.train.step import weigh_gradients
+from paceline.train.step import StepOutcome, scale_gradients, weigh_gradients
 from paceline.train.step_metrics import StepMetrics, StepTimer
+from paceline.train.update import update_if_finite
+
+_MAX_BAD_UPDATES = 10
 
 
 class DistributedTrainer:
@@ -58,18 +70,19 @@ class DistributedTrainer:
 
     All ranks make the same calls in the same order. ``checkpoint_dir`` is where ``save_checkpoint`` writes;
     ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the trainer writes nothing there.
-    A finite ``gradient_clip_val`` limits the global norm; ``float("inf")`` only measures it. ``comm`` is for ranks
-    that are connected already, virtual ones for instance.
+    ``mixed_precision`` is bf16 where the device has it and fp16 with a dynamic loss scale where it has not, or a
+    policy by its name. ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``comm`` is for ranks
+    that are connected already, virtual ones for instance, and ``sharding`` for choices about fsdp and hybrid.
 
-    Raises UsageError with all problems of the arguments at once; NotYetError where they only ask for what is planned.
+    Raises UsageError with all problems of the arguments at once.
     """
 
-    # Ten arguments: nine are the documented interface, which scripts call by name, and the tenth is the seam.
+    # Eleven arguments: nine are the documented interface, which scripts call by name, then the seam, then a policy.
     def __init__(
         self,
         model: nn.Module,
         strategy: str = "ddp",
-        mixed_precision: bool = False,
+        mixed_precision: bool | str = False,
         gradient_accumulation_steps: int = 1,
         gradient_clip_val: float | None = None,
         enable_activation_checkpointing: bool = False,
@@ -77,23 +90,21 @@ class DistributedTrainer:
         checkpoint_dir: str | Path = "./checkpoints",
         log_dir: str | Path = "./logs",
         comm: Communicator | None = None,
+        sharding: ShardingPolicy | None = None,
     ) -> None:
-        wrong = [
+        problems = [
             *check_type("model", model, nn.Module, "an nn.Module"),
             *check_strategy(strategy),
+            *check_mixed_precision(mixed_precision),
             *check_accumulation(gradient_accumulation_steps),
             *check_clip(gradient_clip_val),
+            *check_type("enable_activation_checkpointing", enable_activation_checkpointing, bool, "True or False"),
+            *check_cpu_offload(cpu_offload, strategy),
             *check_type("checkpoint_dir", checkpoint_dir, (str, Path), "a path"),
             *check_type("log_dir", log_dir, (str, Path), "a path"),
             *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
         ]
-        planned = [
-            *planned_strategy(strategy),
-            *planned_feature("mixed_precision", mixed_precision),
-            *planned_feature("enable_activation_checkpointing", enable_activation_checkpointing),
-            *planned_feature("cpu_offload", cpu_offload),
-        ]
-        refuse("DistributedTrainer", wrong, planned)
+        refuse("DistributedTrainer", problems)
         self.strategy = strategy
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.gradient_clip_val = gradient_clip_val
@@ -101,10 +112,22 @@ class DistributedTrainer:
         self.log_dir = Path(log_dir)
         ranks = connect() if comm is None else comm
         trace = Trace(ranks.device)
-        self.engine = parallelize(model, TracedCommunicator(ranks, trace), strategy)
+        precision = usual_mixed_precision(ranks.device) if mixed_precision is True else mixed_precision or "fp32"
+        self.engine = parallelize(
+            model,
+            TracedCommunicator(ranks, trace),
+            strategy,
+            precision=precision,
+            checkpoint_activations="full" if enable_activation_checkpointing else "none",
+            offload=_offload(strategy) if cpu_offload else None,
+            sharding=sharding,
+        )
         self.num_updates = 0
+        self._scaler = make_scaler(self.engine.precision, ranks.device)
+        self._bad_updates = BadSteps()
         self._timer = StepTimer(trace)
         self._optimizer: torch.optim.Optimizer | None = None
+        self._last: tuple[Any, Any] = (None, None)  # batch and criterion of the last microbatch, for a replay
         self._num_steps = 0
         self._num_samples = 0
         self._num_pending = 0  # microbatches since the last update, and their samples
@@ -133,24 +156,30 @@ class DistributedTrainer:
 
         The metrics are those of this call on this rank: loss (the mean over its samples), compute_time,
         communication_time (what backward did not hide), step_time (both), samples, grad_norm (before clipping; None
-        without an update or without gradient_clip_val), learning_rate, is_update, step. On CUDA, reading the loss, the
-        norm or a time waits for the device; the call itself does not.
+        without an update), learning_rate, is_update, is_skipped (an update that was left out, as its norm is not
+        finite), step. On CUDA, reading the loss, the norm or a time waits for the device; the call itself does not.
 
-        Raises UsageError for an optimizer of other parameters, and for a batch or a loss of another form.
+        Raises UsageError for an optimizer of other parameters, and for a batch or a loss of another form; TrainingError
+        after ten updates in a row whose gradients are not finite.
         """
         self._use(optimizer)
         self._timer.start()
         samples, placed = _place(batch, self.engine.comm.device)
+        if self._scaler is not None and not self._scaler.knows_elements:
+            first = on_device(samples * self.gradient_accumulation_steps, self.engine.comm.device)
+            self.engine.comm.all_reduce(first).wait()
+            self._scaler.note_elements(first)
         is_update = self._num_pending + 1 == self.gradient_accumulation_steps
         with contextlib.nullcontext() if is_update else self.engine.no_sync():
             loss = self._backward(placed, samples, criterion) if samples else None
             if loss is None:
-                self.engine.reduce_gradients()  # the others wait for this rank; nothing happens before the last one
+                self.engine.sit_out()  # the others wait for this rank
         self._num_pending += 1
         self._pending_samples += samples
         self._num_steps += 1
         self._num_samples += samples
         learning_rate = _learning_rate(optimizer)
+        self._last = (placed if samples else None, criterion)
         norm = self._update(optimizer) if is_update else None
         times = self._timer.stop()
         values = {
@@ -162,6 +191,7 @@ class DistributedTrainer:
             "grad_norm": None if norm is None else norm.item,
             "learning_rate": learning_rate,
             "is_update": is_update,
+            "is_skipped": False if norm is None else lambda: not math.isfinite(norm.item()),
             "step": step,
         }
         return StepMetrics(values)
@@ -178,7 +208,7 @@ class DistributedTrainer:
         self.engine.comm.all_reduce(total).wait()
         has_gradients = total.item() > 0  # sync point
         if has_gradients:
-            self.engine.reduce_gradients()
+            self.engine.sit_out()  # completes what was accumulated
             self._update(optimizer)
         self._forget_gradients()
         self._timer.stop()
@@ -247,6 +277,7 @@ class DistributedTrainer:
         ``total_updates`` includes those of a checkpoint that was loaded. On CUDA it waits for the device.
         """
         times = self._timer.totals()
+        list(self._bad_updates.settle())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / times.step_s if times.step_s > 0 else 0.0
         num_steps = max(self._num_steps, 1)
         return {
@@ -258,6 +289,7 @@ class DistributedTrainer:
             "total_samples": self._num_samples,
             "total_steps": self._num_steps,
             "total_updates": self.num_updates,
+            "skipped_updates": self._bad_updates.num_skipped,
             "world_size": self.engine.comm.size,
             "strategy": self.strategy,
             "peak_memory_bytes": peak_memory_bytes(self.engine.comm.device),
@@ -286,25 +318,44 @@ class DistributedTrainer:
     def _backward(self, batch: Any, samples: int, criterion: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
         """Adds the gradient of the summed loss; returns the mean loss, unread."""
         reduction = _reduction(criterion)
-        inputs, targets = batch
-        loss = criterion(self.engine(inputs), targets)
+        loss = _loss(self.engine, batch, criterion)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"criterion returned {what}\n  a loss is one number\n  return loss.mean()")
         total = loss if reduction == "sum" else loss * samples
+        if self._scaler is not None:
+            total = total * self._scaler.factors(self.engine.comm.size, None)[0]
         total.backward()  # type: ignore[no-untyped-call]
         return loss.detach() / samples if reduction == "sum" else loss.detach()
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-        """Weighs the reduced gradients, clips them, and updates; returns the norm, if it was asked for."""
-        weigh_gradients(self.engine, self._pending_samples)
-        clip = self.gradient_clip_val
-        norm = None if clip is None else self.engine.clip_grad_norm_(clip)
-        optimizer.step()
+    def _update(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """Weighs the reduced gradients, clips them, and updates unless they are not finite; returns their norm."""
+        scaler, ranks, scale, factor = self._scaler, self.engine.comm.size, None, None
+        if scaler is not None:
+            scale, (factor, undo) = scaler.scale, scaler.factors(ranks, None)
+            scale_gradients(self.engine, undo)
+        weight = weigh_gradients(self.engine, self._pending_samples)
+        norm = self.engine.clip_grad_norm_(math.inf if self.gradient_clip_val is None else self.gradient_clip_val)
+        update_if_finite(optimizer, norm)
+        if scaler is not None:
+            scaler.note_elements(ranks / weight)
+            scaler.update(norm)
         self.num_updates += 1
         self._applied_samples += self._pending_samples
         self._forget_gradients()
+        outcome = StepOutcome(loss_sum=norm, count=0.0, grad_norm=norm, loss_scale=scale, factor=factor)
+        for bad in self._bad_updates.note(self.num_updates, outcome, self._last):
+            self._stop_if_stuck(bad)
         return norm
+
+    def _stop_if_stuck(self, bad: BadStep) -> None:
+        """Raises TrainingError if this bad update is one too many in a row; all ranks come here together."""
+        if bad.num_in_a_row < _MAX_BAD_UPDATES:
+            return
+        batch, criterion = bad.batch
+        replayed = _CriterionLoss(self.engine, criterion)
+        finding = find_overflow(self.engine, [batch], replayed, bad.outcome.factor, dtype=None)
+        raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, what="update"))
 
     def _forget_gradients(self) -> None:
         """Starts a new group. Not the optimizer's zero_grad(), which leaves parameters that it does not update."""
@@ -317,13 +368,16 @@ class DistributedTrainer:
     def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> TrainingState:
         comm = self.engine.comm
         everyone = gather_objects(comm, (capture_random_states(comm.device), self._applied_samples))
+        list(self._bad_updates.settle())
+        counts = {"bad_steps": self._bad_updates.state_dict()}
+        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         return TrainingState(
             step=self.num_updates,
             position=sum(samples for _, samples in everyone),
             model=self.engine.full_state_dict(rank0_only=True),
-            optimizer=optimizer.state_dict(),
+            optimizer=self.engine.full_optimizer_state(optimizer, rank0_only=True),
             random=[states for states, _ in everyone],
-            extra=extra,
+            extra={**extra, **counts, **scale},
         )
 
     def _choose_checkpoint(self, path: str | Path | None) -> Path:
@@ -343,13 +397,17 @@ class DistributedTrainer:
         try:
             self.engine.load_full_state_dict(state.model)
             if optimizer is not None:
-                optimizer.load_state_dict(state.optimizer)
+                self.engine.load_full_optimizer_state(optimizer, state.optimizer)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {state.step} does not fit this model or optimizer\n  {error}\n"
                 "  build both as they were when it was saved"
             ) from error
         self._forget_gradients()
+        if self._scaler is not None and "scaler" in state.extra:
+            self._scaler.load_state_dict(state.extra["scaler"])
+        if "bad_steps" in state.extra:
+            self._bad_updates.load_state_dict(state.extra["bad_steps"])
         self.num_updates = state.step
         self._applied_samples = state.position if comm.rank == 0 else 0
         if len(state.random) == comm.size:
@@ -357,6 +415,43 @@ class DistributedTrainer:
 
 
 # Batches, losses and rates as users have them.
+
+
+class _CriterionLoss:
+    """A user's criterion as the loss that a replay takes."""
+
+    elements_per_sample = None
+
+    def __init__(self, engine: Engine, criterion: Callable[[Any, Any], torch.Tensor]) -> None:
+        self._engine = engine
+        self._criterion = criterion
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        del model
+        return LossValue(_loss(self._engine, batch, self._criterion), 1.0)
+
+    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        return self(model, batch)
+
+
+def _loss(engine: Engine, batch: Any, criterion: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+    """Runs model and criterion; the criterion gets fp32 where the module's parameters are less."""
+    inputs, targets = batch
+    with engine.precision.context(engine.comm.device):
+        outputs = engine(inputs)
+        if engine.precision.param_dtype is not None:
+            outputs = tree_map(_in_full, outputs)
+        return criterion(outputs, targets)
+
+
+def _in_full(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
+
+def _offload(strategy: str) -> Offload:
+    """Returns all that a strategy can keep on the host."""
+    return Offload(optimizer=True, gradients=True, parameters=strategy not in ("zero1", "zero2"))
 
 
 def _place(batch: Any, device: torch.device) -> tuple[int, Any]:

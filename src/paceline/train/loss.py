@@ -19,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.imports import import_from_path
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
+_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class CrossEntropy:
 
     def _total(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
+        if rows.dtype in _HALF:  # a module of bf16 parameters gives those; sums and exponentials need more digits
+            rows = rows.float()
         return F.cross_entropy(rows, targets.reshape(-1), reduction="sum", ignore_index=IGNORED)
 
     def _count(self, targets: torch.Tensor) -> torch.Tensor | float:

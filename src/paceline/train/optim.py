@@ -11,14 +11,18 @@ from torch import nn
 from paceline.config import OptimConfig
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
+from paceline.parallel.flat import full_shape
 
 
 def build_optimizer(config: OptimConfig, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Makes the optimizer over ``named`` parameters; those with one dim (biases, norms) get no weight decay."""
+    """Makes the optimizer over ``named`` parameters; those with one dim (biases, norms) get no weight decay.
+
+    A parameter may be a flat slice of a sharded one: the whole one's dims count.
+    """
     parameters = [parameter for _, parameter in named if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(full_shape(p)) >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if len(full_shape(p)) < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.kind == "adamw":

@@ -3,14 +3,16 @@
     scale = ranks / count                      count over all ranks and microbatches, known before backward
     for each microbatch:                       all but the last without synchronisation
         (summed loss * scale).backward()       gradients are averaged over ranks: the ranks cancel
-    clip by the global norm; update
+    clip by the global norm; update            unless that norm is not finite
 
-So the gradient is that of the mean over the global batch, however it was cut.
+So the gradient is that of the mean over the global batch, however it was cut. Every rank goes through the same number
+of microbatches, and sits out those for which it has no samples. In fp16 the loss is scaled besides, see scaler.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,8 +21,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from paceline.data.loader import StepBatch
-from paceline.parallel.ddp import DataParallel
+from paceline.parallel.engine import Engine
 from paceline.train.loss import Loss, LossValue
+from paceline.train.scaler import LossScaler
+from paceline.train.update import update_if_finite
 
 
 class Laps(Protocol):
@@ -28,6 +32,21 @@ class Laps(Protocol):
 
     def lap(self, phase: str) -> None:
         """Ends a phase: what has passed since the last lap belongs to it."""
+
+
+class Passes(Protocol):
+    """Runs the forward and backward passes of a step."""
+
+    def __call__(
+        self,
+        engine: Engine,
+        microbatches: Sequence[Any],
+        loss: Loss,
+        scale: float | torch.Tensor | None,
+        dtype: torch.dtype | None,
+        laps: Laps,
+    ) -> list[LossValue]:
+        """Leaves the gradients of all microbatches, reduced; returns the losses of those that had samples."""
 
 
 class NoLaps:
@@ -39,93 +58,137 @@ class NoLaps:
 
 @dataclass(slots=True, kw_only=True)
 class StepOutcome:
-    """What a step computed on this rank; tensors stay on the device until somebody asks."""
+    """What a step computed on this rank; tensors stay on the device until somebody asks.
+
+    ``grad_norm`` is that before clipping. Where it is not finite the update was left out. ``loss_scale`` is the one
+    that the step used, None where losses are not scaled; ``factor`` is what summed losses were multiplied by.
+    """
 
     loss_sum: torch.Tensor
     count: torch.Tensor | float
-    grad_norm: torch.Tensor | None
+    grad_norm: torch.Tensor
+    loss_scale: torch.Tensor | None = None
+    factor: float | torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPolicy:
-    """What may be chosen about a step."""
+    """What may be chosen about a step, and about steps that go wrong.
+
+    Without a ``clip_norm`` the norm is measured all the same: it is what tells a step that must be left out.
+    """
 
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float32
+    loss_scale: float = 65536.0
+    max_bad_steps: int = 10
 
 
 def train_step(
-    engine: DataParallel,
+    engine: Engine,
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
     loss: Loss,
     policy: StepPolicy,
     laps: Laps | None = None,
+    scaler: LossScaler | None = None,
+    passes: Passes | None = None,
 ) -> StepOutcome:
-    """Trains on one global batch and updates the parameters."""
+    """Trains on one global batch and updates the parameters, unless a gradient is not finite.
+
+    ``passes`` runs forward and backward in the place of ``accumulate``, with the same arguments.
+    """
     laps = laps or NoLaps()
-    ranks = engine.comm.size
-    per_sample = loss.elements_per_sample
-    # Where every sample counts alike the global count needs no communication: all ranks know the global batch.
-    scale = None if per_sample is None else ranks / (batch.global_samples * per_sample)
-    values = accumulate(engine, batch.microbatches, loss, scale, policy.dtype, laps)
+    loss_scale = None if scaler is None else scaler.scale
+    factor, undo = loss_factors(engine, batch, loss, scaler)
+    values = (passes or accumulate)(engine, batch.microbatches, loss, factor, policy.dtype, laps)
     loss_sum = _total([value.total.detach() for value in values], engine.comm.device)
     count = sum((value.count for value in values), 0.0)
-    if scale is None:
-        weigh_gradients(engine, count)
+    if undo is not None:
+        scale_gradients(engine, undo)
+    if loss.elements_per_sample is None:
+        weight = weigh_gradients(engine, count)
+        if scaler is not None:
+            scaler.note_elements(engine.comm.size / weight)
         laps.lap("backward")
-    norm = engine.clip_grad_norm_(policy.clip_norm) if policy.clip_norm is not None else None
-    optimizer.step()
+    norm = engine.clip_grad_norm_(math.inf if policy.clip_norm is None else policy.clip_norm)
+    update_if_finite(optimizer, norm)
+    if scaler is not None:
+        scaler.update(norm)
     optimizer.zero_grad(set_to_none=True)
     laps.lap("optimizer")
-    return StepOutcome(loss_sum=loss_sum, count=count, grad_norm=norm)
+    return StepOutcome(loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=loss_scale, factor=factor)
+
+
+def loss_factors(
+    engine: Engine, batch: StepBatch, loss: Loss, scaler: LossScaler | None
+) -> tuple[float | torch.Tensor | None, torch.Tensor | None]:
+    """Returns what summed losses are multiplied by before backward, and gradients after it; None: nothing.
+
+    Where every sample counts alike the count needs no communication: all ranks know the global batch.
+    """
+    per_sample, ranks = loss.elements_per_sample, engine.comm.size
+    count = None if per_sample is None else batch.global_samples * per_sample
+    if scaler is not None:
+        return scaler.factors(ranks, count, guess=batch.global_samples)
+    return (None if count is None else ranks / count), None
 
 
 def accumulate(
-    engine: DataParallel,
+    engine: Engine,
     microbatches: Sequence[Any],
     loss: Loss,
-    scale: float | None,
-    dtype: torch.dtype,
+    scale: float | torch.Tensor | None,
+    dtype: torch.dtype | None,
     laps: Laps,
 ) -> list[LossValue]:
     """Runs forward and backward over the microbatches; gradients are reduced with the last one."""
-    present = [microbatch for microbatch in microbatches if microbatch is not None]
     values = []
-    for number, microbatch in enumerate(present):
-        is_last = number == len(present) - 1
-        with contextlib.nullcontext() if is_last else engine.no_sync():
-            value = loss(engine, place(microbatch, engine.comm.device, dtype))
+    last = len(microbatches) - 1
+    context = engine.precision.context(engine.comm.device)
+    for number, microbatch in enumerate(microbatches):
+        with contextlib.nullcontext() if number == last else engine.no_sync():
+            if microbatch is None:
+                engine.sit_out()
+                laps.lap("backward")
+                continue
+            with context:
+                value = loss(engine, place(microbatch, engine.comm.device, dtype))
             laps.lap("forward")
             (value.total if scale is None else value.total * scale).backward()  # type: ignore[no-untyped-call]
             laps.lap("backward")
         values.append(value)
-    if not present:
-        engine.reduce_gradients()  # this rank got no samples, but the others wait for it
+    if not microbatches:
+        engine.sit_out()  # no samples in the whole step, but the others wait for this rank
         laps.lap("backward")
     return values
 
 
-@torch.no_grad()
-def weigh_gradients(engine: DataParallel, count: float | torch.Tensor) -> None:
-    """Turns gradients of summed losses, averaged over ranks, into those of the global mean.
+def weigh_gradients(engine: Engine, count: float | torch.Tensor) -> torch.Tensor:
+    """Turns gradients of summed losses, averaged over ranks, into those of the global mean; returns the factor.
 
     Where nothing counts on any rank (every target is ignored) the sums are zero, and so is the gradient.
     """
-    scale = engine.loss_scale(count)
-    scale = torch.where(scale.isfinite(), scale, torch.zeros_like(scale))
+    factor = engine.loss_scale(count)
+    scale_gradients(engine, torch.where(factor.isfinite(), factor, torch.zeros_like(factor)))
+    return factor
+
+
+@torch.no_grad()
+def scale_gradients(engine: Engine, factor: torch.Tensor) -> None:
+    """Multiplies what this rank holds of the gradients."""
     gradients = [p.grad for p in engine.parameters() if p.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        torch._foreach_mul_(gradients, factor.to(gradients[0]))
 
 
-def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Brings a batch to the device, and its floating point tensors to ``dtype``."""
+def place(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Brings a batch to the device, and its floating point tensors to ``dtype`` if there is one."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        target = dtype if value.is_floating_point() else value.dtype
+        target = dtype if dtype is not None and value.is_floating_point() else value.dtype
         return value.to(device=device, dtype=target, non_blocking=True)
 
     return tree_map(move, batch)

@@ -14,21 +14,24 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
 
 from paceline.checkpoint import TrainingState
 from paceline.comm.objects import gather_objects
 from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
 from paceline.errors import CheckpointError, TrainingError
 from paceline.monitor.meter import StepFacts, StepMeter
-from paceline.monitor.records import EvalRecord, StepRecord
+from paceline.monitor.records import EvalRecord, EventRecord, StepRecord
 from paceline.monitor.sinks import Sink
-from paceline.parallel.ddp import DataParallel
+from paceline.parallel.engine import Engine
 from paceline.planning import Plan
+from paceline.train.bad_steps import BadStep, BadSteps
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.loss import Loss
 from paceline.train.optim import set_learning_rate
+from paceline.train.overflow import explain_bad_steps, find_overflow
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
+from paceline.train.retry import Retry
+from paceline.train.scaler import make_scaler
 from paceline.train.schedule import Schedule
 from paceline.train.step import StepOutcome, StepPolicy, train_step
 
@@ -38,7 +41,7 @@ class TrainerParts:
     """What a trainer is made of; each part is usable alone."""
 
     plan: Plan
-    engine: DataParallel
+    engine: Engine
     optimizer: torch.optim.Optimizer
     loader: TrainLoader
     eval_loader: EvalLoader | None
@@ -47,6 +50,7 @@ class TrainerParts:
     policy: StepPolicy
     meter: StepMeter
     seed: int
+    passes: Retry | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +117,10 @@ class Trainer:
         self.sink = sink
         self.step = 0
         self.position = 0
+        self.scaler = make_scaler(parts.engine.precision, parts.engine.comm.device, parts.policy.loss_scale)
+        self.bad_steps = BadSteps()
+        if parts.passes is not None:
+            parts.passes.on_cut = self._note_cut
 
     def run(self) -> None:
         """Runs all remaining steps and their hooks, and waits for the last records."""
@@ -121,6 +129,8 @@ class Trainer:
                 for hook in self.hooks:
                     hook(self, result)
             self.flush(wait=True)
+            for bad in self.bad_steps.settle():
+                self._note_bad(bad)
         finally:
             if self.parts.eval_loader is not None:
                 self.parts.eval_loader.close()
@@ -141,11 +151,11 @@ class Trainer:
             batches.close()
 
     def flush(self, *, wait: bool = False) -> None:
-        """Writes the records of finished steps. Raises TrainingError when a loss or a gradient norm is not finite."""
+        """Writes the records of finished steps. Raises TrainingError when a loss is not finite that was trained on."""
         for record in self.parts.meter.drain(wait=wait):
             if self.sink is not None:
                 self.sink.write(record)
-            _check_finite(record)
+            _check_loss(record)
 
     def evaluate(self) -> Evaluation | None:
         """Evaluates exactly, over all ranks; None without an evaluation set."""
@@ -170,13 +180,19 @@ class Trainer:
     def state(self) -> TrainingState:
         """Collects the full state, as copies, on rank 0; the random states of all ranks take one exchange."""
         self.flush(wait=True)  # a state with a loss that is not finite is not worth saving
-        comm = self.parts.engine.comm
+        for bad in self.bad_steps.settle():
+            self._note_bad(bad)
+        comm, engine = self.parts.engine.comm, self.parts.engine
+        extra: dict[str, Any] = {"bad_steps": self.bad_steps.state_dict()}
+        if self.scaler is not None:
+            extra["scaler"] = self.scaler.state_dict()
         return TrainingState(
             step=self.step,
             position=self.position,
-            model=self.parts.engine.full_state_dict(rank0_only=True),
-            optimizer=_on_cpu(self.parts.optimizer.state_dict()) if comm.rank == 0 else {},
+            model=engine.full_state_dict(rank0_only=True),
+            optimizer=engine.full_optimizer_state(self.parts.optimizer, rank0_only=True),
             random=gather_objects(comm, capture_random_states(comm.device)),
+            extra=extra,
         )
 
     def load_state(self, state: TrainingState) -> None:
@@ -188,7 +204,7 @@ class Trainer:
         try:
             self.parts.engine.load_full_state_dict(state.model)
             asked = [_settings(group) for group in self.parts.optimizer.param_groups]
-            self.parts.optimizer.load_state_dict(state.optimizer)
+            self.parts.engine.load_full_optimizer_state(self.parts.optimizer, state.optimizer)
             _check_groups(self.parts.optimizer)
             for group, settings in zip(self.parts.optimizer.param_groups, asked, strict=True):
                 group.update(settings)  # rates and decay are what the config asks for now
@@ -199,10 +215,35 @@ class Trainer:
                 "  resume with the config that the run was started with"
             ) from error
         self.step, self.position = state.step, state.position
+        if self.scaler is not None and "scaler" in state.extra:
+            self.scaler.load_state_dict(state.extra["scaler"])
+        if "bad_steps" in state.extra:
+            self.bad_steps.load_state_dict(state.extra["bad_steps"])
         if len(state.random) == comm.size:
             restore_random_states(state.random[comm.rank], comm.device)
         else:
             seed_everything(self.parts.seed, comm.rank, state.step)
+
+    def _note_cut(self, microbatch: int) -> None:
+        """Records that memory ran out, and that microbatches are smaller from here on."""
+        if self.sink is not None:
+            detail = {"microbatch": microbatch, "reason": "out of memory"}
+            self.sink.write(EventRecord(name="microbatch", step=self.step, detail=detail, time=time.time()))
+
+    def _note_bad(self, bad: BadStep) -> None:
+        """Records a step that was left out. Raises TrainingError if it is one too many in a row, on all ranks alike.
+
+        A run that is shorter than the limit must have trained on one step at least.
+        """
+        if self.sink is not None:
+            self.sink.write(EventRecord(name="skipped", step=bad.step, detail=bad.detail(), time=time.time()))
+        parts = self.parts
+        if bad.num_in_a_row < min(parts.policy.max_bad_steps, parts.plan.total_steps):
+            return
+        self.flush(wait=True)
+        microbatches, factor = bad.batch.microbatches, bad.outcome.factor
+        finding = find_overflow(parts.engine, microbatches, parts.loss, factor, parts.policy.dtype, parts.passes)
+        raise TrainingError(explain_bad_steps(bad, finding, parts.engine.precision))
 
     def _step(self, batch: StepBatch) -> StepResult:
         parts = self.parts
@@ -211,7 +252,16 @@ class Trainer:
             (self.step, self.step + 1) if schedule.unit == "steps" else (batch.position, batch.next_position)
         )
         lr = set_learning_rate(parts.optimizer, schedule.factor(before=before, after=after))
-        outcome = train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, parts.meter)
+        outcome = train_step(
+            parts.engine,
+            parts.optimizer,
+            batch,
+            parts.loss,
+            parts.policy,
+            parts.meter,
+            scaler=self.scaler,
+            passes=parts.passes,
+        )
         self.step += 1
         self.position = batch.next_position
         facts = StepFacts(
@@ -223,18 +273,13 @@ class Trainer:
             loss_sum=outcome.loss_sum,
             count=outcome.count,
             grad_norm=outcome.grad_norm,
+            loss_scale=outcome.loss_scale,
         )
         parts.meter.finish(facts)
+        for bad in self.bad_steps.note(self.step, outcome, batch):
+            self._note_bad(bad)
         is_last = self.step == parts.plan.total_steps
         return StepResult(step=self.step, position=self.position, lr=lr, outcome=outcome, is_last=is_last)
-
-
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    def copy(value: Any) -> Any:
-        return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-    copied: dict[str, Any] = tree_map(copy, state)
-    return copied
 
 
 def _check_groups(optimizer: torch.optim.Optimizer) -> None:
@@ -252,12 +297,12 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "lr": peak, "initial_lr": peak}
 
 
-def _check_finite(record: StepRecord) -> None:
-    numbers = [value for value in (record.loss, record.grad_norm) if value is not None]
-    if not all(map(math.isfinite, numbers)):
+def _check_loss(record: StepRecord) -> None:
+    """Raises TrainingError for a loss that is not finite although its gradients are, so that it was trained on."""
+    if record.loss is not None and not math.isfinite(record.loss) and not record.is_skipped:
         raise TrainingError(
             f"the loss is {record.loss} at step {record.step} (learning rate {record.lr:.3g}, "
             f"gradient norm {record.grad_norm})\n"
-            "  training cannot go on from there; no later checkpoint was saved\n"
-            "  lower optim.lr, set optim.clip_norm, or look at the data of that step"
+            "  its gradients are finite, so they say nothing of what is wrong; no later checkpoint was saved\n"
+            "  look at the loss function and the data of that step"
         )

@@ -1,0 +1,226 @@
+"""The arms of the engine benchmark: every engine of ours and its peers, as a user would set each of them up.
+
+An arm has a *peer*, the arm that its time is divided by: torch DDP for our data parallelism, our data parallelism for
+ZeRO 1 and 2, FSDP2 for our full sharding, the plain loop at world size 1. Every arm trains a copy of its own of one
+model, from the same values, on the same batch, with the same optimizer and clipping: what differs is the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.bench.workloads import Workload
+from paceline.comm.base import Communicator
+from paceline.errors import UsageError
+from paceline.models.registry import model_blocks
+from paceline.parallel.apply import compile_model, parallelize
+from paceline.parallel.fsdp import ShardingPolicy
+from paceline.precision import Precision, precision_named
+
+_CLIP = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapped:
+    """A model as an engine has set it up: how it is called, what is updated, and how that is clipped."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    parameters: list[nn.Parameter]
+    clip: Callable[[float], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to train a model; ``wrap`` sets it up. Arms of one set take turns and are in memory together."""
+
+    name: str
+    peer: str
+    wrap: Callable[[nn.Module, Communicator], Wrapped]
+    set: int = 0
+
+
+class TrainingStep:
+    """One training step of an arm: forward, backward, clip, update. Keeps the first losses."""
+
+    def __init__(self, wrapped: Wrapped, batch: tuple[torch.Tensor, torch.Tensor], num_losses: int) -> None:
+        self._wrapped = wrapped
+        self._inputs, self._targets = batch
+        self._optimizer = torch.optim.AdamW(wrapped.parameters, lr=1e-4, fused=True)
+        self._num_losses = num_losses
+        self._losses: list[torch.Tensor] = []
+
+    def __call__(self) -> None:
+        """Trains on the batch once."""
+        logits = self._wrapped.forward(self._inputs)
+        rows = logits.view(-1, logits.shape[-1]).float()  # a module of bf16 parameters gives bf16
+        loss = F.cross_entropy(rows, self._targets.view(-1))
+        if len(self._losses) < self._num_losses:
+            self._losses.append(loss.detach())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._wrapped.clip(_CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of this rank's first steps."""
+        return [float(loss) for loss in self._losses]
+
+
+def set_up(
+    arm: Arm, workload: Workload, comm: Communicator, num_losses: int, *, compiled: bool = False
+) -> TrainingStep:
+    """Builds an arm's model, compiled block by block if asked, and returns its training step."""
+    model = workload.make_model(comm.device)
+    if compiled:
+        compile_model(model, whole=False)
+    return TrainingStep(arm.wrap(model, comm), workload.make_batch(comm.device, comm.rank), num_losses)
+
+
+# Which arms there are.
+
+
+def arms_on_ranks(workload: Workload, ranks: int) -> list[Arm]:
+    """Returns the arms on several ranks, in fp32."""
+    torch_ddp, ddp, fsdp2, hybrid2 = "torch ddp", "paceline ddp", "torch fsdp2", "torch fsdp2 hybrid"
+    arms = [
+        Arm(name=ddp, peer=torch_ddp, wrap=partial(_wrap_ours, strategy="ddp")),
+        Arm(name=torch_ddp, peer=torch_ddp, wrap=_wrap_ddp),
+        Arm(name=f"{torch_ddp}, gradient_as_bucket_view", peer=torch_ddp, wrap=partial(_wrap_ddp, as_view=True)),
+        Arm(name="paceline zero1", peer=ddp, wrap=partial(_wrap_ours, strategy="zero1")),
+        Arm(name="paceline zero2", peer=ddp, wrap=partial(_wrap_ours, strategy="zero2")),
+        Arm(name="paceline fsdp", peer=fsdp2, wrap=partial(_wrap_ours, strategy="fsdp")),
+        Arm(name=fsdp2, peer=fsdp2, wrap=_wrap_fsdp2),
+    ]
+    if workload.model == "mlp":  # its layers are so small that one unit may suit it better
+        arms.append(Arm(name=f"{fsdp2} root only", peer=fsdp2, wrap=partial(_wrap_fsdp2, root_only=True)))
+    if ranks >= 4 and ranks % 2 == 0:
+        ours = partial(_wrap_ours, strategy="hybrid", shard_ranks=ranks // 2)
+        arms.append(Arm(name="paceline hybrid", peer=hybrid2, wrap=ours))
+        arms.append(Arm(name=hybrid2, peer=hybrid2, wrap=partial(_wrap_fsdp2, shard_ranks=ranks // 2)))
+    return arms
+
+
+def arms_alone() -> list[Arm]:
+    """Returns the arms at world size 1 in fp32: what the engine itself costs."""
+    plain = "plain loop"
+    return [
+        Arm(name=plain, peer=plain, wrap=_wrap_plain),
+        Arm(name="paceline ddp", peer=plain, wrap=partial(_wrap_ours, strategy="ddp")),
+        Arm(name="paceline fsdp", peer=plain, wrap=partial(_wrap_ours, strategy="fsdp")),
+    ]
+
+
+def arms_in_bf16() -> list[Arm]:
+    """Returns the arms at world size 1 in bf16, through autocast or with fp32 masters.
+
+    In two sets, for not all of them fit on one device: those that replicate, and those that shard.
+    """
+    plain, fsdp2 = "plain loop bf16", "torch fsdp2 bf16_master"
+    master = partial(_wrap_ours, precision="bf16_master")
+    autocast = partial(_wrap_ours, precision="bf16")
+    return [
+        Arm(name=plain, peer=plain, wrap=partial(_wrap_plain, precision="bf16")),
+        Arm(name="torch ddp bf16", peer=plain, wrap=partial(_wrap_ddp, precision="bf16")),
+        Arm(name="paceline ddp bf16", peer=plain, wrap=partial(autocast, strategy="ddp")),
+        Arm(name="paceline ddp bf16_master", peer=plain, wrap=partial(master, strategy="ddp")),
+        Arm(name=fsdp2, peer=fsdp2, wrap=partial(_wrap_fsdp2, precision="bf16_master"), set=1),
+        Arm(name="paceline fsdp bf16_master", peer=fsdp2, wrap=partial(master, strategy="fsdp"), set=1),
+        Arm(name="paceline fsdp bf16", peer=fsdp2, wrap=partial(autocast, strategy="fsdp"), set=1),
+    ]
+
+
+def select(arms: Sequence[Arm], wanted: Sequence[str] | None) -> list[Arm]:
+    """Returns the arms whose name contains one of the words, with their peers; all without words."""
+    if not wanted:
+        return list(arms)
+    by_name = {arm.name: arm for arm in arms}
+    names = {arm.name for arm in arms if any(word in arm.name for word in wanted)}
+    while missing := {by_name[name].peer for name in names} - names:
+        names |= missing
+    return [arm for arm in arms if arm.name in names]
+
+
+def check_words(arms: Sequence[Arm], wanted: Sequence[str]) -> None:
+    """Raises UsageError for words that are in no arm's name."""
+    wrong = [word for word in wanted if not any(word in arm.name for arm in arms)]
+    if wrong:
+        names = dict.fromkeys(arm.name for arm in arms)
+        raise UsageError(
+            f"--arms {','.join(wrong)}: no arm is called so\n  an arm is taken if its name contains one of the words\n"
+            f"  there are {'; '.join(names)}"
+        )
+
+
+def sets_of(arms: Sequence[Arm]) -> Iterator[list[Arm]]:
+    """Iterates over the sets of arms that take turns."""
+    for number in sorted({arm.set for arm in arms}):
+        yield [arm for arm in arms if arm.set == number]
+
+
+# How each is set up.
+
+
+def _wrap_ours(
+    model: nn.Module, comm: Communicator, *, strategy: str, precision: str = "fp32", shard_ranks: int | None = None
+) -> Wrapped:
+    sharding = None if shard_ranks is None else ShardingPolicy(shard_ranks=shard_ranks)
+    engine = parallelize(model, comm, strategy, precision=precision, sharding=sharding)
+    return Wrapped(forward=engine, parameters=list(engine.parameters()), clip=engine.clip_grad_norm_)
+
+
+def _wrap_plain(model: nn.Module, comm: Communicator, *, precision: str = "fp32") -> Wrapped:
+    return _wrap_torch(model, model, comm, precision_named(precision))
+
+
+def _wrap_ddp(model: nn.Module, comm: Communicator, *, as_view: bool = False, precision: str = "fp32") -> Wrapped:
+    device_ids = None if comm.device.type == "cpu" else [comm.device]
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=as_view)
+    return _wrap_torch(wrapped, model, comm, precision_named(precision))
+
+
+def _wrap_fsdp2(
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    root_only: bool = False,
+    precision: str = "fp32",
+    shard_ranks: int | None = None,
+) -> Wrapped:
+    """Shards the model's blocks and its root, as FSDP2's tutorial does; of a model without blocks, its layers."""
+    policy = precision_named(precision)
+    mixed = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+    mesh = _mesh(comm, shard_ranks)
+    units = model_blocks(model) or [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for unit in [] if root_only else units:
+        fully_shard(unit, mesh=mesh, mp_policy=mixed)
+    fully_shard(model, mesh=mesh, mp_policy=mixed)
+    return _wrap_torch(model, model, comm, policy)
+
+
+def _mesh(comm: Communicator, shard_ranks: int | None) -> DeviceMesh:
+    if shard_ranks is None:
+        return init_device_mesh(comm.device.type, (comm.size,))
+    shape = (comm.size // shard_ranks, shard_ranks)
+    return init_device_mesh(comm.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _wrap_torch(call: Callable[..., Any], model: nn.Module, comm: Communicator, precision: Precision) -> Wrapped:
+    parameters = list(model.parameters())
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        with precision.context(comm.device):
+            logits: torch.Tensor = call(inputs)
+        return logits
+
+    return Wrapped(forward=forward, parameters=parameters, clip=lambda norm: nn.utils.clip_grad_norm_(parameters, norm))

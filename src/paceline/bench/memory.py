@@ -1,0 +1,312 @@
+"""The largest GPT that trains within a memory budget, for each strategy and option: found by real training steps.
+
+The number of layers grows at a fixed width, with one sample of a fixed length. A size fits if two whole steps run: the
+second has the optimizer's state in memory. On CUDA the budget is a share of the device that the allocator may not
+exceed, and a real out-of-memory error says no. On a CPU, where nothing can be taken away from a process, the tensors
+alive after backward are counted exactly: parameters, gradients and optimizer state, without activations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.bench.largest import Budget, Largest, Usage, find_largest
+from paceline.comm.solo import SoloCommunicator
+from paceline.errors import TrainingError, UsageError
+from paceline.memory.offload import Offload
+from paceline.models.gpt import GPT, GPTConfig, gpt_config
+from paceline.parallel.apply import parallelize
+from paceline.parallel.engine import Engine
+from paceline.units import GIB
+
+_NUM_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to train."""
+
+    name: str
+    strategy: str = "ddp"
+    precision: str = "fp32"
+    checkpoint_activations: str = "none"
+    offload: Offload = field(default_factory=Offload)
+
+
+_sharded = partial(Option, strategy="fsdp", precision="bf16_master")
+OPTIONS = (
+    Option(name="ddp fp32"),
+    Option(name="ddp bf16", precision="bf16"),
+    Option(name="ddp bf16_master", precision="bf16_master"),
+    _sharded(name="fsdp bf16_master"),
+    _sharded(name="fsdp bf16_master checkpointed", checkpoint_activations="full"),
+    _sharded(
+        name="fsdp bf16_master checkpointed, optimizer offloaded",
+        checkpoint_activations="full",
+        offload=Offload(optimizer=True),
+    ),
+    _sharded(
+        name="fsdp bf16_master checkpointed, optimizer and parameters offloaded",
+        checkpoint_activations="full",
+        offload=Offload(optimizer=True, parameters=True),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Models that differ in their number of layers alone, and the length of the one sample that they train on."""
+
+    size: str
+    context: int
+
+    def config(self, layers: int) -> GPTConfig:
+        """Returns the config of a member."""
+        return gpt_config(self.size, layers=layers, context=self.context, dropout=0.0)
+
+
+class Meter(Protocol):
+    """Counts the memory of a trial; ``read`` raises torch.OutOfMemoryError where the device's is over its limit."""
+
+    def start(self) -> None:
+        """Begins a trial."""
+
+    def note(self) -> None:
+        """Called where a step holds the most that lasts: after backward."""
+
+    def read(self) -> Usage:
+        """Returns what the trial needed at most."""
+
+
+def bench_memory(
+    option: Option, family: Family, budget: Budget, device: torch.device, *, max_trials: int = 5
+) -> dict[str, Any]:
+    """Finds the largest model of a family that trains with an option; returns a row."""
+    meter: Meter = _CudaMeter(device, budget) if device.type == "cuda" else _TensorMeter(budget)
+    trials: dict[int, _Trial] = {}
+
+    def attempt(layers: int) -> Usage | None:
+        trial = _attempt(option, family.config(layers), device, meter)
+        if trial is None:
+            return None
+        trials[layers] = trial
+        return trial.usage
+
+    return _row(option, find_largest(attempt, budget, max_trials=max_trials), trials)
+
+
+def select_options(words: Sequence[str] | None) -> list[Option]:
+    """Returns the options whose name contains one of the words; all without words. UsageError where there are none."""
+    found = [option for option in OPTIONS if not words or any(word in option.name for word in words)]
+    if not found:
+        raise UsageError(
+            f"--options {','.join(words or [])}: no row is called so\n"
+            "  a row is taken if its name contains one of the words\n"
+            f"  there are {'; '.join(option.name for option in OPTIONS)}"
+        )
+    return found
+
+
+def make_budget(device: torch.device, budget_gb: float | None, host_gb: float) -> Budget:
+    """Returns the budget in bytes; without a number, the whole device. Raises UsageError for more than there is."""
+    if budget_gb is None and device.type != "cuda":
+        raise UsageError("--budget-gb is needed on a CPU\n  there the bytes of tensors are counted against it")
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    device_bytes = int(total if budget_gb is None and total is not None else (budget_gb or 0) * GIB)
+    for name, asked, there in (
+        ("--budget-gb", device_bytes, total),
+        ("--host-gb", int(host_gb * GIB), psutil.virtual_memory().available if total is not None else None),
+    ):
+        if asked < 1 or (there is not None and asked > there):
+            free = "" if there is None else f", and there are {there / GIB:.3g}"
+            raise UsageError(f"{name} {asked / GIB:.3g}{free}\n  give what may be used, in GiB")
+    return Budget(device_bytes=device_bytes, host_bytes=int(host_gb * GIB))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    usage: Usage
+    parameters: int
+    tokens_per_s: float
+
+
+def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _Trial | None:
+    """Trains for two steps; returns None where the memory did not suffice. Leaves nothing in memory."""
+    _release(device)
+    meter.start()
+    trial: _Trial | None = None
+    with contextlib.suppress(torch.OutOfMemoryError):
+        trial = _train(option, config, device, meter)
+    _release(device)  # not before: the error's frames hold the tensors
+    return trial
+
+
+def _train(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _Trial:
+    model, parameters = _make_model(option, config, device)
+    engine = _make_engine(option, model, device)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
+    tokens = torch.arange(config.context + 1, device=device).remainder(config.vocab_size)
+    seconds = 0.0
+    for _ in range(_NUM_STEPS):
+        start = time.perf_counter()
+        logits = engine(tokens[None, :-1])
+        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), tokens[1:])
+        del logits
+        loss.backward()  # type: ignore[no-untyped-call]
+        meter.note()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if not torch.isfinite(loss):  # sync point
+            raise TrainingError(f"{option.name}: the loss of {config.layers} layers is not finite")
+        seconds = time.perf_counter() - start
+    return _Trial(usage=meter.read(), parameters=parameters, tokens_per_s=config.context / seconds)
+
+
+def _make_model(option: Option, config: GPTConfig, device: torch.device) -> tuple[nn.Module, int]:
+    torch.manual_seed(0)
+    with torch.device("meta") if option.strategy == "fsdp" else device:
+        model = GPT(config)
+    if option.strategy == "fsdp":
+        _initialise_quickly(model)
+    return model, sum(parameter.numel() for parameter in model.parameters())
+
+
+def _make_engine(option: Option, model: nn.Module, device: torch.device) -> Engine:
+    return parallelize(
+        model,
+        SoloCommunicator(device),
+        option.strategy,
+        precision=option.precision,
+        checkpoint_activations=option.checkpoint_activations,
+        offload=option.offload,
+    )
+
+
+def _initialise_quickly(model: nn.Module) -> None:
+    """Lets matrices be filled by repeating a few random rows: drawing billions of numbers on a host takes minutes."""
+
+    def fill(module: nn.Linear | nn.Embedding) -> None:
+        count, width = module.weight.shape
+        rows = torch.randn(min(count, 64), width) * 0.02
+        module.weight.data.copy_(rows.repeat(-(-count // len(rows)), 1)[:count])
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.reset_parameters = partial(fill, module)  # type: ignore[method-assign]
+
+
+def _release(device: torch.device) -> None:
+    """Gives all memory back that is not in use, pinned memory too, so that a trial starts as the first did."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):  # no public name yet; the newer one first
+            if hasattr(torch._C, name):
+                getattr(torch._C, name)()
+                break
+
+
+class _CudaMeter:
+    """The allocator's own count, and its limit."""
+
+    def __init__(self, device: torch.device, budget: Budget) -> None:
+        self._device = device
+        self._host = _Tensors("cpu")
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(budget.device_bytes / total, 1.0), device)
+
+    def start(self) -> None:
+        """Forgets the peak so far."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._host.start()
+
+    def note(self) -> None:
+        """Counts what is on the host now."""
+        self._host.note()
+
+    def read(self) -> Usage:
+        """Returns the peaks."""
+        return Usage(device_bytes=torch.cuda.max_memory_allocated(self._device), host_bytes=self._host.peak_bytes)
+
+
+class _TensorMeter:
+    """Tensors in host memory in the place of a device's."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._tensors = _Tensors("cpu")
+
+    def start(self) -> None:
+        """Forgets the peak so far."""
+        self._tensors.start()
+
+    def note(self) -> None:
+        """Counts, and raises torch.OutOfMemoryError where there is more than the budget allows."""
+        self._tensors.note()
+        if self._tensors.peak_bytes > self._budget.device_bytes:
+            raise torch.OutOfMemoryError(f"{self._tensors.peak_bytes} bytes are in use")
+
+    def read(self) -> Usage:
+        """Returns the peak."""
+        return Usage(device_bytes=self._tensors.peak_bytes, host_bytes=0)
+
+
+class _Tensors:
+    """Counts the storages of all tensors on a kind of device that have come to life since ``start``."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._before: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def start(self) -> None:
+        """Leaves out what is there already."""
+        self._before = dict(self._storages())
+        self.peak_bytes = 0
+
+    def note(self) -> None:
+        """Counts what is there now."""
+        now = dict(self._storages())
+        self.peak_bytes = max(self.peak_bytes, sum(size for at, size in now.items() if self._before.get(at) != size))
+
+    def _storages(self) -> Iterator[tuple[int, int]]:
+        for found in gc.get_objects():
+            if type(found) in (torch.Tensor, nn.Parameter) and found.device.type == self._kind:
+                gradient = found.grad if found.is_leaf else None  # which Python may not have seen yet
+                for tensor in (found, gradient):
+                    if tensor is not None:
+                        storage = tensor.untyped_storage()
+                        yield storage.data_ptr(), storage.nbytes()
+
+
+def _row(option: Option, found: Largest, trials: dict[int, _Trial]) -> dict[str, Any]:
+    best = trials.get(found.layers)
+    offload = dataclasses.asdict(option.offload)
+    return {
+        "row": option.name,
+        "strategy": option.strategy,
+        "precision": option.precision,
+        "checkpoint_activations": option.checkpoint_activations,
+        "offload": [name for name, is_on in offload.items() if is_on],
+        "layers": found.layers,
+        "parameters": best.parameters if best else 0,
+        "device_bytes": best.usage.device_bytes if best else None,
+        "host_bytes": best.usage.host_bytes if best else None,
+        "tokens_per_s": round(best.tokens_per_s, 1) if best else None,
+        "limit": found.limit,
+        "too_many_layers": found.too_many,
+        "tried_layers": list(found.tried),
+    }

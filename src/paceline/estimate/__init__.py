@@ -1,0 +1,9 @@
+"""What a run will need, before it starts: memory by category, and the cheapest strategy that fits. No torch in here.
+
+    facts.py         what the estimates know of a model: parameters and activations, block by block
+    activations.py   those facts by formula, from the dimensions in a config
+    memory.py        memory of a rank for a strategy, precision, offload and checkpointing
+    choice.py        ``parallel.strategy: auto``: the ladder of candidates, and why one was taken
+
+Models of the user's own code have no formula: ``memory/activations.py`` measures them, and gives the same facts.
+"""

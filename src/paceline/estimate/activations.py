@@ -1,0 +1,267 @@
+"""Parameters and activations of the reference models by formula, from the dimensions in a config.
+
+Elements that a block of a GPT leaves for backward, per token, for width W, MLP width M and h heads:
+
+    two norms          2 W inputs, 2 W outputs, a few statistics     (+ 2 W where RMSNorm is not one kernel: on a CPU)
+    attention          3 W query, key, value + W output + h          (+ W where the output must be made contiguous)
+    MLP                4 M (SwiGLU) or 2 M (GELU)
+
+so 8 W + 4 M, times the bytes of an element. Under autocast the residual stream stays in the model's dtype, and every
+matrix product reads a low-precision copy of its own: the outputs of norms count 5 (3 + 2) times, in 2 bytes, and the
+weights are copied too. Dropout adds masks; in attention a CPU then has no fused kernel, and 3 h T numbers a token for T
+tokens stay. Outside of blocks: the last norm, and for a vocabulary of V the log-probabilities, 4 V bytes a token.
+
+A convolution leaves its input, a norm its input, a ReLU its output, which is the next convolution's input.
+
+Known error: within 1 % of what autograd saves on a CPU (tests/estimate/test_activations.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.config import (
+    Config,
+    GPTModelConfig,
+    GPTShape,
+    MLPModelConfig,
+    ResNetModelConfig,
+    SyntheticImagesDataConfig,
+    gpt_shape,
+)
+from paceline.config.known_data import known_shape
+from paceline.estimate.facts import BlockFacts, ModelFacts
+
+ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
+_RESNET_STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Bytes of an element: of the stream between blocks, and of what matrix products read."""
+
+    stream: int
+    compute: int
+    is_autocast: bool
+    device: str
+
+    @classmethod
+    def of(cls, precision: str, dtype: str, device: str) -> Widths:
+        """Returns the widths of a precision: autocast computes in 2 bytes, masters keep all of the model in 2."""
+        built = 8 if dtype == "float64" else 4
+        is_autocast = precision in ("bf16", "fp16")
+        stream = 2 if precision == "bf16_master" else built
+        return cls(stream=stream, compute=2 if is_autocast else stream, is_autocast=is_autocast, device=device)
+
+
+def describe_model(config: Config, device: str) -> ModelFacts | None:
+    """Returns what is known of a config's model on ``cpu`` or ``cuda``; None where only its own code can tell."""
+    widths = Widths.of(config.train.precision, config.train.dtype, device)
+    model, shape = config.model, known_shape(config.data)
+    if isinstance(model, GPTModelConfig):
+        dimensions = gpt_shape(model)
+        context = shape.context or (dimensions.context if dimensions else None)
+        if dimensions is None or context is None:
+            return None
+        return describe_gpt(dimensions, model.vocab_size or shape.vocab_size or ASSUMED_VOCABULARY, context, widths)
+    if isinstance(model, ResNetModelConfig) and isinstance(config.data, SyntheticImagesDataConfig):
+        channels = model.in_channels or config.data.channels
+        return describe_resnet(model, channels, model.num_classes or config.data.classes, config.data.size, widths)
+    if isinstance(model, MLPModelConfig):
+        features, classes = model.input_dim or shape.features, model.num_classes or shape.classes
+        return describe_mlp(model, features, classes, widths) if features and classes else None
+    return None
+
+
+# GPT
+
+
+def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths) -> ModelFacts:
+    """Returns the facts of a GPT on samples of ``context`` tokens."""
+    width, tokens = shape.width, context
+    matrices = _gpt_matrices(shape)
+    norm = width
+    block = BlockFacts(
+        parameters=matrices + 2 * norm,
+        saved_bytes=tokens * _gpt_block_bytes(shape, tokens, widths),
+        input_bytes=tokens * width * widths.stream,
+        product_bytes=tokens * widths.compute * _gpt_product_features(shape),
+        cast_bytes=2 * matrices if widths.is_autocast else 0,
+    )
+    head = vocab_size * width
+    learned = (shape.context or context) * width if shape.positions == "learned" else 0
+    rotary = 0 if learned else 2 * 4 * (shape.context or context) * (width // shape.heads // 2) * shape.layers
+    logit_bytes = 4 if widths.is_autocast else widths.stream
+    outside = _norm_bytes(shape, widths, readers=1) + vocab_size * logit_bytes + 2 * _INDEX_BYTES
+    root = BlockFacts(
+        parameters=(1 if shape.tied else 2) * head + learned + norm,
+        saved_bytes=tokens * (outside + _dropout_bytes(shape.dropout, width, widths.stream, widths)),
+        cast_bytes=2 * head if widths.is_autocast else 0,
+    )
+    # Backward begins with the gradient of the logits beside their log-probabilities.
+    logits = vocab_size * (logit_bytes + (widths.compute if widths.is_autocast else 0))
+    inner = 3 * shape.mlp_width * widths.compute
+    return ModelFacts(
+        name=f"gpt of {shape.layers} layers",
+        blocks=(block,) * shape.layers,
+        root=root,
+        buffer_bytes=rotary,
+        temporary_bytes=tokens * max(logits, inner),
+    )
+
+
+def _gpt_matrices(shape: GPTShape) -> int:
+    """Counts the weights of a block's matrices: query and output, keys and values, and the MLP."""
+    kv_width = shape.width // shape.heads * shape.kv_heads
+    mlp = (3 if shape.mlp == "swiglu" else 2) * shape.width * shape.mlp_width
+    return 2 * shape.width**2 + 2 * shape.width * kv_width + mlp
+
+
+def _gpt_block_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
+    width = shape.width
+    if shape.dropout and widths.device == "cpu":
+        # Step by step, and in float32 at least: probabilities, the mask, and what it leaves.
+        itemsize = max(widths.compute, 4)
+        attention = (3 * width + 3 * shape.heads * tokens) * itemsize + width * widths.compute
+    else:
+        copies = 2 if shape.positions == "rotary" and widths.device == "cpu" else 1
+        attention = (3 + copies) * width * widths.compute + 4 * shape.heads
+    mlp = (4 if shape.mlp == "swiglu" else 2) * shape.mlp_width * widths.compute
+    readers = 2 if shape.mlp == "swiglu" else 1
+    norms = _norm_bytes(shape, widths, readers=3) + _norm_bytes(shape, widths, readers=readers)
+    return attention + mlp + norms + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
+
+
+def _gpt_product_features(shape: GPTShape) -> int:
+    kv_width = shape.width // shape.heads * shape.kv_heads
+    mlp = (2 if shape.mlp == "swiglu" else 1) * shape.mlp_width + shape.width
+    return 2 * shape.width + 2 * kv_width + shape.width + mlp
+
+
+def _norm_bytes(shape: GPTShape, widths: Widths, *, readers: int) -> float:
+    """A norm's input and output; autocast makes one copy of the output for each of its readers."""
+    inputs = 2 * max(widths.stream, 4) if shape.norm == "rms" and widths.device == "cpu" else widths.stream
+    outputs = readers * widths.compute if widths.is_autocast else widths.stream
+    statistics = 4 if shape.norm == "rms" else 8
+    return shape.width * (inputs + outputs) + statistics
+
+
+def _dropout_bytes(dropout: float, features: int, itemsize: int, widths: Widths) -> float:
+    """A mask of bytes in CUDA's fused kernel, of numbers on a CPU."""
+    if not dropout:
+        return 0.0
+    return features * (1 if widths.device == "cuda" else itemsize)
+
+
+# Residual networks
+
+
+def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, image: int, widths: Widths) -> ModelFacts:
+    """Returns the facts of a residual network on square images."""
+    is_basic, width = model.depth == 18, model.width
+    is_small = model.stem == "small"
+    kernel, size = (3, image) if is_small else (7, _half(image))
+    stem = Convolution(in_channels, width, kernel, size)
+    stem_saved = in_channels * image**2 + stem.outputs  # the image and the norm's input; what follows is the block's
+    if not is_small:
+        size = _half(size)
+        # What the pooling reads, and where it found its maximum.
+        stem_saved += stem.outputs + width * size**2 * _INDEX_BYTES // widths.compute
+    blocks, channels, normed = [], width, [width]
+    for stage, count in enumerate(_RESNET_STAGES[model.depth]):
+        for index in range(count):
+            before, size = size, _half(size) if stage > 0 and index == 0 else size
+            inner = width * 2**stage
+            layers = list(_basic(channels, inner, size) if is_basic else _bottleneck(channels, inner, before, size))
+            out = inner if is_basic else 4 * inner
+            shortcut = [Convolution(channels, out, 1, size)] if (before, channels) != (size, out) else []
+            inputs = channels * before**2
+            normed += [layer.channels for layer in [*layers, *shortcut]]
+            blocks.append(_residual_block(layers, shortcut, inputs, widths))
+            channels = out
+    root = BlockFacts(
+        parameters=stem.parameters + channels * classes + classes,
+        saved_bytes=widths.compute * (stem_saved + channels * size**2 + channels) + 4 * classes + _INDEX_BYTES,
+        cast_bytes=2 * (stem.weights + channels * classes) if widths.is_autocast else 0,
+    )
+    return ModelFacts(
+        name=f"resnet-{model.depth}",
+        blocks=tuple(blocks),
+        root=root,
+        buffer_bytes=sum(8 * channels + _INDEX_BYTES for channels in normed) if model.norm == "batch" else 0,
+        temporary_bytes=2 * widths.compute * stem.outputs,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A convolution and the norm after it."""
+
+    inputs: int
+    channels: int
+    kernel: int
+    size: int  # of the image that comes out
+
+    @property
+    def weights(self) -> int:
+        """Weights of the convolution."""
+        return self.inputs * self.channels * self.kernel**2
+
+    @property
+    def parameters(self) -> int:
+        """Weights, and the norm's scale and shift."""
+        return self.weights + 2 * self.channels
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that come out for one image."""
+        return self.channels * self.size**2
+
+
+def _basic(channels: int, inner: int, size: int) -> Iterator[Convolution]:
+    yield Convolution(channels, inner, 3, size)
+    yield Convolution(inner, inner, 3, size)
+
+
+def _bottleneck(channels: int, inner: int, before: int, size: int) -> Iterator[Convolution]:
+    yield Convolution(channels, inner, 1, before)
+    yield Convolution(inner, inner, 3, size)
+    yield Convolution(inner, 4 * inner, 1, size)
+
+
+def _residual_block(layers: list[Convolution], shortcut: list[Convolution], inputs: int, widths: Widths) -> BlockFacts:
+    products = sum(layer.outputs for layer in [*layers, *shortcut])
+    inner = sum(layer.outputs for layer in layers[:-1])  # ReLUs between the convolutions
+    return BlockFacts(
+        parameters=sum(layer.parameters for layer in [*layers, *shortcut]),
+        saved_bytes=widths.compute * (inputs + products + inner),
+        input_bytes=widths.compute * inputs,
+        product_bytes=widths.compute * products,
+        cast_bytes=2 * sum(layer.weights for layer in [*layers, *shortcut]) if widths.is_autocast else 0,
+    )
+
+
+def _half(size: int) -> int:
+    return -(-size // 2)
+
+
+# Perceptrons
+
+
+def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Widths) -> ModelFacts:
+    """Returns the facts of a perceptron: it has no repeated blocks."""
+    hidden, half = model.hidden_dim, model.hidden_dim // 2
+    weights = features * hidden + hidden * half + half * classes
+    kept = 2 if model.dropout else 1  # the ReLU's output, and what dropout makes of it
+    saved = features + kept * (hidden + half)
+    masks = _dropout_bytes(model.dropout, hidden + half, widths.compute, widths)
+    logits = classes * (4 if widths.is_autocast else widths.stream)
+    root = BlockFacts(
+        parameters=weights + hidden + half + classes,
+        saved_bytes=widths.compute * saved + masks + logits + _INDEX_BYTES,
+        # The first layer's is not kept: nobody asks for the gradient of the data.
+        cast_bytes=2 * (weights - features * hidden) if widths.is_autocast else 0,
+    )
+    return ModelFacts(name="mlp", blocks=(), root=root, temporary_bytes=2 * widths.compute * hidden)

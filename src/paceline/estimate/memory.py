@@ -1,0 +1,212 @@
+"""Memory of one rank by category, for a model of P parameters on N ranks that share it.
+
+Bytes a parameter, for float32 (d = 4), and 2 for the parameters that bf16 masters compute with (m = 2; else m = d):
+
+    strategy      parameters             gradients     optimizer (Adam: k = 2)
+    ddp           d  (m + d: masters)    d             k d
+    zero1         d  (m + d/N)           d             k d / N
+    zero2         d  (m + d/N)           d / N         k d / N
+    fsdp          d/N                    d / N         k d / N
+    hybrid        as fsdp in a group of N
+
+and for fsdp, as temporary: the root and two units gathered (m each), and the gradients of two units (d each).
+
+Offload moves its part to the host: ``optimizer`` masters, gradients and state; ``parameters`` the slices as well. On
+CPU ranks the host's memory is the device's, and nothing moves.
+
+Activations come from the model's facts. Checkpointing keeps the inputs of a block (and its matrix products, for
+``matmuls``) and computes the rest again, one block at a time.
+
+Known error. Parameters, gradients and optimizer state are exact but for padding (under 1 % for units above 100,000
+parameters). Activations: see ``activations.py``. What an allocator loses between tensors is not counted: the margin of
+``choice.py`` is for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config import FULLY_SHARDED, Config, OptimConfig
+from paceline.estimate.facts import BlockFacts, ModelFacts
+from paceline.units import MIB
+
+_FRAMEWORK_BYTES = {"cpu": 350 * MIB, "cuda": 1000 * MIB}  # the process itself; the context, libraries and workspaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a model is trained, as far as memory is concerned. ``group``: the ranks that share one copy of it."""
+
+    strategy: str
+    group: int = 1
+    precision: str = "fp32"
+    itemsize: int = 4
+    microbatch: int = 1
+    optimizer_slots: int = 2  # numbers that the optimizer keeps for each parameter
+    checkpoint: str = "none"
+    offload: tuple[str, ...] = ()
+    reshard: bool | int = True
+    prefetch: int = 1
+    bucket_bytes: int = 25 * MIB
+    device: str = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one rank, on its device by category, and on its host where something is offloaded."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    temporary: int
+    framework: int
+    host: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """All of the device's."""
+        return sum(value for name, value in dataclasses.asdict(self).items() if name != "host")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the estimate as plain data."""
+        return dataclasses.asdict(self) | {"device_bytes": self.device_bytes}
+
+
+def setting_of(config: Config, *, group: int, microbatch: int, device: str) -> Setting:
+    """Reads from a config how its model is trained; ``parallel.strategy`` is decided already."""
+    parallel, memory = config.parallel, config.memory
+    return Setting(
+        strategy="fsdp" if parallel.strategy == "zero3" else parallel.strategy,
+        group=group,
+        precision=config.train.precision,
+        itemsize=8 if config.train.dtype == "float64" else 4,
+        microbatch=microbatch,
+        optimizer_slots=optimizer_slots(config.optim),
+        checkpoint=memory.checkpoint_activations,
+        offload=tuple(memory.offload),
+        reshard=parallel.reshard_after_forward,
+        prefetch=parallel.prefetch,
+        bucket_bytes=int(config.comm.bucket_mb * MIB),
+        device=device,
+    )
+
+
+def optimizer_slots(optim: OptimConfig) -> int:
+    """Returns how many numbers an optimizer keeps for each parameter; one of unknown code counts as Adam."""
+    if optim.kind == "sgd":
+        return 1 if optim.momentum else 0
+    return 2
+
+
+def estimate_memory(model: ModelFacts, setting: Setting) -> MemoryEstimate:
+    """Estimates what one rank holds at the worst moment of a step."""
+    offload = setting.offload if setting.device == "cuda" else ()
+    states = _States.of(model.parameters, setting)
+    activations = round(activation_bytes(model, setting))
+    temporary = round(setting.microbatch * model.temporary_bytes) + _in_flight(model, setting)
+    host = 0
+    if "optimizer" in offload or "parameters" in offload:
+        host = states.masters + states.optimizer + states.gradients
+        keeps_slice = setting.strategy in FULLY_SHARDED and "parameters" not in offload
+        resident = states.low_precision // setting.group if keeps_slice else 0
+        states = dataclasses.replace(states, masters=resident, optimizer=0, gradients=0)
+    elif "gradients" in offload:
+        host = states.gradients
+        # They come back for the update, when the activations are gone.
+        temporary = max(temporary, states.gradients - activations)
+        states = dataclasses.replace(states, gradients=0)
+    return MemoryEstimate(
+        parameters=states.whole + states.masters,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=activations,
+        buffers=model.buffer_bytes,
+        temporary=temporary,
+        framework=_FRAMEWORK_BYTES[setting.device],
+        host=host,
+    )
+
+
+def largest_microbatch(model: ModelFacts, setting: Setting, budget_bytes: int) -> int:
+    """Returns the most samples that an estimate finds room for, and at least 1: memory grows along a line."""
+    one, two = (
+        estimate_memory(model, dataclasses.replace(setting, microbatch=samples)).device_bytes for samples in (1, 2)
+    )
+    return max(1, 1 + (budget_bytes - one) // max(two - one, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _States:
+    """What lasts from step to step: whole parameters, masters (or slices), gradients, optimizer state."""
+
+    whole: int
+    masters: int
+    gradients: int
+    optimizer: int
+    low_precision: int  # all parameters in the dtype that the module computes with
+
+    @classmethod
+    def of(cls, parameters: int, setting: Setting) -> _States:
+        strategy, group, full = setting.strategy, setting.group, parameters * setting.itemsize
+        computed = parameters * _param_bytes(setting)
+        has_masters = computed != full
+        slice_bytes = -(-full // group)
+        is_sharded = strategy in FULLY_SHARDED
+        keeps_whole = not is_sharded
+        masters = slice_bytes if is_sharded or (has_masters and strategy != "ddp") else full if has_masters else 0
+        return cls(
+            whole=computed if keeps_whole else 0,
+            masters=masters,
+            gradients=full if strategy in ("ddp", "zero1") else slice_bytes,
+            optimizer=setting.optimizer_slots * (full if strategy == "ddp" else slice_bytes),
+            low_precision=computed,
+        )
+
+
+def activation_bytes(model: ModelFacts, setting: Setting) -> float:
+    """Returns what forward leaves for backward, and what is computed again beside it, for one microbatch."""
+    kept = recomputed = 0.0
+    for number, block in enumerate(model.blocks):
+        part_kept, part_again = _kept(block, number, setting)
+        kept += part_kept
+        recomputed = max(recomputed, part_again)
+    whole = setting.microbatch * model.root.saved_bytes + model.root.cast_bytes
+    return whole + kept + recomputed
+
+
+def _kept(block: BlockFacts, number: int, setting: Setting) -> tuple[float, float]:
+    """Returns what stays of a block until backward, and what backward makes again when it comes to it."""
+    everything = setting.microbatch * block.saved_bytes + block.cast_bytes
+    policy = setting.checkpoint
+    if policy == "none" or (policy.startswith("every_") and number % int(policy[-1])):
+        return everything, 0.0
+    kept = setting.microbatch * block.input_bytes
+    if policy == "matmuls":
+        kept += setting.microbatch * block.product_bytes
+    return kept, max(everything - kept, 0.0)
+
+
+def _in_flight(model: ModelFacts, setting: Setting) -> int:
+    """Returns what communication holds for a while: units that are gathered, gradients on their way."""
+    param_bytes, full = _param_bytes(setting), model.parameters
+    has_copy = setting.group > 1 or param_bytes != setting.itemsize
+    if setting.strategy not in FULLY_SHARDED:
+        is_alone = setting.group == 1 and setting.strategy != "ddp"
+        return 0 if is_alone else min(2 * setting.bucket_bytes, full * setting.itemsize)
+    if not has_copy:
+        return 0
+    gathered = model.root.parameters + min(1 + setting.prefetch, len(model.blocks)) * model.largest_block
+    if setting.reshard is False:
+        gathered = full
+    elif not isinstance(setting.reshard, bool):
+        gathered += full // setting.reshard
+    largest = max(model.largest_block, model.root.parameters)
+    return min(gathered, full) * param_bytes + min(2 * largest, full) * setting.itemsize
+
+
+def _param_bytes(setting: Setting) -> int:
+    return 2 if setting.precision == "bf16_master" else setting.itemsize

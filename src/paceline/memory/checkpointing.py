@@ -1,0 +1,156 @@
+"""Activation checkpointing: keep less for backward, compute it again when backward comes.
+
+For L blocks, each with an input of A bytes, products (outputs of matrix products, convolutions and attention) of M
+bytes, and S bytes saved in all, what waits for backward at its beginning, and the share of forward that runs twice, is
+
+    none       L S                        0
+    full       L A                        1           each block runs again, from its input
+    matmuls    L (A + M)                  the rest    each block again, but for its products, which cost the most
+    every_n    L A / n + L S (n-1)/n      1 / n       every n-th block again
+
+and S of the block that runs again. Only the instance's ``forward`` is wrapped: names, state dict and hooks stay as they
+are, and the hooks (those of the sharded engines, say) run outside of it. A block may be compiled on top, with
+``block.forward = torch.compile(block.forward)``, in this order: the compiler then sees what is to run again.
+
+The second run draws the random numbers of the first, under the same autocast, and leaves no trace in batch-norm
+statistics: see Replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from paceline.errors import UsageError
+
+CheckpointActivations = Literal["none", "full", "matmuls", "every_2", "every_3", "every_4"]
+POLICIES: tuple[str, ...] = get_args(CheckpointActivations)
+T = TypeVar("T")
+_Context = contextlib.AbstractContextManager[Any]
+
+# By the beginnings of their names: attention has many, one for each kernel.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_dot_product")
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
+    """Makes ``blocks`` keep for backward what ``policy`` says, in place.
+
+    Forward passes without gradients cost nothing more. Raises UsageError for an unknown policy, for no blocks, and for
+    blocks that are checkpointed already.
+    """
+    if policy not in POLICIES:
+        raise UsageError(f"checkpoint_activations = {policy!r} is unknown\n  it is one of {', '.join(POLICIES)}")
+    if policy == "none":
+        return
+    step = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
+    chosen = list(dict.fromkeys(blocks))[::step]
+    _check_blocks(chosen, policy)
+    for block in chosen:
+        layers = tuple(module for module in block.modules() if isinstance(module, _BatchNorm))
+        # A partial, not a closure: a deep copy of the model must run its own blocks.
+        block.forward = functools.partial(_run, block.forward, layers, policy == "matmuls")
+
+
+class Replay:
+    """One call of a checkpointed block: what its layers do in the first run, and must not do again in the second.
+
+    Batch-norm layers move their statistics in forward. In the second run plain ones move copies. A layer that asks
+    other ranks has an attribute ``replay``, and passes what is to happen once through ``once``.
+    """
+
+    def __init__(self, layers: Sequence[_BatchNorm]) -> None:
+        self._asking = [layer for layer in layers if isinstance(layer, Replays)]
+        self._plain = [layer for layer in layers if not isinstance(layer, Replays)]
+        self._results: list[Any] = []
+        self._is_second = False
+        self._next = 0
+
+    def once(self, compute: Callable[[], T]) -> T:
+        """Returns what ``compute`` gives in the first run, and the same again in later ones."""
+        if not self._is_second:
+            self._results.append(compute())
+            return self._results[-1]  # type: ignore[no-any-return]
+        self._next += 1
+        return self._results[self._next - 1]  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def run(self, *, is_second: bool) -> Iterator[None]:
+        """Surrounds a run, however far it comes: the second one stops when backward has what it needs."""
+        self._is_second, self._next = is_second, 0
+        buffers = [(layer, dict(layer._buffers)) for layer in self._plain] if is_second else []
+        for layer, kept in buffers:
+            layer._buffers.update({name: None if value is None else value.clone() for name, value in kept.items()})
+        for asking in self._asking:
+            asking.replay = self
+        try:
+            yield
+        finally:
+            for asking in self._asking:
+                asking.replay = None
+            for layer, kept in buffers:
+                layer._buffers.update(kept)
+
+
+@runtime_checkable
+class Replays(Protocol):
+    """A layer that does some of its work in the first run alone."""
+
+    replay: Replay | None
+
+
+def _run(
+    forward: Callable[..., Any], layers: tuple[_BatchNorm, ...], keeps_products: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a block's forward so that backward runs it again."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    runs: list[Replay] = []
+
+    def replayed(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler moves no statistics in a second run
+            return forward(*args, **kwargs)
+        is_second = bool(runs)
+        if not is_second:
+            runs.append(Replay(layers))
+        with runs[0].run(is_second=is_second):
+            return forward(*args, **kwargs)
+
+    body = replayed if layers else forward
+    if keeps_products:
+        return checkpoint(body, *args, use_reentrant=False, context_fn=_keep_products, **kwargs)
+    return checkpoint(body, *args, use_reentrant=False, **kwargs)
+
+
+def _keep_products() -> tuple[_Context, _Context]:
+    contexts: tuple[_Context, _Context] = create_selective_checkpoint_contexts(_is_kept)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    del context, args, kwargs
+    name = str(operator).removeprefix("aten.")
+    return CheckpointPolicy.MUST_SAVE if name.startswith(_PRODUCTS) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _check_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
+    if not blocks:
+        raise UsageError(
+            f"checkpoint_activations = {policy!r}, but the model has no blocks\n"
+            "  a model is checkpointed block by block: what its method blocks() returns, or the children of its\n"
+            "  largest ModuleList or Sequential whose children are all of one type\n"
+            "  give the model a method blocks() that returns its repeated parts, or set checkpoint_activations = none"
+        )
+    for block in blocks:
+        if any(getattr(module.forward, "func", None) is _run for module in block.modules()):
+            raise UsageError(
+                f"a block ({type(block).__name__}) is checkpointed already, or contains one that is\n"
+                "  each would run again inside the other's second run\n"
+                "  call checkpoint_blocks once, on blocks of which none contains another"
+            )

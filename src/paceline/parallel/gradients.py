@@ -1,0 +1,198 @@
+"""A bucket of gradients: the way from what autograd gives to the slice that this rank updates with.
+
+    parameter.grad  --bring in, times the scale-->  buffer  --reduce-scatter-->  slice  =  gradients of the pieces
+
+Stage 1 keeps the buffer and reduces in place: the slice is a part of it. Stage 2 frees it when it has been reduced.
+
+Gradients add up until somebody calls ``zero_grad()`` on the pieces. While sums are local (stage 1 inside ``no_sync``)
+the pieces show their part of them, so that taking these away is noticed, and drops the sums.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.comm.base import Work
+from paceline.errors import UsageError
+from paceline.parallel.flat import FlatGroup
+
+
+class GradientBucket:
+    """The gradients of one flat group."""
+
+    def __init__(self, group: FlatGroup, *, keeps_buffer: bool) -> None:
+        self.group = group
+        self.num_missing = len(group.names)
+        self._keeps_buffer = keeps_buffer
+        self._is_in_backward = False
+        self._is_adding = False  # since the last synchronised backward
+        self._buffer: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._mine = torch.empty(0)
+        self._work: Work | None = None
+        self._is_in = [False] * len(group.names)  # the buffer
+        self._used = [False] * len(group.names)  # in this accumulation
+        self._had = [False] * len(group.names)  # a gradient before it
+        self._carried: torch.Tensor | None = None
+        self._shown: torch.Tensor | None = None
+        self._shown_version = 0
+
+    def bring_in(self, place: int, scale: float) -> None:
+        """Moves one gradient times ``scale`` into the buffer, in one pass."""
+        self._open()
+        parameter, view = self.group.parameters[place], self._views[place]
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._is_in[place]:
+            view.add_(gradient, alpha=scale)
+        elif gradient.dtype == view.dtype:
+            torch.mul(gradient, scale, out=view)
+        else:
+            view.copy_(gradient).mul_(scale)
+        parameter.grad = None
+        self._is_in[place] = self._used[place] = True
+
+    def fill(self, scale: float) -> None:
+        """Brings in what is not in yet, all at once; zeros for gradients that are missing."""
+        self._open()
+        fresh: list[torch.Tensor] = []
+        fresh_sources: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        sum_sources: list[torch.Tensor] = []
+        for place, parameter in enumerate(self.group.parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                if not self._is_in[place]:
+                    self._views[place].zero_()
+                continue
+            (sums if self._is_in[place] else fresh).append(self._views[place])
+            (sum_sources if self._is_in[place] else fresh_sources).append(gradient)
+            parameter.grad = None
+            self._is_in[place] = self._used[place] = True
+        if fresh:
+            torch._foreach_copy_(fresh, fresh_sources)
+            if scale != 1.0:
+                torch._foreach_mul_(fresh, scale)
+        if sums:
+            torch._foreach_add_(sums, sum_sources, alpha=scale)
+
+    def send(self) -> None:
+        """Issues the reduce-scatter of what is in the buffer."""
+        assert self._buffer is not None
+        if self._keeps_buffer:
+            _, self._work = self.group.reduce_scatter(self._buffer)
+        else:
+            self._mine, self._work = self.group.reduce_scatter(self._buffer, self.group.new_slice())
+
+    def collect(self) -> None:
+        """Waits for the reduce-scatter; frees the buffer in stage 2. Safe to call twice."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if not self._keeps_buffer:
+                self._drop_buffer()
+
+    def land(self) -> None:
+        """Makes the reduced slice the gradient of the pieces, or adds it to what they had."""
+        self.collect()
+        self.group.add_gradient(self._mine)
+        if self._carried is not None:
+            assert self.group.gradient is not None
+            self.group.gradient += self._carried
+            self._carried = None
+        if self._keeps_buffer:
+            self._is_in = [False] * len(self._is_in)
+
+    def show(self) -> None:
+        """Lets the pieces show sums that are not reduced yet."""
+        group = self.group
+        is_same = group.dtype == group.reduce_dtype and not group.is_on_host
+        shown = self._mine if is_same else torch.zeros_like(group.master)
+        for place, piece in enumerate(group.pieces):
+            if self._is_in[place] or self._had[place]:
+                begin, end = group.span(place)
+                piece.grad = shown[begin:end]
+        self._shown, self._shown_version = shown, shown._version
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether pieces hold a gradient that an optimizer may update with; the same on every rank."""
+        if self._is_adding:
+            had = zip(self._had, self.group.pieces, strict=True)
+            return any(before and piece.grad is not None for before, piece in had)
+        return any(piece.grad is not None for piece in self.group.pieces)
+
+    def take_used(self) -> list[bool]:
+        """Returns which parameters have a gradient on this rank; the next backward starts anew."""
+        used = [is_used or had for is_used, had in zip(self._used, self._had, strict=True)]
+        self._is_adding = False
+        return used
+
+    def abandon(self) -> None:
+        """Forgets a backward that failed; what is under way is waited for, since it reads the buffer."""
+        self._carried = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Ends a backward."""
+        self.collect()
+        self._is_in_backward = False
+        self.num_missing = len(self._is_in)
+        if not self._keeps_buffer:
+            self._drop_buffer()
+
+    def _open(self) -> None:
+        """Begins this bucket's part of a backward, once: decides what the new gradients are added to."""
+        if self._is_in_backward:
+            return
+        self._is_in_backward = True
+        is_set = [piece.grad is not None for piece in self.group.pieces]
+        if self._is_adding:
+            self._check_shown(any(is_set))
+            self._used = [used and still for used, still in zip(self._used, is_set, strict=True)]
+            self._is_in = [is_in and still for is_in, still in zip(self._is_in, is_set, strict=True)]
+            self._had = [had and still for had, still in zip(self._had, is_set, strict=True)]
+        else:
+            self._used, self._is_in = [False] * len(is_set), [False] * len(is_set)
+            self._had = is_set
+            if self._keeps_buffer and any(is_set):
+                self._carry()
+        self._is_adding = True
+        if self._buffer is None:
+            self._buffer = self.group.new_gradient()
+            self._views = [slot.view(self._buffer) for slot in self.group.layout.slots]
+            if self._keeps_buffer:
+                self._mine = self._buffer[self.group.start : self.group.stop]
+
+    def _carry(self) -> None:
+        """Puts the pieces' gradients aside: they lie where the new ones will."""
+        self._carried = torch.zeros_like(self.group.master)
+        for place, piece in enumerate(self.group.pieces):
+            if piece.grad is not None:
+                begin, end = self.group.span(place)
+                self._carried[begin:end] = piece.grad
+                piece.grad = None
+
+    def _check_shown(self, is_any_set: bool) -> None:
+        """Notices what became of sums that were shown: taken away, as ``zero_grad()`` does, or changed."""
+        if self._shown is None:
+            return
+        if not is_any_set:
+            self._carried = None
+        elif self._shown._version != self._shown_version:
+            raise UsageError(
+                "gradients that were accumulated inside no_sync() were changed before they were reduced\n"
+                "  a rank sees a part of them only, and cannot tell what the change means for the rest\n"
+                "  drop them with optimizer.zero_grad(set_to_none=True), or change them after the last backward"
+            )
+        self._hide()
+
+    def _hide(self) -> None:
+        self._shown = None
+        for piece in self.group.pieces:
+            piece.grad = None
+
+    def _drop_buffer(self) -> None:
+        self._buffer = None
+        self._views = []
+        self._is_in = [False] * len(self._is_in)

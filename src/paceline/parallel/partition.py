@@ -1,0 +1,86 @@
+"""Which modules are gathered together: the units of a sharded model.
+
+A unit is a module whose parameters are gathered just before its forward and freed after it. The model itself is the
+last resort, the *root* unit: it has what no other unit has, and stays gathered through forward and backward. Good units
+are called one after another and are neither so small that latency counts nor so large that two do not fit: the repeated
+blocks of a model, as they are or several together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.units import MIB
+
+Named = tuple[str, nn.Module]
+
+
+def choose_units(
+    model: nn.Module, blocks: Sequence[nn.Module], *, names: Sequence[str] | None = None, unit_mb: float | None = None
+) -> list[Named]:
+    """Returns the units below the root, outermost first, in the order of definition.
+
+    By name where ``names`` are given; by size where ``unit_mb`` is: the largest modules that are not larger; otherwise
+    the model's blocks. Raises UsageError for names that are not modules of the model.
+    """
+    if names is not None:
+        return _by_name(model, names)
+    if unit_mb is not None:
+        return [unit for unit in _by_size(model, unit_mb * MIB) if unit[1] is not model]
+    chosen = {id(block) for block in blocks}
+    return [(name, module) for name, module in model.named_modules() if id(module) in chosen and module is not model]
+
+
+def owned_parameters(model: nn.Module, units: Sequence[Named]) -> list[list[tuple[str, nn.Parameter]]]:
+    """Returns the parameters of each unit, and of the root last.
+
+    A parameter belongs to the innermost unit around it. One that several units use (tied weights, a module with two
+    parents) belongs to the root, which is gathered whenever any of them runs.
+    """
+    innermost: dict[int, set[int]] = {}
+    first_name: dict[int, tuple[str, nn.Parameter]] = {}
+    prefixes = sorted(((name, index) for index, (name, _) in enumerate(units)), key=lambda pair: -len(pair[0]))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_name.setdefault(id(parameter), (name, parameter))
+        inside = next((index for prefix, index in prefixes if name.startswith(prefix + ".")), len(units))
+        innermost.setdefault(id(parameter), set()).add(inside)
+    owned: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(len(units) + 1)]
+    for key, named in first_name.items():
+        users = innermost[key]
+        owned[users.pop() if len(users) == 1 else len(units)].append(named)
+    return owned
+
+
+def _by_name(model: nn.Module, names: Sequence[str]) -> list[Named]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    wrong = [name for name in names if name not in modules or not name]
+    if wrong:
+        known = ", ".join(name for name in list(modules)[1:8])
+        raise UsageError(
+            f"units = {list(names)}: no module is called {', '.join(map(repr, wrong))}\n"
+            f"  a unit is a module of the model below its root, by its name\n  the first modules are {known}"
+        )
+    seen: dict[int, str] = {}
+    for name in names:
+        if id(modules[name]) in seen:
+            raise UsageError(
+                f"units {seen[id(modules[name])]!r} and {name!r} are one and the same module\n"
+                "  a module is gathered by one unit\n  name it once: it may be called as often as you like"
+            )
+        seen[id(modules[name])] = name
+    return [(name, modules[name]) for name in modules if name in set(names)]
+
+
+def _by_size(module: nn.Module, limit: float, name: str = "") -> list[Named]:
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    if num_bytes == 0:
+        return []
+    if name and num_bytes <= limit and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList):
+        return [(name, module)]
+    prefix = f"{name}." if name else ""
+    inner = [unit for child, sub in module.named_children() for unit in _by_size(sub, limit, prefix + child)]
+    is_leaf = not any(any(True for _ in child.parameters()) for child in module.children())
+    return [(name, module)] if is_leaf and name else inner

@@ -1,0 +1,182 @@
+"""Routes: the collectives of a pass, in the one order in which all ranks issue them.
+
+Sharded ranks wait for one another in every collective, so all must issue the same ones in the same order, whatever
+branch of the model each of them takes. A route is that order. The first pass *learns* it: before each collective the
+ranks tell one another what they want next, and all do the same one of these. Later passes *follow* it without
+asking: a rank that needs a leg first does those before it that it did not need itself (it gathers for the others, and
+gives zeros to a reduction). So a rank may skip units, and no rank ever waits for a collective that another never issues.
+
+Legs are numbers: 2 u gathers unit u, 2 u + 1 reduces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.errors import UsageError
+
+_END = -1
+
+
+def gather_leg(unit: int) -> int:
+    """Returns the leg that gathers a unit."""
+    return 2 * unit
+
+
+def reduce_leg(unit: int) -> int:
+    """Returns the leg that reduces a unit's gradients."""
+    return 2 * unit + 1
+
+
+def complete(learned: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Inserts the legs of ``order`` that are not among those learned, each before the first that follows it there.
+
+    A unit that no rank has needed yet may be needed later; its place is then known to all.
+    """
+    legs = list(dict.fromkeys(learned))
+    for place in reversed(range(len(order))):
+        if order[place] in legs:
+            continue
+        later = set(order[place + 1 :])
+        behind = next((i for i, leg in enumerate(legs) if leg in later), len(legs))
+        legs.insert(behind, order[place])
+    return legs
+
+
+def issue_plan(legs: Sequence[int], prefetch: int) -> list[list[int]]:
+    """Returns what is issued when the pass begins, and when each leg is reached: the leg itself, unless that is done,
+    and the next gathers ahead of use.
+
+    The same on every rank. A unit is gathered at most ``prefetch`` gathers early, which bounds the memory.
+    """
+    issued: set[int] = set()
+
+    def next_gathers(start: int) -> list[int]:
+        ahead = [i for i in range(start, len(legs)) if legs[i] % 2 == 0][:prefetch]
+        fresh = [i for i in ahead if i not in issued]
+        issued.update(fresh)
+        return [legs[i] for i in fresh]
+
+    plan = [next_gathers(0)]
+    for place, leg in enumerate(legs):
+        now = [] if place in issued else [leg]
+        issued.add(place)
+        plan.append(now + (next_gathers(place + 1) if leg % 2 == 0 else []))
+    return plan
+
+
+class Route:
+    """One pass's legs, and how far this rank has come.
+
+    ``issue`` starts a leg's collective; ``release`` is told of a gather that this rank has passed by without use.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        order: Sequence[int],
+        issue: Callable[[int], None],
+        release: Callable[[int], None],
+        prefetch: int,
+    ) -> None:
+        self._comm = comm
+        self._order = tuple(order)
+        self._rank_of = {leg: place for place, leg in enumerate(order)}
+        self._issue = issue
+        self._release = release
+        self._prefetch = prefetch
+        self._learned: list[int] = []
+        self._position = 0
+        self.legs: list[int] | None = None
+        self.repeated: set[int] = set()  # what the first pass did more than once
+        self._place_of: dict[int, int] = {}
+        self._first: list[int] = []
+        self._plan: list[list[int]] = []
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the ranks still ask one another."""
+        return self.legs is None
+
+    def begin(self) -> None:
+        """Starts the pass, and the first gathers ahead of use."""
+        self._position = 0
+        self._learned = []
+        for leg in self._first:
+            self._issue(leg)
+
+    def reach(self, leg: int, describe: Callable[[int], str]) -> None:
+        """Issues ``leg``, and before it those that this rank has passed by."""
+        if self.legs is None:
+            while self._agree(leg) != leg:
+                pass
+            return
+        place = self._place_of[leg]
+        if place < self._position:
+            raise UsageError(
+                f"rank {self._comm.rank} needs {describe(leg)} again, after the ranks had passed it\n"
+                "  the first pass has settled the order in which all ranks gather and reduce their units\n"
+                "  call every unit as often and in the same order as in the first step, keep units gathered\n"
+                "  (reshard_after_forward=False), or make one unit of those whose order changes"
+            )
+        for i in range(self._position, place + 1):
+            self._position = i + 1
+            for each in self._plan[i]:
+                self._issue(each)
+            if i < place and self.legs[i] % 2 == 0:
+                self._release(self.legs[i])
+
+    def reach_ready(self, is_ready: Callable[[int], bool]) -> None:
+        """Issues the reductions that come next, as far as ``is_ready`` says so of each."""
+        while self.legs is not None and self._position < len(self.legs):
+            leg = self.legs[self._position]
+            if leg % 2 == 0 or not is_ready(leg):
+                return
+            self._position += 1
+            for each in self._plan[self._position - 1]:
+                self._issue(each)
+
+    def finish(self, drop: Callable[[int], bool] = lambda leg: False) -> None:
+        """Ends the pass: does what the other ranks may still need. A first pass leaves ``drop`` out of later ones."""
+        if self.legs is None:
+            while self._agree(_END) != _END:
+                pass
+            for leg in self._order:  # reductions that nobody asked for: of units without inputs that want gradients
+                if leg % 2 and leg not in self._learned:
+                    self._learned.append(leg)
+                    self._issue(leg)
+            self.repeated = {leg for leg in self._learned if self._learned.count(leg) > 1}
+            self._order = tuple(leg for leg in self._order if not drop(leg))
+            self._settle([leg for leg in self._learned if not drop(leg)])
+            return
+        while self._position < len(self.legs):
+            place, self._position = self._position, self._position + 1
+            for each in self._plan[place]:
+                self._issue(each)
+            if self.legs[place] % 2 == 0:
+                self._release(self.legs[place])
+
+    def _settle(self, learned: Sequence[int]) -> None:
+        self.legs = complete(learned, self._order)
+        self._place_of = {leg: place for place, leg in enumerate(self.legs)}
+        self._first, *self._plan = issue_plan(self.legs, self._prefetch)
+        self._position = len(self.legs)
+
+    def _agree(self, want: int) -> int:
+        """Asks all ranks what they want, does one of these legs, and returns it. Syncs, in the first pass only."""
+        mine = torch.tensor([want], dtype=torch.int64, device=self._comm.device)
+        wants = torch.empty(self._comm.size, dtype=torch.int64, device=self._comm.device)
+        self._comm.all_gather(wants, mine).wait()
+        asked = [leg for leg in wants.tolist() if leg != _END]
+        if not asked:
+            return _END
+        # Gathers first: a rank that asks for one may still have gradients to come for what others would reduce.
+        leg = min(asked, key=lambda each: (each % 2, self._rank_of[each]))
+        self._learned.append(leg)
+        self._issue(leg)
+        if leg != want and leg % 2 == 0:
+            self._release(leg)
+        return leg

@@ -1,0 +1,171 @@
+"""A unit: the parameters of one module, gathered, used, freed and reduced together.
+
+    sharded --start_gather--> in flight --wait, show--> in use --hide, free--> sharded
+
+While it is sharded, the module's attributes are this rank's flat pieces: a read outside of forward gives a tensor of
+another shape and so a plain error, never stale values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.comm.base import Communicator, Work
+from paceline.memory.offload import Offload
+from paceline.parallel.flat import FlatGroup, gradient_scale, reduction
+from paceline.precision import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter hangs in the model; a tied one has several places."""
+
+    module: nn.Module
+    attribute: str
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Makes ``parameter`` the module's attribute."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.attribute] = parameter  # twenty times as fast as setattr
+        else:  # recurrent layers keep a second list of their weights
+            setattr(self.module, self.attribute, parameter)
+
+
+class Unit:
+    """One module's parameters as flat groups, one for each dtype, trainable ones and frozen ones apart."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        named: Sequence[tuple[str, nn.Parameter]],
+        comm: Communicator,
+        precision: Precision,
+        offload: Offload,
+    ) -> None:
+        self.index = index
+        self.name = name
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for pair in named:
+            kinds.setdefault((pair[1].dtype, pair[1].requires_grad), []).append(pair)
+        self.groups = [FlatGroup(members, comm, precision, offload) for members in kinds.values()]
+        self.places: list[tuple[Place, nn.Parameter, nn.Parameter]] = []
+        self.in_use = False
+        self.pass_number = -1  # the last pass in which it was gathered
+        self.num_open_calls = 0  # calls in forward whose backward has not ended
+        self.num_blind_calls = 0  # those that had no graph, so that backward will run them again
+        self.is_complete = False  # all its gradients of this backward are there
+        self._works: list[Work] = []
+        self._reductions: list[tuple[FlatGroup, torch.Tensor, torch.Tensor, Work]] = []
+        self._small: Communicator | None = None
+
+    def keep_slices(self, places_of: dict[str, list[Place]]) -> None:
+        """Ends construction: every rank keeps its slice, and the model's attributes become the pieces."""
+        for group in self.groups:
+            group.keep_slice()
+            for name, parameter, piece in zip(group.names, group.parameters, group.pieces, strict=True):
+                self.places += [(place, parameter, piece) for place in places_of[name]]
+        self.in_use = True
+        self.free()
+
+    # Parameters.
+
+    def start_gather(self) -> None:
+        """Issues the all-gathers."""
+        if self._small is not None:
+            self._works += [group.gather_within(self._small) for group in self.groups]
+        else:
+            self._works += [group.gather() for group in self.groups]
+
+    def wait(self) -> None:
+        """Waits for what is being gathered."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def use(self) -> None:
+        """Waits for the parameters and puts them into the module."""
+        self.wait()
+        if not self.in_use:
+            self.in_use = True
+            for place, parameter, _ in self.places:
+                place.put(parameter)
+
+    def free(self) -> None:
+        """Takes the parameters out of the module and frees them. Safe to call twice.
+
+        On CUDA the memory is used again by kernels behind those that read it: one stream allocates and computes, and a
+        collective waits for that stream before it writes.
+        """
+        self.wait()
+        if self.in_use:
+            self.in_use = False
+            for place, _, piece in self.places:
+                place.put(piece)
+        for group in self.groups:
+            group.free()
+
+    def keep_within(self, small: Communicator) -> None:
+        """Frees all but a slice that ``small``, a part of the shard group, can gather again in backward."""
+        self.wait()
+        for group in self.groups:
+            group.keep_within(small)
+        self.free()
+        self._small = small
+
+    def forget_small(self) -> None:
+        """Drops those slices: the next gather is over the whole shard group."""
+        self._small = None
+        for group in self.groups:
+            group.forget_kept()
+
+    def sync_trainable(self) -> None:
+        """Follows a user who froze or unfroze a parameter: the attribute that they see is the piece."""
+        for _, parameter, piece in self.places:
+            if parameter.requires_grad != piece.requires_grad:
+                parameter.requires_grad_(piece.requires_grad)
+
+    # Gradients.
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any of its parameters wants a gradient."""
+        return any(parameter.requires_grad for group in self.groups for parameter in group.parameters)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether backward has left gradients that are not reduced yet."""
+        return any(parameter.grad is not None for group in self.groups for parameter in group.parameters)
+
+    def start_reduce(self, scale: float) -> list[str]:
+        """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were."""
+        used: list[str] = []
+        for group in self.groups:
+            if not any(parameter.requires_grad for parameter in group.parameters):
+                continue
+            gradient = group.new_gradient()
+            used += group.bring_in(gradient, scale)
+            mine, work = group.reduce_scatter(gradient, group.new_slice())
+            self._reductions.append((group, gradient, mine, work))
+        return used
+
+    def finish_reduce(self) -> None:
+        """Waits for the reduce-scatters and adds the slices to the pieces' gradients."""
+        for group, _, mine, work in self._reductions:
+            work.wait()
+            group.add_gradient(mine)
+        self._reductions.clear()
+
+    def start_replicate(self, comm: Communicator) -> list[Work]:
+        """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh."""
+        gradients = [group.gradient for group in self.groups if group.gradient is not None]
+        return [comm.all_reduce(gradient, reduction(comm)) for gradient in gradients]
+
+
+def world_scale(shards: Communicator, replicas: Communicator) -> float:
+    """Returns the factor of a gradient that is averaged over both axes of a mesh."""
+    return gradient_scale(shards) * gradient_scale(replicas)

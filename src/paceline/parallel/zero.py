@@ -1,0 +1,451 @@
+"""ZeRO: every rank computes with the whole model and updates a slice of it. Stage 1 shards the optimizer's state, stage
+2 the gradients too.
+
+Per step and rank, for P fp32 parameters on N ranks with Adam:
+
+    memory          stage 1   8 P + 8 P / N bytes    parameters and gradients whole, moments sharded
+                    stage 2   4 P + 12 P / N bytes   and two buckets of gradients on their way
+    communication   reduce-scatter of the gradients and all-gather of the parameters: 4 P (N-1)/N bytes each way
+
+The life of a gradient. Autograd hands a parameter its gradient; a hook counts it in. When the last one of a bucket is
+there, the bucket is reduce-scattered while backward goes on. Buckets leave in one order on all ranks. At the end of
+backward what is missing is sent as zeros. The slice that arrives is the gradient of this rank's *pieces*, which a plain
+optimizer updates; before the next forward reads them, the pieces are gathered into the whole again (gathering.py).
+
+- A bucket is a flat group, fixed from the start, since optimizers hold its pieces. A rank's master is its own slice of
+  the parameters, and in stage 1 its gradient a slice of the bucket's buffer: nothing is copied out.
+- The first backward only watches: it learns how often each gradient arrives (twice under re-entrant checkpointing) and
+  in which order buckets are complete, and sends everything at its end.
+- Inside ``no_sync``, stage 1 adds up whole gradients and sends nothing. Stage 2 sends all the same, and adds up slices.
+- A parameter used on some ranks counts as zero on the others; one used on no rank has no gradient. One flag for each
+  parameter is all-reduced behind the buckets; only a rank that misses a gradient waits for the answer.
+- One rank alone has nothing to shard and watches no gradients, unless it keeps masters or offloads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from paceline.comm.base import Communicator, Work
+from paceline.errors import UsageError
+from paceline.memory.offload import Offload
+from paceline.parallel.agree import tensors_in
+from paceline.parallel.buckets import BucketPolicy, ParameterSize, bucket_parameters
+from paceline.parallel.buffers import BufferPolicy, SharedBuffers
+from paceline.parallel.engine import check_updates_only, loss_scale
+from paceline.parallel.flat import FlatGroup, gradient_scale
+from paceline.parallel.gathering import Gathering
+from paceline.parallel.gradients import GradientBucket
+from paceline.parallel.matrixwise import check_elementwise
+from paceline.parallel.optimizer_state import gather_optimizer_state, load_optimizer_state
+from paceline.parallel.sharded import clip_pieces, gather_state, load_state
+from paceline.precision import Precision, kept_parameters
+
+_LARGE_BYTES = 2**18  # about what a second-level cache holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPolicy:
+    """What may be chosen about ZeRO."""
+
+    stage: Literal[1, 2] = 1
+    buckets: BucketPolicy = field(default_factory=BucketPolicy)
+    buffers: BufferPolicy = "broadcast"
+    overlap: bool = True
+
+
+class ZeroParallel:
+    """Trains a module on the ranks of ``comm``, each of which updates a slice of the parameters."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator,
+        policy: ZeroPolicy | None = None,
+        precision: Precision | None = None,
+        offload: Offload | None = None,
+    ) -> None:
+        self.module = module
+        self.comm = comm
+        self.policy = policy or ZeroPolicy()
+        self.precision = precision or Precision()
+        offload = offload or Offload()
+        is_offloaded = offload.is_any and comm.device.type != "cpu"
+        self._is_plain = comm.size == 1 and self.precision.param_dtype is None and not is_offloaded
+        self.precision.cast_buffers(module)
+        self._buffers = SharedBuffers(module, comm, self.policy.buffers)
+        self._named = dict(module.named_parameters())
+        self._groups: list[FlatGroup] = []
+        if not self._is_plain:
+            _check_offload(offload)
+            self._groups = _make_groups(module, comm, self.policy.buckets, self.precision, offload)
+        self._updated = {**self._named, **{n: p for g in self._groups for n, p in zip(g.names, g.pieces, strict=True)}}
+        self._scale = gradient_scale(comm)
+        self._is_syncing = True
+        self._has_shared_buffers = False
+        # Gradients by the parameters' place in the groups.
+        self._names = [name for group in self._groups for name in group.names]
+        self._parameters = [parameter for group in self._groups for parameter in group.parameters]
+        self._fixed = [GradientBucket(group, keeps_buffer=self.policy.stage == 1) for group in self._groups]
+        self._buckets = self._fixed  # in the order in which they leave
+        self._is_ordered = comm.size == 1 or len(self._buckets) < 2
+        self._gathering = Gathering(module, list(reversed(self._groups)), self._expects_update)
+        self._bucket_of = [(bucket, p) for bucket in self._fixed for p in range(len(bucket.group.names))]
+        self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
+        self._flags = torch.zeros(len(self._names), dtype=torch.uint8, device=comm.device)
+        self._flags_work: Work | None = None
+        self._completed: list[int] = []
+        self._expected: list[int] | None = None
+        self._observed: list[int] = []
+        self._arrived: list[int] = []
+        self._next_bucket = 0
+        self._is_backward_known = False
+        self._watch()
+        self._reset()
+
+    # What users call.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module with the pieces as they are now; in training, prepares for the backward that follows."""
+        if self._is_plain:
+            return self._forward(*args, **kwargs)
+        is_training = torch.is_grad_enabled()
+        if is_training:
+            self._prepare()
+        self._gathering.begin(is_overlapped=is_training and self.policy.overlap)
+        try:
+            output = self._forward(*args, **kwargs)
+        finally:
+            self._gathering.end()
+        if is_training:
+            enter = functools.partial(self._enter_backward, self._gathering.version)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(enter)  # type: ignore[no-untyped-call]
+        return output
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what this rank updates: its piece of every parameter, and frozen ones as they are."""
+        return iter(self._updated.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over what this rank updates, under the module's own names, the same on every rank."""
+        return iter(self._updated.items())
+
+    def train(self, mode: bool = True) -> ZeroParallel:
+        """Puts the module into training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> ZeroParallel:
+        """Puts the module into evaluation mode."""
+        return self.train(False)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
+        """Returns N / (sum of ``count`` over the N ranks): turns a rank's summed loss into its share of the mean."""
+        return loss_scale(self.comm, count)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+        return clip_pieces(list(self._updated.values()), self.comm, max_norm, norm_type)
+
+    def sit_out(self) -> None:
+        """Takes part in a pass of the other ranks for which this rank has no samples.
+
+        Called after a pass that failed on this rank, it completes that one for the others.
+        """
+        if self._is_plain:
+            return
+        is_training = torch.is_grad_enabled()
+        if is_training and self._is_syncing and self.module.training and not self._has_shared_buffers:
+            self._buffers.share()
+        self._gathering.refresh()
+        if is_training and self._reduces:
+            self._arrived, self._observed = [0] * len(self._names), []  # nothing is learnt from a pass not made
+            self._finish()
+
+    def share_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0, where the policy says so."""
+        self._buffers.share()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Returns all parameters and buffers on the CPU, gathered one group at a time."""
+        return gather_state(self.module, self._groups, self.comm, rank0_only=rank0_only)
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
+        load_state(self.module, self._groups, state)
+        self._gathering.may_have_changed = True
+
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Returns the optimizer's state as one process would have it."""
+        return gather_optimizer_state(optimizer, self._groups, comm=self.comm, rank0_only=rank0_only)
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads what ``full_optimizer_state`` gave, each rank its part."""
+        load_optimizer_state(optimizer, self._groups, state)
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Returns the reduced gradients, whole, on the CPU; None where no rank had one."""
+        found = {n: None if p.grad is None else p.grad.to("cpu", copy=True) for n, p in self._named.items()}
+        for group in self._groups:
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.pieces]
+            for name, piece, whole in zip(group.names, group.pieces, group.gather_whole(parts), strict=True):
+                found[name] = None if piece.grad is None else whole.to("cpu", copy=True)
+        return found
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError unless the optimizer updates pieces of this engine, element by element."""
+        check_updates_only(optimizer, self.parameters())
+        if not self._is_plain:
+            check_elementwise(optimizer)
+
+    # Forward.
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.precision.param_dtype is not None:
+            args, kwargs = self.precision.cast_inputs((args, kwargs))
+        with self.precision.context(self.comm.device):
+            return self.module(*args, **kwargs)
+
+    def _prepare(self) -> None:
+        """Makes ready for a backward: follows parameters that were frozen, drops what a failed one has left."""
+        is_trainable = [parameter.requires_grad for parameter in self._named.values()]
+        if is_trainable != self._is_trainable:
+            self._follow(is_trainable)
+        if self._is_backward_known:
+            for bucket in self._buckets:
+                bucket.abandon()
+            self._reset()
+        if self._is_syncing and self.module.training:
+            self._has_shared_buffers = True
+            self._buffers.share()
+
+    def _expects_update(self) -> bool:
+        return any(bucket.has_reduced for bucket in self._fixed)
+
+    def _follow(self, is_trainable: list[bool]) -> None:
+        ours = set(self._names)
+        for name, now in zip(self._named, is_trainable, strict=True):
+            if now and name not in ours:
+                raise UsageError(
+                    f"{name} was frozen when the engine was built, and requires a gradient now\n"
+                    "  an optimizer holds pieces of the parameters that were trainable then\n"
+                    "  build the engine with it trainable, and freeze it afterwards"
+                )
+        self._is_trainable = is_trainable
+        self._expected = None
+
+    # Backward: gradients arrive, buckets leave.
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether this backward communicates."""
+        return self._is_syncing or self.policy.stage == 2
+
+    def _enter_backward(self, version: int, gradient: torch.Tensor) -> None:
+        """Runs when backward enters the module: what is missing at its end is sent then.
+
+        Queued from the outputs, not from the first gradient: under re-entrant checkpointing that one belongs to an
+        inner backward, which ends long before the outer one.
+        """
+        del gradient
+        if self._is_backward_known:
+            return
+        if version != self._gathering.version:
+            raise UsageError(
+                "parameters were updated between a forward pass and its backward\n"
+                "  gradients would mix values from before and after the update\n"
+                "  call optimizer.step() after the backward passes of all outputs that are needed"
+            )
+        self._is_backward_known = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+        """Counts a gradient in; runs as autograd's hook, once for each gradient."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or gradient.requires_grad:
+            raise UsageError(_explain_refusal(self._names[index], gradient))
+        if not self._is_backward_known:
+            self._enter_backward(self._gathering.version, gradient)
+        self._arrived[index] += 1
+        if self._expected is None:
+            self._observed.append(index)
+            return
+        if not self.policy.overlap:
+            return
+        if self._arrived[index] == self._expected[index]:
+            bucket, place = self._bucket_of[index]
+            if index in self._moved_at_once and (self.policy.stage == 1 or bucket is self._buckets[self._next_bucket]):
+                self._make_room(self._next_bucket)
+                bucket.bring_in(place, self._scale)
+            bucket.num_missing -= 1
+            if bucket.num_missing == 0:
+                self._launch_complete()
+        elif self._arrived[index] > self._expected[index] > 0:
+            raise UsageError(
+                f"{self._names[index]} got a gradient after it was counted in: it arrived "
+                f"{self._arrived[index]} times in this backward, {self._expected[index]} times in the first one\n"
+                "  with overlap, every step must visit a parameter as often as the first one did\n"
+                "  set comm.overlap = false (parallelize(..., overlap=False))"
+            )
+
+    def _launch_complete(self) -> None:
+        """Sends the buckets that are complete, in order: a bucket waits for those before it."""
+        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_missing == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Brings in the gradients of the next bucket, and sends them."""
+        self._make_room(self._next_bucket)
+        bucket = self._buckets[self._next_bucket]
+        bucket.fill(self._scale)
+        if self._reduces:
+            bucket.send()
+        self._next_bucket += 1
+
+    def _make_room(self, place: int) -> None:
+        """Keeps at most two whole buckets of gradients in stage 2: waits for the one before the last."""
+        if self.policy.stage == 2 and place > 1:
+            self._buckets[place - 2].collect()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Ends a backward: sends the rest, waits, and settles who has a gradient."""
+        while self._next_bucket < len(self._buckets):
+            self._launch()
+        if not self._reduces:
+            for bucket in self._buckets:
+                bucket.show()
+        else:
+            missing = self._send_flags() if self._is_syncing else []
+            for bucket in self._buckets:
+                bucket.land()
+            self._settle(missing)
+        self._learn()
+        self._reset()
+        self._gathering.may_have_changed |= self._is_syncing
+
+    def _send_flags(self) -> list[int]:
+        """Tells the others which parameters were used here; returns those that were not."""
+        if self._flags_work is not None:
+            self._flags_work.wait()
+        used = [flag for bucket in self._fixed for flag in bucket.take_used()]
+        missing = [index for index, is_used in enumerate(used) if not is_used]
+        if missing:
+            self._flags.copy_(torch.tensor(used, dtype=torch.uint8), non_blocking=True)
+        else:
+            self._flags.fill_(1)
+        self._flags_work = self.comm.all_reduce(self._flags, "max")
+        return missing
+
+    def _settle(self, missing: list[int]) -> None:
+        """Takes the gradient from pieces of parameters that no rank has used. Reads the flags: a sync."""
+        if any(self._parameters[index].requires_grad for index in missing):
+            assert self._flags_work is not None
+            self._flags_work.wait()
+            used = self._flags.tolist()
+            missing = [index for index in missing if not used[index]]
+        for index in missing:
+            bucket, place = self._bucket_of[index]
+            bucket.group.pieces[place].grad = None
+
+    # What the first backward teaches.
+
+    def _watch(self) -> None:
+        """Asks autograd to report gradients."""
+        for index, parameter in enumerate(self._parameters):
+            hook = functools.partial(self._arrive, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
+        # call after a matrix product pays for cold code.
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
+        self._moved_at_once = {i for i, size in enumerate(sizes) if size >= _LARGE_BYTES and self._scale != 1.0}
+
+    def _learn(self) -> None:
+        """Keeps how often gradients arrived; agrees with rank 0 on the order in which buckets are complete."""
+        if self._expected is None and self._observed:
+            self._expected = self._arrived  # 0: not seen yet, so it is complete when backward ends
+            last = {id(self._bucket_of[index][0]): moment for moment, index in enumerate(self._observed)}
+            self._completed = sorted(
+                range(len(self._fixed)), key=lambda place: last.get(id(self._fixed[place]), len(self._observed))
+            )
+        elif self._expected is not None and 0 in self._expected:
+            self._expected = [before or now for before, now in zip(self._expected, self._arrived, strict=True)]
+        if not self._is_ordered and self._reduces:
+            order = torch.tensor(self._completed or [-1] * len(self._fixed), device=self.comm.device)
+            self.comm.broadcast(order).wait()
+            agreed = order.tolist()
+            self._is_ordered = agreed[0] >= 0  # else rank 0 has sat out so far
+            if self._is_ordered:
+                self._buckets = [self._fixed[place] for place in agreed]
+                self._gathering.arrange([bucket.group for bucket in reversed(self._buckets)])
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+        self._has_shared_buffers = False
+        self._next_bucket = 0
+        self._observed = []
+        self._arrived = [0] * len(self._names)
+        self._is_backward_known = False
+
+
+def _make_groups(
+    module: nn.Module, comm: Communicator, policy: BucketPolicy, precision: Precision, offload: Offload
+) -> list[FlatGroup]:
+    """Makes flat groups of the trainable parameters, last defined first; casts the others where they lie."""
+    kept = kept_parameters(module)
+    as_built = dataclasses.replace(precision, param_dtype=None)
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    sizes = [ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p in kept}") for _, p in named]
+    groups = []
+    for members in bucket_parameters(sizes, list(reversed(range(len(named)))), policy):
+        pairs = [named[index] for index in members]
+        group = FlatGroup(pairs, comm, as_built if pairs[0][1] in kept else precision, offload)
+        group.keep_slice(in_place=True)
+        groups.append(group)
+    for parameter in module.parameters() if precision.param_dtype is not None else ():
+        if not parameter.requires_grad and parameter.is_floating_point() and parameter not in kept:
+            parameter.data = parameter.data.to(precision.param_dtype)
+    return groups
+
+
+def _check_offload(offload: Offload) -> None:
+    if offload.parameters or (offload.gradients and not offload.optimizer):
+        raise UsageError(
+            f"offload of {'parameters' if offload.parameters else 'gradients alone'} under ZeRO stages 1 and 2\n"
+            "  whole parameters stay on the device, and gradients where the optimizer updates\n"
+            "  offload the optimizer, or shard everything (strategy='fsdp')"
+        )
+
+
+def _explain_refusal(name: str, gradient: torch.Tensor) -> str:
+    if gradient.is_sparse:
+        return (
+            f"{name} has a sparse gradient\n  buckets are dense\n"
+            "  build its nn.Embedding with sparse=False, or freeze it"
+        )
+    return (
+        f"{name} has a gradient with a graph (backward(create_graph=True))\n"
+        "  a reduced gradient cannot be differentiated again\n"
+        "  use torch.autograd.grad(..., create_graph=True), which leaves the parameters' gradients alone"
+    )

@@ -1,0 +1,77 @@
+"""What one step computed, and a recorder of what the modules returned in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Calls = list[tuple[str, torch.Tensor]]
+"""What modules returned, by name, in the order of the calls."""
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepValues:
+    """What one step computed; gradients as the optimizer saw them, parameters and buffers after its update.
+
+    ``factor`` is what summed losses were multiplied by before backward. ``start`` has the parameters before the step,
+    where the reference kept them. ``activations`` has the calls of each microbatch that had samples, by its number.
+    """
+
+    loss: torch.Tensor
+    norm: torch.Tensor
+    gradients: Gradients
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    factor: float = 1.0
+    start: dict[str, torch.Tensor] = field(default_factory=dict)
+    activations: dict[int, Calls] = field(default_factory=dict)
+
+
+def split_state(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns the parameters of a state dict, a tied one under each of its names, and its buffers."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = {name: value.detach().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return (
+        {name: value for name, value in tensors.items() if name in parameters},
+        {name: value for name, value in tensors.items() if name not in parameters},
+    )
+
+
+class Recorder:
+    """Keeps what every module without children returns, in the order of the calls, pass by pass.
+
+    A checkpointed part runs again in backward; those calls come behind all others of their pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._passes: list[Calls] = []
+        self._handles = [model.register_forward_pre_hook(lambda *_: self._passes.append([]))]
+        self._handles += [
+            module.register_forward_hook(self._keep(name))
+            for name, module in model.named_modules()
+            if not any(module.children())
+        ]
+
+    def stop(self, microbatches: Sequence[int]) -> dict[int, Calls]:
+        """Stops listening and hands over what was kept, by microbatch: each made as many passes as the others."""
+        for handle in self._handles:
+            handle.remove()
+        passes = len(self._passes) // max(len(microbatches), 1)
+        return {
+            number: [call for each in self._passes[place * passes : (place + 1) * passes] for call in each]
+            for place, number in enumerate(microbatches)
+        }
+
+    def _keep(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            del module, inputs
+            if isinstance(output, torch.Tensor) and self._passes:
+                self._passes[-1].append((name, output.detach().clone()))
+
+        return hook

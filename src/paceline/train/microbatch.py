@@ -1,0 +1,153 @@
+"""``train.microbatch: auto``: the largest microbatch that fits into memory, found by a few passes on real samples.
+
+A trial is one forward and backward beside gradients that are there already, as in accumulation. It leaves nothing: the
+gradients are dropped, buffers and random states put back, no parameter moves. What the optimizer will come to hold is
+counted, since its state is made in the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.data.datasets import MapDataset
+from paceline.data.fetch import fetch_batch
+from paceline.errors import TrainingError
+from paceline.estimate.choice import MARGIN
+from paceline.memory.batch_search import Found, microbatch_sizes, search_microbatch
+from paceline.memory.room import MemoryGauge
+from paceline.parallel.ddp import DataParallel
+from paceline.parallel.engine import Engine
+from paceline.train.loss import Loss
+from paceline.train.randomness import capture_random_states, restore_random_states
+from paceline.train.retry import can_fail_alone, drop_gradients, is_out_of_memory, release_memory
+from paceline.train.step import NoLaps, accumulate
+from paceline.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialLimits:
+    """What a search must know beforehand.
+
+    ``reserve_bytes``: what will be held besides, such as the optimizer's state. ``first``: a size that should fit, from
+    an estimate. ``node_ranks``: how many ranks share the host's memory. ``limit_bytes``: in the place of what is free.
+    """
+
+    samples_per_rank: int
+    reserve_bytes: int = 0
+    first: int = 1
+    node_ranks: int = 1
+    limit_bytes: int | None = None
+
+
+def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torch.dtype, limits: TrialLimits) -> Found:
+    """Finds the largest microbatch that all ranks can hold; all of them call it.
+
+    Raises TrainingError where not even one sample fits, or where a sharded engine runs out of memory in a trial.
+    """
+    device = engine.comm.device
+    gauge = MemoryGauge(device)
+    states, buffers = capture_random_states(device), [buffer.clone() for buffer in engine.module.buffers()]
+    sizes = microbatch_sizes(limits.samples_per_rank)
+    limit = limits.limit_bytes
+    limit = round((gauge.limit_bytes(limits.node_ranks) if limit is None else limit) * (1 - MARGIN))
+    trials = _Trials(engine, loss, dataset, dtype, gauge)
+    try:
+        trials.run(sizes[0])  # makes the gradients, beside which the others are measured
+        base = gauge.now_bytes() + limits.reserve_bytes
+        found = search_microbatch(
+            sizes,
+            lambda size: trials.measure(size, limits.reserve_bytes),
+            base_bytes=base,
+            limit_bytes=limit,
+            first=limits.first,
+            agree=lambda value: _least(engine, value),
+        )
+    finally:
+        trials.clean_up()
+        restore_random_states(states, device)
+        for buffer, before in zip(engine.module.buffers(), buffers, strict=True):
+            buffer.data.copy_(before)
+    if found.samples is None:
+        peak = found.trials[-1].peak_bytes
+        raise TrainingError(
+            f"train.microbatch = auto: not even {sizes[0]} sample fits: it takes "
+            f"{'more than there is' if peak is None else format_bytes(peak)} of {format_bytes(limit)}\n"
+            f"  that is all but {MARGIN:.0%} of what is free\n"
+            "  set memory.checkpoint_activations = full, shard more (parallel.strategy = auto), or use more ranks"
+        )
+    return found
+
+
+def optimizer_bytes(engine: Engine, slots: int) -> int:
+    """Returns what an optimizer with ``slots`` numbers a parameter will hold on this rank's device."""
+    here = [p for p in engine.parameters() if p.requires_grad and p.device.type == engine.comm.device.type]
+    return slots * sum(parameter.numel() * parameter.element_size() for parameter in here)
+
+
+class _Trials:
+    """Runs passes of different sizes on the first samples of a data set."""
+
+    def __init__(self, engine: Engine, loss: Loss, dataset: MapDataset, dtype: torch.dtype, gauge: MemoryGauge) -> None:
+        self._engine = engine
+        self._loss = loss
+        self._dataset = dataset
+        self._dtype = dtype
+        self._gauge = gauge
+        self._largest = 0
+
+    def measure(self, size: int, reserve_bytes: int) -> int | None:
+        """Returns the peak of a pass over ``size`` samples, with what is reserved; None where memory ran out."""
+        self._gauge.reset()
+        has_fit = self._attempt(lambda: self.run(size))
+        if not has_fit:
+            drop_gradients(self._engine)
+            release_memory(self._engine.comm.device)
+            with self._engine.no_sync():
+                self._engine.sit_out()  # the others may wait in a reduction
+            return None
+        self._largest = max(size, self._largest)
+        return self._gauge.peak_bytes() + reserve_bytes
+
+    def run(self, size: int) -> None:
+        """Makes one pass; a last, empty microbatch would reduce the gradients, and is left out."""
+        indices = np.arange(size, dtype=np.int64) % len(self._dataset)
+        batch: Any = fetch_batch(self._dataset, indices)
+        with self._engine.no_sync():
+            accumulate(self._engine, [batch], self._loss, 1.0 / size, self._dtype, NoLaps())
+
+    def clean_up(self) -> None:
+        """Leaves the engine as it was."""
+        if not isinstance(self._engine, DataParallel):
+            self._engine.sit_out()  # a sharded engine notes which parameters were used until a pass that reduces
+        drop_gradients(self._engine)
+        release_memory(self._engine.comm.device)
+
+    def _attempt(self, run: Callable[[], None]) -> bool:
+        try:
+            run()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if not can_fail_alone(self._engine):
+                raise TrainingError(self._explain()) from error
+            return False
+        return True
+
+    def _explain(self) -> str:
+        fits = f"set train.microbatch = {self._largest}, which fits" if self._largest else "use more ranks"
+        return (
+            f"rank {self._engine.comm.rank} ran out of memory while train.microbatch = auto was searched for\n"
+            "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
+            f"  {fits}, or memory.checkpoint_activations = full"
+        )
+
+
+def _least(engine: Engine, value: int) -> int:
+    number = torch.tensor([value], dtype=torch.int64, device=engine.comm.device)
+    engine.comm.all_reduce(number, "min").wait()
+    return int(number.item())  # sync point

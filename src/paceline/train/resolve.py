@@ -1,0 +1,114 @@
+"""``parallel.strategy: auto`` with what only torch can tell: a model of the user's own code, and free memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from paceline.comm.base import Communicator
+from paceline.comm.objects import broadcast_object
+from paceline.config import Config
+from paceline.data.fetch import fetch_batch
+from paceline.data.registry import DataSplits, build_data
+from paceline.errors import PacelineError, UsageError
+from paceline.estimate.activations import describe_model
+from paceline.estimate.choice import Choice, Room, apply_choice, choose_for_config
+from paceline.estimate.facts import ModelFacts
+from paceline.memory.activations import measure_model
+from paceline.memory.room import measure_room
+from paceline.models.registry import build_model, model_blocks, model_context
+from paceline.precision import precision_named
+from paceline.train.loss import build_loss
+
+
+def resolve_strategy(config: Config, room: Room) -> tuple[Config, Choice]:
+    """Decides ``parallel.strategy: auto``; returns the config with the decision, and why.
+
+    Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
+    """
+    model = describe_model(config, room.device) or measure_config(config, room.device)
+    choice = choose_for_config(config, model, room)
+    return apply_choice(config, choice), choice
+
+
+def resolve_together(config: Config, comm: Communicator, node_ranks: int | None = None) -> tuple[Config, Choice]:
+    """Decides on rank 0, by the memory that it finds, and tells the others. All ranks call it."""
+    decided: tuple[Config, Choice] | PacelineError | None = None
+    if comm.rank == 0:
+        try:
+            room = measure_room(comm.device.type, comm.size, node_ranks or comm.size)
+            decided = resolve_strategy(config, room)
+        except PacelineError as error:
+            decided = error
+    decided = broadcast_object(comm, decided)
+    if isinstance(decided, PacelineError):
+        raise decided
+    assert decided is not None
+    return decided
+
+
+def measure_config(config: Config, device: str) -> ModelFacts:
+    """Measures the model of a config on samples of its data, with fake tensors: nothing is allocated or computed.
+
+    Raises UsageError for a model that looks at values in its forward pass, which fake tensors do not have.
+    """
+    seed = config.train.seed if config.data.seed is None else config.data.seed
+    data = build_data(config.data, model_context(config.model), seed)
+    loss = build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory")
+    precision = precision_named(config.train.precision)
+    dtype = precision.param_dtype or getattr(torch, config.train.dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+        def make_batch(samples: int) -> Any:
+            return _fake_batch(data, samples, mode, torch.device(device), dtype)
+
+        def total(model: nn.Module, batch: Any) -> torch.Tensor:
+            with precision.context(torch.device(device)):
+                return loss(model, batch).total
+
+        try:
+            with torch.device(device):
+                model = build_model(config.model, data.shape)
+            _cast(model, dtype)
+            return measure_model(model, total, make_batch, model_blocks(model))
+        except PacelineError:
+            raise
+        except Exception as error:  # whatever the user's code raises on tensors without values
+            raise UsageError(
+                f"parallel.strategy = auto cannot measure the model: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}\n"
+                "  it runs the model once on tensors that have shapes and no values\n"
+                "  set parallel.strategy yourself: ddp if the model fits beside its batch, else fsdp"
+            ) from error
+
+
+def _fake_batch(data: DataSplits, samples: int, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype) -> Any:
+    """Returns the first samples of the data as fake tensors on the device; an item that is there once is repeated."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        length = len(data.train)
+        real = fetch_batch(data.train, torch.arange(samples).remainder(length).numpy())
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        wanted = dtype if value.is_floating_point() else value.dtype
+        return torch.empty(value.shape, dtype=wanted, device=device)
+
+    with mode:
+        return tree_map(fake, real)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """As ``model.to(dtype)``, which cannot swap fake tensors."""
+    seen: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                cast = seen.setdefault(
+                    id(parameter), nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                )
+                module._parameters[name] = cast

@@ -1,0 +1,152 @@
+"""Training in mixed precision under every strategy: against one process of the same policy, and taken up again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint import TrainingState
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import Config, config_from_dict
+from paceline.errors import UsageError
+from paceline.monitor.records import EventRecord, Record, StepRecord
+from paceline.train.assemble import build_trainer
+
+CPU = torch.device("cpu")
+PRECISIONS = ["bf16", "fp16", "bf16_master"]
+STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hybrid"]
+PARTS = 4  # microbatches that a global batch is always cut into, so that each part has the same gradients anywhere
+
+
+def make_config(strategy: str = "ddp", ranks: int = 1, **train: Any) -> Config:
+    return config_from_dict(
+        {
+            "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2, "vocab_size": 13, "context": 8},
+            "data": {"kind": "synthetic_tokens", "samples": 24, "context": 8, "vocab_size": 13, "eval_fraction": 0.25},
+            "parallel": {"strategy": strategy} | ({"shard_ranks": 2} if strategy == "hybrid" else {}),
+            "optim": {"kind": "sgd", "lr": 0.25, "momentum": 0.5, "schedule": {"kind": "constant"}},
+            "train": {"steps": 4, "global_batch": 8, "accumulate": PARTS // ranks, "seed": 2} | train,
+        }
+    )
+
+
+class Keep:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return [record for record in self.records if isinstance(record, StepRecord)]
+
+
+def train(
+    comm: Communicator, config: Config, *, state: TrainingState | None = None, steps: int | None = None
+) -> tuple[dict[str, torch.Tensor], list[StepRecord], TrainingState, float]:
+    """Trains from a state, for some steps; returns parameters, records, the state, and the loss on the other data."""
+    sink = Keep()
+    trainer = build_trainer(config, comm, sink=sink)
+    if state is not None:
+        trainer.load_state(state)
+    results = trainer.steps()
+    for result in results:
+        if steps is not None and result.step == steps:
+            break
+    results.close()  # type: ignore[attr-defined]
+    trainer.flush(wait=True)
+    evaluation = trainer.evaluate()
+    assert evaluation is not None
+    skipped = [r.step for r in sink.records if isinstance(r, EventRecord) and r.name == "skipped"]
+    assert skipped == [record.step for record in sink.steps if record.is_skipped]
+    return trainer.parts.engine.full_state_dict(), sink.steps, trainer.state(), evaluation.loss
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_trains_as_one_process_of_the_same_policy(strategy: str, precision: str) -> None:
+    """Half precision gradients of each part are the same; only the order of their fp32 sum is another."""
+    expected, records, _, loss = train(SoloCommunicator(CPU), make_config(precision=precision))
+    assert not any(record.is_skipped for record in records)
+    config = make_config(strategy, PARTS, precision=precision)
+    for found, theirs, _, found_loss in run_virtual(lambda comm: train(comm, config), PARTS):
+        for name, value in expected.items():
+            assert value.dtype is torch.float32
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
+        norms = [record.grad_norm for record in records]
+        assert [record.grad_norm for record in theirs] == pytest.approx(norms, rel=1e-4)
+        assert found_loss == pytest.approx(loss, rel=1e-4)
+
+
+def test_precisions_are_different_and_close() -> None:
+    """Guards the test above."""
+    losses = {p: train(SoloCommunicator(CPU), make_config(precision=p))[3] for p in ("fp32", *PRECISIONS)}
+    assert len(set(losses.values())) == 4
+    assert all(loss == pytest.approx(losses["fp32"], rel=0.02) for loss in losses.values())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_the_loss_scale_is_taken_up_where_it_stood(strategy: str) -> None:
+    """The scale starts far too large: steps are left out until it fits, and the run is cut in the middle of that."""
+    config = make_config(strategy, 2, precision="fp16", loss_scale=2.0**31, steps=9)
+
+    def run(comm: Communicator) -> None:
+        whole, records, _, _ = train(comm, config)
+        _, first, state, _ = train(comm, config, steps=3)
+        state = run_state(comm, state)
+        found, second, _, _ = train(comm, config, state=state)
+        assert [r.is_skipped for r in records[:3]] == [True] * 3  # cut among bad steps
+        assert not records[-1].is_skipped
+        scales = [record.loss_scale for record in records]
+        assert scales[:4] == [2.0**31, 2.0**30, 2.0**29, 2.0**28]
+        assert [record.loss_scale for record in (*first, *second)] == scales
+        assert [record.grad_norm for record in (*first, *second)][-1] == records[-1].grad_norm
+        assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+    run_virtual(run, 2)
+
+
+def run_state(comm: Communicator, state: TrainingState) -> TrainingState:
+    """Gives every rank what rank 0 holds, as a file would."""
+    from paceline.comm.objects import broadcast_object
+
+    return broadcast_object(comm, state)
+
+
+def test_a_state_without_a_scale_starts_one_and_one_with_it_is_ignored_where_nothing_is_scaled() -> None:
+    plain, scaled = make_config(steps=2), make_config(steps=2, precision="fp16", loss_scale=8.0)
+    state = train(SoloCommunicator(CPU), plain)[2]
+    assert set(state.extra) == {"bad_steps"}
+    trainer = build_trainer(scaled, SoloCommunicator(CPU))
+    trainer.load_state(state)
+    assert trainer.scaler is not None
+    assert trainer.scaler.scale.item() == 8.0
+    build_trainer(plain, SoloCommunicator(CPU)).load_state(train(SoloCommunicator(CPU), scaled)[2])
+
+
+def test_records_tell_the_scale_of_each_step() -> None:
+    records = train(SoloCommunicator(CPU), make_config(precision="fp16", loss_scale=1024.0, steps=2))[1]
+    assert [record.loss_scale for record in records] == [1024.0, 1024.0]
+    assert [record.loss_scale for record in train(SoloCommunicator(CPU), make_config(steps=2))[1]] == [1.0, 1.0]
+
+
+def test_a_precision_that_the_device_cannot_do_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("not implemented for 'Half'")
+
+    monkeypatch.setattr("paceline.precision._try_product", fail)
+    with pytest.raises(UsageError, match="precision = 'fp16' on cpu: float16 does not work there"):
+        build_trainer(make_config(precision="fp16"), SoloCommunicator(CPU))
