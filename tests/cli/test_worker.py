@@ -103,7 +103,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(attempt: Tr
     failure = attempt("model.args.plot=nan", expect=TrainingError)
     assert failure is not None
     assert (failure.is_refusal, failure.traceback) == (False, "")
-    assert failure.message.startswith("the loss is nan at step 1")
+    assert failure.message.startswith("3 steps in a row had gradients that are not finite, up to step 3")
+    assert "the first numbers that are not finite: the model (" in failure.message
     assert [record.step for record in records(project) if isinstance(record, StepRecord)] == [1, 2, 3]
     assert not list((project / "run" / "checkpoints").iterdir())
 

@@ -59,7 +59,7 @@ def choose(where: Room, model: ModelFacts = MODEL, **options: Any) -> Choice:
         (20, "zero1"),  # 9 P
         (14, "zero2"),  # 5.5 P
         (9.5, "fsdp"),  # 2 P and three units
-        (6, "fsdp, checkpoint matmuls"),
+        (7, "fsdp, checkpoint matmuls"),
         (5, "fsdp, checkpoint full"),
         (4, "fsdp, checkpoint full, offload optimizer"),
         (3, "fsdp, checkpoint full, offload optimizer and gradients and parameters"),
@@ -114,7 +114,8 @@ def test_what_is_asked_for_is_kept() -> None:
 def test_a_microbatch_to_be_found_counts_as_one_sample() -> None:
     assert choose(room(80), microbatch="auto", global_batch=64).microbatch == 1
     assert choose(room(80), microbatch=None, global_batch=64).microbatch == 8
-    assert choose(room(80), microbatch=None, global_batch=64).chosen.strategy != "ddp"
+    assert choose(room(40), microbatch=None, global_batch=64).chosen.strategy != "ddp"
+    assert choose(room(40), microbatch="auto", global_batch=64).chosen.strategy == "ddp"
 
 
 def test_where_nothing_fits_the_nearest_is_named() -> None:

@@ -159,8 +159,8 @@ def test_sharing_more_never_takes_more(ranks: int, offload: bool) -> None:
 # Real engines.
 
 GPT: dict[str, Any] = {
-    "model": {"kind": "gpt", "layers": 4, "heads": 4, "width": 128, "context": 16},
-    "data": {"kind": "synthetic_tokens", "context": 16, "vocab_size": 64},
+    "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 64, "context": 8},
+    "data": {"kind": "synthetic_tokens", "context": 8, "vocab_size": 64},
 }
 TOLERANCE = 0.01  # padding: every slice and every view begins on a cache line
 
@@ -173,7 +173,7 @@ def make_config(strategy: str, precision: str, optim: dict[str, Any]) -> Config:
 def held(comm: Communicator, config: Config) -> dict[str, int]:
     """Trains one step and counts what lasts, by storage."""
     torch.manual_seed(0)
-    model = build_model(config.model, DataShape(kind="tokens", vocab_size=64, context=16))
+    model = build_model(config.model, DataShape(kind="tokens", vocab_size=64, context=8))
     engine = parallelize(
         model,
         comm,
@@ -182,9 +182,9 @@ def held(comm: Communicator, config: Config) -> dict[str, int]:
         sharding=ShardingPolicy(shard_ranks=config.parallel.shard_ranks),
     )
     optimizer = build_optimizer(config.optim, engine.named_parameters())
-    tokens = torch.randint(64, (2, 16))
+    tokens = torch.randint(64, (1, 8))
     with engine.precision.context(comm.device):
-        loss = CrossEntropy(16.0)(engine, (tokens, tokens)).total
+        loss = CrossEntropy(8.0)(engine, (tokens, tokens)).total
     loss.backward()  # type: ignore[no-untyped-call]
     updated = list(engine.parameters())
     gradients = [parameter.grad for parameter in updated if parameter.grad is not None]
@@ -203,6 +203,7 @@ def storage_bytes(tensors: list[Any]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 says so once
 @pytest.mark.parametrize(
     ("strategy", "precision", "optim"),
     [
@@ -223,7 +224,7 @@ def test_engines_hold_what_is_estimated(strategy: str, precision: str, optim: di
     model = describe_model(config, "cpu")
     assert model is not None
     group = {"ddp": 1, "hybrid": 2}.get(strategy, 4)
-    need = estimate_memory(model, setting_of(config, group=group, microbatch=2, device="cpu"))
+    need = estimate_memory(model, setting_of(config, group=group, microbatch=1, device="cpu"))
     for found in run_virtual(lambda comm: held(comm, config), ranks=4):
         for category, num_bytes in found.items():
             assert num_bytes == pytest.approx(getattr(need, category), rel=TOLERANCE, abs=2048), category

@@ -4,9 +4,9 @@
     results = run_engine(make_engine, case, recipe)                # one outcome for each virtual rank
     for result in results: assert_same(result, expected)
 
-``make_engine(module, comm)`` is all that an engine adds. On real ranks: ``gloo_pool.run(train, make_engine, case,
-recipe, ranks=...)``, with a ``make_engine`` from the top level of a file. A recipe says how the batch is cut:
-``shares[rank][slot]`` samples, where 0 means that the rank sits this microbatch out.
+``make_engine(module, comm)`` is all that an engine adds. On real ranks, a function at the top level of the test's file
+calls ``train(comm, make_engine, case, recipe)``. A recipe says how the batch is cut: ``shares[rank][slot]`` samples,
+where 0 means that the rank sits this microbatch out.
 """
 
 from __future__ import annotations

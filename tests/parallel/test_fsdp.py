@@ -1,4 +1,4 @@
-"""Full sharding: what one process computes, from slices; with the memory and the collectives that its formula promises."""
+"""Full sharding: what one process computes, from slices; with the memory and collectives that its formula promises."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def skips(model: Any, x: torch.Tensor, step: int) -> Any:
     return (model(x, skip=step) ** 2).mean()
 
 
-def calls_a_part(model: Any, x: torch.Tensor, step: int) -> Any:
+def calls_a_part(model: Any, x: torch.Tensor, _step: int) -> Any:
     module = model.module if isinstance(model, FullySharded) else model
     return (model(x) ** 2).mean() + module.rows[1](x[:, :1].expand(-1, 6)).mean()
 
@@ -222,10 +222,10 @@ def test_the_forward_of_a_model_can_raise_and_training_goes_on() -> None:
         engine = parallelize(Stack().double(), comm, "fsdp")
         with pytest.raises(RuntimeError, match="shapes"):
             engine(torch.zeros(2, 7, dtype=torch.float64))
-        return losses_of(engine, 2, lambda model, x, step: (model(x) ** 2).mean())
+        return losses_of(engine, 2, lambda model, x, _step: (model(x) ** 2).mean())
 
     torch.manual_seed(0)
-    expected = losses_of(Stack().double(), 2, lambda model, x, step: (model(x) ** 2).mean())
+    expected = losses_of(Stack().double(), 2, lambda model, x, _step: (model(x) ** 2).mean())
     for found in run_virtual(work, ranks=2):
         assert found == pytest.approx(expected, abs=1e-10)
 
@@ -301,7 +301,9 @@ def test_collectives_are_those_of_the_formula(strategy: str, reshard: bool, num_
     def work(comm: Communicator) -> Any:
         trace = Trace(comm.device, keep=True)
         policy = ShardingPolicy(reshard_after_forward=reshard, shard_ranks=2 if strategy == "hybrid" else None)
-        engine = parallelize(Stack(num_blocks=num_blocks, width=32), TracedCommunicator(comm, trace), strategy, sharding=policy)
+        engine = parallelize(
+            Stack(num_blocks=num_blocks, width=32), TracedCommunicator(comm, trace), strategy, sharding=policy
+        )
         assert isinstance(engine, FullySharded)
         lengths = [group.layout.length for unit in engine._units for group in unit.groups]
         for _ in range(2):
@@ -330,7 +332,9 @@ def test_nothing_is_sent_that_is_not_sharded_when_accumulating() -> None:
 
     def work(comm: Communicator) -> list[str]:
         trace = Trace(comm.device, keep=True)
-        engine = parallelize(Stack(num_blocks=2), TracedCommunicator(comm, trace), "hybrid", sharding=ShardingPolicy(shard_ranks=2))
+        engine = parallelize(
+            Stack(num_blocks=2), TracedCommunicator(comm, trace), "hybrid", sharding=ShardingPolicy(shard_ranks=2)
+        )
         engine(torch.ones(2, 5)).sum().backward()
         trace.operations.clear()
         with engine.no_sync():
@@ -368,7 +372,9 @@ def test_state_that_does_not_fit_changes_nothing() -> None:
         before = engine.full_state_dict()
         wrong = {**before, "first.weight": torch.zeros(2, 2), "more": torch.zeros(1)}
         del wrong["second.bias"]
-        with pytest.raises(RuntimeError, match=r"missing second\.bias; unexpected more; first\.weight has shape \(2, 2\)"):
+        with pytest.raises(
+            RuntimeError, match=r"missing second\.bias; unexpected more; first\.weight has shape \(2, 2\)"
+        ):
             engine.load_full_state_dict(wrong)
         assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
 

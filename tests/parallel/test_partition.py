@@ -36,7 +36,11 @@ def test_units_by_size_are_the_largest_modules_that_are_small_enough() -> None:
     model = Model()
     block = sum(p.numel() for p in model.rows[0].parameters()) * 4 / 2**20
     assert names(choose_units(model, [], unit_mb=block)) == ["embed", "rows.0", "rows.1", "rows.2", "head"]
-    assert names(choose_units(model, [], unit_mb=block / 2)) == ["embed", *(f"rows.{i}.{j}" for i in range(3) for j in (0, 1)), "head"]
+    assert names(choose_units(model, [], unit_mb=block / 2)) == [
+        "embed",
+        *(f"rows.{i}.{j}" for i in range(3) for j in (0, 1)),
+        "head",
+    ]
     assert names(choose_units(model, [], unit_mb=1e-9))[1:3] == ["rows.0.0", "rows.0.1"], "a leaf is not cut"
 
 
@@ -49,7 +53,7 @@ def test_a_name_that_is_no_module_is_refused(wrong: str) -> None:
 def test_one_module_under_two_names_is_one_unit() -> None:
     model = Model()
     model.other = model.rows[0]
-    with pytest.raises(UsageError, match="'rows.0' and 'other' are one and the same module"):
+    with pytest.raises(UsageError, match=r"'rows\.0' and 'other' are one and the same module"):
         choose_units(model, [], names=["rows.0", "other"])
 
 
@@ -58,8 +62,15 @@ def test_a_parameter_belongs_to_the_innermost_unit_and_a_shared_one_to_the_root(
     model.rows[2][0].weight = model.rows[0][0].weight
     model.head.weight = model.embed.weight
     units = choose_units(model, [], names=["rows.0", "rows.0.1", "rows.2", "embed"])
-    owned = {name: [n for n, _ in own] for name, own in zip([*names(units), "root"], owned_parameters(model, units), strict=True)}
+    owned = {
+        name: [n for n, _ in own]
+        for name, own in zip([*names(units), "root"], owned_parameters(model, units), strict=True)
+    }
     assert owned["rows.0"] == ["rows.0.0.bias"]
     assert owned["rows.0.1"] == ["rows.0.1.weight", "rows.0.1.bias"]
     assert owned["embed"] == []
-    assert owned["root"] == ["embed.weight", "rows.0.0.weight", *(f"rows.1.{i}.{p}" for i in (0, 1) for p in ("weight", "bias"))]
+    assert owned["root"] == [
+        "embed.weight",
+        "rows.0.0.weight",
+        *(f"rows.1.{i}.{p}" for i in (0, 1) for p in ("weight", "bias")),
+    ]

@@ -44,7 +44,9 @@ subsets = st.lists(st.booleans(), min_size=UNITS, max_size=UNITS)
 def test_ranks_that_skip_different_units_issue_the_same(needs: list[list[list[bool]]], prefetch: int) -> None:
     """Three passes; in each, every rank skips units of its own. Whoever needs a leg gets it."""
     ranks = len(needs)
-    passes = [[[leg for leg, is_needed in zip(FORWARD, row, strict=True) if is_needed] for row in rank] for rank in needs]
+    passes = [
+        [[leg for leg, is_needed in zip(FORWARD, row, strict=True) if is_needed] for row in rank] for rank in needs
+    ]
     found = run_virtual(lambda comm: walk(comm, FORWARD, passes[comm.rank], prefetch), ranks=ranks)
     assert all(collectives(history) == collectives(found[0]) for history in found)
     for mine, history in zip(passes, found, strict=True):
@@ -83,7 +85,7 @@ def test_every_leg_is_issued_once_and_gathers_at_most_so_far_ahead(legs: list[in
 def test_reductions_wait_for_those_before_them() -> None:
     def work(comm: Communicator) -> list[int]:
         issued: list[int] = []
-        route = Route(comm, BACKWARD, issued.append, lambda leg: None, 0)
+        route = Route(comm, BACKWARD, issued.append, lambda _leg: None, 0)
         route.begin()
         route.finish()
         route.begin()
@@ -109,7 +111,7 @@ def test_a_leg_that_was_passed_is_an_error_with_a_name() -> None:
 
 def test_what_a_first_pass_repeats_is_known_afterwards() -> None:
     def work(comm: Communicator) -> tuple[set[int], list[int] | None]:
-        route = Route(comm, FORWARD, lambda leg: None, lambda leg: None, 1)
+        route = Route(comm, FORWARD, lambda _leg: None, lambda _leg: None, 1)
         route.begin()
         for leg in (0, 2, 2, 4):
             route.reach(leg, str)

@@ -29,7 +29,8 @@ from gloo_pool import GlooPool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, Work
+from paceline.comm.baton import Baton
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import VirtualCommunicator, run_virtual
@@ -40,7 +41,7 @@ from paceline.parallel.buckets import BucketPolicy
 from paceline.parallel.ddp import DataParallel
 from paceline.parallel.gradients import GradientBucket
 from paceline.parallel.zero import ZeroParallel, ZeroPolicy
-from paceline.precision import Precision, precision_named
+from paceline.precision import precision_named
 
 SMALL = BucketPolicy(bucket_bytes=200, first_bucket_bytes=100)  # a bucket for one or two parameters
 STAGES = pytest.mark.parametrize("stage", [1, 2])
@@ -99,11 +100,15 @@ def test_neither_buckets_nor_overlap_change_the_numbers(stage: int, overlap: boo
         assert_same(outcome, expected("reused", "accumulated"))
 
 
+def train_on_real_ranks(comm: Communicator, stage: int, case: str, recipe: Recipe) -> Outcome:
+    return engine_cases.train(comm, stage_maker(stage), case, recipe)
+
+
 @pytest.mark.parametrize(("case", "shares"), [("tied", "two ranks"), ("branches", "ragged"), ("reentrant", "ragged")])
 @STAGES
 def test_real_ranks(gloo_pool: GlooPool, stage: int, case: str, shares: str) -> None:
-    recipe = Recipe(shares=SHARES[shares])
-    for outcome in gloo_pool.run(engine_cases.train, stage_maker(stage), case, recipe, ranks=recipe.ranks):
+    recipe, patience = Recipe(shares=SHARES[shares]), {"group_timeout_s": 60.0, "timeout_s": 120.0}
+    for outcome in gloo_pool.run(train_on_real_ranks, stage, case, recipe, ranks=recipe.ranks, **patience):
         assert_same(outcome, expected(case, shares))
 
 
@@ -178,7 +183,7 @@ class Wide(nn.Module):
 WIDE_BUCKET = 64 * 64 * 4
 WIDE = 9 * WIDE_BUCKET
 ONE_LAYER = BucketPolicy(bucket_bytes=WIDE_BUCKET, first_bucket_bytes=WIDE_BUCKET)
-SKIPPED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, VirtualCommunicator)
+SKIPPED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, VirtualCommunicator, Baton)
 
 
 def live_bytes(*roots: Any) -> int:
@@ -560,22 +565,32 @@ def test_unfreezing_what_was_frozen_from_the_start_is_refused() -> None:
 
 
 def test_a_rank_that_has_all_gradients_does_not_wait_for_the_others_flags() -> None:
-    def work(comm: Communicator) -> tuple[bool, bool]:
-        engine = make_zero(engine_cases.make("branches"), comm)
-        waited = []
-        for _ in range(2):
-            output = engine(engine_cases.data(0)[0], "left")
-            output = output + (engine.module.get_submodule("right")(output) if comm.rank == 0 else 0)
-            (output.sum() + (engine.module.never.sum() if comm.rank == 0 else 0)).backward()
-            assert engine._flags_work is not None
-            waited.append(comm.rank == 0 and len(engine._send_flags()) == 0)
-            engine._flags_work.wait()
-        gradients = engine.full_gradients()
-        return all(waited), gradients["never"] is not None
+    class Waits:
+        """Counts how often an operation is waited for."""
 
-    first, second = run_virtual(work, ranks=2)
-    assert first == (True, True)
-    assert second == (False, True)
+        def __init__(self, work: Work) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            events.append(current[0])
+            self.work.wait()
+
+    events: list[int] = []
+    current = [-1]
+
+    def work(comm: VirtualCommunicator) -> bool:
+        engine = make_zero(engine_cases.make("branches"), comm)
+        all_reduce = comm.all_reduce
+        comm.all_reduce = lambda tensor, op="sum": Waits(all_reduce(tensor, op))  # type: ignore[method-assign]
+        output = engine(engine_cases.data(0)[0], "left")
+        if comm.rank == 0:
+            output = engine.module.get_submodule("right")(output) * engine.module.get_parameter("never").sum()
+        current[0] = comm.rank
+        output.sum().backward()
+        return engine.full_gradients()["never"] is not None
+
+    assert run_virtual(work, ranks=2) == [True, True]
+    assert set(events) == {1}
 
 
 # Failures.
@@ -757,7 +772,8 @@ def norm_of_infinities(comm: Communicator) -> list[bool]:
 
 
 def test_a_backend_that_drops_what_is_no_number_does_not_hide_it(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(norm_of_infinities, ranks=2) == [[False] * 3] * 2
+    found = gloo_pool.run(norm_of_infinities, ranks=2, group_timeout_s=60.0, timeout_s=120.0)
+    assert found == [[False] * 3] * 2
 
 
 # State.
@@ -828,7 +844,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 # Precision.
 
 
-def train_in(precision: Precision, comm: Communicator, engine: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_in_bf16(comm: Communicator, engine: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
     losses = []
     for step in range(4):
@@ -839,7 +855,7 @@ def train_in(precision: Precision, comm: Communicator, engine: Any) -> tuple[lis
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, engine.full_state_dict()
 
 
@@ -852,8 +868,8 @@ def test_mixed_precision_is_that_of_data_parallelism(stage: int, name: str) -> N
         module = engine_cases.make("frozen").float()
         if is_zero:
             policy = ZeroPolicy(stage=stage, buckets=SMALL)
-            return train_in(precision, comm, ZeroParallel(module, comm, policy, precision))
-        return train_in(precision, comm, DataParallel(module, comm, None, precision))
+            return train_in_bf16(comm, ZeroParallel(module, comm, policy, precision))
+        return train_in_bf16(comm, DataParallel(module, comm, None, precision))
 
     for (losses, state), (ddp_losses, ddp_state) in zip(
         run_virtual(lambda comm: work(comm, True), ranks=2),

@@ -208,11 +208,11 @@ def test_the_explanation_has_values_place_and_advice() -> None:
         "10 steps in a row had gradients that are not finite, up to step 17 (gradient norm nan, loss scale 64)\n"
         "  the first numbers that are not finite: blocks.3.mlp (Linear) in forward: 5 inf in 64 numbers of its output, "
         "on rank 1\n"
-        "  those steps were left out, and the parameters are as they were before; use bf16, which has the range of "
-        "fp32, or lower the learning rate"
+        "  those steps were left out, and the parameters are as they were before; use train.precision = bf16, which "
+        "has the range of fp32, or lower optim.lr"
     )
-    assert "lower the learning rate, clip" in explain_bad_steps(bad_step(), finding, PRECISIONS["fp32"])
-    assert "a repetition was finite" in explain_bad_steps(bad_step(), None, PRECISIONS["fp32"])
+    assert "lower optim.lr, set optim.clip_norm, or" in explain_bad_steps(bad_step(), finding, PRECISIONS["fp32"])
+    assert "not finite: none in a repetition" in explain_bad_steps(bad_step(), None, PRECISIONS["fp32"])
     data = Finding(0, 0, 0, "the data of microbatch 0: 1 nan in 8 numbers of shape [2, 4]")
     assert "repair or leave out these samples" in explain_bad_steps(bad_step(), data, PRECISIONS["fp16"])
 

@@ -9,6 +9,7 @@ import torch
 
 from paceline.checkpoint import TrainingState
 from paceline.comm.base import Communicator
+from paceline.comm.objects import broadcast_object
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
@@ -22,14 +23,20 @@ STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hybrid"]
 PARTS = 4  # microbatches that a global batch is always cut into, so that each part has the same gradients anywhere
 
 
-def make_config(strategy: str = "ddp", ranks: int = 1, **train: Any) -> Config:
+def make_config(strategy: str = "ddp", ranks: int = 1, clip: float | None = 1.0, **train: Any) -> Config:
     return config_from_dict(
         {
             "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2, "vocab_size": 13, "context": 8},
             "data": {"kind": "synthetic_tokens", "samples": 24, "context": 8, "vocab_size": 13, "eval_fraction": 0.25},
             "parallel": {"strategy": strategy} | ({"shard_ranks": 2} if strategy == "hybrid" else {}),
-            "optim": {"kind": "sgd", "lr": 0.25, "momentum": 0.5, "schedule": {"kind": "constant"}},
-            "train": {"steps": 4, "global_batch": 8, "accumulate": PARTS // ranks, "seed": 2} | train,
+            "optim": {
+                "kind": "sgd",
+                "lr": 0.25,
+                "momentum": 0.5,
+                "schedule": {"kind": "constant"},
+                "clip_norm": clip,
+            },
+            "train": {"steps": 3, "global_batch": 8, "accumulate": PARTS // ranks, "seed": 2} | train,
         }
     )
 
@@ -73,17 +80,26 @@ def train(
     return trainer.parts.engine.full_state_dict(), sink.steps, trainer.state(), evaluation.loss
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "clip", "tolerance"),
+    [("bf16", None, 1e-6), ("fp16", None, 1e-6), ("bf16_master", None, 1e-6), ("fp16", 0.5, 1e-4)],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_trains_as_one_process_of_the_same_policy(strategy: str, precision: str) -> None:
-    """Half precision gradients of each part are the same; only the order of their fp32 sum is another."""
-    expected, records, _, loss = train(SoloCommunicator(CPU), make_config(precision=precision))
+def test_every_strategy_trains_as_one_process_of_the_same_policy(
+    strategy: str, precision: str, clip: float | None, tolerance: float
+) -> None:
+    """Half precision gradients of each part are the same; only the order of their fp32 sum is another.
+
+    The last digit of a norm that is summed in another order moves every parameter, and some of them over the edge to
+    the next number of half precision.
+    """
+    expected, records, _, loss = train(SoloCommunicator(CPU), make_config(clip=clip, precision=precision))
     assert not any(record.is_skipped for record in records)
-    config = make_config(strategy, PARTS, precision=precision)
+    config = make_config(strategy, PARTS, clip, precision=precision)
     for found, theirs, _, found_loss in run_virtual(lambda comm: train(comm, config), PARTS):
         for name, value in expected.items():
             assert value.dtype is torch.float32
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
+            torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=name)
         norms = [record.grad_norm for record in records]
         assert [record.grad_norm for record in theirs] == pytest.approx(norms, rel=1e-4)
         assert found_loss == pytest.approx(loss, rel=1e-4)
@@ -99,29 +115,22 @@ def test_precisions_are_different_and_close() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_the_loss_scale_is_taken_up_where_it_stood(strategy: str) -> None:
     """The scale starts far too large: steps are left out until it fits, and the run is cut in the middle of that."""
-    config = make_config(strategy, 2, precision="fp16", loss_scale=2.0**31, steps=9)
+    config = make_config(strategy, 2, precision="fp16", loss_scale=2.0**22, steps=9)
 
     def run(comm: Communicator) -> None:
         whole, records, _, _ = train(comm, config)
         _, first, state, _ = train(comm, config, steps=3)
-        state = run_state(comm, state)
+        state = broadcast_object(comm, state)  # as a file would be read
         found, second, _, _ = train(comm, config, state=state)
         assert [r.is_skipped for r in records[:3]] == [True] * 3  # cut among bad steps
-        assert not records[-1].is_skipped
+        assert sum(not record.is_skipped for record in records) >= 3
         scales = [record.loss_scale for record in records]
-        assert scales[:4] == [2.0**31, 2.0**30, 2.0**29, 2.0**28]
+        assert scales[:4] == [2.0**22, 2.0**21, 2.0**20, 2.0**19]
         assert [record.loss_scale for record in (*first, *second)] == scales
-        assert [record.grad_norm for record in (*first, *second)][-1] == records[-1].grad_norm
+        assert [record.is_skipped for record in (*first, *second)] == [record.is_skipped for record in records]
         assert all(torch.equal(found[name], value) for name, value in whole.items())
 
     run_virtual(run, 2)
-
-
-def run_state(comm: Communicator, state: TrainingState) -> TrainingState:
-    """Gives every rank what rank 0 holds, as a file would."""
-    from paceline.comm.objects import broadcast_object
-
-    return broadcast_object(comm, state)
 
 
 def test_a_state_without_a_scale_starts_one_and_one_with_it_is_ignored_where_nothing_is_scaled() -> None:

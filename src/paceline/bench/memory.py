@@ -78,7 +78,7 @@ class Family:
 
 
 class Meter(Protocol):
-    """Counts the memory of a trial; ``read`` raises torch.OutOfMemoryError where the device's is over its limit."""
+    """Counts the memory of a trial, which gets a torch.OutOfMemoryError where it needs more than the budget."""
 
     def start(self) -> None:
         """Begins a trial."""
@@ -88,6 +88,9 @@ class Meter(Protocol):
 
     def read(self) -> Usage:
         """Returns what the trial needed at most."""
+
+    def close(self) -> None:
+        """Lifts the budget."""
 
 
 def bench_memory(
@@ -104,7 +107,11 @@ def bench_memory(
         trials[layers] = trial
         return trial.usage
 
-    return _row(option, find_largest(attempt, budget, max_trials=max_trials), trials)
+    try:
+        found = find_largest(attempt, budget, max_trials=max_trials)
+    finally:
+        meter.close()
+    return _row(option, found, trials)
 
 
 def select_options(words: Sequence[str] | None) -> list[Option]:
@@ -241,6 +248,10 @@ class _CudaMeter:
         """Returns the peaks."""
         return Usage(device_bytes=torch.cuda.max_memory_allocated(self._device), host_bytes=self._host.peak_bytes)
 
+    def close(self) -> None:
+        """Lets the allocator have the whole device again."""
+        torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+
 
 class _TensorMeter:
     """Tensors in host memory in the place of a device's."""
@@ -262,6 +273,9 @@ class _TensorMeter:
     def read(self) -> Usage:
         """Returns the peak."""
         return Usage(device_bytes=self._tensors.peak_bytes, host_bytes=0)
+
+    def close(self) -> None:
+        """Does nothing: the budget was counted, not enforced."""
 
 
 class _Tensors:

@@ -198,14 +198,13 @@ def _command(argv: list[str]) -> str:
 def _show(rows: Rows) -> None:
     from paceline.units import format_bytes
 
-    titles = ("model", "ranks", "arm", "step", "spread", "ratio", "quartiles", "of", "items/s", "peak")
+    titles = ("model", "ranks", "arm", "step", "ratio", "quartiles", "of", "items/s", "peak")
     cells = [
         (
             row["model"],
             str(row["ranks"]),
             row["arm"],
             f"{row['median_ms']:.2f} ms",
-            f"{row['spread_ms']:.2f}",
             f"{row['ratio']:.3f}",
             f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}",
             row["peer"],
@@ -245,4 +244,7 @@ def _print_table(titles: tuple[str, ...], cells: Sequence[Sequence[str]], left: 
         table.add_column(title, justify="left" if title in left else "right")
     for row in cells:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # nobody to fold the lines for
+    console.print(table)

@@ -10,8 +10,9 @@ import typer
 if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.parity.certificate import Certificate
+    from paceline.parity.settings import Settings
 
-# Small enough for seconds, rich enough to have several buckets, norms, ties and convolutions.
+# Small enough for seconds, rich enough to have several buckets and units, norms, ties and convolutions.
 BUILT_IN: dict[str, dict[str, Any]] = {
     "mlp": {"model": {"kind": "mlp", "hidden_dim": 64}, "data": {"kind": "digits"}},
     "gpt": {
@@ -19,65 +20,116 @@ BUILT_IN: dict[str, dict[str, Any]] = {
         "data": {"kind": "synthetic_tokens", "samples": 256, "vocab_size": 64, "context": 32},
     },
     "resnet": {
-        "model": {"kind": "resnet", "depth": 18, "width": 8, "norm": "group", "stem": "small"},
+        "model": {"kind": "resnet", "depth": 18, "width": 8, "norm": "batch", "stem": "small"},
         "data": {"kind": "synthetic_images", "samples": 256, "size": 16},
     },
 }
+# What the ranks compute in is an option of this verb; as built, the model is as exact as it can be.
+_EXACT = {"dtype": "float64", "precision": "fp32"}
 
 
 def verify(
     config: str = typer.Argument("mlp", help="A YAML file, or a built-in case: mlp, gpt, resnet."),
     overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
-    strategy: str = typer.Option("ddp", help="The strategy to verify."),
-    ranks: int = typer.Option(4, help="How many ranks.", min=1),
-    steps: int = typer.Option(3, help="Optimizer steps to compare.", min=1),
-    accumulate: int = typer.Option(1, help="Microbatches a step.", min=1),
-    clip: float = typer.Option(1.0, help="Largest global gradient norm; 0: no clipping.", min=0.0),
-    batch: int = typer.Option(None, help="Global batch; by default a ragged one.", min=1),
+    strategy: str = typer.Option(None, help="ddp, zero1, zero2, zero3, fsdp or hybrid; by default the config's."),
+    ranks: int = typer.Option(4, help="How many ranks."),
+    shard_ranks: int = typer.Option(None, help="hybrid: ranks of a shard group; by default half of them."),
+    steps: int = typer.Option(3, help="Optimizer steps to compare."),
+    accumulate: int = typer.Option(1, help="Microbatches a step."),
+    clip: str = typer.Option("1.0", help="Largest global gradient norm, or none."),
+    precision: str = typer.Option("fp32", help="fp32 (verified in float64), bf16, bf16_master or fp16."),
+    checkpoint_activations: bool = typer.Option(False, "--checkpoint-activations", help="Compute blocks again."),
+    checkpoint_policy: str = typer.Option(None, help="What is computed again: full, matmuls, every_2, ..."),
+    batch: int = typer.Option(None, help="Global batch; by default a ragged one."),
     backend: str = typer.Option("virtual", help="virtual: threads of this process; gloo: real processes."),
-    tolerance: float = typer.Option(1e-10, help="Largest difference allowed, in float64."),
+    tolerance: float = typer.Option(None, help="Largest difference allowed; by default as the precision needs."),
     model: str = typer.Option(None, "--model", help="The same as the argument CONFIG."),
     as_json: bool = typer.Option(False, "--json", help="Print the certificate as JSON."),
 ) -> None:
     """Prove that training on N ranks computes what one process would.
 
-    Trains the same model on the same data twice, in float64: in one process on whole batches, and on N ranks with the
-    batch cut unevenly. Compares loss, every gradient, the clip norm and the parameters after each step. Leaves with
-    exit code 1 on a mismatch, naming the first module and step that diverge.
+    Trains the same model on the same data twice: in one process, and on N ranks with the batch cut unevenly. Compares
+    loss, every gradient, the clip norm, parameters and buffers after each step: in float64, or in mixed precision
+    within the rounding of it. Leaves with exit code 1 on a mismatch, naming the first module and step that diverge.
 
     Examples:
 
-      paceline verify gpt --ranks 4 --accumulate 3
+      paceline verify gpt --strategy fsdp --ranks 4 --accumulate 3
+
+      paceline verify resnet --strategy zero2 --precision bf16 --checkpoint-activations
 
       paceline verify configs/digits.yaml --backend gloo --ranks 2 --json
     """
     import json
 
-    from paceline.errors import UsageError
     from paceline.parity.case import ConfigCase
     from paceline.parity.certificate import certify
-    from paceline.parity.runs import Settings
+    from paceline.parity.settings import check_settings, complete
 
-    if backend not in ("virtual", "gloo"):
-        raise UsageError(f"--backend {backend} is unknown\n  it is virtual or gloo")
-    loaded = _load(model or config, overrides or [])
+    name = model or config
+    loaded = _load(name, overrides or [])
+    settings = complete(
+        _settings(
+            loaded,
+            strategy=strategy or loaded.parallel.strategy,
+            ranks=ranks,
+            steps=steps,
+            accumulate=accumulate,
+            clip=_clip_norm(clip),
+            precision=precision,
+            shard_ranks=shard_ranks,
+            checkpoint=checkpoint_policy or ("full" if checkpoint_activations else None),
+        )
+    )
+    check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
     size = batch or 2 * ranks * accumulate + 1  # one over: no two shares weigh the same
-    settings = Settings(strategy=strategy, ranks=ranks, steps=steps, accumulate=accumulate, clip=clip or None)
-    case = ConfigCase(loaded, batch=size)
+    case = ConfigCase(loaded, batch=size, layers_as_blocks=name in BUILT_IN)
     certificate = certify(case, settings, backend=backend, tolerance=tolerance)  # type: ignore[arg-type]
     if as_json:
-        typer.echo(json.dumps({"case": model or config, **certificate.to_json()}, indent=2))
+        typer.echo(json.dumps({"case": name, **certificate.to_json()}, indent=2))
     else:
-        _show(certificate, model or config)
+        _show(certificate, name)
     if not certificate.passed:
         raise typer.Exit(1)
+
+
+def _settings(config: Config, *, shard_ranks: int | None, checkpoint: str | None, **values: Any) -> Settings:
+    """Puts the options on top of what the config says about sharding and memory."""
+    from paceline.parallel.fsdp import ShardingPolicy
+    from paceline.parity.settings import Settings
+
+    parallel = config.parallel
+    sharding = ShardingPolicy(
+        units=parallel.units,
+        unit_mb=parallel.unit_mb,
+        reshard_after_forward=parallel.reshard_after_forward,
+        prefetch=parallel.prefetch,
+        shard_ranks=shard_ranks or (parallel.shard_ranks if values["strategy"] == "hybrid" else None),
+    )
+    return Settings(
+        checkpoint_activations=checkpoint or config.memory.checkpoint_activations,
+        sharding=sharding,
+        sync_batchnorm=parallel.sync_batchnorm,
+        **values,
+    )
+
+
+def _clip_norm(text: str) -> float | None:
+    from paceline.errors import UsageError
+
+    if text == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"--clip {text} is not a number\n  give the largest norm, such as 1.0, or none") from None
 
 
 def _load(name: str, overrides: list[str]) -> Config:
     from paceline.config import config_from_dict, load_config
 
     if name in BUILT_IN and not Path(name).exists():
-        values = {**BUILT_IN[name], "name": f"verify-{name}", "train": {"dtype": "float64"}}
+        values = {**BUILT_IN[name], "name": f"verify-{name}", "train": _EXACT}
         return config_from_dict(_with_overrides(values, overrides), source=f"the built-in case {name}")
     if not name.endswith((".yaml", ".yml")) and not Path(name).exists():
         import difflib
@@ -87,7 +139,7 @@ def _load(name: str, overrides: list[str]) -> Config:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(f"{name} is neither a file nor a built-in case ({', '.join(BUILT_IN)}){hint}")
-    return load_config(Path(name), [*overrides, "train.dtype=float64"])
+    return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
 
 
 def _with_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -112,17 +164,21 @@ def _show(certificate: Certificate, name: str) -> None:
 
     console = Console()
     verdict = "[bold green]passed[/]" if certificate.passed else "[bold red]FAILED[/]"
-    what = f"{certificate.strategy} on {certificate.ranks} {certificate.backend} ranks against one process"
-    console.print(f"{verdict}   {name}: {what}")
+    groups = "" if certificate.shard_ranks is None else f" in shard groups of {certificate.shard_ranks}"
+    what = f"{certificate.strategy} on {certificate.ranks} {certificate.backend} ranks{groups}"
+    console.print(f"{verdict}   {name}: {what}", highlight=False)
+    console.print(f"against {certificate.reference}", highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    for quantity in ("loss", "gradients", "norm", "parameters"):
+    for quantity in ("loss", "gradients", "norm", "parameters", "buffers"):
         table.add_row(quantity, f"{getattr(certificate.errors, quantity):.2e}")
-    console.print("largest difference:")
+    console.print(f"largest {certificate.measure} difference:")
     console.print(table)
+    console.print(f"allowed: {certificate.tolerance:.3g} ({certificate.bound})", highlight=False)
     console.print(
         f"{certificate.steps} steps, {certificate.batch} samples a batch, {certificate.accumulate} microbatches, "
-        f"clip {certificate.clip}, {certificate.num_parameters:,} parameters, float64, "
-        f"tolerance {certificate.tolerance:g}, {certificate.seconds:.1f} s",
+        f"clip {certificate.clip}, checkpointing {certificate.checkpoint_activations}, "
+        f"{certificate.num_parameters:,} parameters, {certificate.dtype}, precision {certificate.precision}, "
+        f"{certificate.seconds:.1f} s",
         highlight=False,
     )
     if certificate.divergence is not None:

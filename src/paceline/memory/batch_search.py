@@ -2,13 +2,19 @@
 
 What a pass holds grows with its samples along a line that starts no lower than what is there without it. So one trial
 bounds all larger ones: extra(n) <= extra(tried) x n / tried. Two trials give the line itself, and the search goes up to
-where it ends: it meets an out-of-memory error only where memory does not grow along a line.
+where it ends: it runs out of memory only where memory does not grow along a line.
+
+A trial that goes over the limit, but not out of memory, ends the search: the line between it and the one before says
+what fits. Trying again would not, since a process on a CPU keeps what it once had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+_MOST_GROWTH = 4  # from one trial to the next: where memory comes in large pieces a line may look flat
+_OUT_OF_MEMORY, _OVER, _FITS = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,12 @@ class Found:
 
     samples: int | None
     trials: tuple[Trial, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    samples: int
+    peak_bytes: int
 
 
 def microbatch_sizes(samples_per_rank: int) -> list[int]:
@@ -48,42 +60,44 @@ def search_microbatch(
     pass. ``first`` is where to begin, from an estimate. ``agree`` returns the smallest of what all ranks pass to it: so
     all of them go the same way, each by numbers of its own.
     """
-    best: int | None = None
-    ceiling = max(sizes) + 1
+    best, ceiling = 0, max(sizes) + 1
+    points = [_Point(samples=0, peak_bytes=base_bytes)]
     trials: list[Trial] = []
     size = agree(_at_most(sizes, first) or sizes[0])
     while size:
         peak = measure(size)
-        fits = bool(agree(int(peak is not None and peak <= limit_bytes)))
-        trials.append(Trial(samples=size, peak_bytes=peak, fits=fits))
-        if fits:
+        outcome = agree(_OUT_OF_MEMORY if peak is None else _FITS if peak <= limit_bytes else _OVER)
+        trials.append(Trial(samples=size, peak_bytes=peak, fits=outcome == _FITS))
+        if outcome == _FITS:
             best = size
         else:
             ceiling = size
-        reach = _reach(trials, base_bytes, limit_bytes)
-        if not fits:  # on some rank: at least one size down, whatever this rank could hold
-            reach = min(reach, size - 1)
-        among = [each for each in sizes if (best or 0) < each < ceiling]
-        size = agree(_at_most(among, reach) or (among[0] if among and best is None else 0))
-    return Found(samples=best, trials=tuple(trials))
+        between = [each for each in sizes if best < each < ceiling]
+        if outcome == _OUT_OF_MEMORY:  # on some rank: there is nothing to go by but that
+            size = _at_most(between, size // 2) or (between[0] if between else 0)
+            continue
+        assert peak is not None
+        reach = _reach([*points, _Point(samples=size, peak_bytes=peak)], limit_bytes)
+        if outcome == _OVER:
+            return Found(samples=agree(_at_most(between, reach)) or best or None, trials=tuple(trials))
+        points.append(_Point(samples=size, peak_bytes=peak))
+        within = [each for each in between if each <= reach]
+        size = agree(_at_most(within, _MOST_GROWTH * size) or (within[0] if within else 0))
+    return Found(samples=best or None, trials=tuple(trials))
 
 
-def _reach(trials: Sequence[Trial], base_bytes: int, limit_bytes: int) -> int:
-    """Returns how many samples fit, by the last trial: above the base, or along the line to the one before it.
+def _reach(points: Sequence[_Point], limit_bytes: int) -> int:
+    """Returns how many samples fit, by the line through the last two points, or that from the base if it goes further.
 
-    A line is followed for a few times its length only: where memory comes in large pieces it may look flat.
+    The second may do so where the last step was short and its memory came in one large piece.
     """
-    last = trials[-1]
-    if last.peak_bytes is None:
-        return last.samples // 2
-    extra = max(last.peak_bytes - base_bytes, 1)
-    bound = max(limit_bytes - base_bytes, 0) * last.samples // extra
-    before = next((each for each in trials[-2::-1] if each.peak_bytes and each.samples < last.samples), None)
-    if before is None or before.peak_bytes is None or not last.fits:
-        return bound
+    last = points[-1]
+    return max(_along(before, last, limit_bytes) for before in {points[0], points[-2]})
+
+
+def _along(before: _Point, last: _Point, limit_bytes: int) -> int:
     slope = max(last.peak_bytes - before.peak_bytes, 1) / (last.samples - before.samples)
-    line = last.samples + int((limit_bytes - last.peak_bytes) / slope)
-    return max(bound, min(line, 4 * last.samples))
+    return last.samples + int((limit_bytes - last.peak_bytes) // slope)
 
 
 def _at_most(sizes: Sequence[int], bound: int) -> int:

@@ -68,6 +68,7 @@ class Replay:
     def __init__(self, layers: Sequence[_BatchNorm]) -> None:
         self._asking = [layer for layer in layers if isinstance(layer, Replays)]
         self._plain = [layer for layer in layers if not isinstance(layer, Replays)]
+        self._copies: list[dict[str, torch.Tensor | None]] = []
         self._results: list[Any] = []
         self._is_second = False
         self._next = 0
@@ -84,18 +85,24 @@ class Replay:
     def run(self, *, is_second: bool) -> Iterator[None]:
         """Surrounds a run, however far it comes: the second one stops when backward has what it needs."""
         self._is_second, self._next = is_second, 0
-        buffers = [(layer, dict(layer._buffers)) for layer in self._plain] if is_second else []
-        for layer, kept in buffers:
-            layer._buffers.update({name: None if value is None else value.clone() for name, value in kept.items()})
+        kept = [dict(layer._buffers) for layer in self._plain]
+        if not is_second:  # copied now: selective checkpointing knows no operator that only the second run has
+            self._copies = [{n: None if b is None else b.clone() for n, b in buffers.items()} for buffers in kept]
+        else:
+            self._set_buffers(self._copies)
         for asking in self._asking:
             asking.replay = self
         try:
             yield
         finally:
+            if is_second:
+                self._set_buffers(kept)
             for asking in self._asking:
                 asking.replay = None
-            for layer, kept in buffers:
-                layer._buffers.update(kept)
+
+    def _set_buffers(self, buffers: list[dict[str, torch.Tensor | None]]) -> None:
+        for layer, values in zip(self._plain, buffers, strict=True):
+            layer._buffers.update(values)
 
 
 @runtime_checkable

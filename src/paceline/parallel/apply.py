@@ -15,10 +15,12 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
+from paceline.memory.checkpointing import checkpoint_blocks
 from paceline.memory.offload import Offload, check_offload
 from paceline.mesh import Mesh
 from paceline.models.registry import model_blocks
 from paceline.parallel.agree import broadcast_tensors, check_same_model
+from paceline.parallel.batchnorm import synchronise_batchnorm
 from paceline.parallel.buckets import BucketPolicy
 from paceline.parallel.buffers import BufferPolicy
 from paceline.parallel.ddp import DataParallel, DDPPolicy
@@ -26,6 +28,7 @@ from paceline.parallel.engine import Engine
 from paceline.parallel.fsdp import FullySharded, Groups, ShardingPolicy
 from paceline.parallel.materialize import build_units
 from paceline.parallel.partition import choose_units
+from paceline.parallel.zero import ZeroParallel, ZeroPolicy
 from paceline.precision import Precision, check_precision, precision_named
 from paceline.units import MIB
 
@@ -52,10 +55,11 @@ def parallelize(
 ) -> Engine:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
 
-    ``ddp`` replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too, ``fsdp`` (= ``zero3``)
-    everything; ``hybrid`` shards within groups of ``sharding.shard_ranks`` and replicates across. The module stays as it
-    is, under its own names; its values become those of rank 0. Every rank passes a module of its own. Gradients are
-    averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on the meta device.
+    ``ddp`` replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too, ``fsdp`` (or
+    ``zero3``) everything; ``hybrid`` shards within groups of ``sharding.shard_ranks`` and replicates across. The module
+    stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its own.
+    Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on the
+    meta device.
 
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another.
     """
@@ -66,14 +70,10 @@ def parallelize(
     check_offload(offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
-    if sync_batchnorm and comm.size > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        from paceline.parallel.batchnorm import synchronise_batchnorm
-
+    if sync_batchnorm and comm.size > 1:
         synchronise_batchnorm(model, comm)
     blocks = model_blocks(model)
     if checkpoint_activations != "none":
-        from paceline.memory.checkpointing import checkpoint_blocks
-
         checkpoint_blocks(blocks, checkpoint_activations)
     # One rank has no communication to overlap: one graph loses nothing.
     is_whole = comm.size == 1 and strategy == "ddp" and policy.param_dtype is None and checkpoint_activations == "none"
@@ -86,8 +86,6 @@ def parallelize(
     buckets = BucketPolicy(bucket_bytes=int(bucket_mb * MIB), first_bucket_bytes=int(first_bucket_mb * MIB))
     if strategy == "ddp":
         return DataParallel(model, comm, DDPPolicy(buckets=buckets, buffers=buffers, overlap=overlap), policy)
-    from paceline.parallel.zero import ZeroParallel, ZeroPolicy
-
     zero = ZeroPolicy(stage=1 if strategy == "zero1" else 2, buckets=buckets, buffers=buffers, overlap=overlap)
     return ZeroParallel(model, comm, zero, policy, offload)
 
@@ -99,7 +97,7 @@ def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
     """
     blocks = [model] if whole else model_blocks(model) or [model]
     for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward)
     return blocks
 
 
@@ -186,7 +184,8 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
     if meta and not may_be_meta:
         raise UsageError(
             f"{meta[0]} and {len(meta) - 1} more are on the meta device and hold no values\n"
-            "  this strategy keeps the whole model on every rank\n  build it on a real device, or take strategy = 'fsdp'"
+            "  this strategy keeps the whole model on every rank\n"
+            "  build it on a real device, or take strategy = 'fsdp'"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

@@ -104,12 +104,16 @@ class SyncBatchNorm(_BatchNorm):
         """Whether the layer looks at the batch: in training, and always where it keeps no running statistics."""
         return self.training or self.running_mean is None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises ``x`` (samples, channels, ...); asks the other ranks where it looks at the batch."""
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         if not self.uses_batch_statistics:
             return _BatchNorm.forward(self, x)
+        if torch.compiler.is_compiling():  # not a decorator, which would load the compiler for all
+            return cast("torch.Tensor", torch.compiler.disable(self._normalise)(x))
+        return self._normalise(x)
+
+    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
         moments = self._moments(x) if self.replay is None else self.replay.once(lambda: self._moments(x))
         apply: Callable[..., torch.Tensor] = _Normalise.apply
         return apply(x, self.weight, self.bias, moments, self.eps, self.exchange)

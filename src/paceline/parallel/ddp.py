@@ -36,6 +36,7 @@ from paceline.comm.base import DONE, Communicator, Work
 from paceline.errors import UsageError
 from paceline.layout import FlatLayout, flat_layout
 from paceline.parallel.agree import tensors_in
+from paceline.parallel.batchnorm import standing_in
 from paceline.parallel.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
 from paceline.parallel.engine import check_updates_only, loss_scale
@@ -283,8 +284,9 @@ class DataParallel:
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks: in their reduction, for without gradients they need nobody."""
-        if torch.is_grad_enabled():
-            self.reduce_gradients()
+        with standing_in(self.module):
+            if torch.is_grad_enabled():
+                self.reduce_gradients()
 
     def forget_order(self) -> None:
         """Drops what a pass that failed on some rank has taught: the next backward watches again. All ranks call it."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.layout import FlatLayout, flat_layout, row_major
-from paceline.memory.offload import Offload, host_empty
+from paceline.memory.offload import Lane, Offload, host_empty
 from paceline.precision import Precision
 
 _ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, whatever the dtype
@@ -63,7 +63,8 @@ class FlatGroup:
         self.is_on_host = (offload.optimizer or offload.parameters) and comm.device.type != "cpu"
         # The values are laid out in the dtype of the masters, so that these lose nothing.
         self.full = torch.zeros(self.layout.length, dtype=self.dtype, device=comm.device)
-        self.parameters = [self._move(p, slot.view(self.full)) for p, slot in zip(originals, self.layout.slots, strict=True)]
+        views = [slot.view(self.full) for slot in self.layout.slots]
+        self.parameters = [self._move(p, view) for p, view in zip(originals, views, strict=True)]
         self.master = torch.empty(0)
         self.pieces: list[nn.Parameter] = []
         self._resident: torch.Tensor | None = None  # this slice on the device, where the master is on the host
@@ -71,6 +72,8 @@ class FlatGroup:
         self._seen_version = -1
         self._is_in_place = False
         self._kept: torch.Tensor | None = None
+        self._lane = Lane(comm.device if self.is_on_host else torch.device("cpu"))
+        self._stashed: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None  # this rank's slice; the pieces' gradients are views into it
         self._gradient_views: list[torch.Tensor] = []
 
@@ -138,8 +141,13 @@ class FlatGroup:
         # Written through .data: autograd must not take the same values, gathered again, for a change of what it saved.
         full = self.full.data
         mine = full[self.start : self.stop]
-        if self.has_copy:
-            mine.copy_(self._source(), non_blocking=True)
+        if self.is_on_host:
+            self._lane.copy(mine, self._source())
+            if self.comm.size == 1:
+                return self._lane
+            self._lane.wait()  # a collective is ordered behind what the device computes
+        elif self.has_copy:
+            mine.copy_(self.master.detach())
         return self.comm.all_gather(full, mine) if self.comm.size > 1 else DONE
 
     def keep_within(self, small: Communicator) -> None:
@@ -162,10 +170,8 @@ class FlatGroup:
         self._kept = None
 
     def _source(self) -> torch.Tensor:
-        """Returns this rank's slice where the device can copy it from without waiting for the host."""
+        """Returns this rank's slice, in the parameters' dtype: on the device, or pinned on the host."""
         master = self.master.detach()
-        if not self.is_on_host:
-            return master
         if self._seen_version != self.master._version:
             self._seen_version = self.master._version
             if self._staged is not None:
@@ -226,20 +232,30 @@ class FlatGroup:
             return mine, DONE
         return mine, self.comm.reduce_scatter(mine, gradient, reduction(self.comm))
 
-    def add_gradient(self, mine: torch.Tensor) -> None:
-        """Makes a reduced slice the pieces' gradient, or adds it to the one they have."""
+    def add_gradient(self, mine: torch.Tensor, *, is_last: bool = True) -> None:
+        """Makes a reduced slice the pieces' gradient, or adds it to the one they have.
+
+        On the host it may still be on its way: ``finish_gradient`` waits for it. Where gradients alone are offloaded,
+        those of all microbatches but the last are summed on the host.
+        """
+        if self._offload.gradients and not self.is_on_host and self.comm.device.type != "cpu":
+            if not is_last:
+                self._stash(mine)
+                return
+            if self._stashed is not None:
+                mine = mine + self._stashed.to(mine.device, non_blocking=True)
+                self._stashed = None
         if all(piece.grad is None for piece in self.pieces):
             self._set_gradient(mine)
         else:
-            assert self.gradient is not None
-            for piece, view in zip(self.pieces, self._gradient_views, strict=True):
-                if piece.grad is None:
-                    view.zero_()
-                elif piece.grad.data_ptr() != view.data_ptr():  # the user has put another one there
-                    view.copy_(piece.grad)
-            self.gradient += mine.to(self.gradient.device, self.gradient.dtype)
+            self._add_to_gradient(mine)
         for piece, view in zip(self.pieces, self._gradient_views, strict=True):
             piece.grad = view
+
+    def finish_gradient(self) -> None:
+        """Waits for the gradient to be on the host, if that is where it goes."""
+        if self.is_on_host:
+            self._lane.finish()
 
     def _set_gradient(self, mine: torch.Tensor) -> None:
         if mine is self.gradient:
@@ -248,9 +264,25 @@ class FlatGroup:
             if self.gradient is None:
                 self._keep_gradient(host_empty(mine.numel(), self.dtype, self.comm.device))
             assert self.gradient is not None
-            self.gradient.copy_(mine)  # sync point: the host updates with it next
+            self._lane.copy(self.gradient, mine.to(self.dtype))
         else:
             self._keep_gradient(mine.to(self.dtype))
+
+    def _add_to_gradient(self, mine: torch.Tensor) -> None:
+        assert self.gradient is not None
+        self.finish_gradient()
+        for piece, view in zip(self.pieces, self._gradient_views, strict=True):
+            if piece.grad is None:
+                view.zero_()
+            elif piece.grad.data_ptr() != view.data_ptr():  # the user has put another one there
+                view.copy_(piece.grad)
+        self.gradient += mine.to(self.gradient.device, self.gradient.dtype)
+
+    def _stash(self, mine: torch.Tensor) -> None:
+        if self._stashed is None:
+            self._stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
+        else:
+            self._stashed += mine.cpu()
 
     def _keep_gradient(self, gradient: torch.Tensor) -> None:
         self.gradient = gradient

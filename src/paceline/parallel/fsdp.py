@@ -4,16 +4,16 @@ Per step and rank, for P bytes of parameters on N ranks in units of U bytes:
 
     memory          16 P / 4 N with fp32 Adam, + parameters and gradients of two units (4 U)
     communication   all-gather in forward and again in backward, reduce-scatter of gradients: 3 P (N-1)/N
-    hybrid          the same within a shard group of S ranks, + all-reduce of the slices across groups: 2 P/S (R-1)/R
+    hybrid          the same within a shard group of S ranks, + all-reduce of slices over R replicas: 2 P/S (R-1)/R
     besides         an all-reduce of one byte per parameter: was it used?
 
-The life of a unit. Before its forward the ranks gather it, while the unit before it still computes; after it, it is freed
-again. Backward gathers it once more, ahead of use, and when the gradient has come out at the unit's inputs, all its
-parameters' gradients are there: they are brought into one flat buffer, which is reduce-scattered while backward goes
-on. Each rank adds its slice to the gradient of its pieces. What autograd saved are views into the flat buffer, whose
-memory came back with the same values.
+The life of a unit. Before its forward the ranks gather it, while the unit before it still computes; after it, it is
+freed again. Backward gathers it once more, ahead of use. When the gradient has come out at the unit's inputs, all
+its parameters' gradients are there: they are brought into one flat buffer, which is reduce-scattered while backward
+goes on. Each rank adds its slice to the gradient of its pieces. What autograd saved are views into the flat buffer,
+whose memory came back with the same values.
 
-- The order of collectives is a route (``route.py``): learnt in the first pass, the same on all ranks, so that a rank may
+- The order of collectives is a route (``route.py``): learnt in the first pass, the same on all ranks, so a rank may
   skip a unit, or sit a pass out, and none waits for ever.
 - The root unit (what no other unit has) stays gathered from forward to the end of backward; so does the last unit
   called, which backward needs first, and a unit that is called several times.
@@ -32,13 +32,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from paceline.comm.base import Communicator, Work
 from paceline.errors import UsageError
 from paceline.parallel.agree import tensors_in
+from paceline.parallel.batchnorm import standing_in
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
 from paceline.parallel.engine import check_updates_only, loss_scale
+from paceline.parallel.matrixwise import check_elementwise
 from paceline.parallel.optimizer_state import gather_optimizer_state, load_optimizer_state
 from paceline.parallel.route import Route, gather_leg, reduce_leg
 from paceline.parallel.sharded import clip_pieces, gather_state, load_state
@@ -145,7 +146,7 @@ class FullySharded:
             enter = functools.partial(self._enter_root if unit is self._root else self._enter, unit)
             leave = functools.partial(self._leave_root if unit is self._root else self._leave, unit)
             module.register_forward_pre_hook(lambda _, args, kwargs, enter=enter: enter(args, kwargs), with_kwargs=True)
-            module.register_forward_hook(lambda _, args, output, leave=leave: leave(output))
+            module.register_forward_hook(lambda _module, _args, output, leave=leave: leave(output))
 
     # What users call.
 
@@ -197,11 +198,12 @@ class FullySharded:
         with_backward = torch.is_grad_enabled()
         if with_backward and self._is_syncing and self.module.training:
             self._buffers.share()
-        self._begin_forward()
-        self._end_forward()
-        if with_backward:
-            self._begin_backward()
-            self._finish_backward()
+        with standing_in(self.module):
+            self._begin_forward()
+            self._end_forward()
+            if with_backward:
+                self._begin_backward()
+                self._finish_backward()
 
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0, where the policy says so."""
@@ -226,7 +228,8 @@ class FullySharded:
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Returns the reduced gradients, whole; None where no rank had one."""
         if self._is_plain:
-            return {n: None if p.grad is None else p.grad.detach().to("cpu", copy=True) for n, p in self.named_parameters()}
+            gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
+            return {name: None if grad is None else grad.to("cpu", copy=True) for name, grad in gradients.items()}
         found: dict[str, torch.Tensor | None] = {}
         for group in self._flat:
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.pieces]
@@ -238,8 +241,6 @@ class FullySharded:
         """Raises UsageError unless the optimizer updates pieces of this engine, element by element."""
         check_updates_only(optimizer, self.parameters())
         if self.comm.size > 1 or not self._is_plain:
-            from paceline.parallel.matrixwise import check_elementwise
-
             check_elementwise(optimizer)
 
     # Forward: a unit is gathered, used, freed.
@@ -247,8 +248,7 @@ class FullySharded:
     def _enter_root(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         self._begin_forward()
         self._reach(unit, self._forward)
-        dtype = self.precision.param_dtype
-        return None if dtype is None else (_cast(args, dtype), _cast(kwargs, dtype))
+        return None if self.precision.param_dtype is None else self.precision.cast_inputs((args, kwargs))
 
     def _leave_root(self, unit: Unit, output: Any) -> None:
         self._end_forward()
@@ -408,7 +408,7 @@ class FullySharded:
         """Ends a backward: reduces the rest, waits, and settles who has a gradient."""
         self._backward.finish(drop=lambda leg: leg % 2 == 0 and self._stays(self._units[leg // 2]))
         if self._reducing is not None:
-            self._reducing.finish_reduce()
+            self._reducing.finish_reduce(is_last=self._is_syncing)
             self._reducing = None
         self._is_backward = False
         self._num_forwards = 0
@@ -417,6 +417,8 @@ class FullySharded:
             unit.free()
         self._check_nothing_left()
         if self._is_syncing:
+            for group in self._flat:
+                group.finish_gradient()
             self._settle()
 
     def _check_nothing_left(self) -> None:
@@ -430,9 +432,9 @@ class FullySharded:
 
     def _settle(self) -> None:
         """Ends a step's gradients: those of the replicas are averaged, and a parameter that no rank used has none."""
-        works: list[Work] = []
-        if self._groups.replicas.size > 1:
-            works = [work for unit in self._units for work in unit.start_replicate(self._groups.replicas)]
+        has_replicas = self._groups.replicas.size > 1
+        for unit in self._units if has_replicas else ():
+            unit.start_replicate(self._groups.replicas)
         unused = [place for place, name in enumerate(self._names) if name not in self._used]
         missing = [place for place in unused if self._pieces[place].requires_grad]
         for place in set(unused) - set(missing):
@@ -441,8 +443,8 @@ class FullySharded:
             missing = self._ask_others(missing)
         for place in missing:
             self._pieces[place].grad = None
-        for work in works:
-            work.wait()
+        for unit in self._units if has_replicas else ():
+            unit.finish_replicate()
         self._used.clear()
 
     def _ask_others(self, missing: list[int]) -> list[int]:
@@ -477,7 +479,7 @@ class FullySharded:
             return
         with torch.no_grad():
             if self._reducing is not None:  # two units' gradients at a time
-                self._reducing.finish_reduce()
+                self._reducing.finish_reduce(is_last=self._is_syncing)
             self._used.update(unit.start_reduce(self._scale))
             self._reducing = unit
 
@@ -494,11 +496,3 @@ class FullySharded:
 
     def _describe(self, leg: int) -> str:
         return f"unit {self._units[leg // 2].name or 'root'}"
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(value: Any) -> Any:
-        is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_real else value
-
-    return tree_map(cast, tree)

@@ -84,24 +84,24 @@ class GradientBucket:
         else:
             self._mine, self._work = self.group.reduce_scatter(self._buffer, self.group.new_slice())
 
-    def collect(self) -> None:
-        """Waits for the reduce-scatter; frees the buffer in stage 2. Safe to call twice."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            if not self._keeps_buffer:
-                self._drop_buffer()
-
+    @torch.no_grad()
     def land(self) -> None:
-        """Makes the reduced slice the gradient of the pieces, or adds it to what they had."""
-        self.collect()
+        """Waits for the slice, and makes it the gradient of the pieces, or adds it to what they had.
+
+        Safe to call twice.
+        """
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
         self.group.add_gradient(self._mine)
+        self.group.finish_gradient()
         if self._carried is not None:
             assert self.group.gradient is not None
             self.group.gradient += self._carried
             self._carried = None
-        if self._keeps_buffer:
-            self._is_in = [False] * len(self._is_in)
+        if not self._keeps_buffer:
+            self._drop_buffer()
 
     def show(self) -> None:
         """Lets the pieces show sums that are not reduced yet."""
@@ -130,12 +130,14 @@ class GradientBucket:
 
     def abandon(self) -> None:
         """Forgets a backward that failed; what is under way is waited for, since it reads the buffer."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         self._carried = None
         self.reset()
 
     def reset(self) -> None:
         """Ends a backward."""
-        self.collect()
         self._is_in_backward = False
         self.num_missing = len(self._is_in)
         if not self._keeps_buffer:
@@ -194,5 +196,6 @@ class GradientBucket:
 
     def _drop_buffer(self) -> None:
         self._buffer = None
+        self._mine = torch.empty(0)
         self._views = []
         self._is_in = [False] * len(self._is_in)

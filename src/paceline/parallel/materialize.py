@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.memory.offload import Offload
 from paceline.parallel.partition import Named, owned_parameters
 from paceline.parallel.unit import Place, Unit
-from paceline.precision import Precision
+from paceline.precision import Precision, keeps_dtype
 
 
 def build_units(
@@ -58,6 +58,7 @@ class _Builder:
         self.unit_of = {name: index for index, named in enumerate(owned) for name, _ in named}
         self._comm = comm
         self._args = (shards, precision, offload)
+        self._kept = frozenset(name for name, found in places.items() if any(keeps_dtype(p.module) for p in found))
         self._names = names
         self._units: dict[int, Unit] = {}
         self._done: set[int] = set()
@@ -65,7 +66,7 @@ class _Builder:
     def unit(self, index: int) -> Unit:
         """Returns a unit with memory for its whole parameters."""
         if index not in self._units:
-            self._units[index] = Unit(index, self._names[index], self.owned[index], *self._args)
+            self._units[index] = Unit(index, self._names[index], self.owned[index], *self._args, self._kept)
         return self._units[index]
 
     def cut(self, index: int) -> None:
@@ -86,6 +87,7 @@ class _Builder:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self._comm.device)
+        self._args[1].cast_buffers(model)
         return [self._units[index] for index in range(len(self.owned))]
 
 

@@ -4,7 +4,7 @@ Sharded ranks wait for one another in every collective, so all must issue the sa
 branch of the model each of them takes. A route is that order. The first pass *learns* it: before each collective the
 ranks tell one another what they want next, and all do the same one of these. Later passes *follow* it without
 asking: a rank that needs a leg first does those before it that it did not need itself (it gathers for the others, and
-gives zeros to a reduction). So a rank may skip units, and no rank ever waits for a collective that another never issues.
+gives zeros to a reduction). So a rank may skip units, and none ever waits for a collective that another never issues.
 
 Legs are numbers: 2 u gathers unit u, 2 u + 1 reduces it.
 """
@@ -139,7 +139,7 @@ class Route:
             for each in self._plan[self._position - 1]:
                 self._issue(each)
 
-    def finish(self, drop: Callable[[int], bool] = lambda leg: False) -> None:
+    def finish(self, drop: Callable[[int], bool] = lambda _leg: False) -> None:
         """Ends the pass: does what the other ranks may still need. A first pass leaves ``drop`` out of later ones."""
         if self.legs is None:
             while self._agree(_END) != _END:
@@ -170,7 +170,7 @@ class Route:
         mine = torch.tensor([want], dtype=torch.int64, device=self._comm.device)
         wants = torch.empty(self._comm.size, dtype=torch.int64, device=self._comm.device)
         self._comm.all_gather(wants, mine).wait()
-        asked = [leg for leg in wants.tolist() if leg != _END]
+        asked: list[int] = [leg for leg in wants.tolist() if leg != _END]
         if not asked:
             return _END
         # Gathers first: a rank that asks for one may still have gradients to come for what others would reduce.

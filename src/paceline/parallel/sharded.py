@@ -18,7 +18,7 @@ def clip_pieces(
 ) -> torch.Tensor:
     """Clips gradients of which every rank of ``comm`` has pieces; returns their global norm.
 
-    One all-reduce. The coefficient stays on the device, so nothing waits for it; an infinite ``max_norm`` only measures.
+    One all-reduce. The coefficient stays on the device: nothing waits for it. An infinite ``max_norm`` only measures.
     """
     gradients = [piece.grad for piece in pieces if piece.grad is not None and piece.grad.numel()]
     device = gradients[0].device if gradients else comm.device
@@ -26,10 +26,12 @@ def clip_pieces(
     norms = torch._foreach_norm(gradients, norm_type) if gradients else []
     if norms:
         stacked = torch.stack(list(norms)).to(comm.device)
-        local = stacked.max() if is_max else (stacked.to(torch.promote_types(stacked.dtype, torch.float32)) ** norm_type).sum()
+        local = stacked.max() if is_max else (stacked**norm_type).sum()
     else:
         local = torch.zeros((), dtype=pieces[0].dtype if pieces else torch.float32, device=comm.device)
     total = local.reshape(1).clone()
+    if is_max:  # the larger of a number and nan is the number, to some backends
+        total.masked_fill_(total.isnan(), math.inf)
     if comm.size > 1:
         comm.all_reduce(total, "max" if is_max else "sum").wait()
     norm = total[0] if is_max else total[0] ** (1.0 / norm_type)
@@ -77,8 +79,10 @@ def load_state(module: nn.Module, groups: Sequence[FlatGroup], state: dict[str, 
     problems += [f"unexpected {name}" for name in state if name not in mine]
     for name, value in mine.items():
         if name in state:
-            group, place = places.get(id(value), (None, 0))
-            shape = tuple(value.shape) if group is None else group.layout.slots[place].shape
+            shape = tuple(value.shape)
+            if id(value) in places:
+                group, place = places[id(value)]
+                shape = group.layout.slots[place].shape
             if tuple(state[name].shape) != shape:
                 problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
     if problems:

@@ -9,7 +9,7 @@ another shape and so a plain error, never stale values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ class Place:
 
 
 class Unit:
-    """One module's parameters as flat groups, one for each dtype, trainable ones and frozen ones apart."""
+    """One module's parameters as flat groups: one for each dtype, trainable ones and frozen ones apart."""
 
     def __init__(
         self,
@@ -46,13 +46,19 @@ class Unit:
         comm: Communicator,
         precision: Precision,
         offload: Offload,
+        kept: frozenset[str] = frozenset(),
     ) -> None:
+        """Takes parameters by name; those in ``kept`` compute in the dtype they were built with."""
         self.index = index
         self.name = name
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
         for pair in named:
-            kinds.setdefault((pair[1].dtype, pair[1].requires_grad), []).append(pair)
-        self.groups = [FlatGroup(members, comm, precision, offload) for members in kinds.values()]
+            kinds.setdefault((pair[1].dtype, pair[1].requires_grad, pair[0] in kept), []).append(pair)
+        as_built = replace(precision, param_dtype=None)
+        self.groups = [
+            FlatGroup(members, comm, as_built if is_kept else precision, offload)
+            for (_, _, is_kept), members in kinds.items()
+        ]
         self.places: list[tuple[Place, nn.Parameter, nn.Parameter]] = []
         self.in_use = False
         self.pass_number = -1  # the last pass in which it was gathered
@@ -61,6 +67,7 @@ class Unit:
         self.is_complete = False  # all its gradients of this backward are there
         self._works: list[Work] = []
         self._reductions: list[tuple[FlatGroup, torch.Tensor, torch.Tensor, Work]] = []
+        self._replications: list[tuple[torch.Tensor, torch.Tensor, Work]] = []
         self._small: Communicator | None = None
 
     def keep_slices(self, places_of: dict[str, list[Place]]) -> None:
@@ -153,17 +160,28 @@ class Unit:
             self._reductions.append((group, gradient, mine, work))
         return used
 
-    def finish_reduce(self) -> None:
+    def finish_reduce(self, *, is_last: bool) -> None:
         """Waits for the reduce-scatters and adds the slices to the pieces' gradients."""
         for group, _, mine, work in self._reductions:
             work.wait()
-            group.add_gradient(mine)
+            group.add_gradient(mine, is_last=is_last)
         self._reductions.clear()
 
-    def start_replicate(self, comm: Communicator) -> list[Work]:
+    def start_replicate(self, comm: Communicator) -> None:
         """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh."""
-        gradients = [group.gradient for group in self.groups if group.gradient is not None]
-        return [comm.all_reduce(gradient, reduction(comm)) for gradient in gradients]
+        for group in self.groups:
+            if group.gradient is not None:
+                on_device = group.gradient.to(comm.device)  # itself, unless it was offloaded
+                work = comm.all_reduce(on_device, reduction(comm))
+                self._replications.append((group.gradient, on_device, work))
+
+    def finish_replicate(self) -> None:
+        """Waits for these all-reduces."""
+        for gradient, on_device, work in self._replications:
+            work.wait()
+            if on_device is not gradient:
+                gradient.copy_(on_device)
+        self._replications.clear()
 
 
 def world_scale(shards: Communicator, replicas: Communicator) -> float:

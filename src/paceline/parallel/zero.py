@@ -38,6 +38,7 @@ from paceline.comm.base import Communicator, Work
 from paceline.errors import UsageError
 from paceline.memory.offload import Offload
 from paceline.parallel.agree import tensors_in
+from paceline.parallel.batchnorm import standing_in
 from paceline.parallel.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
 from paceline.parallel.engine import check_updates_only, loss_scale
@@ -176,10 +177,11 @@ class ZeroParallel:
         is_training = torch.is_grad_enabled()
         if is_training and self._is_syncing and self.module.training and not self._has_shared_buffers:
             self._buffers.share()
-        self._gathering.refresh()
-        if is_training and self._reduces:
-            self._arrived, self._observed = [0] * len(self._names), []  # nothing is learnt from a pass not made
-            self._finish()
+        with standing_in(self.module):
+            self._gathering.refresh()
+            if is_training and self._reduces:
+                self._arrived, self._observed = [0] * len(self._names), []  # nothing is learnt from a pass not made
+                self._finish()
 
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0, where the policy says so."""
@@ -325,7 +327,7 @@ class ZeroParallel:
     def _make_room(self, place: int) -> None:
         """Keeps at most two whole buckets of gradients in stage 2: waits for the one before the last."""
         if self.policy.stage == 2 and place > 1:
-            self._buckets[place - 2].collect()
+            self._buckets[place - 2].land()
 
     @torch.no_grad()
     def _finish(self) -> None:

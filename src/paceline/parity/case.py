@@ -14,6 +14,7 @@ from paceline.config import Config
 from paceline.data.fetch import fetch_batch
 from paceline.data.order import DataOrder, share
 from paceline.errors import UsageError
+from paceline.models.registry import model_blocks
 from paceline.train.assemble import Workload, build_workload
 from paceline.train.loss import Loss, LossValue, build_loss
 from paceline.train.optim import build_optimizer
@@ -90,19 +91,27 @@ class _OutputLoss:
 
 
 class ConfigCase:
-    """A case from a config: its model without dropout, its data in its order, its loss and optimizer."""
+    """A case from a config: its model without dropout, its data in its order, its loss and optimizer.
 
-    def __init__(self, config: Config, *, batch: int) -> None:
+    With ``layers_as_blocks`` a model that has no repeated blocks is checkpointed and sharded by its linear layers.
+    """
+
+    def __init__(self, config: Config, *, batch: int, layers_as_blocks: bool = False) -> None:
         self._config = _without_dropout(config)
         self._batch = batch
+        self._layers_as_blocks = layers_as_blocks
         self._work: Workload | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self._config, "_batch": self._batch, "_work": None}
+        return {**vars(self), "_work": None}
 
     def make_model(self) -> nn.Module:
         """Builds the config's model."""
-        return build_workload(self._config).model
+        model = build_workload(self._config).model
+        if self._layers_as_blocks and not model_blocks(model):
+            layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+            object.__setattr__(model, "blocks", lambda: layers)
+        return model
 
     def make_batch(self, step: int) -> Any:
         """Fetches a batch of the training set."""

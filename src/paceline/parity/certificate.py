@@ -150,14 +150,16 @@ def certify(
 
 
 def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bound, **found: Any) -> Certificate:
-    whole = "whole batches" if reference.pieces == 1 else f"batches in {reference.pieces} pieces"
-    policy = "" if settings.is_exact else f" in {settings.precision}, from the ranks' parameters in each step"
+    pieces = "whole batches" if reference.pieces == 1 else f"batches in {reference.pieces} pieces"
+    what = f"one process on {pieces}"
+    if not settings.is_exact:
+        what = f"one process of {settings.precision} on {pieces}, from the ranks' parameters in each step"
     return Certificate(
         passed=found["divergence"] is None,
         measure="relative" if bound.is_relative else "absolute",
         tolerance=bound.tolerance,
         bound=bound.reason,
-        reference=f"one process on {whole}{policy}",
+        reference=what,
         strategy=settings.strategy,
         shard_ranks=settings.sharding.shard_ranks,
         ranks=settings.ranks,

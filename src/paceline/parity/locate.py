@@ -17,7 +17,7 @@ from paceline.parity.values import Calls, Gradients, StepValues
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first place where the distributed run differs. ``what`` is forward, gradient, norm, update, buffer or loss."""
+    """The first place where a rank differs. ``what`` is forward, gradient, norm, update, buffer or loss."""
 
     step: int
     module: str
@@ -59,10 +59,10 @@ def _errors(
     moved = movement(expected)
     for name, error in _largest(bound, per_rank, expected, lambda values: values.parameters, moved).items():
         yield name.rpartition(".")[0], "update", error
-    for name in expected.buffers:
-        error = _largest(bound, per_rank, expected, lambda values, name=name: {name: values.buffers[name]})[name]
+    for name, tensor in expected.buffers.items():
         module, _, buffer = name.rpartition(".")
-        yield module, f"buffer ({buffer})", error
+        errors = [worst(bound.measure(values.buffers, {name: tensor}, {})) for values in per_rank]
+        yield module, f"buffer ({buffer})", max(errors)
 
 
 def _largest(

@@ -1,17 +1,17 @@
 """The run that it is compared with: plain PyTorch in one process, without an engine.
 
-Exact, in float64: on whole batches. Only a model whose state moves with every pass (BatchNorm) is given the microbatches
-of the ranks, each of them whole, because there the number of passes is part of what is computed.
+Exact, in float64: on whole batches. Only a model whose results depend on the number of passes (BatchNorm takes its
+statistics over one, and moves them with each) is given microbatches, those of all ranks together.
 
-In mixed precision: the same policy, written out once more. Half precision rounds wherever a batch is cut, so the batch is
-cut as the ranks cut it, and what is left to differ is the reduction. Roundings multiply from step to step, so this
+In mixed precision: the same policy, written out once more. Half precision rounds wherever a batch is cut, so the batch
+is cut as the ranks cut it, and what is left to differ is the reduction. Roundings multiply from step to step, so this
 run *follows* the ranks: it starts each step from their parameters and updates with their gradients. What it says about
 a step is about that step alone, and a mistake shows where it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class _OneProcess:
                     parameter.data = parameter.data.to(self._policy.param_dtype)
 
     def num_pieces(self, batch: Any, settings: Settings) -> int:
-        """Returns into how many pieces batches are cut here, [Note: pieces].
+        """Returns into how many pieces batches are cut here.
 
         Raises UsageError for a model that draws random numbers: what is random cannot be compared.
         """

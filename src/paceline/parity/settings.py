@@ -6,17 +6,17 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from paceline.errors import Problem, UsageError
+from paceline.memory.checkpointing import POLICIES
 from paceline.parallel.apply import STRATEGIES
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.precision import PRECISIONS, Precision, check_precision
 
 BACKENDS = ("virtual", "gloo")
-CHECKPOINT_POLICIES = ("none", "full", "matmuls", "every_2", "every_3", "every_4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Settings:
     clip: float | None = 1.0
     precision: str = "fp32"
     checkpoint_activations: str = "none"
-    sharding: ShardingPolicy = ShardingPolicy()
+    sharding: ShardingPolicy = field(default_factory=ShardingPolicy)
     sync_batchnorm: bool = True
     record_step: int | None = None
 
@@ -58,11 +58,13 @@ def complete(settings: Settings) -> Settings:
     return dataclasses.replace(settings, sharding=dataclasses.replace(sharding, shard_ranks=settings.ranks // 2))
 
 
-def check_settings(settings: Settings, *, backend: str = "virtual", tolerance: float | None = None) -> None:
+def check_settings(
+    settings: Settings, *, backend: str = "virtual", tolerance: float | None = None, batch: int | None = None
+) -> None:
     """Raises UsageError with everything that is wrong with completed settings, before anything is started."""
     problems = [
         *_unknown_names(settings, backend),
-        *_numbers(settings, tolerance),
+        *_numbers(settings, tolerance, batch),
         *_shards(settings),
         *_precision(settings),
     ]
@@ -74,21 +76,24 @@ def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
     known: list[tuple[str, str, Sequence[str]]] = [
         ("strategy", settings.strategy, STRATEGIES),
         ("precision", settings.precision, tuple(PRECISIONS)),
-        ("checkpoint_activations", settings.checkpoint_activations, CHECKPOINT_POLICIES),
+        ("checkpoint_activations", settings.checkpoint_activations, POLICIES),
         ("backend", backend, BACKENDS),
     ]
     for name, value, choices in known:
-        if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1)
-            rule = f"it is one of {', '.join(choices)}"
-            yield Problem(what=f"{name} = {value!r} is unknown", rule=rule, fix=f"did you mean {near[0]}?" if near else "")
+        if value in choices:
+            continue
+        rule = f"it is one of {', '.join(choices)}"
+        if (name, value) == ("strategy", "auto"):
+            rule = f"a run decides that by its memory, and each of {', '.join(choices)} is verified by itself"
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        yield Problem(what=f"{name} = {value!r} is unknown", rule=rule, fix=f"did you mean {near[0]}?" if near else "")
 
 
-def _numbers(settings: Settings, tolerance: float | None) -> Iterator[Problem]:
-    for name in ("ranks", "steps", "accumulate"):
-        value = getattr(settings, name)
+def _numbers(settings: Settings, tolerance: float | None, batch: int | None) -> Iterator[Problem]:
+    counts = {name: getattr(settings, name) for name in ("ranks", "steps", "accumulate")}
+    for name, value in {**counts, "batch": 1 if batch is None else batch}.items():
         if value < 1:
-            yield Problem(what=f"{name} = {value}", rule="there is at least one of them", fix=f"give {name} = 1 or more")
+            yield Problem(what=f"{name} = {value}", rule="there is at least one", fix=f"give {name} = 1 or more")
     if settings.clip is not None and not settings.clip > 0:
         yield Problem(
             what=f"clip = {settings.clip}", rule="a largest norm is above 0", fix="give a number above 0, or none"

@@ -62,11 +62,8 @@ class BadSteps:
 
     def note(self, step: int, outcome: StepOutcome, batch: Any) -> Iterator[BadStep]:
         """Takes a step that was issued; yields the bad ones among those that are known by now."""
-        norm = outcome.grad_norm
-        if norm.device.type == "cpu" and not self.num_in_a_row and math.isfinite(norm.item()):
-            return iter(())  # the common case, at the cost of a look
         self._unread.append(_unread(step, outcome, batch))
-        return self._read(leave=1 if norm.device.type != "cpu" else 0)
+        return self._read(leave=0 if outcome.grad_norm.device.type == "cpu" else 1)
 
     def settle(self) -> Iterator[BadStep]:
         """Yields the bad ones among all steps issued. Waits for the device."""

@@ -54,7 +54,7 @@ from paceline.train.arguments import (
 )
 from paceline.train.bad_steps import BadStep, BadSteps
 from paceline.train.loss import LossValue
-from paceline.train.overflow import explain_bad_steps, find_overflow
+from paceline.train.overflow import Wording, explain_bad_steps, find_overflow
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.scaler import make_scaler
 from paceline.train.settings import DistributedConfig as DistributedConfig
@@ -63,6 +63,9 @@ from paceline.train.step_metrics import StepMetrics, StepTimer
 from paceline.train.update import update_if_finite
 
 _MAX_BAD_UPDATES = 10
+_WORDING = Wording(
+    step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"
+)
 
 
 class DistributedTrainer:
@@ -355,7 +358,7 @@ class DistributedTrainer:
         batch, criterion = bad.batch
         replayed = _CriterionLoss(self.engine, criterion)
         finding = find_overflow(self.engine, [batch], replayed, bad.outcome.factor, dtype=None)
-        raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, what="update"))
+        raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
 
     def _forget_gradients(self) -> None:
         """Starts a new group. Not the optimizer's zero_grad(), which leaves parameters that it does not update."""

@@ -53,12 +53,13 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
     gauge = MemoryGauge(device)
     states, buffers = capture_random_states(device), [buffer.clone() for buffer in engine.module.buffers()]
     sizes = microbatch_sizes(limits.samples_per_rank)
-    limit = limits.limit_bytes
-    limit = round((gauge.limit_bytes(limits.node_ranks) if limit is None else limit) * (1 - MARGIN))
+    limit = gauge.limit_bytes(limits.node_ranks) if limits.limit_bytes is None else limits.limit_bytes
+    limit = round(limit * (1 - MARGIN))
+    base = gauge.now_bytes() + optimizer_bytes(engine, slots=1) + limits.reserve_bytes  # a gradient is one slot more
     trials = _Trials(engine, loss, dataset, dtype, gauge)
-    try:
-        trials.run(sizes[0])  # makes the gradients, beside which the others are measured
-        base = gauge.now_bytes() + limits.reserve_bytes
+    found = Found(samples=None, trials=())
+    # The first pass makes the gradients, beside which the others are measured.
+    if _least(engine, int(trials.measure(sizes[0], 0) is not None)):
         found = search_microbatch(
             sizes,
             lambda size: trials.measure(size, limits.reserve_bytes),
@@ -67,15 +68,14 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
             first=limits.first,
             agree=lambda value: _least(engine, value),
         )
-    finally:
-        trials.clean_up()
-        restore_random_states(states, device)
-        for buffer, before in zip(engine.module.buffers(), buffers, strict=True):
-            buffer.data.copy_(before)
+    trials.clean_up()  # not after an error: the other ranks may be elsewhere
+    restore_random_states(states, device)
+    for buffer, before in zip(engine.module.buffers(), buffers, strict=True):
+        buffer.data.copy_(before)
     if found.samples is None:
-        peak = found.trials[-1].peak_bytes
+        peak = found.trials[-1].peak_bytes if found.trials else None
         raise TrainingError(
-            f"train.microbatch = auto: not even {sizes[0]} sample fits: it takes "
+            f"train.microbatch = auto: not even 1 sample fits: it takes "
             f"{'more than there is' if peak is None else format_bytes(peak)} of {format_bytes(limit)}\n"
             f"  that is all but {MARGIN:.0%} of what is free\n"
             "  set memory.checkpoint_activations = full, shard more (parallel.strategy = auto), or use more ranks"

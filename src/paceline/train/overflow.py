@@ -49,7 +49,8 @@ def find_overflow(
 ) -> Finding | None:
     """Repeats the passes of a step and returns where its numbers stop being finite, the same on every rank.
 
-    ``passes`` takes the place of ``accumulate``, as in a step. None where the repetition is finite, because it drew other random numbers, say. Leaves no gradients.
+    None where the repetition is finite, because it drew other random numbers, say. ``passes`` takes the place of
+    ``accumulate``, as in a step. Leaves no gradients.
     """
     rank = engine.comm.rank
     watch = _Watch(engine.module)
@@ -70,26 +71,41 @@ def find_overflow(
     return min((finding for finding in everyone if finding is not None), default=None)
 
 
-def explain_bad_steps(bad: BadStep, finding: Finding | None, precision: Precision, *, what: str = "step") -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """What a user calls the things that an explanation names."""
+
+    step: str = "step"
+    rate: str = "optim.lr"
+    clip: str = "optim.clip_norm"
+    precision: str = "train.precision = bf16"
+
+
+def explain_bad_steps(
+    bad: BadStep, finding: Finding | None, precision: Precision, wording: Wording | None = None
+) -> str:
     """Writes why a run stops: how many steps in a row were left out, where the first number overflowed, what to do."""
+    wording = wording or Wording()
+    step = wording.step
     scale = "" if bad.outcome.loss_scale is None else f", loss scale {float(bad.outcome.loss_scale):g}"
-    where = finding or "a repetition was finite: the step drew other random numbers, or parameters have changed since"
+    where = finding or "none in a repetition: the step drew other random numbers, or parameters have changed since"
     return (
-        f"{bad.num_in_a_row} {what}s in a row had gradients that are not finite, up to {what} {bad.step} "
+        f"{bad.num_in_a_row} {step}s in a row had gradients that are not finite, up to {step} {bad.step} "
         f"(gradient norm {bad.grad_norm}{scale})\n"
         f"  the first numbers that are not finite: {where}\n"
-        f"  those {what}s were left out, and the parameters are as they were before; {_advice(finding, precision)}"
+        f"  those {step}s were left out, and the parameters are as they were before; "
+        f"{_advice(finding, precision, wording)}"
     )
 
 
-def _advice(finding: Finding | None, precision: Precision) -> str:
+def _advice(finding: Finding | None, precision: Precision, wording: Wording) -> str:
     if finding is not None and finding.stage == _DATA:
         return "repair or leave out these samples"
     if finding is not None and finding.stage == _PARAMETER:
         return "start from an earlier checkpoint"
     if torch.float16 in (precision.autocast_dtype, precision.param_dtype):
-        return "use bf16, which has the range of fp32, or lower the learning rate"
-    return "lower the learning rate, clip the gradient norm, or look at the data of that step"
+        return f"use {wording.precision}, which has the range of fp32, or lower {wording.rate}"
+    return f"lower {wording.rate}, set {wording.clip}, or look at the data of that {wording.step}"
 
 
 class _Watch:

@@ -7,8 +7,8 @@
 Powers of two scale exactly. The decision follows the global gradient norm, so it is the same on every rank under every
 strategy. Scale and counts live on the device and are updated there: the host never waits for them.
 
-What is scaled is a microbatch's share of the mean over the global batch, not the mean of a rank: so the numbers that may
-overflow, and the steps that are left out, do not depend on how many ranks there are. Where the count of elements is
+What is scaled is a microbatch's share of the mean over the global batch, not the mean of a rank: so the numbers that
+may overflow, and the steps that are left out, do not depend on how many ranks there are. Where the count of elements is
 exchanged after backward, that of the step before stands for it until then.
 """
 

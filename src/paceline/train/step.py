@@ -62,6 +62,7 @@ class StepOutcome:
 
     ``grad_norm`` is that before clipping. Where it is not finite the update was left out. ``loss_scale`` is the one
     that the step used, None where losses are not scaled; ``factor`` is what summed losses were multiplied by.
+    ``is_updated`` is None where only the device knows.
     """
 
     loss_sum: torch.Tensor
@@ -69,6 +70,7 @@ class StepOutcome:
     grad_norm: torch.Tensor
     loss_scale: torch.Tensor | None = None
     factor: float | torch.Tensor | None = None
+    is_updated: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +114,14 @@ def train_step(
             scaler.note_elements(engine.comm.size / weight)
         laps.lap("backward")
     norm = engine.clip_grad_norm_(math.inf if policy.clip_norm is None else policy.clip_norm)
-    update_if_finite(optimizer, norm)
+    is_updated = update_if_finite(optimizer, norm)
     if scaler is not None:
         scaler.update(norm)
     optimizer.zero_grad(set_to_none=True)
     laps.lap("optimizer")
-    return StepOutcome(loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=loss_scale, factor=factor)
+    return StepOutcome(
+        loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=loss_scale, factor=factor, is_updated=is_updated
+    )
 
 
 def loss_factors(

@@ -276,8 +276,9 @@ class Trainer:
             loss_scale=outcome.loss_scale,
         )
         parts.meter.finish(facts)
-        for bad in self.bad_steps.note(self.step, outcome, batch):
-            self._note_bad(bad)
+        if not outcome.is_updated or self.bad_steps.num_in_a_row:
+            for bad in self.bad_steps.note(self.step, outcome, batch):
+                self._note_bad(bad)
         is_last = self.step == parts.plan.total_steps
         return StepResult(step=self.step, position=self.position, lr=lr, outcome=outcome, is_last=is_last)
 

@@ -10,11 +10,16 @@ it is set. Where that cannot be (an optimizer that is not fused, parameters offl
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
-def update_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-    """Makes one optimizer step unless the gradient norm is not finite; then parameters and state stay as they are."""
+def update_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> bool | None:
+    """Makes one optimizer step unless the gradient norm is not finite; then parameters and state stay as they are.
+
+    Says whether there was an update; None where only the device knows.
+    """
     if norm.device.type != "cpu" and _takes_flag(optimizer, norm.device):
         flag = torch.isfinite(norm).logical_not_().to(torch.float32)
         optimizer.found_inf = flag  # type: ignore[attr-defined]
@@ -22,8 +27,11 @@ def update_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> No
             optimizer.step()
         finally:
             del optimizer.found_inf  # type: ignore[attr-defined]
-    elif norm.isfinite():  # sync point, except on a CPU
+        return None
+    is_finite = math.isfinite(norm.item())  # sync point, except on a CPU
+    if is_finite:
         optimizer.step()
+    return is_finite
 
 
 def _takes_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:

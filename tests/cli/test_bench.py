@@ -1,0 +1,90 @@
+"""``paceline bench`` as typed: what it prints, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Call = Callable[..., Any]
+
+RECORD = {"name", "command", "rows", "config", "hardware", "versions", "commit", "time"}
+ENGINE_ROW = {
+    *("model", "ranks", "backend", "batch_per_rank", "context", "arm", "peer", "median_ms", "spread_ms", "ratio"),
+    *("ratio_low", "ratio_high", "num_steps", "items_per_s", "loss", "loss_step", "peak_bytes"),
+}
+MEMORY_ROW = {
+    *("row", "strategy", "precision", "checkpoint_activations", "offload", "layers", "parameters", "device_bytes"),
+    *("host_bytes", "tokens_per_s", "limit", "too_many_layers", "tried_layers"),
+}
+
+
+def test_engines_prints_and_writes_one_record_in_which_all_arms_agree(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    called = call("bench", "engines", "--models", "mlp", "--rounds", "2", "--json", "--output", str(file))
+    assert called.code == 0, called.err
+    record = json.loads(called.out)
+    assert set(record) == RECORD
+    assert record["command"] == "paceline bench engines --models mlp --rounds 2 --json"
+    assert json.loads(file.read_text())["rows"] == record["rows"]
+    assert all(set(row) == ENGINE_ROW for row in record["rows"])
+    assert [(row["ranks"], row["arm"]) for row in record["rows"]] == [
+        (2, "paceline ddp"),
+        (2, "torch ddp"),
+        (2, "torch ddp, gradient_as_bucket_view"),
+        (2, "paceline zero1"),
+        (2, "paceline zero2"),
+        (2, "paceline fsdp"),
+        (2, "torch fsdp2"),
+        (2, "torch fsdp2 root only"),
+        (1, "plain loop"),
+        (1, "paceline ddp"),
+        (1, "paceline fsdp"),
+    ]
+    for ranks in (1, 2):
+        losses = [row["loss"] for row in record["rows"] if row["ranks"] == ranks]
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+    assert all(row["ratio"] == 1.0 for row in record["rows"] if row["arm"] == row["peer"])
+
+
+def test_engines_shows_a_table_of_the_arms_asked_for(call: Call) -> None:
+    called = call("bench", "engines", "--models", "mlp", "--rounds", "2", "--arms", "plain")
+    assert called.code == 0, called.err
+    assert "plain loop" in called.out
+    assert "paceline" not in called.out
+
+
+def test_memory_writes_a_record_of_the_rows_asked_for(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    arguments = ["--device", "cpu", "--budget-gb", "0.001", "--size", "gpt-nano", "--context", "8"]
+    called = call("bench", "memory", *arguments, "--options", "ddp fp32", "--output", str(file))
+    assert called.code == 0, called.err
+    record = json.loads(file.read_text())
+    assert set(record) == RECORD
+    assert record["config"]["budget_bytes"] == 2**30 // 1000
+    (row,) = record["rows"]
+    assert set(row) == MEMORY_ROW
+    assert row["limit"] == "device"
+    assert f"{row['parameters'] / 1e3:.1f}k" in called.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engines", "--device", "tpu"], "--device tpu is not here"),
+        (["engines", "--models", "gpt-9t"], "--models gpt-9t: on cpu they are mlp, gpt-11m"),
+        (["engines", "--arms", "deepspeed"], "--arms deepspeed: no arm is called so"),
+        (["memory", "--device", "cpu", "--options", "zero9"], "--options zero9: no row is called so"),
+        (["memory", "--device", "cpu", "--budget-gb", "0"], "--budget-gb is needed on a CPU"),
+        (["memory", "--device", "cpu", "--size", "gpt-9t"], "there is no GPT size 'gpt-9t'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
+    call: Call, arguments: list[str], message: str
+) -> None:
+    called = call("bench", *arguments)
+    assert called.code == 2
+    assert message in called.err
