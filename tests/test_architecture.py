@@ -58,13 +58,23 @@ NOT_ENGINES = {
     "parallel",
     "parallel.agree",
     "parallel.apply",
+    "parallel.automatic",
+    "parallel.batchnorm",
     "parallel.buckets",
     "parallel.buffers",
     "parallel.engine",
     "parallel.flat",
+    "parallel.gathering",
+    "parallel.gradients",
+    "parallel.masters",
+    "parallel.materialize",
     "parallel.matrixwise",
     "parallel.optimizer_state",
+    "parallel.partition",
+    "parallel.route",
     "parallel.schedules",
+    "parallel.sharded",
+    "parallel.unit",
 }
 NAMELESS = ("utils", "helpers", "common", "misc", "core")
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from paceline.config import Config, config_from_dict
 from paceline.data.order import DataOrder
 from paceline.errors import ConfigError
-from paceline.planning import Plan, make_plan
+from paceline.estimate.activations import describe_model
+from paceline.planning import Plan, make_plan, with_memory, with_microbatch
 
 
 def make_config(*, last_batch: str = "keep", **train: Any) -> Config:
@@ -65,6 +66,35 @@ def test_the_plan_says_who_computes_what() -> None:
     assert made.mesh.axes == (("replicate", 4),)
     assert (made.batch.global_batch, made.batch.microbatch, made.batch.accumulate, made.batch.ranks) == (16, 2, 2, 4)
     assert (made.name, made.strategy, made.train_samples, made.eval_samples) == ("a-run", "ddp", 50, 7)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "node_ranks", "axes"),
+    [
+        ({"strategy": "ddp"}, None, {"replicate": 4}),
+        ({"strategy": "zero1"}, None, {"replicate": 1, "shard": 4}),
+        ({"strategy": "fsdp"}, 2, {"replicate": 1, "shard": 4}),
+        ({"strategy": "hybrid", "shard_ranks": 2}, None, {"replicate": 2, "shard": 2}),
+        ({"strategy": "hybrid"}, 2, {"replicate": 2, "shard": 2}),
+    ],
+)
+def test_the_mesh_says_who_shares(parallel: dict[str, Any], node_ranks: int | None, axes: dict[str, int]) -> None:
+    config = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "parallel": parallel})
+    made = make_plan(config, ranks=4, train_samples=50, eval_samples=7, node_ranks=node_ranks)
+    assert dict(made.mesh.axes) == axes
+    assert with_memory(made, config, None, "cpu").memory is None
+    known = with_memory(made, config, describe_model(config, "cpu"), "cpu")
+    values = json.loads(json.dumps(known.to_json()))
+    assert values["memory"]["device_bytes"] == sum(
+        value for name, value in values["memory"].items() if name not in ("device_bytes", "host")
+    )
+
+
+def test_another_microbatch_keeps_the_global_batch() -> None:
+    made = plan(50, ranks=2, global_batch=24)
+    cut = with_microbatch(made, 4)
+    assert (cut.batch.microbatch, cut.batch.accumulate, cut.batch.global_batch) == (4, 3, 24)
+    assert dataclasses.replace(cut, batch=made.batch) == made
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

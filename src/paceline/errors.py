@@ -3,7 +3,6 @@
     PacelineError                    everything we raise on purpose; the command line prints it without a traceback
     ├── ConfigError                  one or more problems of a config, each with values, rule and fix
     ├── UsageError                   a call that breaks the contract of an API, with the fix in the message
-    │   └── NotYetError              a documented argument whose feature is not built yet
     ├── DataError                    a data set that cannot be read, is too small, or cannot be sent to workers
     ├── CheckpointError              a checkpoint that is missing, damaged, or of another model
     ├── RunFolderError               a run folder that exists already, or holds no readable records
@@ -57,10 +56,6 @@ def _rebuild_config_error(problems: list[Problem], source: str) -> ConfigError:
 
 class UsageError(PacelineError):
     """A call that breaks the contract of an API."""
-
-
-class NotYetError(UsageError):
-    """An argument of the documented API whose feature is not built yet."""
 
 
 class DataError(PacelineError):

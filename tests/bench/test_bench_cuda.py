@@ -36,4 +36,4 @@ def test_the_largest_model_runs_out_of_the_memory_that_it_is_given(option: Optio
     assert 0 < row["device_bytes"] <= budget.device_bytes
     assert row["layers"] > 0
     assert (row["host_bytes"] > 10 * row["parameters"]) == bool(row["offload"])
-    assert torch.cuda.memory_allocated(DEVICE) < 32 * MIB
+    assert torch.cuda.memory_allocated(DEVICE) < 128 * MIB  # the workspace of matrix products stays

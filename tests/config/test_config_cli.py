@@ -49,6 +49,33 @@ def test_explain_json() -> None:
     assert next(row for row in rows if row["key"] == "train.microbatch")["value"] == 16
 
 
+def test_explain_estimates_memory() -> None:
+    rows = json.loads(invoke("explain", DIGITS, "--ranks", "4", "parallel.strategy=fsdp", "--json"))
+    (row,) = (row for row in rows if row["key"] == "derived.memory")
+    assert row["value"] > 2**20
+    assert "gradients" in row["origin"]
+    rows = json.loads(invoke("explain", DIGITS, "--json"))
+    assert next(row for row in rows if row["key"] == "derived.memory")["value"] is None
+    own = ["model={kind: factory, factory: 'a:b'}", "--ranks", "1", "--json"]
+    rows = json.loads(invoke("explain", DIGITS, *own))
+    assert "own code" in next(row for row in rows if row["key"] == "derived.memory")["origin"]
+
+
+def test_explain_shows_how_a_strategy_is_chosen() -> None:
+    asked = ["explain", DIGITS, "parallel.strategy=auto", "parallel.device=cpu", "--ranks", "2"]
+    rows = {row["key"]: row for row in json.loads(invoke(*asked, "--json"))}
+    assert rows["derived.strategy"]["value"] == "ddp"
+    assert "it is the cheapest" in rows["derived.strategy"]["origin"]
+    assert [line.split(":")[0] for line in rows["derived.strategy_ladder"]["value"]] == [
+        "ddp",
+        "zero1",
+        "zero2",
+        "fsdp",
+    ]
+    text = invoke(*asked)
+    assert "parallel.strategy = auto: candidates, the cheapest first\n  ddp: fits" in text
+
+
 def test_schema() -> None:
     assert json.loads(invoke("schema")) == json_schema()
 

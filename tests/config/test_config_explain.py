@@ -27,7 +27,7 @@ def rows_of(name: str, *overrides: str, ranks: int | None = None) -> dict[str, E
     return found
 
 
-@pytest.mark.parametrize("name", ["digits.yaml", "gpt_pydoc.yaml", "resnet_images.yaml"])
+@pytest.mark.parametrize("name", ["digits.yaml", "gpt_pydoc.yaml", "gpt_fsdp.yaml", "resnet_images.yaml"])
 def test_every_key_is_explained_and_given_values_are_kept(name: str) -> None:
     rows = rows_of(name, ranks=2)
     for key, value in leaf_values(load_config(CONFIGS / name)).items():

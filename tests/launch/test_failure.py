@@ -20,7 +20,6 @@ from paceline.errors import (
     ConfigError,
     DataError,
     LaunchError,
-    NotYetError,
     PacelineError,
     Problem,
     TrainingError,
@@ -253,7 +252,6 @@ CONFIG = ConfigError([Problem(what="x")])
     [
         (CONFIG, True, True, False),
         (UsageError("x"), True, True, False),
-        (NotYetError("x"), True, True, False),
         (DataError("x"), True, False, False),
         (CheckpointError("x"), True, False, False),
         (TrainingError("x"), False, False, False),

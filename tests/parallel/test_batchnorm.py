@@ -265,7 +265,7 @@ def test_every_engine_with_ranks_that_sit_out(strategy: str, shares: Shares) -> 
 def test_engines_on_gloo_ranks_that_sit_out(gloo_pool: GlooPool, strategy: str) -> None:
     shares = [(None, 4), (3, 2), (4, None)]
     expected = train_alone(make("plain"), shares)
-    for found in gloo_pool.run(train_engine, "plain", shares, strategy, ranks=2):
+    for found in gloo_pool.run(train_engine, "plain", shares, strategy, ranks=2, timeout_s=90.0):
         check_close(found, expected)
 
 
@@ -276,7 +276,7 @@ def gloo_work(comm: Communicator, name: str, shares: Shares) -> dict[str, torch.
 @pytest.mark.parametrize(("name", "shares"), [("plain", cut(RAGGED, 2)), ("resnet", [(3, 2), (None, 4), (4, None)])])
 def test_the_same_on_gloo_ranks(gloo_pool: GlooPool, name: str, shares: Shares) -> None:
     expected = train_alone(make(name), shares)
-    for found in gloo_pool.run(gloo_work, name, shares, ranks=2):
+    for found in gloo_pool.run(gloo_work, name, shares, ranks=2, timeout_s=90.0):
         check_close(found, expected)
 
 

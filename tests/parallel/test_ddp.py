@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,8 @@ from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import VirtualCommunicator, run_virtual
-from paceline.errors import NotYetError, RankFailedError, UsageError
+from paceline.errors import RankFailedError, UsageError
+from paceline.memory.offload import Offload
 from paceline.models.gpt import GPT, gpt_config
 from paceline.parallel.apply import parallelize
 from paceline.parallel.ddp import DataParallel
@@ -214,7 +216,7 @@ def train_microbatches(
             (summed_loss(engine(x), y) * scale).backward()
         start += size
     if not pieces:
-        engine.reduce_gradients()
+        engine.sit_out()
 
 
 def assert_same(ours: History, theirs: History) -> None:
@@ -402,7 +404,7 @@ def test_initial_values_are_those_of_rank_0() -> None:
 def test_buffer_policy(policy: Any) -> None:
     def work(comm: Communicator) -> torch.Tensor:
         module = nn.BatchNorm1d(2)
-        engine = parallelize(module, comm, buffers=policy)
+        engine = parallelize(module, comm, buffers=policy, sync_batchnorm=False)
         for _ in range(2):
             engine(torch.full((4, 2), float(comm.rank + 1)) + torch.arange(4.0)[:, None]).sum().backward()
         engine.train()
@@ -420,7 +422,7 @@ def test_a_rank_without_samples_shares_buffers_too() -> None:
         engine = parallelize(module, comm)
         for step in range(3):
             if comm.rank == 1 and step != 1:
-                engine.reduce_gradients()
+                engine.sit_out()
             else:
                 engine(data(step)[0]).sum().backward()
         return module[1].get_buffer("running_mean").clone()
@@ -547,8 +549,8 @@ def test_refusals_name_the_problem_and_the_fix() -> None:
     different = refusal(lambda c: parallelize(nn.Linear(2, 2 + c.rank), c))
     assert "weight (2, 2)" in different
     assert "weight (3, 2)" in different
-    with pytest.raises(NotYetError, match="fsdp"):
-        parallelize(make(Plain), SoloCommunicator(torch.device("cpu")), strategy="fsdp")
+    with pytest.raises(UsageError, match="offload with strategy = 'ddp'"):
+        parallelize(make(Plain), SoloCommunicator(torch.device("cpu")), offload=Offload(optimizer=True))
     with pytest.raises(UsageError, match="unknown"):
         parallelize(make(Plain), SoloCommunicator(torch.device("cpu")), strategy="dpp")
 
@@ -571,8 +573,7 @@ def test_double_differentiation_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 def test_compiled_blocks_keep_the_numbers_and_the_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and differentiated block by block (without code generation, which needs a compiler on the machine)."""
-    compile_in_place = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_in_place(self, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
     def train(comm: Communicator, compiled: bool) -> tuple[dict[str, torch.Tensor | None], list[int]]:
         torch.manual_seed(0)

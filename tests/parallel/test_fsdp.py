@@ -230,6 +230,23 @@ def test_the_forward_of_a_model_can_raise_and_training_goes_on() -> None:
         assert found == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_blocks_keep_the_numbers(monkeypatch: pytest.MonkeyPatch, checkpointing: str) -> None:
+    """Traced and differentiated block by block (without code generation, which needs a compiler on the machine)."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+    def work(comm: Communicator, compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"compile_blocks": True, "checkpoint_activations": checkpointing} if compiled else {}
+        engine = parallelize(Stack().double(), comm, "fsdp", **options)
+        return losses_of(engine, 3, lambda model, x, _step: (model(x) ** 2).mean())
+
+    expected = run_virtual(lambda comm: work(comm, compiled=False), ranks=2)[0]
+    for found in run_virtual(lambda comm: work(comm, compiled=True), ranks=2):
+        assert found == pytest.approx(expected, abs=1e-10)
+
+
 # Memory and collectives.
 
 

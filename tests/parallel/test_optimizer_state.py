@@ -336,6 +336,32 @@ def test_counts_of_one_element_are_not_taken_for_pieces() -> None:
         check_same(found, whole.optimizer.state_dict(), is_exact=False)
 
 
+def test_a_model_of_one_scalar() -> None:
+    """No other parameter tells a piece from a count: torch's own name for the count does."""
+
+    def work(comm: Communicator) -> dict[str, Any]:
+        states: list[dict[str, Any]] = []
+        for _ in range(2):
+            group = FlatGroup([("scale", nn.Parameter(torch.tensor(2.0)))], comm, PRECISIONS["fp32"], Offload())
+            group.keep_slice()
+            optimizer = torch.optim.AdamW(group.pieces, lr=0.1)
+            if states:
+                load_optimizer_state(optimizer, [group], states[0])
+            for _ in range(2 - len(states)):
+                group.pieces[0].grad = torch.ones_like(group.pieces[0])
+                optimizer.step()
+            states.append(gather_optimizer_state(optimizer, [group], comm=comm))
+        return states[1]
+
+    parameter = nn.Parameter(torch.tensor(2.0))
+    alone = torch.optim.AdamW([parameter], lr=0.1)
+    for _ in range(3):
+        parameter.grad = torch.ones(())
+        alone.step()
+    for found in run_virtual(work, 2):
+        check_same(found, alone.state_dict())
+
+
 # What does not fit.
 
 
@@ -401,5 +427,5 @@ def train_gather_load(comm: Communicator) -> dict[str, Any]:
 def test_the_same_on_gloo_ranks(gloo_pool: GlooPool) -> None:
     whole = Whole(OPTIMIZERS["adamw_fused"])
     whole.train(range(2))
-    for found in gloo_pool.run(train_gather_load, ranks=2):
+    for found in gloo_pool.run(train_gather_load, ranks=2, timeout_s=90.0):
         check_same(found, whole.optimizer.state_dict(), is_exact=False)

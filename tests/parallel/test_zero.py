@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import math
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -209,17 +210,18 @@ def live_bytes(*roots: Any) -> int:
 def test_memory_is_that_of_the_table(stage: int, ranks: int) -> None:
     """P parameters in fp32: 8 P + 8 P / N bytes in stage 1, 4 P + 12 P / N and two buckets in stage 2."""
 
-    def work(comm: Communicator) -> tuple[int, int]:
+    def work(comm: Communicator) -> tuple[int, int, int]:
         torch.manual_seed(0)
         engine = make_zero(Wide(), comm, stage, ONE_LAYER)
         optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1)
-        most = 0
+        most = most_of_autograd = 0
         send = GradientBucket.send
 
         def watch(bucket: GradientBucket) -> None:
-            nonlocal most
+            nonlocal most, most_of_autograd
             send(bucket)
             most = max(most, sum(each._buffer is not None for each in engine._fixed))
+            most_of_autograd = max(most_of_autograd, sum(p.grad is not None for p in engine.module.parameters()))
 
         for bucket in engine._fixed:
             bucket.send = functools.partial(watch, bucket)  # type: ignore[method-assign]
@@ -232,14 +234,15 @@ def test_memory_is_that_of_the_table(stage: int, ranks: int) -> None:
                 optimizer.zero_grad()
         for bucket in engine._fixed:
             del bucket.send
-        return live_bytes(engine, optimizer), most
+        return live_bytes(engine, optimizer), most, most_of_autograd
 
     num_flags, num_counts = 9, 9 * 4  # a byte for each parameter, and Adam's count of its steps
     whole, sharded = (8, 8) if stage == 1 else (4, 12)
     table = whole * WIDE // 4 + sharded * WIDE // 4 // ranks
-    for found, most in run_virtual(work, ranks=ranks):
+    for found, most, most_of_autograd in run_virtual(work, ranks=ranks):
         assert found == table + num_flags + num_counts
         assert most == (9 if stage == 1 else 2)
+        assert most_of_autograd == 0, "gradients are freed as they are brought in, in the first backward too"
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -363,12 +366,12 @@ def test_a_module_called_by_itself_has_current_parameters() -> None:
 
 
 class Reads(Plain):
-    """Reads parameters of others in every way there is, before their owners run."""
+    """Reads parameters of others in every way there is, before their owners run. All ranks own a part of them."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
-        self.last = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 40)
         self.kept = [self.last.weight] if way == "kept" else []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -397,6 +400,24 @@ def test_nobody_reads_a_parameter_that_is_still_under_way(way: str) -> None:
     torch.optim.SGD(single.parameters(), lr=0.1).step()
     for output in run_virtual(work, ranks=2):
         torch.testing.assert_close(output, single(x), rtol=0, atol=ZERO)
+
+
+def test_copies_of_the_module_are_plain_modules() -> None:
+    """As weight averaging makes them: they know nothing of the engine."""
+
+    def work(comm: Communicator) -> bool:
+        engine, _ = trained(comm, engine_cases.make("plain"))
+        x = torch.ones(2, 5, dtype=torch.float64)
+        output = engine(x)
+        copies = [copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))]
+        if comm.rank == 0:  # without the others
+            engine._gathering.may_have_changed = True
+            assert all(torch.equal(each(x), output) for each in copies)
+        for each in copies:
+            each(x).sum().backward()
+        return all(p.grad is not None for each in copies for p in each.parameters())
+
+    assert all(run_virtual(work, ranks=2))
 
 
 def test_a_failed_forward_leaves_the_module_as_it_was() -> None:
@@ -922,6 +943,7 @@ def test_compiled_blocks_keep_the_numbers_and_the_overlap(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", lambda function: compile_function(function, backend="aot_eager"))
 
     def work(comm: Communicator, compiled: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+        ready: list[int] = []
         torch.manual_seed(0)
         model = GPT(gpt_config("gpt-nano", dropout=0.0, vocab_size=32, context=16)).double()
         if compiled:
@@ -929,14 +951,20 @@ def test_compiled_blocks_keep_the_numbers_and_the_overlap(monkeypatch: pytest.Mo
         engine = make_zero(model, comm, stage, BucketPolicy(bucket_bytes=10**5, first_bucket_bytes=5 * 10**4))
         optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
         arrived: list[int] = []
+        for layer in model.get_submodule("layers").children():
+            layer.register_forward_pre_hook(lambda *_: ready.append(engine._gathering._num_ready))
         launch = engine._launch
         engine._launch = lambda: (arrived.append(sum(engine._arrived)), launch())[1]  # type: ignore[method-assign]
         for _ in range(3):
             arrived.clear()
+            ready.clear()
             tokens = torch.arange(32).reshape(2, 16) if comm.rank else torch.arange(32).flip(0).reshape(2, 16)
             engine(tokens).logsumexp(-1).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+        if compiled:
+            assert [place + 1 for place in engine._gathering._place_of_compiled.values()] == ready
+            assert sorted(set(ready)) == ready, "each block waits for its own parameters"
         return engine.full_state_dict(), arrived
 
     plain = run_virtual(lambda comm: work(comm, compiled=False), ranks=2)[0][0]

@@ -21,18 +21,28 @@ import paceline
 from paceline.cli.verify import BUILT_IN
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
-from paceline.errors import CollectiveMismatchError, NotYetError, RankFailedError, UsageError
+from paceline.errors import CollectiveMismatchError, RankFailedError, UsageError
+from paceline.parallel.apply import STRATEGIES
+from paceline.parallel.fsdp import ShardingPolicy
 from paceline.parity import certificate as certificates
 from paceline.parity.case import ConfigCase, FunctionCase, cut, num_samples
-from paceline.parity.certificate import Certificate, certify, compare
-from paceline.parity.locate import difference
-from paceline.parity.runs import Settings, StepValues, run_distributed, run_reference
+from paceline.parity.certificate import Certificate, certify
+from paceline.parity.measure import compare
+from paceline.parity.reference import run_reference
+from paceline.parity.runs import run_distributed
+from paceline.parity.settings import Settings
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def make_blocks() -> nn.Module:
+    """Four blocks of one type, so that there are units to shard and to checkpoint."""
+    layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Sequential(nn.Linear(5, 3), nn.Identity()))
 
 
 def make_batch(step: int, size: int = 11) -> Batch:
@@ -59,15 +69,63 @@ def built_in(name: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "accumulate"), [("mlp", 4, 1), ("mlp", 2, 3), ("gpt", 2, 2), ("resnet", 3, 1)]
+    ("name", "strategy", "ranks", "accumulate"),
+    [
+        ("mlp", "ddp", 4, 1),
+        ("mlp", "zero1", 2, 3),
+        ("mlp", "hybrid", 4, 2),
+        ("gpt", "ddp", 2, 2),
+        ("gpt", "zero2", 2, 1),
+        ("gpt", "fsdp", 2, 1),
+        ("resnet", "ddp", 3, 1),
+        ("resnet", "fsdp", 2, 2),
+    ],
 )
-def test_built_in_cases_pass(name: str, ranks: int, accumulate: int) -> None:
-    """Several buckets, tied weights, convolutions; a batch that no two shares divide alike."""
-    case = ConfigCase(built_in(name), batch=2 * ranks * accumulate + 1)
-    found = certify(case, Settings(ranks=ranks, steps=2, accumulate=accumulate))
-    assert found.passed
+def test_built_in_cases_pass(name: str, strategy: str, ranks: int, accumulate: int) -> None:
+    """Several buckets and units, tied weights, convolutions, batch norm; a batch that no two shares divide alike."""
+    case = ConfigCase(built_in(name), batch=2 * ranks * accumulate + 1, layers_as_blocks=True)
+    found = certify(case, Settings(strategy=strategy, ranks=ranks, steps=2, accumulate=accumulate))
+    assert found.passed, found.divergence
     assert found.divergence is None
     assert 0.0 < found.max_abs_error < 1e-12  # not zero: two runs were compared, not one with itself
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate": 3},
+        {"ranks": 6, "accumulate": 2, "clip": None},  # 12 parts for 11 samples
+        {"clip": 1e-3, "checkpoint_activations": "full"},
+        {"ranks": 1},
+        {"make_optimizer": make_sgd, "steps": 5},
+    ],
+    ids=["default", "accumulate", "more parts than samples", "checkpointed", "one rank", "momentum"],
+)
+def test_every_strategy_passes(strategy: str, options: dict[str, Any]) -> None:
+    shards = {"shard_ranks": 1} if strategy == "hybrid" and options.get("ranks") == 1 else {}
+    found = paceline.verify(make_blocks, make_batch, F.cross_entropy, strategy=strategy, **shards, **options)
+    assert found.passed, found.divergence
+    assert found.strategy == strategy
+    assert found.max_abs_error < 1e-13
+
+
+def test_the_way_of_sharding_may_be_chosen() -> None:
+    policy = ShardingPolicy(units=("0", "3"), reshard_after_forward=2, prefetch=2)
+    for strategy, options in (("fsdp", {}), ("hybrid", {"shard_ranks": 2})):
+        found = paceline.verify(
+            make_blocks, make_batch, F.cross_entropy, strategy=strategy, sharding=policy, ranks=4, **options
+        )
+        assert found.passed, found.divergence
+        assert found.shard_ranks == options.get("shard_ranks")
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(2, 1), (4, 2), (6, 3)])
+def test_hybrid_shards_over_half_of_the_ranks(ranks: int, expected: int) -> None:
+    found = paceline.verify(make_model, make_batch, F.cross_entropy, strategy="hybrid", ranks=ranks, steps=1)
+    assert found.passed, found.divergence
+    assert found.shard_ranks == expected
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, summed], ids=["mean", "sum and count"])
@@ -141,9 +199,11 @@ def test_the_callers_functions_are_asked_for_each_step() -> None:
     assert sorted(asked) == sorted([0, 1, 2] * 3)  # one process and two ranks
 
 
-def test_ragged_last_batches_and_few_samples() -> None:
-    assert paceline.verify(make_model, lambda step: make_batch(step, 1), F.cross_entropy, ranks=4).passed
-    assert paceline.verify(make_model, lambda step: make_batch(step, 9 - 3 * step), F.cross_entropy, ranks=4).passed
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hybrid"])
+def test_ragged_last_batches_and_few_samples(strategy: str) -> None:
+    for batch in (lambda step: make_batch(step, 1), lambda step: make_batch(step, 9 - 3 * step)):
+        found = paceline.verify(make_blocks, batch, F.cross_entropy, ranks=4, strategy=strategy)
+        assert found.passed, found.divergence
 
 
 # The certificate itself.
@@ -154,19 +214,21 @@ def test_a_certificate_says_what_was_verified() -> None:
     assert (found.strategy, found.ranks, found.backend, found.steps) == ("ddp", 3, "virtual", 2)
     assert (found.accumulate, found.clip, found.batch, found.dtype) == (2, 0.5, 11, "float64")
     assert found.num_parameters == 5 * 6 + 6 + 6 * 4 + 4 + 4 * 3 + 3
-    assert found.tolerance == certificates.TOLERANCE == 1e-10
+    assert (found.tolerance, found.measure, found.bound) == (1e-10, "absolute", "sums in another order, in float64")
+    assert (found.precision, found.checkpoint_activations, found.shard_ranks) == ("fp32", "none", None)
+    assert found.reference == "one process on whole batches"
     assert found.max_abs_error == found.errors.largest
     assert found.seconds > 0
 
 
 def test_a_certificate_is_json() -> None:
     good = paceline.verify(make_model, make_batch, F.cross_entropy, ranks=2, steps=1)
-    bad = paceline.verify(normed, make_batch, F.cross_entropy, ranks=2, steps=1)
+    bad = paceline.verify(normed, make_batch, F.cross_entropy, ranks=2, steps=1, sync_batchnorm=False)
     for found in (good, bad):
         values = json.loads(json.dumps(found.to_json()))
         assert set(values) == {field.name for field in dataclasses.fields(Certificate)}
         assert values["passed"] is found.passed
-        assert set(values["errors"]) == {"loss", "gradients", "norm", "parameters"}
+        assert set(values["errors"]) == {"loss", "gradients", "norm", "parameters", "buffers"}
     assert good.to_json()["divergence"] is None
     assert bad.to_json()["divergence"] == dataclasses.asdict(bad.divergence)  # type: ignore[arg-type]
 
@@ -175,8 +237,9 @@ def test_tolerance_decides() -> None:
     strict = paceline.verify(make_model, make_batch, F.cross_entropy, ranks=3, tolerance=1e-30)
     assert not strict.passed
     assert strict.divergence is not None
-    assert not paceline.verify(normed, make_batch, F.cross_entropy, ranks=2, steps=1).passed
-    assert paceline.verify(normed, make_batch, F.cross_entropy, ranks=2, steps=1, tolerance=10.0).passed
+    options: dict[str, Any] = {"ranks": 2, "steps": 1, "sync_batchnorm": False}
+    assert not paceline.verify(normed, make_batch, F.cross_entropy, **options).passed
+    assert paceline.verify(normed, make_batch, F.cross_entropy, **options, tolerance=10.0).passed
 
 
 # What fails, and where.
@@ -187,17 +250,42 @@ def normed() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (4, 1), (2, 2)])
-def test_batch_norm_fails_and_the_first_one_is_named(ranks: int, accumulate: int) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hybrid"])
+@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (4, 2)])
+def test_batch_norm_passes_with_the_statistics_of_all_ranks(strategy: str, ranks: int, accumulate: int) -> None:
     found = paceline.verify(
-        normed, lambda step: make_batch(step, 17), F.cross_entropy, ranks=ranks, accumulate=accumulate
+        normed,
+        lambda step: make_batch(step, 17),
+        F.cross_entropy,
+        strategy=strategy,
+        ranks=ranks,
+        accumulate=accumulate,
+    )
+    assert found.passed, found.divergence
+    assert 0.0 < found.errors.buffers < 1e-10
+    # Statistics are those of a microbatch, so the one process goes through as many.
+    batches = "whole batches" if accumulate == 1 else "batches in 2 pieces"
+    assert found.reference == f"one process on {batches}"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (4, 1), (2, 2)])
+def test_batch_norm_of_each_rank_fails_and_the_first_one_is_named(strategy: str, ranks: int, accumulate: int) -> None:
+    found = paceline.verify(
+        normed,
+        lambda step: make_batch(step, 17),
+        F.cross_entropy,
+        strategy=strategy,
+        ranks=ranks,
+        accumulate=accumulate,
+        sync_batchnorm=False,
     )
     assert not found.passed
     assert found.divergence is not None
     assert (found.divergence.module, found.divergence.what, found.divergence.step) == ("3", "forward", 0)
     assert found.divergence.error > 1e-3
     assert "BatchNorm" in found.divergence.hint
-    assert "use GroupNorm or LayerNorm" in str(found.divergence)
+    assert "synchronise it over the ranks" in str(found.divergence)
 
 
 def test_batch_norm_passes_where_the_batch_is_not_cut() -> None:
@@ -205,20 +293,37 @@ def test_batch_norm_passes_where_the_batch_is_not_cut() -> None:
 
 
 def test_batch_norm_of_a_config_is_named_too() -> None:
-    config = config_from_dict(
-        {
-            "model": {"kind": "resnet", "depth": 18, "width": 4, "norm": "batch", "stem": "small"},
-            "data": {"kind": "synthetic_images", "samples": 64, "size": 8},
-            "train": {"dtype": "float64"},
-        }
-    )
-    case = ConfigCase(config, batch=9)
-    found = certify(case, Settings(ranks=2, steps=1))
+    case = ConfigCase(built_in("resnet"), batch=9)
+    found = certify(case, Settings(ranks=2, steps=1, sync_batchnorm=False))
     assert not found.passed
     assert found.divergence is not None
     model = case.make_model()
     first = next(name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d))
     assert (found.divergence.module, found.divergence.what) == (first, "forward")
+
+
+class Counts(nn.Module):
+    """Keeps a sum over the samples that it has seen; nothing depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().sum()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_buffers_are_compared_even_if_no_output_depends_on_them(strategy: str) -> None:
+    """Rank 0 has seen its share of the samples only."""
+    found = paceline.verify(Counts, make_batch, F.cross_entropy, strategy=strategy, ranks=2)
+    assert not found.passed
+    assert found.errors.buffers > 0.1
+    assert max(found.errors.loss, found.errors.gradients, found.errors.parameters) < 1e-12
+    assert found.divergence is not None
+    assert (found.divergence.step, found.divergence.what) == (0, "buffer (seen)")
 
 
 class Centred(nn.Module):
@@ -239,8 +344,9 @@ class Centre(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
-def test_a_module_that_mixes_samples_is_named() -> None:
-    found = paceline.verify(Centred, make_batch, F.cross_entropy, ranks=3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_module_that_mixes_samples_is_named(strategy: str) -> None:
+    found = paceline.verify(Centred, make_batch, F.cross_entropy, strategy=strategy, ranks=4)
     assert found.divergence is not None
     assert (found.divergence.module, found.divergence.what, found.divergence.hint) == ("centre", "forward", "")
 
@@ -301,13 +407,21 @@ class Wrong(nn.Linear):
 
 
 @pytest.mark.parametrize("size", [3, 5, 11])
-@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulate"),
+    [("ddp", 2, 1), ("ddp", 2, 2), ("ddp", 3, 2), ("zero1", 3, 2), ("zero2", 3, 2), ("fsdp", 3, 2), ("hybrid", 4, 2)],
+)
 def test_the_place_is_found_past_branches_tables_and_ranks_without_samples(
-    ranks: int, accumulate: int, size: int
+    strategy: str, ranks: int, accumulate: int, size: int
 ) -> None:
     """Neither an expert that only some pieces called, nor pieces that are missing, are taken for the culprit."""
     found = paceline.verify(
-        Routed, lambda step: make_batch(step, size), F.cross_entropy, ranks=ranks, accumulate=accumulate
+        Routed,
+        lambda step: make_batch(step, size),
+        F.cross_entropy,
+        strategy=strategy,
+        ranks=ranks,
+        accumulate=accumulate,
     )
     assert found.divergence is not None
     assert (found.divergence.module, found.divergence.what) == ("wrong", "forward")
@@ -338,47 +452,14 @@ class WrongBackward(nn.Module):
         return self.second(torch.tanh(WrongGradient.apply(self.first(x))))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("clip", [None, 1e-3])
-def test_clipping_does_not_hide_whose_gradient_is_wrong(clip: float | None) -> None:
+def test_clipping_does_not_hide_whose_gradient_is_wrong(clip: float | None, strategy: str) -> None:
     """One wrong gradient changes the norm, and by that every clipped gradient."""
-    found = paceline.verify(WrongBackward, make_batch, F.cross_entropy, ranks=2, clip=clip)
+    found = paceline.verify(WrongBackward, make_batch, F.cross_entropy, strategy=strategy, ranks=2, clip=clip)
     assert found.divergence is not None
     assert found.divergence.module == "first"
     assert found.divergence.what.startswith("gradient")
-
-
-def values(**changes: Any) -> StepValues:
-    tensor = torch.ones(2, dtype=torch.float64)
-    fields: dict[str, Any] = {
-        "loss": torch.tensor(1.0),
-        "norm": torch.tensor(2.0),
-        "gradients": {"a": tensor, "b": None},
-        "parameters": {"a": tensor, "b": tensor},
-        "samples": 4,
-    }
-    return StepValues(**(fields | changes))
-
-
-def test_a_comparison_finds_each_kind_of_difference() -> None:
-    tensor = torch.ones(2, dtype=torch.float64)
-    assert compare(values(), values()).largest == 0.0
-    assert compare(values(loss=torch.tensor(1.5)), values()).loss == 0.5
-    assert compare(values(norm=torch.tensor(1.5)), values()).norm == 0.5
-    assert compare(values(gradients={"a": tensor * 3, "b": None}), values()).gradients == 2.0
-    assert compare(values(gradients={"a": None, "b": None}), values()).gradients == math.inf
-    assert compare(values(gradients={"a": tensor, "b": tensor * 0}), values()).gradients == math.inf
-    assert compare(values(parameters={"a": tensor, "b": -tensor}), values()).parameters == 2.0
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_differs_from_what_is(bad: float) -> None:
-    """A comparison with nan is false: no maximum and no limit may let it pass."""
-    good, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, bad])
-    assert difference(other, good) == math.inf
-    assert difference(good, other) == math.inf
-    assert difference(other, other.clone()) == 0.0
-    assert difference(torch.ones(2), torch.ones(3)) == math.inf
-    assert difference(torch.ones(0), torch.ones(0)) == 0.0
 
 
 def test_nan_on_one_rank_is_a_failure_with_a_place() -> None:
@@ -430,36 +511,25 @@ def test_a_loss_that_is_not_finite_proves_nothing() -> None:
         paceline.verify(make_model, later, F.cross_entropy)
 
 
-@pytest.mark.parametrize("backend", ["virtual", "gloo"])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ranks": 0}, "ranks = 0"),
-        ({"steps": 0}, "steps = 0"),
-        ({"accumulate": -1}, "accumulate = -1"),
-        ({"clip": 0.0}, "clip = 0.0"),
-        ({"ranks": 0, "steps": 0, "clip": -1.0}, "ranks = 0, steps = 0, clip = -1.0"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(
-    options: dict[str, Any], message: str, backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(certificates, "run_processes", None)  # nothing is started
-    with pytest.raises(UsageError) as refusal:
-        paceline.verify(make_model, make_batch, F.cross_entropy, backend=backend, **options)
-    assert message in str(refusal.value)
+def test_a_model_that_cannot_be_trained_so_is_refused() -> None:
+    with pytest.raises(UsageError, match="the model has no blocks"):
+        paceline.verify(make_model, make_batch, F.cross_entropy, checkpoint_activations="full")
+    with pytest.raises(UsageError, match="Adafactor cannot update sharded parameters"):
+        paceline.verify(make_model, make_batch, F.cross_entropy, strategy="zero1", make_optimizer=torch.optim.Adafactor)
 
 
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(UsageError, match="backend = 'mpi' is unknown"):
-        paceline.verify(make_model, make_batch, F.cross_entropy, backend="mpi")  # type: ignore[arg-type]
+def test_rounding_that_an_optimizer_magnifies_is_told_from_a_wrong_update() -> None:
+    """The bias before a norm has a gradient of nothing but rounding, which Adam scales up to its learning rate."""
 
+    def make_adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.5, eps=1e-12)
 
-def test_strategies_that_are_planned_or_unknown_are_refused() -> None:
-    with pytest.raises(NotYetError, match="'fsdp' is not built yet"):
-        paceline.verify(make_model, make_batch, F.cross_entropy, strategy="fsdp")
-    with pytest.raises(UsageError, match="'dpp' is unknown"):
-        paceline.verify(make_model, make_batch, F.cross_entropy, strategy="dpp")
+    found = paceline.verify(normed, make_batch, F.cross_entropy, ranks=2, steps=1, make_optimizer=make_adam)
+    assert not found.passed
+    assert found.errors.gradients < 1e-14
+    assert found.divergence is not None
+    assert (found.divergence.module, found.divergence.what) == ("2", "update (bias)")
+    assert "its gradient cancels" in found.divergence.hint
 
 
 def test_functions_that_cannot_be_sent_are_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,14 +622,27 @@ def test_a_function_without_a_seed_gives_the_same_model_each_time() -> None:
 def verified_on_this_rank(comm: Communicator, name: str, settings: Settings) -> list[float]:
     """Runs where a rank of ``backend="gloo"`` runs; says how far each step is from one process."""
     case = ConfigCase(built_in(name), batch=7)
-    pairs = zip(run_distributed(comm, case, settings), run_reference(case, settings), strict=True)
+    pairs = zip(run_distributed(comm, case, settings), run_reference(case, settings).steps, strict=True)
     return [compare(ours, expected).largest for ours, expected in pairs]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_real_processes_compute_what_one_would(gloo_pool: GlooPool, accumulate: int) -> None:
-    settings = Settings(ranks=2, steps=3, accumulate=accumulate)
-    for errors in gloo_pool.run(verified_on_this_rank, "gpt", settings, ranks=2):
+@pytest.mark.parametrize(
+    ("name", "strategy", "options"),
+    [
+        ("gpt", "ddp", {}),
+        ("gpt", "ddp", {"accumulate": 2}),
+        ("gpt", "zero1", {"accumulate": 2}),
+        ("mlp", "zero2", {"accumulate": 2}),
+        ("gpt", "fsdp", {"accumulate": 2, "checkpoint_activations": "full"}),
+        ("mlp", "hybrid", {"sharding": ShardingPolicy(shard_ranks=1)}),
+        ("resnet", "fsdp", {}),
+    ],
+)
+def test_real_processes_compute_what_one_would(
+    gloo_pool: GlooPool, name: str, strategy: str, options: dict[str, Any]
+) -> None:
+    settings = Settings(strategy=strategy, ranks=2, steps=3, **options)
+    for errors in gloo_pool.run(verified_on_this_rank, name, settings, ranks=2):
         assert max(errors) < 1e-12
 
 

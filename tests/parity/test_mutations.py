@@ -219,7 +219,7 @@ def accumulating(backward: Callable[..., None]) -> Plant:
                 placed = steps.place(microbatch, engine.comm.device, dtype)
                 values.append(backward(engine, lambda placed=placed: loss(engine, placed), number, len(present), scale))
             if not present:
-                engine.reduce_gradients()
+                engine.sit_out()
             return values
 
         return accumulate
@@ -685,7 +685,7 @@ BUGS: dict[str, Bug] = {
         plant=replacing(torch.optim.Optimizer, "zero_grad", gradients_kept), case=KNOWN, shows="gradient", step=1
     ),
     "a rank without samples does not join": Bug(
-        plant=replacing(DataParallel, "reduce_gradients", nobody_joins),
+        plant=replacing(DataParallel, "sit_out", nobody_joins),
         case=known(Plain, make_short_batch),
         shows="",
         verdict=CollectiveMismatchError,

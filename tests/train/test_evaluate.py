@@ -185,7 +185,7 @@ def test_all_ranks_evaluate_the_model_of_rank_0(ranks: int) -> None:
     data = make_data(21)
 
     def work(comm: Communicator) -> tuple[Evaluation, dict[str, torch.Tensor]]:
-        engine = parallelize(make_normed(), comm)
+        engine = parallelize(make_normed(), comm, sync_batchnorm=False)
         rows = data.inputs[comm.rank :: comm.size] * (comm.rank + 1)
         engine(rows).square().mean().backward()
         state = engine.full_state_dict()
@@ -203,3 +203,24 @@ def test_all_ranks_evaluate_the_model_of_rank_0(ranks: int) -> None:
     for result, _ in results:
         assert result.loss == pytest.approx(expected.loss, abs=1e-13)
         assert result.accuracy == expected.accuracy
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_ranks_without_samples_take_part_in_every_batch(strategy: str) -> None:
+    """Nine samples in batches of eight: the last batch is one rank's, and the others sit it out."""
+    data = TensorPairs(torch.randn(9, 4, generator=torch.Generator().manual_seed(1)), torch.arange(9) % 3)
+
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def work(comm: Communicator) -> Evaluation:
+        engine = parallelize(make(), comm, strategy)
+        return evaluate(engine, EvalLoader(data, 8, comm.rank, comm.size), CrossEntropy(1.0), torch.float64)
+
+    alone = parallelize(make(), SoloCommunicator(torch.device("cpu")))
+    expected = evaluate(alone, EvalLoader(data, 8), CrossEntropy(1.0), torch.float64)
+    for found in run_virtual(work, 3):
+        assert found.samples == 9
+        assert found.loss == pytest.approx(expected.loss, abs=1e-13)
+        assert found.accuracy == expected.accuracy

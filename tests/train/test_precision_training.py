@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_pool import GlooPool
 
 from paceline.checkpoint import TrainingState
 from paceline.comm.base import Communicator
@@ -103,6 +104,20 @@ def test_every_strategy_trains_as_one_process_of_the_same_policy(
         norms = [record.grad_norm for record in records]
         assert [record.grad_norm for record in theirs] == pytest.approx(norms, rel=1e-4)
         assert found_loss == pytest.approx(loss, rel=1e-4)
+
+
+def train_on_real_ranks(comm: Communicator, strategy: str, precision: str) -> dict[str, torch.Tensor]:
+    return train(comm, make_config(strategy, comm.size, None, precision=precision))[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("ddp", "bf16_master"), ("zero1", "fp16"), ("fsdp", "bf16_master")]
+)
+def test_real_ranks_train_as_one_process_of_the_same_policy(gloo_pool: GlooPool, strategy: str, precision: str) -> None:
+    expected, _, _, _ = train(SoloCommunicator(CPU), make_config(clip=None, precision=precision))
+    for found in gloo_pool.run(train_on_real_ranks, strategy, precision, ranks=2):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=name)
 
 
 def test_precisions_are_different_and_close() -> None:

@@ -350,3 +350,37 @@ def test_an_error_in_the_loss_reaches_the_caller_and_the_next_step_is_whole() ->
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(seen[0][name], parameter.grad, rtol=0, atol=TOLERANCE)
+
+
+SLOTS = {
+    "the last is empty": [[2, 0]],
+    "the first is empty": [[0, 2]],
+    "two at the end": [[3, 0, 0]],
+    "the last of one rank": [[1, 2], [1, 0]],
+    "the last of both": [[1, 0], [2, 0]],
+    "all of one rank": [[1, 2], [0, 0]],
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+def test_slots_without_samples_are_sat_out_under_every_strategy(
+    slots: list[list[int]], strategy: str, precision: str
+) -> None:
+    """Two steps, so that a gradient or an update that got lost shows in the second one."""
+    total = sum(map(sum, slots))
+
+    def train(comm: Communicator, sizes: list[list[int]], used: str) -> dict[str, torch.Tensor]:
+        engine = parallelize(make_model().float(), comm, used, precision=precision)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.5, momentum=0.9, fused=True)
+        start = sum(map(sum, sizes[: comm.rank]))
+        for _ in range(2):
+            train_step(engine, optimizer, step_of(sizes[comm.rank], start, total), CrossEntropy(5.0), StepPolicy())
+        return engine.full_state_dict()
+
+    whole = [[size for rank in slots for size in rank if size]]
+    expected = train(SoloCommunicator(torch.device("cpu")), whole, "ddp")
+    for found in run_virtual(lambda comm: train(comm, slots, strategy), len(slots)):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)

@@ -51,10 +51,12 @@ def synchronise_batchnorm(module: nn.Module, comm: Communicator) -> nn.Module:
     if comm.size == 1 or not layers:
         return module
     exchange = Exchange(module, comm.split(range(comm.size)))
+    # No compiler follows a conversation between ranks. Said here, not by a decorator, which would load it with the file.
+    forward = cast("Any", torch.compiler).disable(SyncBatchNorm.forward)
     for layer in layers:
         kind = type(layer)
         # A class that is both: the layer's own kind knows its shapes and how it is initialised.
-        layer.__class__ = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {})
+        layer.__class__ = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {"forward": forward})
         exchange.add(cast("SyncBatchNorm", layer))
     return module
 
@@ -109,11 +111,6 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         if not self.uses_batch_statistics:
             return _BatchNorm.forward(self, x)
-        if torch.compiler.is_compiling():  # not a decorator, which would load the compiler for all
-            return cast("torch.Tensor", torch.compiler.disable(self._normalise)(x))
-        return self._normalise(x)
-
-    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
         moments = self._moments(x) if self.replay is None else self.replay.once(lambda: self._moments(x))
         apply: Callable[..., torch.Tensor] = _Normalise.apply
         return apply(x, self.weight, self.bias, moments, self.eps, self.exchange)

@@ -266,14 +266,14 @@ class DataParallel:
             return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None], norm_type)
         return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
 
-    def reduce_gradients(self) -> None:
-        """Sends what this rank still owes and waits for what is under way.
+    def sit_out(self) -> None:
+        """Takes part in a pass of the other ranks: in their reduction, for without gradients they need nobody."""
+        with standing_in(self.module):
+            if torch.is_grad_enabled() and self._is_syncing:
+                self._join()
 
-        Runs by itself at the end of every synchronised backward. A rank that has no backward to run in this step (it
-        got no samples) calls it, so that the others do not wait for it.
-        """
-        if not self._is_syncing:
-            return
+    def _join(self) -> None:
+        """Sends what this rank owes without a backward of its own, and waits for what is under way."""
         if self._masters is not None:
             self._masters.may_have_changed = True
         if self.comm.size == 1:
@@ -281,12 +281,6 @@ class DataParallel:
         if self.module.training and not self._has_shared_buffers:
             self._share_buffers()  # as the others did in their forward
         self._finish()
-
-    def sit_out(self) -> None:
-        """Takes part in a pass of the other ranks: in their reduction, for without gradients they need nobody."""
-        with standing_in(self.module):
-            if torch.is_grad_enabled():
-                self.reduce_gradients()
 
     def forget_order(self) -> None:
         """Drops what a pass that failed on some rank has taught: the next backward watches again. All ranks call it."""

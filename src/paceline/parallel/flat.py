@@ -70,6 +70,7 @@ class FlatGroup:
         self._resident: torch.Tensor | None = None  # this slice on the device, where the master is on the host
         self._staged: torch.Tensor | None = None  # the master in the parameters' dtype, on the host
         self._seen_version = -1
+        self._had_gradient = False  # since the slice was last copied to the device
         self._is_in_place = False
         self._kept: torch.Tensor | None = None
         self._lane = Lane(comm.device if self.is_on_host else torch.device("cpu"))
@@ -172,8 +173,9 @@ class FlatGroup:
     def _source(self) -> torch.Tensor:
         """Returns this rank's slice, in the parameters' dtype: on the device, or pinned on the host."""
         master = self.master.detach()
-        if self._seen_version != self.master._version:
+        if self._may_have_changed():
             self._seen_version = self.master._version
+            self._had_gradient = any(piece.grad is not None for piece in self.pieces)
             if self._staged is not None:
                 self._staged.copy_(master)
             if not self._offload.parameters:
@@ -182,6 +184,13 @@ class FlatGroup:
         if self._resident is not None:
             return self._resident
         return master if self._staged is None else self._staged
+
+    def _may_have_changed(self) -> bool:
+        """Whether an optimizer may have stepped since the slice was last copied.
+
+        The version counter alone does not tell: fused optimizers do not raise it.
+        """
+        return self._had_gradient or self._seen_version != self.master._version
 
     # Gradients.
 
@@ -238,6 +247,7 @@ class FlatGroup:
         On the host it may still be on its way: ``finish_gradient`` waits for it. Where gradients alone are offloaded,
         those of all microbatches but the last are summed on the host.
         """
+        self._had_gradient = True
         if self._offload.gradients and not self.is_on_host and self.comm.device.type != "cpu":
             if not is_last:
                 self._stash(mine)

@@ -118,7 +118,7 @@ class FullySharded:
         self._buffers = SharedBuffers(module, self.comm, buffers)
         self._names = [name for name, _ in module.named_parameters()]
         by_name = {name: piece for group in self._flat for name, piece in zip(group.names, group.pieces, strict=True)}
-        self._is_plain = not any(group.has_copy for group in self._flat)
+        self._is_plain = groups.replicas.size == 1 and not any(group.has_copy for group in self._flat)
         if self._is_plain:
             for unit in self._units:
                 unit.use()

@@ -109,6 +109,10 @@ class Gathering:
                 attributes["_parameters"] = table
             self._num_ready += 1
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a watched module have hooks that do nothing: nobody gathers their parameters."""
+        return Gathering, (nn.Module(), (), bool)
+
     # Modules.
 
     def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator, Work
+from paceline.comm.base import DONE, Communicator, Work
 from paceline.memory.offload import Offload
 from paceline.parallel.flat import FlatGroup, gradient_scale, reduction
 from paceline.precision import Precision
@@ -154,9 +154,11 @@ class Unit:
         for group in self.groups:
             if not any(parameter.requires_grad for parameter in group.parameters):
                 continue
-            gradient = group.new_gradient()
+            mine = group.new_slice()
+            # One rank's slice is the whole: what is brought in is the gradient.
+            gradient = mine if group.comm.size == 1 else group.new_gradient()
             used += group.bring_in(gradient, scale)
-            mine, work = group.reduce_scatter(gradient, group.new_slice())
+            work = DONE if gradient is mine else group.reduce_scatter(gradient, mine)[1]
             self._reductions.append((group, gradient, mine, work))
         return used
 

@@ -14,8 +14,8 @@ optimizer updates; before the next forward reads them, the pieces are gathered i
 
 - A bucket is a flat group, fixed from the start, since optimizers hold its pieces. A rank's master is its own slice of
   the parameters, and in stage 1 its gradient a slice of the bucket's buffer: nothing is copied out.
-- The first backward only watches: it learns how often each gradient arrives (twice under re-entrant checkpointing) and
-  in which order buckets are complete, and sends everything at its end.
+- The first backward learns how often each gradient arrives (twice under re-entrant checkpointing), and in which order
+  buckets are complete. What arrives inside such an inner backward is sent at the end of this first one.
 - Inside ``no_sync``, stage 1 adds up whole gradients and sends nothing. Stage 2 sends all the same, and adds up slices.
 - A parameter used on some ranks counts as zero on the others; one used on no rank has no gradient. One flag for each
   parameter is all-reduced behind the buckets; only a rank that misses a gradient waits for the answer.
@@ -107,6 +107,8 @@ class ZeroParallel:
         self._expected: list[int] | None = None
         self._observed: list[int] = []
         self._arrived: list[int] = []
+        self._counted: set[int] = set()
+        self._task = -1  # autograd's number of the backward
         self._next_bucket = 0
         self._is_backward_known = False
         self._watch()
@@ -278,6 +280,7 @@ class ZeroParallel:
                 "  call optimizer.step() after the backward passes of all outputs that are needed"
             )
         self._is_backward_known = True
+        self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
@@ -291,27 +294,31 @@ class ZeroParallel:
         self._arrived[index] += 1
         if self._expected is None:
             self._observed.append(index)
-            return
+            # Autograd hands over a gradient once, with all uses added up; only a backward within the backward brings
+            # another one.
+            is_last = self._arrived[index] == 1 and torch._C._current_graph_task_id() == self._task
+        else:
+            is_last = self._arrived[index] == self._expected[index]
         if not self.policy.overlap:
             return
-        if self._arrived[index] == self._expected[index]:
-            bucket, place = self._bucket_of[index]
-            if index in self._moved_at_once and (self.policy.stage == 1 or bucket is self._buckets[self._next_bucket]):
-                self._make_room(self._next_bucket)
-                bucket.bring_in(place, self._scale)
-            bucket.num_missing -= 1
-            if bucket.num_missing == 0:
-                self._launch_complete()
-        elif self._arrived[index] > self._expected[index] > 0:
+        if is_last:
+            self._count_in(index)
+        elif index in self._counted:
             raise UsageError(
-                f"{self._names[index]} got a gradient after it was counted in: it arrived "
-                f"{self._arrived[index]} times in this backward, {self._expected[index]} times in the first one\n"
-                "  with overlap, every step must visit a parameter as often as the first one did\n"
+                f"{self._names[index]} got its gradient number {self._arrived[index]} after it was counted in\n"
+                "  with overlap, every backward must visit a parameter as often as the first one did, and re-entrant\n"
+                "  checkpoints must not share parameters with the rest of the model\n"
                 "  set comm.overlap = false (parallelize(..., overlap=False))"
             )
 
-    def _launch_complete(self) -> None:
-        """Sends the buckets that are complete, in order: a bucket waits for those before it."""
+    def _count_in(self, index: int) -> None:
+        """Notes that a gradient is complete; sends the buckets that are, in order: one waits for those before it."""
+        self._counted.add(index)
+        bucket, place = self._bucket_of[index]
+        if index in self._moved_at_once and (self.policy.stage == 1 or bucket is self._buckets[self._next_bucket]):
+            self._make_room(self._next_bucket)
+            bucket.bring_in(place, self._scale)
+        bucket.num_missing -= 1
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_missing == 0:
             self._launch()
 
@@ -408,6 +415,7 @@ class ZeroParallel:
         self._next_bucket = 0
         self._observed = []
         self._arrived = [0] * len(self._names)
+        self._counted.clear()
         self._is_backward_known = False
 
 

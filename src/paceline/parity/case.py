@@ -81,6 +81,8 @@ class _OutputLoss:
         else:
             count = float(num_samples(targets))
             total = value * count if isinstance(value, torch.Tensor) else value
+        if isinstance(total, torch.Tensor) and total.dtype in (torch.bfloat16, torch.float16):
+            total = total.float()  # it will be added up with others
         if not isinstance(total, torch.Tensor) or total.numel() != 1:
             what = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"type {type(value).__name__}"
             raise UsageError(f"loss_fn returned a value of {what}\n  return a mean over samples, or (sum, count)")

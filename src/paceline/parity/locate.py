@@ -15,6 +15,12 @@ from paceline.parity.settings import Settings
 from paceline.parity.values import Calls, Gradients, StepValues
 
 
+_MAGNIFIED = (
+    "its gradient cancels, up to the rounding of its sums, and an optimizer that divides by the size of gradients magnifies "
+    "that\n  a bias before a norm is such a parameter: drop it, or give the optimizer a larger eps"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     """The first place where a rank differs. ``what`` is forward, gradient, norm, update, buffer or loss."""
@@ -37,32 +43,36 @@ def locate(
     step = settings.record_step
     assert step is not None
     hint = _hint(case.make_model(), settings)
-    for name, what, error in _errors(settings, bound, expected, per_rank):
+    for what, name, error in _errors(settings, bound, expected, per_rank):
         if not error <= bound.tolerance:
-            return Divergence(step=step, module=name, what=what, error=error, hint=hint)
-    error = _largest(bound, per_rank, expected, lambda values: {"": values.loss})[""]
-    return Divergence(step=step, module="", what="loss", error=error, hint=hint)
+            module, _, tensor = name.rpartition(".")
+            if what == "update" and _cancels(expected.gradients.get(name)):
+                hint = _MAGNIFIED
+            what = f"{what} ({tensor})" if what in ("gradient", "update", "buffer") else what
+            return Divergence(
+                step=step, module=name if what == "forward" else module, what=what, error=error, hint=hint
+            )
+    raise AssertionError("both runs agree in everything that was compared")
 
 
 def _errors(
     settings: Settings, bound: Bound, expected: StepValues, per_rank: Sequence[StepValues]
 ) -> Iterator[tuple[str, str, float]]:
-    """Goes through all that was compared, in the order in which a step computes it: module, what, error."""
+    """Goes through all that was compared, in the order in which a step computes it: what, name, error."""
     activations = [values.activations for values in per_rank]
     for name, error in _forward_errors(bound, expected.activations, activations, settings.accumulate):
-        yield name, "forward", error
+        yield "forward", name, error
     gradients = _largest(bound, per_rank, expected, lambda values: _unclipped(values, settings.clip))
     for name in _backward_order(expected):
-        module, _, parameter = name.rpartition(".")
-        yield module, f"gradient ({parameter})", gradients[name]
-    yield "", "norm", _largest(bound, per_rank, expected, lambda values: {"": values.norm})[""]
+        yield "gradient", name, gradients[name]
+    yield "norm", "", _largest(bound, per_rank, expected, lambda values: {"": values.norm})[""]
     moved = movement(expected)
     for name, error in _largest(bound, per_rank, expected, lambda values: values.parameters, moved).items():
-        yield name.rpartition(".")[0], "update", error
+        yield "update", name, error
     for name, tensor in expected.buffers.items():
-        module, _, buffer = name.rpartition(".")
         errors = [worst(bound.measure(values.buffers, {name: tensor}, {})) for values in per_rank]
-        yield module, f"buffer ({buffer})", max(errors)
+        yield "buffer", name, max(errors)
+    yield "loss", "", _largest(bound, per_rank, expected, lambda values: {"": values.loss})[""]
 
 
 def _largest(
@@ -126,6 +136,11 @@ def _backward_order(expected: StepValues) -> list[str]:
     """Returns parameter names, those of the modules called last first: the order in which gradients arise."""
     called = {name: index for calls in expected.activations.values() for index, (name, _) in enumerate(calls)}
     return sorted(expected.gradients, key=lambda name: -called.get(name.rpartition(".")[0], -1))
+
+
+def _cancels(gradient: torch.Tensor | None) -> bool:
+    """Whether a gradient of float64 is nothing but rounding."""
+    return gradient is not None and gradient.numel() > 0 and float(gradient.abs().max()) < 1e-13
 
 
 def _hint(model: nn.Module, settings: Settings) -> str:

@@ -1,0 +1,85 @@
+"""What ``paceline train`` decides before any process starts, what it says about it, and what ranks find afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.train import resolve_config, resolve_strategy, show_decisions
+from paceline.config import load_config
+from paceline.errors import ConfigError, UsageError
+from paceline.estimate.choice import Room
+from paceline.monitor.records import RunRecord, read_records
+
+MLP = ["model.kind=mlp", "data.kind=digits", "parallel.device=cpu"]
+Call = Callable[..., Any]
+
+
+@pytest.mark.timeout(600)  # a machine under load takes its time to start processes
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_a_run_that_decides_for_itself(project: Path, call: Call) -> None:
+    called = call("train", "tiny.yaml", "parallel.strategy=auto", "train.microbatch=auto")
+    assert (called.code, called.err) == (0, "")
+    text = " ".join(called.out.split())
+    assert text.startswith("parallel.strategy = auto: ddp, about")
+    assert "for 36 parameters on 2 ranks, microbatch 1; it is the cheapest, and fits ddp on 2 ranks" in text
+    folder = project / "runs" / "tiny"
+    config = load_config(folder / "config.yaml")
+    assert (config.parallel.strategy, config.train.microbatch) == ("ddp", "auto")
+    plan = json.loads((folder / "plan.json").read_text())
+    assert (plan["strategy"], plan["batch"]["microbatch"], plan["batch"]["accumulate"]) == ("ddp", 4, 1)
+    first = next(record for record in read_records(folder / "records" / "rank-0.jsonl"))
+    assert isinstance(first, RunRecord)
+    assert (first.strategy, first.microbatch) == ("ddp", 4)
+
+    called = call("train", "tiny.yaml", "name=other", "parallel={strategy: auto, ranks: 2, device: cpu}", "--json")
+    assert called.code == 0
+    choice = json.loads(called.out)["choice"]
+    assert choice["chosen"] == "ddp"
+    assert [each["strategy"] for each in choice["ladder"]] == ["ddp", "zero1", "zero2", "fsdp"]
+
+
+def test_hybrid_on_one_host_needs_a_size() -> None:
+    with pytest.raises(ConfigError, match="hybrid on 4 ranks of one host, without"):
+        resolve_config(load_config(None, [*MLP, "parallel={strategy: hybrid, ranks: 4, device: cpu}"]))
+    config = load_config(None, [*MLP, "parallel={strategy: hybrid, ranks: 4, shard_ranks: 2, device: cpu}"])
+    assert resolve_config(config).parallel.ranks == 4
+
+
+def test_precision_is_tried_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise UsageError("precision = 'fp16' on cpu: float16 does not work there: no\n  the rule\n  use 'bf16'")
+
+    monkeypatch.setattr("paceline.precision.check_precision", refuse)
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(load_config(None, [*MLP, "train={precision: fp16, global_batch: 7}"]))
+    problems = caught.value.problems
+    assert problems[0].what.startswith("train.precision = fp16: precision = 'fp16' on cpu")
+    assert problems[0].fix == "use 'bf16'"
+    assert len(problems) == 2  # with the batch's: all at once
+
+
+def test_a_strategy_is_chosen_by_the_memory_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room = Room(device="cpu", device_bytes=560 * 2**20, host_bytes=2**40, ranks=2, node_ranks=2)
+    monkeypatch.setattr("paceline.memory.room.measure_room", lambda *_: room)
+    asked = load_config(None, [*MLP, "parallel.strategy=auto", "parallel.ranks=2", "model.hidden_dim=4096"])
+    config, choice = resolve_strategy(resolve_config(asked))
+    assert choice is not None
+    assert config.parallel.strategy == choice.chosen.strategy == "zero1"
+    show_decisions(config, choice)
+    assert "not ddp needs" in " ".join(capsys.readouterr().out.split())
+    fixed = resolve_config(load_config(None, [*MLP, "parallel.ranks=2"]))
+    assert resolve_strategy(fixed) == (fixed, None)
+
+
+def test_offload_that_moves_nothing_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    show_decisions(load_config(None, [*MLP, "parallel.strategy=zero1", "memory.offload=[optimizer]"]), None)
+    assert "memory.offload moves nothing here" in " ".join(capsys.readouterr().out.split())
+    show_decisions(load_config(None, MLP), None)
+    assert capsys.readouterr().out == ""

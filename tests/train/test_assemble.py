@@ -1,0 +1,128 @@
+"""From a config to a trainer: every strategy trains the same model on the same samples, and options arrive."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import config_from_dict
+from paceline.parallel.fsdp import FullySharded
+from paceline.planning import Plan
+from paceline.train.assemble import build_trainer, build_workload
+from paceline.train.trainer import Trainer
+
+GPT: dict[str, Any] = {
+    "model": {"kind": "gpt", "layers": 3, "heads": 2, "width": 16, "context": 8},
+    "data": {"kind": "synthetic_tokens", "samples": 64, "context": 8, "vocab_size": 16},
+    "optim": {"lr": 0.01, "clip_norm": 0.5},
+}
+
+
+def train(comm: Communicator, values: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Plan]:
+    trainer = build_trainer(config_from_dict(values), comm)
+    trainer.run()
+    return trainer.parts.engine.full_state_dict(), trainer.parts.plan
+
+
+def run(ranks: int, parallel: dict[str, Any], **train_options: Any) -> tuple[dict[str, torch.Tensor], Plan]:
+    options = {"steps": 3, "global_batch": 8, "dtype": "float64", **train_options}
+    memory = options.pop("memory", {})
+    values = {**GPT, "parallel": parallel, "memory": memory, "train": options}
+    return run_virtual(functools.partial(train, values=values), ranks=ranks)[0]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    return run(1, {"strategy": "ddp"})[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options", "axes"),
+    [
+        ({"strategy": "zero1"}, {}, {"replicate": 1, "shard": 4}),
+        ({"strategy": "zero2"}, {"microbatch": 1}, {"replicate": 1, "shard": 4}),
+        ({"strategy": "zero3", "prefetch": 2}, {}, {"replicate": 1, "shard": 4}),
+        ({"strategy": "fsdp", "reshard_after_forward": 2, "units": ["layers.0", "layers.2"]}, {}, None),
+        ({"strategy": "fsdp", "unit_mb": 0.01}, {"memory": {"checkpoint_activations": "full"}}, None),
+        ({"strategy": "hybrid", "shard_ranks": 2}, {"microbatch": 1}, {"replicate": 2, "shard": 2}),
+        ({"strategy": "hybrid", "node_ranks": 2}, {}, {"replicate": 2, "shard": 2}),
+        ({"strategy": "auto"}, {"microbatch": "auto"}, {"replicate": 4}),
+        ({"strategy": "zero1"}, {"memory": {"offload": ["optimizer"]}}, None),  # moves nothing on a CPU
+    ],
+)
+def test_strategies_train_the_same(
+    expected: dict[str, torch.Tensor], parallel: dict[str, Any], options: dict[str, Any], axes: dict[str, int] | None
+) -> None:
+    found, plan = run(4, parallel, **options)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
+    assert axes is None or dict(plan.mesh.axes) == axes
+    assert plan.memory is not None
+    assert plan.memory.device_bytes > 0
+
+
+def build(comm: Communicator, values: dict[str, Any]) -> Trainer:
+    return build_trainer(config_from_dict(values), comm)
+
+
+def first_state(comm: Communicator, strategy: str) -> dict[str, torch.Tensor]:
+    trainer = build(comm, {**GPT, "parallel": {"strategy": strategy}})
+    return trainer.parts.engine.full_state_dict()
+
+
+def test_a_model_that_no_rank_holds_whole_starts_with_the_same_values() -> None:
+    whole = run_virtual(functools.partial(first_state, strategy="ddp"), ranks=2)[0]
+    sharded = run_virtual(functools.partial(first_state, strategy="fsdp"), ranks=2)[0]
+    assert whole.keys() == sharded.keys()
+    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+
+
+def test_it_is_built_without_memory() -> None:
+    fsdp = build_workload(config_from_dict({**GPT, "parallel": {"strategy": "fsdp"}})).model
+    assert all(parameter.is_meta for parameter in fsdp.parameters())
+    assert not any(parameter.is_meta for parameter in build_workload(config_from_dict(GPT)).model.parameters())
+
+
+def rates(comm: Communicator, values: dict[str, Any]) -> float:
+    trainer = build(comm, values)
+    next(trainer.steps())
+    return float(trainer.parts.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_the_rate_grows_with_the_global_batch(rule: str, factor: float) -> None:
+    optim = {"lr": 0.01, "lr_scaling": rule, **({} if rule == "none" else {"lr_batch": 8})}
+    values = {**GPT, "optim": optim, "train": {"steps": 1, "global_batch": 32}}
+    for ranks in (1, 2):
+        found = run_virtual(functools.partial(rates, values=values), ranks=ranks)
+        assert found == pytest.approx([0.01 * factor] * ranks)
+
+
+def test_policies_arrive() -> None:
+    def work(comm: Communicator) -> tuple[Any, ...]:
+        values = {
+            **GPT,
+            "parallel": {"strategy": "fsdp", "prefetch": 2, "reshard_after_forward": False},
+            "train": {"precision": "fp32", "max_bad_steps": 3, "loss_scale": 65536.0},
+        }
+        trainer = build(comm, values)
+        engine = trainer.parts.engine
+        assert isinstance(engine, FullySharded)
+        return engine.policy.prefetch, engine.policy.reshard_after_forward, trainer.parts.policy.max_bad_steps
+
+    assert run_virtual(work, ranks=2) == [(2, False, 3)] * 2
+
+
+def test_evaluation_takes_no_more_at_once_than_training() -> None:
+    def work(comm: Communicator) -> list[int]:
+        values = {**GPT, "train": {"global_batch": 8, "microbatch": 1}}
+        loader = build(comm, values).parts.eval_loader
+        assert loader is not None
+        return loader.local_samples()
+
+    assert set(run_virtual(work, ranks=2)[0]) <= {0, 1}

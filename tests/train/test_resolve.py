@@ -1,0 +1,110 @@
+"""``parallel.strategy: auto`` with models of the user's own code, and the same answer on every rank."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.comm.base import Communicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import Config, config_from_dict
+from paceline.errors import ConfigError, RankFailedError, UsageError
+from paceline.estimate.choice import Room
+from paceline.train.resolve import measure_config, resolve_strategy, resolve_together
+from paceline.units import MIB
+
+
+class Own(nn.Module):
+    """Sixteen megabytes of parameters; looks at values if it is told to."""
+
+    def __init__(self, curious: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 1024)
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
+        self.last = nn.Linear(1024, 10)
+        self.curious = curious
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.curious and x.sum().item() > 0:
+            x = -x
+        for layer in self.layers:
+            x = layer(x).relu()
+        result: torch.Tensor = self.last(x)
+        return result
+
+
+@pytest.fixture
+def own_module() -> Iterator[str]:
+    module = types.ModuleType("own_models_of_this_test")
+    module.make = Own  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    yield f"{module.__name__}:make"
+    del sys.modules[module.__name__]
+
+
+def make_config(factory: str, **train: Any) -> Config:
+    arguments = {"curious": train.pop("curious", False)}
+    return config_from_dict(
+        {
+            "model": {"kind": "factory", "factory": factory, "args": arguments},
+            "data": {"kind": "digits"},
+            "parallel": {"strategy": "auto"},
+            "train": {"global_batch": 8, **train},
+        }
+    )
+
+
+def test_a_model_of_the_users_own_is_measured(own_module: str) -> None:
+    facts = measure_config(make_config(own_module), "cpu")
+    assert facts.source == "measured"
+    assert facts.parameters == sum(parameter.numel() for parameter in Own().parameters())
+    assert [block.parameters for block in facts.blocks] == [1024 * 1024 + 1024] * 4
+    row = 4 * 1024
+    # A block saves its input; the ReLUs after the blocks save theirs outside, which are the next block's inputs.
+    assert [block.saved_bytes for block in facts.blocks] == [row, 0, 0, 0]
+    assert [block.input_bytes for block in facts.blocks] == [row] * 4
+    lower = measure_config(make_config(own_module, precision="bf16_master"), "cpu")
+    assert lower.blocks[0].saved_bytes == row / 2
+    assert measure_config(make_config(own_module, precision="bf16"), "cpu").blocks[1].cast_bytes == 2 * 1024 * 1024
+
+
+def room(mib: int, ranks: int = 4) -> Room:
+    return Room(device="cpu", device_bytes=mib * MIB, host_bytes=ranks * mib * MIB, ranks=ranks, node_ranks=ranks)
+
+
+def test_less_memory_takes_more_sharing(own_module: str) -> None:
+    config = make_config(own_module)
+    chosen = [resolve_strategy(config, room(mib))[0].parallel.strategy for mib in (600, 470, 445, 432)]
+    assert chosen == ["ddp", "zero1", "zero2", "fsdp"]
+    with pytest.raises(ConfigError, match="nothing fits"):
+        resolve_strategy(config, room(380))
+
+
+def test_a_model_that_looks_at_values_cannot_be_measured(own_module: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot measure the model.*\n.*\n  set parallel.strategy yourself"):
+        measure_config(make_config(own_module, curious=True), "cpu")
+
+
+def decide(comm: Communicator, config: Config) -> tuple[str, str]:
+    resolved, choice = resolve_together(config, comm)
+    return resolved.parallel.strategy, choice.chosen.label
+
+
+def test_ranks_decide_together(own_module: str) -> None:
+    found = run_virtual(functools.partial(decide, config=make_config(own_module)), ranks=2)
+    assert found == [("ddp", "ddp")] * 2
+
+
+def test_all_ranks_hear_of_a_problem(own_module: str) -> None:
+    config = make_config(own_module, curious=True)
+    with pytest.raises(RankFailedError) as caught:
+        run_virtual(functools.partial(decide, config=config), ranks=2)
+    assert isinstance(caught.value.error, UsageError)
