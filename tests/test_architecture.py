@@ -66,6 +66,7 @@ NOT_ENGINES = {
     "parallel.flat",
     "parallel.gathering",
     "parallel.gradients",
+    "parallel.lane",
     "parallel.masters",
     "parallel.materialize",
     "parallel.matrixwise",

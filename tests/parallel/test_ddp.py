@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 

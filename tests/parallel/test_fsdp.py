@@ -290,7 +290,9 @@ def test_at_most_two_units_are_whole_at_a_time() -> None:
             blocks = engine._units[:-1]
             whole = sum(group.full.untyped_storage().nbytes() for unit in blocks for group in unit.groups)
             loose = [p.grad for unit in blocks for group in unit.groups for p in group.parameters if p.grad is not None]
-            flat = [buffer for unit in blocks for _, buffer, _, _ in unit._reductions]
+            flat = [
+                buffer for unit in blocks for _, kept, _, _ in unit._reductions for buffer in kept if buffer is not None
+            ]
             most_parameters = max(most_parameters, whole)
             most_gradients = max(most_gradients, sum(t.untyped_storage().nbytes() for t in (*loose, *flat)))
 

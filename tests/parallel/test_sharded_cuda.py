@@ -72,8 +72,8 @@ OFFLOADS = {
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_offload_gives_the_same_losses(strategy: str, precision: str, offload: str, ranks: int) -> None:
-    if offload == "parameters" and strategy != "fsdp":
-        pytest.skip("keeps whole parameters on the device")
+    if offload != "optimizer" and strategy != "fsdp":
+        pytest.skip("whole parameters stay on the device, and gradients where the optimizer is")
     expected = run_virtual(lambda comm: losses(comm, strategy, precision=precision), ranks=ranks, device="cuda")[0]
     found = run_virtual(
         lambda comm: losses(comm, strategy, precision=precision, offload=OFFLOADS[offload]), ranks=ranks, device="cuda"
@@ -81,6 +81,8 @@ def test_offload_gives_the_same_losses(strategy: str, precision: str, offload: s
     assert found == pytest.approx(expected, abs=2e-5 if precision == "fp32" else 2e-3)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
 def test_blocks_may_be_compiled_and_checkpointed(strategy: str) -> None:
     expected = run_virtual(lambda comm: losses(comm, "ddp", precision="bf16_master"), ranks=1, device="cuda")[0]
@@ -94,6 +96,7 @@ def test_blocks_may_be_compiled_and_checkpointed(strategy: str) -> None:
     assert found == pytest.approx(expected, abs=5e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_no_step_waits_for_the_device(strategy: str, precision: str) -> None:

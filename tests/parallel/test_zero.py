@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -28,6 +29,7 @@ from engine_cases import (
 )
 from gloo_pool import GlooPool
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.base import Communicator, Work
@@ -455,6 +457,21 @@ def test_an_evaluation_between_backward_and_update(stage: int, fused: bool) -> N
         torch.testing.assert_close(output, single(x), rtol=0, atol=ZERO)
 
 
+def test_an_engine_that_is_gone_hears_of_no_steps() -> None:
+    before = len(hooks)
+
+    def work(comm: Communicator) -> int:
+        engine, optimizer = trained(comm, engine_cases.make("plain"))
+        comm.barrier()
+        count = len(hooks)
+        del engine, optimizer
+        return count
+
+    assert run_virtual(work, ranks=2) == [before + 2] * 2
+    gc.collect()
+    assert len(hooks) == before
+
+
 def test_an_update_between_forward_and_backward_is_refused() -> None:
     def work(comm: Communicator) -> None:
         engine, optimizer = trained(comm, engine_cases.make("plain"))
@@ -537,6 +554,37 @@ def test_gradients_add_up_until_they_are_zeroed(stage: int, steps: list[str]) ->
 
     for gradients in run_virtual(work, ranks=2):
         torch.testing.assert_close(gradients, summed_by_one(steps, 2), rtol=0, atol=ZERO)
+
+
+@STAGES
+def test_gradients_may_be_zeroed_between_forward_and_backward(stage: int) -> None:
+    """A rank without samples zeroes before or after: what is gathered must not depend on it."""
+
+    def work(comm: Communicator) -> dict[str, torch.Tensor]:
+        engine = make_zero(engine_cases.make("plain"), comm, stage)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1, fused=True)
+        for step in range(3):
+            for slot in range(4):
+                with engine.no_sync() if slot < 3 else contextlib.nullcontext():
+                    has_samples = comm.rank == 0 or slot == 3
+                    output = engine(engine_cases.data(step)[0]) if has_samples else None
+                    if slot == 0:
+                        optimizer.zero_grad()
+                    if output is None:
+                        engine.sit_out()
+                    else:
+                        output.sum().backward()
+            optimizer.step()
+        return engine.full_state_dict()
+
+    single = engine_cases.make("plain")
+    optimizer = torch.optim.AdamW(single.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        (single(engine_cases.data(step)[0]).sum() * 2.5).backward()
+        optimizer.step()
+    for state in run_virtual(work, ranks=2):
+        torch.testing.assert_close(state, dict(single.state_dict()), rtol=0, atol=1e-10)
 
 
 def test_local_sums_that_were_changed_in_place_are_refused() -> None:
@@ -676,6 +724,40 @@ def test_a_pass_that_fails_on_one_rank_is_completed_by_sitting_out(stage: int, f
         optimizer.zero_grad()
         (single(engine_cases.data(step)[0]).sum() / 2).backward()
         optimizer.step()
+    for state in run_virtual(work, ranks=2):
+        torch.testing.assert_close(state, dict(single.state_dict()), rtol=0, atol=1e-10)
+
+
+@STAGES
+def test_a_microbatch_that_fails_on_one_rank_is_dropped(stage: int) -> None:
+    """The rank sits out the rest of the step, the others finish it; then all drop it and train on."""
+
+    def work(comm: Communicator) -> dict[str, torch.Tensor]:
+        engine = make_zero(engine_cases.make("plain"), comm, stage)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        x = engine_cases.data(0)[0].split(6)[comm.rank]
+        engine(x).sum().backward()
+        optimizer.zero_grad()
+        hook = engine.module.get_parameter("first.weight").register_hook(raise_no_room) if comm.rank else None
+        for is_last in (False, False, True):
+            with contextlib.nullcontext() if is_last else engine.no_sync():
+                if hook is not None and not is_last:
+                    with pytest.raises(MemoryError):
+                        engine(x).sum().backward()
+                if hook is not None:
+                    engine.sit_out()
+                else:
+                    engine(x).sum().backward()
+        if hook is not None:
+            hook.remove()
+        optimizer.zero_grad()
+        engine(x).sum().backward()
+        optimizer.step()
+        return engine.full_state_dict()
+
+    single = engine_cases.make("plain")
+    (single(engine_cases.data(0)[0]).sum() / 2).backward()
+    torch.optim.SGD(single.parameters(), lr=0.1).step()
     for state in run_virtual(work, ranks=2):
         torch.testing.assert_close(state, dict(single.state_dict()), rtol=0, atol=1e-10)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -247,8 +248,8 @@ def _run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> 
     import torch
 
     from paceline import __version__
-    from paceline.models.registry import num_parameters
     from paceline.monitor.records import RunRecord
+    from paceline.parallel.flat import full_shape
 
     plan = None if trainer is None else trainer.parts.plan
     device = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu"
@@ -262,7 +263,10 @@ def _run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> 
         python=platform.python_version(),
         torch=torch.__version__,
         paceline=__version__,
-        num_parameters=0 if trainer is None else num_parameters(trainer.parts.engine.module),
+        # Whole parameters: those of a sharded module are this rank's pieces.
+        num_parameters=0
+        if trainer is None
+        else sum(math.prod(full_shape(parameter)) for parameter in trainer.parts.engine.parameters()),
         strategy=config.parallel.strategy,
         backend="none" if comm.size == 1 else ("nccl" if comm.device.type == "cuda" else "gloo"),
         global_batch=config.train.global_batch or 0 if plan is None else plan.batch.global_batch,

@@ -64,11 +64,25 @@ class _Call:
         return f"{self.kind}({self.detail}) at {self.where}"
 
 
+class _Moment:
+    """How far a stream has come. Ranks may issue from streams of their own, and one of them carries the work out."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.current_stream().record_event()
+
+    def order(self) -> None:
+        """Lets the current stream wait for that moment."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
 @dataclass(slots=True)
 class _Arrival:
     call: _Call
     tensors: tuple[torch.Tensor, ...]
     splits: tuple[list[int], list[int]] | None = None
+    ready: _Moment | None = None
 
 
 class _Meeting:
@@ -77,6 +91,7 @@ class _Meeting:
     def __init__(self) -> None:
         self.arrivals: dict[int, _Arrival] = {}
         self.is_done = False
+        self.done: _Moment | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +101,8 @@ class _Letter:
     call: _Call
     tensor: torch.Tensor
     is_done: bool = False
+    ready: _Moment | None = None
+    done: _Moment | None = None
 
 
 class _World:
@@ -134,21 +151,31 @@ class _Group:
         self._issued[rank] += 1
         meeting = self._meetings.setdefault(number, _Meeting())
         meeting.arrivals[rank] = arrival
+        is_cuda = baton.device.type == "cuda"
+        if is_cuda:
+            arrival.ready = _Moment()
         first = next(iter(meeting.arrivals.values())).call
         if arrival.call != first:
             baton.fail(CollectiveMismatchError(self._describe_mismatch(number, meeting)))
         if len(meeting.arrivals) == len(self.ranks):
             del self._meetings[number]
+            for each in meeting.arrivals.values():
+                if each.ready is not None:
+                    each.ready.order()
             with torch.no_grad():
                 carry_out([meeting.arrivals[r] for r in range(len(self.ranks))])
             meeting.is_done = True
+            meeting.done = _Moment() if is_cuda else None
             meeting.arrivals = {}  # lets go of the tensors
-        return _VirtualWork(baton, self.ranks[rank], lambda: meeting.is_done, lambda: self._describe(number, meeting))
+        wait = Wait(lambda: meeting.is_done, lambda: self._describe(number, meeting))
+        return _VirtualWork(baton, self.ranks[rank], wait, lambda: meeting.done)
 
     def post(self, letter: _Letter, key: tuple[int, int, int], *, is_send: bool) -> Work:
         """Matches a send with the oldest receive of the same two ranks and tag, or the other way round."""
         baton = self.world.baton
         baton.sign_of_life()
+        if baton.device.type == "cuda":
+            letter.ready = _Moment()
         own, other = (self._sends, self._receives) if is_send else (self._receives, self._sends)
         waiting = other.get(key)
         if waiting:
@@ -157,7 +184,8 @@ class _Group:
             own.setdefault(key, deque()).append(letter)
         rank = self.ranks[key[0] if is_send else key[1]]
         peer = self.ranks[key[1] if is_send else key[0]]
-        return _VirtualWork(baton, rank, lambda: letter.is_done, lambda: f"rank {peer} to match {letter.call}")
+        wait = Wait(lambda: letter.is_done, lambda: f"rank {peer} to match {letter.call}")
+        return _VirtualWork(baton, rank, wait, lambda: letter.done)
 
     def _deliver(self, letter: _Letter, match: _Letter, *, is_send: bool) -> None:
         sent, received = (letter, match) if is_send else (match, letter)
@@ -165,8 +193,13 @@ class _Group:
             self.world.baton.fail(
                 CollectiveMismatchError(f"a send and its receive differ\n  {sent.call}\n  {received.call}")
             )
+        for each in (sent, received):
+            if each.ready is not None:
+                each.ready.order()
         received.tensor.data.copy_(sent.tensor.data)
         sent.is_done = received.is_done = True
+        if sent.ready is not None:
+            sent.done = received.done = _Moment()
 
     def _describe(self, number: int, meeting: _Meeting) -> str:
         call = next(iter(meeting.arrivals.values())).call
@@ -189,16 +222,20 @@ class _Group:
 class _VirtualWork:
     """An operation of a virtual rank; waiting for it passes the baton on."""
 
-    __slots__ = ("_baton", "_rank", "_wait")
+    __slots__ = ("_baton", "_done", "_rank", "_wait")
 
-    def __init__(self, baton: Baton, rank: int, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
+    def __init__(self, baton: Baton, rank: int, wait: Wait, done: Callable[[], _Moment | None]) -> None:
         self._baton = baton
         self._rank = rank
-        self._wait = Wait(is_done, describe)
+        self._wait = wait
+        self._done = done
 
     def wait(self) -> None:
         """Lets the other ranks run until the operation is done."""
         self._baton.wait(self._rank, self._wait)
+        moment = self._done()
+        if moment is not None:
+            moment.order()
 
 
 class VirtualCommunicator:

@@ -51,7 +51,7 @@ def synchronise_batchnorm(module: nn.Module, comm: Communicator) -> nn.Module:
     if comm.size == 1 or not layers:
         return module
     exchange = Exchange(module, comm.split(range(comm.size)))
-    # No compiler follows a conversation between ranks. Said here, not by a decorator, which would load it with the file.
+    # No compiler follows a conversation between ranks. Said here, as a decorator would load it with this file.
     forward = cast("Any", torch.compiler).disable(SyncBatchNorm.forward)
     for layer in layers:
         kind = type(layer)

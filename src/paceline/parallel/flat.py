@@ -21,7 +21,8 @@ from torch import nn
 
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.layout import FlatLayout, flat_layout, row_major
-from paceline.memory.offload import Lane, Offload, host_empty
+from paceline.memory.offload import Offload, host_empty
+from paceline.parallel.lane import Lane
 from paceline.precision import Precision
 
 _ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, whatever the dtype
@@ -73,6 +74,7 @@ class FlatGroup:
         self._had_gradient = False  # since the slice was last copied to the device
         self._is_in_place = False
         self._kept: torch.Tensor | None = None
+        self.gathers = self.reductions = Lane(torch.device("cpu"))  # beside nothing, until an engine says otherwise
         self._lane = Lane(comm.device if self.is_on_host else torch.device("cpu"))
         self._stashed: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None  # this rank's slice; the pieces' gradients are views into it
@@ -147,7 +149,11 @@ class FlatGroup:
             if self.comm.size == 1:
                 return self._lane
             self._lane.wait()  # a collective is ordered behind what the device computes
-        elif self.has_copy:
+            return self.comm.all_gather(full, mine)
+        return self.gathers.issue(lambda: self._start_gather(full, mine))
+
+    def _start_gather(self, full: torch.Tensor, mine: torch.Tensor) -> Work:
+        if self.has_copy:
             mine.copy_(self.master.detach())
         return self.comm.all_gather(full, mine) if self.comm.size > 1 else DONE
 
@@ -198,21 +204,28 @@ class FlatGroup:
         """Makes the flat buffer that gradients are brought into; nobody reads its padding."""
         return torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.comm.device)
 
-    def bring_in(self, gradient: torch.Tensor, scale: float) -> list[str]:
-        """Moves the parameters' gradients times ``scale`` into the buffer, zeros for those that have none.
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Takes the parameters' gradients away from them."""
+        taken = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return taken
 
-        Frees them there; returns the names of the parameters that had one.
+    def bring_in(self, gradient: torch.Tensor, taken: list[torch.Tensor | None], scale: float) -> None:
+        """Moves gradients times ``scale`` into the buffer, zeros for those that are missing.
+
+        On a CPU each is freed when it is in; elsewhere the caller keeps ``taken`` until the device has read it.
         """
-        names, views, sources = [], [], []
-        for name, parameter, slot in zip(self.names, self.parameters, self.layout.slots, strict=True):
+        views, sources = [], []
+        for place, (source, slot) in enumerate(zip(taken, self.layout.slots, strict=True)):
             view = slot.view(gradient)
-            if parameter.grad is None:
+            if source is None:
                 view.zero_()
                 continue
-            names.append(name)
             views.append(view)
-            sources.append(parameter.grad)
-            parameter.grad = None
+            sources.append(source)
+            if gradient.device.type == "cpu":
+                taken[place] = None
         if views and scale != 1.0 and sources[0].dtype == gradient.dtype:
             while sources:  # one pass over each, which is freed before the next
                 torch.mul(sources.pop(), scale, out=views.pop())
@@ -220,7 +233,11 @@ class FlatGroup:
             torch._foreach_copy_(views, sources)
             if scale != 1.0:
                 torch._foreach_mul_(views, scale)
-        return names
+
+    def drop_gradient(self) -> None:
+        """Frees the slice's gradient once the pieces have none. A CPU keeps the memory: to get it anew costs more."""
+        if self.comm.device.type != "cpu" and not self.is_on_host and all(p.grad is None for p in self.pieces):
+            self.gradient, self._gradient_views = None, []
 
     def new_slice(self) -> torch.Tensor:
         """Returns where a reduce-scatter puts this rank's slice: the gradient itself, if there is none to add to."""
@@ -261,6 +278,15 @@ class FlatGroup:
             self._add_to_gradient(mine)
         for piece, view in zip(self.pieces, self._gradient_views, strict=True):
             piece.grad = view
+
+    @property
+    def has_stash(self) -> bool:
+        """Whether gradients of earlier microbatches lie on the host."""
+        return self._stashed is not None
+
+    def drop_stash(self) -> None:
+        """Drops the gradients of earlier microbatches that lie on the host."""
+        self._stashed = None
 
     def finish_gradient(self) -> None:
         """Waits for the gradient to be on the host, if that is where it goes."""

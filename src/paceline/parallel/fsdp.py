@@ -39,6 +39,7 @@ from paceline.parallel.agree import tensors_in
 from paceline.parallel.batchnorm import standing_in
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
 from paceline.parallel.engine import check_updates_only, loss_scale
+from paceline.parallel.lane import Lane
 from paceline.parallel.matrixwise import check_elementwise
 from paceline.parallel.optimizer_state import gather_optimizer_state, load_optimizer_state
 from paceline.parallel.route import Route, gather_leg, reduce_leg
@@ -118,6 +119,9 @@ class FullySharded:
         self._buffers = SharedBuffers(module, self.comm, buffers)
         self._names = [name for name, _ in module.named_parameters()]
         by_name = {name: piece for group in self._flat for name, piece in zip(group.names, group.pieces, strict=True)}
+        gathers, reductions = Lane(self.comm.device), Lane(self.comm.device)
+        for group in self._flat:
+            group.gathers, group.reductions = gathers, reductions
         self._is_plain = groups.replicas.size == 1 and not any(group.has_copy for group in self._flat)
         if self._is_plain:
             for unit in self._units:
@@ -327,6 +331,8 @@ class FullySharded:
         self._num_forwards += self._forward is self._training
         self._pass_number += 1
         self._is_forward, self._is_backward = True, False
+        for group in self._flat:
+            group.drop_gradient()
         for unit in self._units:
             unit.sync_trainable()
             unit.forget_small()

@@ -9,19 +9,21 @@ that a parent reads, or that two modules share, cannot be read too early, whatev
 parameter elsewhere (a recurrent layer has a list of its weights) is looked for once; what is found there is waited for
 at the beginning. A compiled function asks no tables: it is waited for everything in it before it runs.
 
-Whether to gather is decided alike on all ranks: after a synchronised backward, since an update may follow, or when the
-masters' version has changed. A fused optimizer does not raise that, so as long as there are gradients for it to update
-with, parameters count as changed.
+Whether to gather is decided alike on all ranks: after a step of an optimizer that holds pieces, after a synchronised
+backward (an update of another kind may follow), and when the masters' version has changed, which fused optimizers do
+not raise.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Work
@@ -33,10 +35,10 @@ _Table = dict[str, nn.Parameter | None]
 class Gathering:
     """The flat groups of a module, gathered when they may have changed and awaited where they are used."""
 
-    def __init__(self, module: nn.Module, groups: Sequence[FlatGroup], expects_update: Callable[[], bool]) -> None:
-        """Watches the modules for calls and reads; ``expects_update`` says the same on every rank."""
+    def __init__(self, module: nn.Module, groups: Sequence[FlatGroup]) -> None:
+        """Watches the modules for calls and reads, and optimizers for steps."""
         self.may_have_changed = False
-        self._expects_update = expects_update
+        self._pieces = {id(piece) for group in groups for piece in group.pieces}
         self._groups = list(groups)
         self._seen_version = self.version
         self._is_inside = False
@@ -47,6 +49,7 @@ class Gathering:
         self._compiled: list[nn.Module] = []
         if self._groups:
             self._visit(module, set())
+            _watch_optimizers(self)
         self.arrange(self._groups)
 
     def arrange(self, groups: Sequence[FlatGroup]) -> None:
@@ -95,9 +98,14 @@ class Gathering:
         self.begin(is_overlapped=False)
         self.end()
 
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hears of a step of any optimizer."""
+        if any(id(parameter) in self._pieces for group in optimizer.param_groups for parameter in group["params"]):
+            self.may_have_changed = True
+
     def _start(self) -> None:
         self._seen_version = self.version
-        self.may_have_changed = self._expects_update()
+        self.may_have_changed = False
         self._works = [group.gather() for group in self._groups]
         self._num_ready = 0
 
@@ -111,7 +119,7 @@ class Gathering:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles of a watched module have hooks that do nothing: nobody gathers their parameters."""
-        return Gathering, (nn.Module(), (), bool)
+        return Gathering, (nn.Module(), ())
 
     # Modules.
 
@@ -168,6 +176,19 @@ class _Awaited(_Table):
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
         self._wait()
         return super().values()
+
+
+def _watch_optimizers(gathering: Gathering) -> None:
+    """Tells ``gathering`` of every step, for as long as it lives."""
+    reference = weakref.ref(gathering)
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        listener = reference()
+        if listener is not None:
+            listener.note_step(optimizer)
+
+    weakref.finalize(gathering, register_optimizer_step_post_hook(note).remove)
 
 
 def _held_elsewhere(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -4,8 +4,9 @@
 
 Stage 1 keeps the buffer and reduces in place: the slice is a part of it. Stage 2 frees it when it has been reduced.
 
-Gradients add up until somebody calls ``zero_grad()`` on the pieces. While sums are local (stage 1 inside ``no_sync``)
-the pieces show their part of them, so that taking these away is noticed, and drops the sums.
+Gradients add up until somebody calls ``zero_grad()`` on the pieces. While sums lie elsewhere (stage 1 inside
+``no_sync``: whole; stage 2 with offloaded gradients: on the host) the pieces show something in their place, so that
+taking it away is noticed, and drops the sums.
 """
 
 from __future__ import annotations
@@ -85,42 +86,36 @@ class GradientBucket:
             self._mine, self._work = self.group.reduce_scatter(self._buffer, self.group.new_slice())
 
     @torch.no_grad()
-    def land(self) -> None:
+    def land(self, *, is_last: bool) -> None:
         """Waits for the slice, and makes it the gradient of the pieces, or adds it to what they had.
 
-        Safe to call twice.
+        Safe to call twice. On the host it may still be on its way: ``group.finish_gradient`` waits for it.
         """
         if self._work is None:
             return
         self._work.wait()
         self._work = None
-        self.group.add_gradient(self._mine)
-        self.group.finish_gradient()
+        self.group.add_gradient(self._mine, is_last=is_last)
         if self._carried is not None:
             assert self.group.gradient is not None
+            self.group.finish_gradient()
             self.group.gradient += self._carried
             self._carried = None
         if not self._keeps_buffer:
             self._drop_buffer()
+            if self.group.has_stash:
+                self.show()
 
     def show(self) -> None:
-        """Lets the pieces show sums that are not reduced yet."""
+        """Lets the pieces show sums that lie elsewhere: their part of them, or a zero where that has another dtype."""
         group = self.group
-        is_same = group.dtype == group.reduce_dtype and not group.is_on_host
-        shown = self._mine if is_same else torch.zeros_like(group.master)
+        is_same = self._keeps_buffer and group.dtype == group.reduce_dtype and not group.is_on_host
+        shown = self._mine if is_same else torch.zeros_like(group.master[:1]).expand(group.master.shape)
         for place, piece in enumerate(group.pieces):
-            if self._is_in[place] or self._had[place]:
+            if self._used[place] or self._had[place] or group.has_stash:
                 begin, end = group.span(place)
                 piece.grad = shown[begin:end]
         self._shown, self._shown_version = shown, shown._version
-
-    @property
-    def has_reduced(self) -> bool:
-        """Whether pieces hold a gradient that an optimizer may update with; the same on every rank."""
-        if self._is_adding:
-            had = zip(self._had, self.group.pieces, strict=True)
-            return any(before and piece.grad is not None for before, piece in had)
-        return any(piece.grad is not None for piece in self.group.pieces)
 
     def take_used(self) -> list[bool]:
         """Returns which parameters have a gradient on this rank; the next backward starts anew."""
@@ -147,7 +142,11 @@ class GradientBucket:
         """Begins this bucket's part of a backward, once: decides what the new gradients are added to."""
         if self._is_in_backward:
             return
-        self._is_in_backward = True
+        if self._buffer is None:  # first of all: should there be no memory, nothing has changed
+            self._buffer = self.group.new_gradient()
+            self._views = [slot.view(self._buffer) for slot in self.group.layout.slots]
+            if self._keeps_buffer:
+                self._mine = self._buffer[self.group.start : self.group.stop]
         is_set = [piece.grad is not None for piece in self.group.pieces]
         if self._is_adding:
             self._check_shown(any(is_set))
@@ -159,12 +158,7 @@ class GradientBucket:
             self._had = is_set
             if self._keeps_buffer and any(is_set):
                 self._carry()
-        self._is_adding = True
-        if self._buffer is None:
-            self._buffer = self.group.new_gradient()
-            self._views = [slot.view(self._buffer) for slot in self.group.layout.slots]
-            if self._keeps_buffer:
-                self._mine = self._buffer[self.group.start : self.group.stop]
+        self._is_adding = self._is_in_backward = True
 
     def _carry(self) -> None:
         """Puts the pieces' gradients aside: they lie where the new ones will."""
@@ -181,6 +175,7 @@ class GradientBucket:
             return
         if not is_any_set:
             self._carried = None
+            self.group.drop_stash()
         elif self._shown._version != self._shown_version:
             raise UsageError(
                 "gradients that were accumulated inside no_sync() were changed before they were reduced\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ class Unit:
         self.num_blind_calls = 0  # those that had no graph, so that backward will run them again
         self.is_complete = False  # all its gradients of this backward are there
         self._works: list[Work] = []
-        self._reductions: list[tuple[FlatGroup, torch.Tensor, torch.Tensor, Work]] = []
+        self._reductions: list[tuple[FlatGroup, list[torch.Tensor | None], torch.Tensor, Work]] = []
         self._replications: list[tuple[torch.Tensor, torch.Tensor, Work]] = []
         self._small: Communicator | None = None
 
@@ -157,9 +158,11 @@ class Unit:
             mine = group.new_slice()
             # One rank's slice is the whole: what is brought in is the gradient.
             gradient = mine if group.comm.size == 1 else group.new_gradient()
-            used += group.bring_in(gradient, scale)
-            work = DONE if gradient is mine else group.reduce_scatter(gradient, mine)[1]
-            self._reductions.append((group, gradient, mine, work))
+            taken = group.take_gradients()
+            used += [name for name, source in zip(group.names, taken, strict=True) if source is not None]
+            work = group.reductions.issue(partial(_reduce, group, gradient, mine, taken, scale))
+            # What the device may still read and write stays alive with it.
+            self._reductions.append((group, [gradient, *taken], mine, work))
         return used
 
     def finish_reduce(self, *, is_last: bool) -> None:
@@ -184,6 +187,13 @@ class Unit:
             if on_device is not gradient:
                 gradient.copy_(on_device)
         self._replications.clear()
+
+
+def _reduce(
+    group: FlatGroup, gradient: torch.Tensor, mine: torch.Tensor, taken: list[torch.Tensor | None], scale: float
+) -> Work:
+    group.bring_in(gradient, taken, scale)
+    return DONE if gradient is mine else group.reduce_scatter(gradient, mine)[1]
 
 
 def world_scale(shards: Communicator, replicas: Communicator) -> float:

@@ -98,7 +98,7 @@ class ZeroParallel:
         self._fixed = [GradientBucket(group, keeps_buffer=self.policy.stage == 1) for group in self._groups]
         self._buckets = self._fixed  # in the order in which they leave
         self._is_ordered = comm.size == 1 or len(self._buckets) < 2
-        self._gathering = Gathering(module, list(reversed(self._groups)), self._expects_update)
+        self._gathering = Gathering(module, list(reversed(self._groups)))
         self._bucket_of = [(bucket, p) for bucket in self._fixed for p in range(len(bucket.group.names))]
         self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         self._flags = torch.zeros(len(self._names), dtype=torch.uint8, device=comm.device)
@@ -111,6 +111,7 @@ class ZeroParallel:
         self._task = -1  # autograd's number of the backward
         self._next_bucket = 0
         self._is_backward_known = False
+        self._is_reducing = False  # the backward that is known
         self._watch()
         self._reset()
 
@@ -176,6 +177,8 @@ class ZeroParallel:
         """
         if self._is_plain:
             return
+        if self._is_backward_known and not self._is_reducing:
+            self._drop_failed()  # the others wait for nothing of it
         is_training = torch.is_grad_enabled()
         if is_training and self._is_syncing and self.module.training and not self._has_shared_buffers:
             self._buffers.share()
@@ -235,15 +238,16 @@ class ZeroParallel:
         if is_trainable != self._is_trainable:
             self._follow(is_trainable)
         if self._is_backward_known:
-            for bucket in self._buckets:
-                bucket.abandon()
-            self._reset()
+            self._drop_failed()
         if self._is_syncing and self.module.training:
             self._has_shared_buffers = True
             self._buffers.share()
 
-    def _expects_update(self) -> bool:
-        return any(bucket.has_reduced for bucket in self._fixed)
+    def _drop_failed(self) -> None:
+        """Forgets a backward that did not come to its end."""
+        for bucket in self._buckets:
+            bucket.abandon()
+        self._reset()
 
     def _follow(self, is_trainable: list[bool]) -> None:
         ours = set(self._names)
@@ -279,7 +283,7 @@ class ZeroParallel:
                 "  gradients would mix values from before and after the update\n"
                 "  call optimizer.step() after the backward passes of all outputs that are needed"
             )
-        self._is_backward_known = True
+        self._is_backward_known, self._is_reducing = True, self._reduces
         self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
@@ -334,7 +338,7 @@ class ZeroParallel:
     def _make_room(self, place: int) -> None:
         """Keeps at most two whole buckets of gradients in stage 2: waits for the one before the last."""
         if self.policy.stage == 2 and place > 1:
-            self._buckets[place - 2].land()
+            self._buckets[place - 2].land(is_last=self._is_syncing)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -347,7 +351,9 @@ class ZeroParallel:
         else:
             missing = self._send_flags() if self._is_syncing else []
             for bucket in self._buckets:
-                bucket.land()
+                bucket.land(is_last=self._is_syncing)
+            for group in self._groups:
+                group.finish_gradient()
             self._settle(missing)
         self._learn()
         self._reset()
@@ -440,10 +446,9 @@ def _make_groups(
 
 
 def _check_offload(offload: Offload) -> None:
-    if offload.parameters or (offload.gradients and not offload.optimizer):
+    if offload.parameters:
         raise UsageError(
-            f"offload of {'parameters' if offload.parameters else 'gradients alone'} under ZeRO stages 1 and 2\n"
-            "  whole parameters stay on the device, and gradients where the optimizer updates\n"
+            "offload of parameters under ZeRO stages 1 and 2\n  whole parameters stay on the device\n"
             "  offload the optimizer, or shard everything (strategy='fsdp')"
         )
 

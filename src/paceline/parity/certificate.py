@@ -116,7 +116,7 @@ def certify(
     case: Case, settings: Settings, *, backend: Backend = "virtual", tolerance: float | None = None
 ) -> Certificate:
     """Runs a case both ways and compares. Raises UsageError for a case that cannot be compared."""
-    settings = complete(settings)
+    settings = dataclasses.replace(complete(settings), caches_casts=backend != "virtual")
     check_settings(settings, backend=backend, tolerance=tolerance)
     if backend == "gloo":
         _check_picklable(case)

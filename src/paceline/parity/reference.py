@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.parity.case import Case, cut, num_samples
-from paceline.parity.runs import prepare
+from paceline.parity.runs import casts_cached, prepare
 from paceline.parity.settings import Settings
 from paceline.parity.values import Gradients, Recorder, StepValues, split_state
 from paceline.precision import Precision, kept_parameters
@@ -41,6 +41,11 @@ class Reference:
 
 def run_reference(case: Case, settings: Settings, ranks: Sequence[StepValues] | None = None) -> Reference:
     """Trains in one process; where it follows the ranks, ``ranks`` are the values of one of them."""
+    with casts_cached(settings.caches_casts):
+        return _train(case, settings, ranks)
+
+
+def _train(case: Case, settings: Settings, ranks: Sequence[StepValues] | None) -> Reference:
     run = _OneProcess(case, settings)
     optimizer = case.make_optimizer(run.updated.items())
     batches = [place(case.make_batch(step), _CPU, settings.dtype) for step in range(settings.steps)]

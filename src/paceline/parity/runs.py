@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +24,22 @@ LOSS_SCALE = 1024.0  # for fp16: small models have no gradients that vanish, and
 
 def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
     """Trains this rank's share with the engine and the step that training uses."""
+    with casts_cached(settings.caches_casts):
+        return _train(comm, case, settings)
+
+
+@contextlib.contextmanager
+def casts_cached(is_cached: bool) -> Iterator[None]:
+    """Lets autocast keep what it has cast, or not, on this thread."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(is_cached)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _train(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
     engine = _build(case, comm, settings)
     loss = case.make_loss()
     optimizer = case.make_optimizer(engine.named_parameters())
@@ -90,6 +108,13 @@ def _build(case: Case, comm: Communicator, settings: Settings) -> Engine:
 
 
 def _state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns parameters and buffers as a checkpoint would have them: the buffers are those of rank 0."""
+    """Returns parameters and buffers as an evaluation would have them: the buffers are those of rank 0.
+
+    This rank then gets its own back: whether the next step shares them is part of what is verified.
+    """
+    own = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     engine.share_buffers()
-    return split_state(engine.module, engine.full_state_dict())
+    state = split_state(engine.module, engine.full_state_dict())
+    for buffer, value in own:
+        buffer.copy_(value)
+    return state

@@ -21,7 +21,11 @@ BACKENDS = ("virtual", "gloo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a case is run. ``record_step`` asks for the activations of one step."""
+    """How a case is run. ``record_step`` asks for the activations of one step.
+
+    ``caches_casts``: whether autocast casts a weight once in a pass, though it be used twice. Threads share that cache,
+    so that one virtual rank would clear another's, and round other numbers than one process.
+    """
 
     strategy: str = "ddp"
     ranks: int = 4
@@ -32,6 +36,7 @@ class Settings:
     checkpoint_activations: str = "none"
     sharding: ShardingPolicy = field(default_factory=ShardingPolicy)
     sync_batchnorm: bool = True
+    caches_casts: bool = True
     record_step: int | None = None
 
     @property

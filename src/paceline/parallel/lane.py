@@ -1,0 +1,76 @@
+"""Lanes: work that runs beside what the device computes.
+
+A cast or a copy is bound by memory, a matrix product by arithmetic: on CUDA the two run at the same time if they are on
+different streams. What is issued on a lane begins when the device has come so far; who needs the result waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.comm.base import DONE, Work
+
+
+class _Passed:
+    """What was issued on a lane up to a point."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        """Makes what the device computes from here on wait for it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class Lane:
+    """Copies beside what the device computes, to the host or of another dtype; on a CPU there is nothing beside.
+
+    A copy begins when the device has come so far as it was issued; ``wait`` makes later work on the device wait for it,
+    and ``finish`` the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def issue(self, work: Callable[[], Work]) -> Work:
+        """Runs ``work`` on the lane, from the point on that the device has come to; returns what to wait for.
+
+        What it reads and writes must stay alive until it was waited for.
+        """
+        if self._stream is None:
+            return work()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            inner = work()
+            if inner is not DONE:
+                return inner
+            return _Passed(self._stream.record_event(), self._device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Starts a copy. The host's side is pinned; the device's is kept until the copy has ended."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        for tensor in (target, source):
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+
+    def wait(self) -> None:
+        """Makes what the device computes from here on wait for the copies: a lane is a ``Work``."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Makes the host wait for the copies. A sync point."""
+        if self._stream is not None:
+            self._stream.synchronize()
