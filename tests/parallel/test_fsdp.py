@@ -511,7 +511,6 @@ def test_an_optimizer_over_whole_parameters_is_refused() -> None:
         ("fsdp", ShardingPolicy(reshard_after_forward=3), "reshard_after_forward = 3 with 4 ranks"),
         ("fsdp", ShardingPolicy(prefetch=-1), "prefetch = -1"),
         ("fsdp", ShardingPolicy(units=("rows",)), "no module is called 'rows'"),
-        ("auto", None, "needs a config"),
         ("zero9", None, "unknown"),
     ],
 )

@@ -42,6 +42,7 @@ from paceline.models.gpt import GPT, gpt_config
 from paceline.parallel.apply import compile_model
 from paceline.parallel.buckets import BucketPolicy
 from paceline.parallel.ddp import DataParallel
+from paceline.parallel.gathering import Gathering, _tell_of_step
 from paceline.parallel.gradients import GradientBucket
 from paceline.parallel.zero import ZeroParallel, ZeroPolicy
 from paceline.precision import precision_named
@@ -457,19 +458,29 @@ def test_an_evaluation_between_backward_and_update(stage: int, fused: bool) -> N
         torch.testing.assert_close(output, single(x), rtol=0, atol=ZERO)
 
 
+def test_the_module_keeps_its_engine() -> None:
+    def work(comm: Communicator) -> bool:
+        module = engine_cases.make("plain")
+        pieces = list(make_zero(module, comm).parameters())
+        gc.collect()
+        module(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        return all(piece.grad is not None for piece in pieces)
+
+    assert all(run_virtual(work, ranks=2))
+
+
 def test_an_engine_that_is_gone_hears_of_no_steps() -> None:
-    before = len(hooks)
-
     def work(comm: Communicator) -> int:
-        engine, optimizer = trained(comm, engine_cases.make("plain"))
+        trained(comm, engine_cases.make("plain"))
         comm.barrier()
-        count = len(hooks)
-        del engine, optimizer
-        return count
+        return len(Gathering.alive)
 
-    assert run_virtual(work, ranks=2) == [before + 2] * 2
     gc.collect()
-    assert len(hooks) == before
+    before = len(Gathering.alive)
+    assert max(run_virtual(work, ranks=2)) == before + 2
+    gc.collect()
+    assert len(Gathering.alive) == before
+    assert sum(hook is _tell_of_step for hook in hooks.values()) == 1
 
 
 def test_an_update_between_forward_and_backward_is_refused() -> None:

@@ -36,10 +36,12 @@ from planted_bugs import (
     make_even_batch,
     make_short_batch,
     mean_of_means,
+    misplaced,
     never_synchronised,
     plain_backward,
     replacing,
     synchronised_first,
+    untied,
 )
 from torch import nn
 
@@ -289,19 +291,6 @@ def not_cleared(original: Any) -> Any:
     return fill
 
 
-def misplaced(original: Any) -> Any:
-    """Every tensor begins one element too early: neighbours share an element."""
-
-    def layout(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **{**kwargs, "align": 1})
-        slots = [
-            dataclasses.replace(slot, offset=max(0, slot.offset - number)) for number, slot in enumerate(made.slots)
-        ]
-        return dataclasses.replace(made, slots=tuple(slots))
-
-    return layout
-
-
 def order_not_agreed(original: Any) -> Any:
     """Every rank fills its buckets in the order in which its own gradients arrived."""
 
@@ -352,17 +341,6 @@ def tied_reduced_twice(original: Any) -> Any:
                 self.comm.all_reduce(parameter.grad, "sum").wait()
 
     return finish
-
-
-def untied(original: Any) -> Any:
-    """Wrapping gives each layer a weight of its own."""
-
-    def wrap(model: Tied, *args: Any, **kwargs: Any) -> DataParallel:
-        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
-        engine: DataParallel = original(model, *args, **kwargs)
-        return engine
-
-    return wrap
 
 
 # Replicas.

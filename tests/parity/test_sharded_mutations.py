@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from planted_bugs import (
-    CLIP,
     SETTINGS,
     Branches,
     Bug,
     DiffersByRank,
     Plain,
+    Plant,
     Quiet,
     Remembers,
     Tied,
@@ -26,22 +25,22 @@ from planted_bugs import (
     accumulation_lost,
     also,
     check_found,
-    current_rank,
     gradients_kept,
     known,
-    make_batch,
     make_short_batch,
     mean_of_means,
+    misplaced,
     never_synchronised,
     plain_backward,
     replacing,
     synchronised_first,
+    untied,
 )
 from torch import nn
 
-from paceline.comm.base import DONE, Communicator
+from paceline.comm.base import DONE
 from paceline.comm.virtual import VirtualCommunicator
-from paceline.errors import CommunicationError, RankFailedError
+from paceline.errors import CommunicationError
 from paceline.layout import flat_layout
 from paceline.memory.checkpointing import Replay
 from paceline.parallel.apply import parallelize
@@ -53,7 +52,6 @@ from paceline.parallel.route import Route
 from paceline.parallel.sharded import clip_pieces
 from paceline.parallel.unit import Unit
 from paceline.parallel.zero import ZeroParallel
-from paceline.parity.case import FunctionCase
 from paceline.parity.certificate import certify
 from paceline.parity.settings import Settings
 from paceline.train import step as steps
@@ -82,21 +80,22 @@ class Normed(nn.Module):
         return self.last(x)
 
 
-def fused(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer that leaves no trace in the version of what it updates."""
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+def in_each(
+    name: str,
+    plant: Plant,
+    shows: str,
+    only: str = "fsdp zero1 zero2 hybrid",
+    changes: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Bug]:
+    """The same bug under several strategies, with ``changes`` of their settings."""
+    fields = {"plant": plant, "case": PLAIN, "shows": shows, **options}
+    settings = {strategy: dataclasses.replace(SHARDED[strategy], **(changes or {})) for strategy in only.split()}
+    return {f"{name}, {strategy}": Bug(**fields, settings=chosen) for strategy, chosen in settings.items()}
 
 
-def in_each(name: str, plant: Any, shows: str, only: str = "fsdp zero1 zero2 hybrid", **options: Any) -> dict[str, Bug]:
-    """The same bug under several strategies."""
-    return {
-        f"{name}, {strategy}": Bug(**{"plant": plant, "case": PLAIN, "shows": shows, **options, "settings": SHARDED[strategy]})
-        for strategy in only.split()
-    }
-
-
-def in_precision(precision: str, settings: Settings) -> Settings:
-    return dataclasses.replace(settings, precision=precision)
+def nothing(_: Any) -> Any:
+    return lambda *_, **__: None
 
 
 # Clipping.
@@ -146,15 +145,17 @@ def own_slice_alone(original: Any) -> Any:
     return gather
 
 
-def stale_source(original: Any) -> Any:
-    """What is gathered is what the slice was when the engine was built."""
+def stale(original: Any) -> Any:
+    """What was gathered first is what is gathered ever after."""
 
-    def source(self: FlatGroup) -> torch.Tensor:
+    def gather(self: FlatGroup) -> Any:
+        original(self).wait()
         if not hasattr(self, "_planted"):
-            self._planted = original(self).clone()  # type: ignore[attr-defined]
-        return self._planted  # type: ignore[attr-defined, no-any-return]
+            self._planted = self.full.data.clone()  # type: ignore[attr-defined]
+        self.full.data.copy_(self._planted)  # type: ignore[attr-defined]
+        return DONE
 
-    return source
+    return gather
 
 
 def never_gathered(_: Any) -> Any:
@@ -179,26 +180,6 @@ def gathered_once(original: Any) -> Any:
     return start_gather
 
 
-def freed_too_early(original: Any) -> Any:
-    """The root is freed with the first unit."""
-
-    def leave(self: FullySharded, unit: Unit, output: Any) -> None:
-        original(self, unit, output)
-        self._root.free()
-
-    return leave
-
-
-def untied(original: Any) -> Any:
-    """Sharding gives each layer a weight of its own."""
-
-    def wrap(model: Tied, *args: Any, **kwargs: Any) -> Any:
-        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
-        return original(model, *args, **kwargs)
-
-    return wrap
-
-
 def first_values_differ(original: Any) -> Any:
     """Every rank keeps its slice of its own values."""
 
@@ -216,10 +197,6 @@ def first_values_differ(original: Any) -> Any:
 
 def not_scaled(_: Any) -> Any:
     return lambda *_: 1.0
-
-
-def scaled_for_shards_alone(original: Any) -> Any:
-    return lambda shards, replicas: original(shards, shards) ** 0.5 if replicas.size else 1.0
 
 
 def not_reduced(original: Any) -> Any:
@@ -288,11 +265,6 @@ def tied_counted_twice(original: Any) -> Any:
     return clip_grad_norm_
 
 
-def replicas_apart(_: Any) -> Any:
-    """The groups of a hybrid mesh never exchange their gradients."""
-    return lambda *_: None
-
-
 def replicas_added(original: Any) -> Any:
     """The exchange of a hybrid mesh is made with every microbatch, and so of sums that were exchanged before."""
 
@@ -316,18 +288,10 @@ def all_used(_: Any) -> Any:
 
 def own_opinion(_: Any) -> Any:
     """A rank takes what it has not used itself for unused."""
-    return lambda self, missing: missing
-
-
-def nothing_settled(_: Any) -> Any:
-    return lambda *_: None
+    return lambda _, missing: missing
 
 
 # Ranks that wait for one another.
-
-
-def nobody_joins(_: Any) -> Any:
-    return lambda *_: None
 
 
 def order_not_agreed(_: Any) -> Any:
@@ -357,31 +321,210 @@ def masters_rounded(original: Any) -> Any:
 
 def never_replayed(_: Any) -> Any:
     """A checkpointed batch norm moves its statistics once more when it runs again."""
-    return lambda self, compute: compute()
+    return lambda _, compute: compute()
 
+
+def every(name: str) -> Plant:
+    """Replaces the method of both sharded engines by one that does nothing."""
+    return also(replacing(FullySharded, name, nothing), replacing(ZeroParallel, name, nothing))
+
+
+def at(path: str, make: Callable[[Any], Any], original: Any) -> Plant:
+    return lambda monkeypatch: monkeypatch.setattr(path, make(original))
+
+
+HALF = torch.bfloat16
+REDUCING = (FlatGroup, "reduce_scatter")
 
 BUGS: dict[str, Bug] = {
+    # The step.
     **in_each("mean of means", accumulating(mean_of_means), "gradient"),
-    **in_each("accumulation lost", accumulating(accumulation_lost), "gradient", "fsdp zero2 hybrid"),
-    **in_each("no synchronisation with the last microbatch", accumulating(never_synchronised), "gradient", "zero1 hybrid"),
-    **in_each("synchronisation with the first microbatch", accumulating(synchronised_first), "gradient", "zero1 hybrid"),
-    **in_each("gradients not cleared", replacing(torch.optim.Optimizer, "zero_grad", gradients_kept), "gradient", step=1),
-    **in_each("norm of a rank's pieces", norm_over(lambda engine: Quiet(engine.comm)), "norm"),
+    **in_each("accumulation lost", accumulating(accumulation_lost), "gradient"),
+    **in_each("no last synchronisation", accumulating(never_synchronised), "gradient", "zero1 hybrid"),
+    **in_each("first microbatch synchronised", accumulating(synchronised_first), "gradient", "zero1 hybrid"),
+    **in_each(
+        "gradients not cleared", replacing(torch.optim.Optimizer, "zero_grad", gradients_kept), "gradient", step=1
+    ),
+    **in_each(
+        "a rank without samples does not join",
+        every("sit_out"),
+        "",
+        case=known(Plain, make_short_batch),
+        verdict=CommunicationError,
+    ),
+    # Clipping.
+    **in_each("norm of a rank's pieces", norm_over(lambda engine: Quiet(engine.comm)), "gradient"),
+    **in_each(
+        "norm of a rank's pieces, nothing to clip",
+        norm_over(lambda engine: Quiet(engine.comm)),
+        "norm",
+        changes={"clip": 1e9},
+    ),
     **in_each("norm over the replicas too", norm_over(lambda engine: engine.comm), "norm", "hybrid"),
+    # Parameters.
     **in_each("wrong slice gathered", replacing(FlatGroup, "gather", wrong_slice), "forward", "fsdp hybrid"),
-    **in_each("wrong slice gathered after an update", replacing(FlatGroup, "gather", wrong_slice), "forward", "zero1", step=1),
-    **in_each("others' slices not awaited", replacing(FlatGroup, "gather", own_slice_alone), "forward", "fsdp hybrid"),
-    **in_each("stale slice gathered", replacing(FlatGroup, "_source", stale_source), "forward", "fsdp hybrid", step=1),
-    **in_each("no gather after an update", replacing(Gathering, "_start", never_gathered), "forward", "zero1 zero2", step=1),
-    **in_each("nothing gathered for backward", replacing(Unit, "start_gather", gathered_once), "gradient", "fsdp hybrid"),
-    **in_each("slots overlap", lambda m: m.setattr("paceline.parallel.flat.flat_layout", misplaced(flat_layout)), "forward"),
-    **in_each("tie lost", lambda m: m.setattr("paceline.parity.runs.parallelize", untied(parallelize)), "gradient",
-              case=known(Tied), module="embed"),
-    **in_each("first values not sent", replacing(VirtualCommunicator, "broadcast", first_values_differ), "forward",
-              case=known(DiffersByRank)),
-    **in_each("buffers not sent", replacing(SharedBuffers, "share", nothing_settled), "gradient", case=known(Remembers), step=1),
-    **in_each("gradients not reduced", replacing(FlatGroup, "reduce_scatter", not_reduced), "gradient"),
-    **in_each("reduced twice", replacing(FlatGroup, "reduce_scatter", reduced_twice), "gradient"),
-    **in_each("gradient of another slice", replacing(FlatGroup, "reduce_scatter", slice_of_another), "gradient"),
-    **in_each("gradients travel in single precision", replacing(FlatGroup, "reduce_scatter", travels_in(torch.float32)), "gradient"),
+    **in_each("wrong slice gathered", replacing(FlatGroup, "gather", wrong_slice), "forward", "zero1 zero2", step=1),
+    **in_each("others not awaited", replacing(FlatGroup, "gather", own_slice_alone), "forward", "fsdp hybrid"),
+    **in_each("others not awaited", replacing(FlatGroup, "gather", own_slice_alone), "forward", "zero1 zero2", step=1),
+    **in_each("stale parameters", replacing(FlatGroup, "gather", stale), "forward", "fsdp hybrid", step=1),
+    **in_each("stale parameters", replacing(FlatGroup, "gather", stale), "forward", "zero1 zero2", step=2),
+    **in_each(
+        "no gather after an update", replacing(Gathering, "_start", never_gathered), "forward", "zero1 zero2", step=1
+    ),
+    **in_each(
+        "nothing gathered for backward", replacing(Unit, "start_gather", gathered_once), "gradient", "fsdp hybrid"
+    ),
+    **in_each("slots overlap", at("paceline.parallel.flat.flat_layout", misplaced, flat_layout), "forward"),
+    **in_each(
+        "tie lost",
+        at("paceline.parity.runs.parallelize", untied, parallelize),
+        "gradient",
+        case=known(Tied),
+        module="embed",
+    ),
+    **in_each(
+        "first values not sent",
+        replacing(VirtualCommunicator, "broadcast", first_values_differ),
+        "forward",
+        case=known(DiffersByRank),
+    ),
+    **in_each(
+        "buffers not sent",
+        replacing(SharedBuffers, "share", nothing),
+        "buffer",
+        case=known(Remembers),
+        changes={"accumulate": 1},
+    ),
+    # Gradients.
+    **in_each("scale forgotten", at("paceline.parallel.fsdp.world_scale", not_scaled, None), "gradient", "fsdp hybrid"),
+    **in_each(
+        "scale forgotten", at("paceline.parallel.zero.gradient_scale", not_scaled, None), "gradient", "zero1 zero2"
+    ),
+    **in_each("gradients not reduced", replacing(*REDUCING, not_reduced), "gradient"),
+    **in_each("reduced twice", replacing(*REDUCING, reduced_twice), "gradient"),
+    **in_each("gradient of another slice", replacing(*REDUCING, slice_of_another), "gradient"),
+    **in_each("gradients travel in float32", replacing(*REDUCING, travels_in(torch.float32)), "gradient"),
+    **in_each(
+        "replaced, not added", replacing(FlatGroup, "add_gradient", replaced_not_added), "gradient", "fsdp zero2 hybrid"
+    ),
+    **in_each(
+        "tied weight counted twice",
+        also(*(replacing(engine, "clip_grad_norm_", tied_counted_twice) for engine in (FullySharded, ZeroParallel))),
+        "gradient",
+        case=known(Tied),
+        module="embed",
+    ),
+    **in_each("replicas apart", replacing(Unit, "start_replicate", nothing), "gradient", "hybrid"),
+    **in_each(
+        "replicas exchanged too often",
+        replacing(FullySharded, "_finish_backward", replicas_added),
+        "gradient",
+        "hybrid",
+    ),
+    # Used or not.
+    **in_each(
+        "unused parameter decays",
+        replacing(FullySharded, "_ask_others", all_used),
+        "gradient",
+        "fsdp hybrid",
+        case=known(Branches),
+        module="never",
+    ),
+    **in_each(
+        "unused parameter decays",
+        replacing(ZeroParallel, "_settle", nothing),
+        "gradient",
+        "zero1 zero2",
+        case=known(Branches),
+        module="never",
+    ),
+    **in_each(
+        "use decided by each rank",
+        replacing(FullySharded, "_ask_others", own_opinion),
+        "gradient",
+        "fsdp hybrid",
+        case=known(Branches),
+    ),
+    **in_each(
+        "order not agreed",
+        replacing(Route, "_agree", order_not_agreed),
+        "",
+        "fsdp",
+        case=known(Branches),
+        verdict=CommunicationError,
+    ),
+    # Checkpointing.
+    **in_each(
+        "statistics moved twice",
+        replacing(Replay, "once", never_replayed),
+        "buffer",
+        "fsdp zero2",
+        case=known(Normed),
+        changes={"checkpoint_activations": "full"},
+        module="blocks.0.1",
+    ),
+    # Mixed precision: the looser bound finds them too.
+    **{
+        name: bug
+        for precision in ("bf16", "bf16_master", "fp16")
+        for name, bug in {
+            **in_each(
+                f"mean of means in {precision}",
+                accumulating(mean_of_means),
+                "gradient",
+                "fsdp zero1",
+                changes={"precision": precision},
+            ),
+            **in_each(
+                f"mean of means in {precision} with batch norm",
+                accumulating(mean_of_means),
+                "gradient",
+                "zero2",
+                case=known(Normed),
+                changes={"precision": precision},
+            ),
+        }.items()
+    },
+    **in_each(
+        "gradients travel in half precision",
+        replacing(*REDUCING, travels_in(HALF)),
+        "gradient",
+        "fsdp zero1 zero2",  # by a fourth nothing is rounded
+        changes={"precision": "bf16"},
+    ),
+    **in_each(
+        "masters in half precision",
+        replacing(FlatGroup, "gather", masters_rounded),
+        "update",
+        "fsdp",
+        changes={"precision": "bf16_master"},
+    ),
+    **in_each(
+        "scale of the loss stays",
+        replacing(steps, "scale_gradients", nothing),
+        "gradient",
+        "fsdp",
+        changes={"precision": "fp16", "clip": None},
+    ),
+    **in_each(
+        "replicas apart in bf16",
+        replacing(Unit, "start_replicate", nothing),
+        "gradient",
+        "hybrid",
+        changes={"precision": "bf16"},
+    ),
 }
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
+def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_found(bug, monkeypatch)
+
+
+@pytest.mark.parametrize("settings", SHARDED.values(), ids=SHARDED.keys())
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_replaced_loop_is_right_without_a_bug(
+    settings: Settings, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulating(plain_backward)(monkeypatch)
+    assert certify(PLAIN, dataclasses.replace(settings, precision=precision)).passed

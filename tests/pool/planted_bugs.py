@@ -110,7 +110,8 @@ class DiffersByRank(Plain):
         self.register_buffer("offset", torch.zeros(3))
         rank = current_rank() or 0
         with torch.no_grad():
-            self.first.weight += 0.1 * rank
+            for parameter in self.parameters():
+                parameter += 0.1 * rank
             self.offset += 0.1 * rank * torch.arange(3.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -257,6 +258,29 @@ def gradients_kept(original: Any) -> Any:
             original(self, *args, **kwargs)
 
     return zero_grad
+
+
+def misplaced(original: Any) -> Any:
+    """Every tensor begins one element too early: neighbours share an element."""
+
+    def layout(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **{**kwargs, "align": 1})
+        slots = [
+            dataclasses.replace(slot, offset=max(0, slot.offset - number)) for number, slot in enumerate(made.slots)
+        ]
+        return dataclasses.replace(made, slots=tuple(slots))
+
+    return layout
+
+
+def untied(original: Any) -> Any:
+    """Wrapping gives each layer a weight of its own."""
+
+    def wrap(model: Tied, *args: Any, **kwargs: Any) -> Any:
+        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        return original(model, *args, **kwargs)
+
+    return wrap
 
 
 class Quiet:

@@ -722,7 +722,6 @@ def test_no_checkpoint_is_an_error_that_names_the_folder(tmp_path: Path) -> None
         ({"cpu_offload": "yes"}, "cpu_offload is of type str"),
         ({"enable_activation_checkpointing": "full"}, "enable_activation_checkpointing is of type str"),
         ({"enable_activation_checkpointing": True}, "the model has no blocks"),
-        ({"strategy": "auto"}, "'auto' needs a config"),
         ({"comm": 2}, "comm is of type int"),
         ({"model": "mlp"}, "model is of type str"),
     ],

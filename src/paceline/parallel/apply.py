@@ -20,6 +20,7 @@ from paceline.memory.offload import Offload, check_offload
 from paceline.mesh import Mesh
 from paceline.models.registry import model_blocks
 from paceline.parallel.agree import broadcast_tensors, check_same_model
+from paceline.parallel.automatic import choose_for_module
 from paceline.parallel.batchnorm import synchronise_batchnorm
 from paceline.parallel.buckets import BucketPolicy
 from paceline.parallel.buffers import BufferPolicy
@@ -32,7 +33,7 @@ from paceline.parallel.zero import ZeroParallel, ZeroPolicy
 from paceline.precision import Precision, check_precision, precision_named
 from paceline.units import MIB
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")
 _MARK = "_paceline_engine"
 _LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as good as several
 
@@ -59,12 +60,17 @@ def parallelize(
     ``zero3``) everything; ``hybrid`` shards within groups of ``sharding.shard_ranks`` and replicates across. The module
     stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its own.
     Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on the
-    meta device.
+    meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone.
 
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another.
     """
     policy, offload = precision_named(precision), offload or Offload()
     _check_strategy(strategy, sharding, offload)
+    if strategy == "auto":
+        _check_model(model, may_be_meta=False)
+        chosen = choose_for_module(model, comm, model_blocks(model), policy.name).chosen
+        strategy = chosen.strategy
+        offload = Offload(**dict.fromkeys(chosen.offload, True)) if chosen.offload else offload
     _check_model(model, may_be_meta=strategy in ("zero3", "fsdp", "hybrid"))
     check_precision(policy, comm.device)
     check_offload(offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
@@ -147,11 +153,6 @@ def _groups(comm: Communicator, strategy: str, policy: ShardingPolicy) -> Groups
 
 
 def _check_strategy(strategy: str, sharding: ShardingPolicy | None, offload: Offload) -> None:
-    if strategy == "auto":
-        raise UsageError(
-            "strategy = 'auto' needs a config, from which the memory is estimated\n"
-            f"  run `paceline train` with parallel.strategy = auto, or pass one of {', '.join(STRATEGIES)}"
-        )
     if strategy not in STRATEGIES:
         raise UsageError(f"strategy = {strategy!r} is unknown\n  it is one of {', '.join(STRATEGIES)}")
     problems = []

@@ -171,8 +171,10 @@ class _Normalise(torch.autograd.Function):
         scale = _to(weight, mean.dtype)
         if x.numel():
             # As if the statistics were constants: the gradient of x, and in the same pass the two sums.
+            # CUDA wants the saved statistics there, though it does not use them then.
+            saved = (mean, (variance + ctx.eps).rsqrt())
             dx, products, sums = torch.ops.aten.native_batch_norm_backward(
-                gradient, x, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+                gradient, x, scale, mean, variance, *saved, False, ctx.eps, [True, True, True]
             )
         else:
             dx, products, sums = gradient.clone(), torch.zeros_like(mean), torch.zeros_like(mean)

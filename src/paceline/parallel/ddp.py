@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -471,9 +472,10 @@ class DataParallel:
         self._trainable = [i for i, p in enumerate(self._held) if p.requires_grad]
         if self._masters is not None:
             self._masters.follow()
-        arrive = self._arrive if self._masters is None else self._arrive_at_master
+        arrive = DataParallel._arrive if self._masters is None else DataParallel._arrive_at_master
+        engine: Any = weakref.proxy(self)  # the collector cannot see what a hook refers to
         for index in set(self._trainable) - self._hooked:
-            hook = functools.partial(arrive, index)
+            hook = functools.partial(arrive, engine, index)
             self._held[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._hooked.add(index)
 

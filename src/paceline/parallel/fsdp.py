@@ -389,6 +389,9 @@ class FullySharded:
     def _enter_backward(self, unit: Unit) -> None:
         if not unit.in_use:
             self._reach(unit, self._backward)
+        elif unit is not self._root:
+            # Not sooner: backward begins with the loss, when the memory is fullest.
+            self._backward.look_ahead()
 
     def _close_call(self, unit: Unit, *, is_at_leaf: bool = False) -> None:
         """Ends the backward of a call: with the last one open, the unit's gradients are all there.

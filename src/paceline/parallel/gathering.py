@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -35,9 +35,15 @@ _Table = dict[str, nn.Parameter | None]
 class Gathering:
     """The flat groups of a module, gathered when they may have changed and awaited where they are used."""
 
+    # Torch has one list of hooks for all optimizers, which must not change while a step goes through it; a gathering,
+    # however, may be freed at any moment. So one hook stays there for all of them.
+    alive: ClassVar[weakref.WeakSet[Gathering]] = weakref.WeakSet()
+    _hook: ClassVar[Any] = None
+
     def __init__(self, module: nn.Module, groups: Sequence[FlatGroup]) -> None:
         """Watches the modules for calls and reads, and optimizers for steps."""
         self.may_have_changed = False
+        self.owner: object = None  # what lives as long as the module
         self._pieces = {id(piece) for group in groups for piece in group.pieces}
         self._groups = list(groups)
         self._seen_version = self.version
@@ -49,7 +55,7 @@ class Gathering:
         self._compiled: list[nn.Module] = []
         if self._groups:
             self._visit(module, set())
-            _watch_optimizers(self)
+            self._listen()
         self.arrange(self._groups)
 
     def arrange(self, groups: Sequence[FlatGroup]) -> None:
@@ -97,6 +103,11 @@ class Gathering:
         """Gathers and waits, if parameters may have changed. All ranks call it."""
         self.begin(is_overlapped=False)
         self.end()
+
+    def _listen(self) -> None:
+        if Gathering._hook is None:
+            Gathering._hook = register_optimizer_step_post_hook(_tell_of_step)
+        Gathering.alive.add(self)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hears of a step of any optimizer."""
@@ -178,17 +189,11 @@ class _Awaited(_Table):
         return super().values()
 
 
-def _watch_optimizers(gathering: Gathering) -> None:
-    """Tells ``gathering`` of every step, for as long as it lives."""
-    reference = weakref.ref(gathering)
-
-    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        listener = reference()
-        if listener is not None:
-            listener.note_step(optimizer)
-
-    weakref.finalize(gathering, register_optimizer_step_post_hook(note).remove)
+def _tell_of_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Runs after every step of every optimizer."""
+    del args, kwargs
+    for gathering in list(Gathering.alive):
+        gathering.note_step(optimizer)
 
 
 def _held_elsewhere(module: nn.Module) -> Iterator[nn.Parameter]:

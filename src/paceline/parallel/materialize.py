@@ -15,6 +15,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 from paceline.memory.offload import Offload
+from paceline.parallel.agree import broadcast_tensors
 from paceline.parallel.partition import Named, owned_parameters
 from paceline.parallel.unit import Place, Unit
 from paceline.precision import Precision, keeps_dtype
@@ -79,7 +80,7 @@ class _Builder:
         unit.keep_slices(self.places)
 
     def finish(self, model: nn.Module) -> list[Unit]:
-        """Cuts what is left, and moves the buffers."""
+        """Cuts what is left, and moves the buffers, whose values are those of rank 0 too."""
         for index in range(len(self.owned)):
             if index not in self._done:
                 self.cut(index)
@@ -87,6 +88,7 @@ class _Builder:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self._comm.device)
+        broadcast_tensors(self._comm, list(model.buffers()))
         self._args[1].cast_buffers(model)
         return [self._units[index] for index in range(len(self.owned))]
 

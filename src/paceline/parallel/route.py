@@ -93,6 +93,7 @@ class Route:
         self.legs: list[int] | None = None
         self.repeated: set[int] = set()  # what the first pass did more than once
         self._place_of: dict[int, int] = {}
+        self._is_ahead = False
         self._first: list[int] = []
         self._plan: list[list[int]] = []
 
@@ -102,11 +103,17 @@ class Route:
         return self.legs is None
 
     def begin(self) -> None:
-        """Starts the pass, and the first gathers ahead of use."""
+        """Starts the pass."""
         self._position = 0
         self._learned = []
-        for leg in self._first:
-            self._issue(leg)
+        self._is_ahead = False
+
+    def look_ahead(self) -> None:
+        """Issues the first gathers, ahead of use. Once in a pass, at the same place on all ranks: before any leg."""
+        if not self._is_ahead:
+            self._is_ahead = True
+            for leg in self._first:
+                self._issue(leg)
 
     def reach(self, leg: int, describe: Callable[[int], str]) -> None:
         """Issues ``leg``, and before it those that this rank has passed by."""
@@ -114,6 +121,7 @@ class Route:
             while self._agree(leg) != leg:
                 pass
             return
+        self.look_ahead()
         place = self._place_of[leg]
         if place < self._position:
             raise UsageError(
@@ -135,6 +143,7 @@ class Route:
             leg = self.legs[self._position]
             if leg % 2 == 0 or not is_ready(leg):
                 return
+            self.look_ahead()
             self._position += 1
             for each in self._plan[self._position - 1]:
                 self._issue(each)
@@ -152,6 +161,7 @@ class Route:
             self._order = tuple(leg for leg in self._order if not drop(leg))
             self._settle([leg for leg in self._learned if not drop(leg)])
             return
+        self.look_ahead()
         while self._position < len(self.legs):
             place, self._position = self._position, self._position + 1
             for each in self._plan[place]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -387,8 +388,12 @@ class ZeroParallel:
 
     def _watch(self) -> None:
         """Asks autograd to report gradients."""
+        # Weakly: what a parameter's hook holds is never freed, since the garbage collector does not look there. Through
+        # the hooks of its modules the module holds the engine all the same.
+        self._gathering.owner = self
+        engine: Any = weakref.proxy(self)
         for index, parameter in enumerate(self._parameters):
-            hook = functools.partial(self._arrive, index)
+            hook = functools.partial(ZeroParallel._arrive, engine, index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
         # call after a matrix product pays for cold code.

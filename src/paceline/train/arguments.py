@@ -41,11 +41,10 @@ def check_type(name: str, value: Any, kind: Any, expected: str) -> list[Problem]
 
 def check_strategy(strategy: Any) -> list[Problem]:
     """A strategy is one that ``parallelize`` knows."""
-    known = (*STRATEGIES, "auto")
-    if strategy in known:
+    if strategy in STRATEGIES:
         return []
-    rule = f"it is one of {', '.join(known)}"
-    return [Problem(what=f"strategy = {strategy!r} is unknown", rule=rule, fix=did_you_mean(strategy, known))]
+    rule = f"it is one of {', '.join(STRATEGIES)}"
+    return [Problem(what=f"strategy = {strategy!r} is unknown", rule=rule, fix=did_you_mean(strategy, STRATEGIES))]
 
 
 def check_mixed_precision(precision: Any) -> list[Problem]:
