@@ -41,7 +41,7 @@ def train(engine: Engine, steps: int = 2) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_that_nobody_holds_is_freed(strategy: str, precision: str, ranks: int) -> None:
-    """Hooks of torch refer to the engine where the collector cannot look: a cycle there would keep the model for ever."""
+    """Hooks of torch refer to the engine where the collector cannot look: a cycle there would stay."""
 
     def work(comm: Communicator) -> weakref.ref[Engine]:
         engine = parallelize(make_model(), comm, strategy, precision=precision)

@@ -22,7 +22,6 @@ from paceline.cli.verify import BUILT_IN
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.errors import CollectiveMismatchError, RankFailedError, UsageError
-from paceline.parallel.apply import STRATEGIES
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.parity import certificate as certificates
 from paceline.parity.case import ConfigCase, FunctionCase, cut, num_samples
@@ -30,7 +29,7 @@ from paceline.parity.certificate import Certificate, certify
 from paceline.parity.measure import compare
 from paceline.parity.reference import run_reference
 from paceline.parity.runs import run_distributed
-from paceline.parity.settings import Settings
+from paceline.parity.settings import VERIFIED, Settings
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,7 +89,7 @@ def test_built_in_cases_pass(name: str, strategy: str, ranks: int, accumulate: i
     assert 0.0 < found.max_abs_error < 1e-12  # not zero: two runs were compared, not one with itself
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", VERIFIED)
 @pytest.mark.parametrize(
     "options",
     [
@@ -344,7 +343,7 @@ class Centre(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", VERIFIED)
 def test_a_module_that_mixes_samples_is_named(strategy: str) -> None:
     found = paceline.verify(Centred, make_batch, F.cross_entropy, strategy=strategy, ranks=4)
     assert found.divergence is not None
@@ -452,7 +451,7 @@ class WrongBackward(nn.Module):
         return self.second(torch.tanh(WrongGradient.apply(self.first(x))))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", VERIFIED)
 @pytest.mark.parametrize("clip", [None, 1e-3])
 def test_clipping_does_not_hide_whose_gradient_is_wrong(clip: float | None, strategy: str) -> None:
     """One wrong gradient changes the norm, and by that every clipped gradient."""

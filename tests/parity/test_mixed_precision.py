@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline
-from paceline.parallel.apply import STRATEGIES
 from paceline.parity.case import FunctionCase
 from paceline.parity.certificate import Certificate
 from paceline.parity.reference import run_reference
-from paceline.parity.settings import Settings
+from paceline.parity.settings import VERIFIED, Settings
 from paceline.train.scaler import LossScaler
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -54,7 +53,7 @@ def verify(model: Any = Net, batch: Any = make_batch, **options: Any) -> Certifi
     return paceline.verify(model, batch, F.cross_entropy, **options)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", VERIFIED)
 @pytest.mark.parametrize("precision", MIXED)
 def test_mixed_precision_passes_within_the_rounding_of_float32(strategy: str, precision: str) -> None:
     """The same pieces are rounded to half precision in the same way, so far less than the bound is left."""
@@ -104,7 +103,7 @@ class OffOnOneRank(nn.Linear):
         return output * 1.01 if current_rank() == "rank-1" else output
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", VERIFIED)
 @pytest.mark.parametrize("precision", MIXED)
 def test_the_first_module_that_differs_is_named(strategy: str, precision: str) -> None:
     def model() -> nn.Module:

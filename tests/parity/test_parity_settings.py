@@ -36,7 +36,7 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         ({"tolerance": math.inf}, "tolerance = inf"),
         ({"strategy": "dpp"}, "strategy = 'dpp' is unknown\n  it is one of ddp, zero1"),
         ({"strategy": "zero4"}, "did you mean zero3?"),
-        ({"strategy": "auto"}, "a run decides that by its memory"),
+        ({"strategy": "auto"}, "strategy = 'auto'\n  a run decides by its memory"),
         ({"precision": "bf61"}, "precision = 'bf61' is unknown\n  it is one of fp32, bf16"),
         ({"checkpoint_activations": "ful"}, "did you mean full?"),
         ({"shard_ranks": 2}, "shard_ranks = 2 with strategy = 'ddp'"),

@@ -99,12 +99,14 @@ def _settings(config: Config, *, shard_ranks: int | None, checkpoint: str | None
     from paceline.parity.settings import Settings
 
     parallel = config.parallel
+    if shard_ranks is None and values["strategy"] == "hybrid":
+        shard_ranks = parallel.shard_ranks
     sharding = ShardingPolicy(
         units=parallel.units,
         unit_mb=parallel.unit_mb,
         reshard_after_forward=parallel.reshard_after_forward,
         prefetch=parallel.prefetch,
-        shard_ranks=shard_ranks or (parallel.shard_ranks if values["strategy"] == "hybrid" else None),
+        shard_ranks=shard_ranks,
     )
     return Settings(
         checkpoint_activations=checkpoint or config.memory.checkpoint_activations,

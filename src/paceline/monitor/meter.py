@@ -74,8 +74,11 @@ class StepMeter:
         """Ends a phase of the step."""
         self._laps.append((phase, self._take(), len(self._waits)))
 
-    def finish(self, facts: StepFacts) -> None:
-        """Ends the step; the next one starts here."""
+    def finish(self, facts: StepFacts) -> bool:
+        """Ends the step; the next one starts here. Returns whether it is time to drain.
+
+        Short steps are read many at once, which costs less than one by one.
+        """
         if facts.step % _MEMORY_EVERY == 1 or not self._memory_bytes:
             self._memory_bytes = peak_memory_bytes(self._device)
         if self._is_device:
@@ -88,12 +91,7 @@ class StepMeter:
         facts.memory_bytes, facts.time = self._memory_bytes, time.time()
         self._pending.append(facts)
         self._start, self._laps = end, []
-
-    def is_due(self) -> bool:
-        """Says whether it is time to drain: short steps are read many at once, which costs less than one by one."""
-        if not self._pending:
-            return False
-        return len(self._pending) >= _DRAIN_STEPS or self._pending[-1].time - self._drained_at > _DRAIN_S
+        return len(self._pending) >= _DRAIN_STEPS or facts.time - self._drained_at > _DRAIN_S
 
     def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
         """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""

@@ -51,7 +51,7 @@ class FlatGroup:
         self.param_dtype = self.dtype
         if precision.param_dtype is not None and first.is_floating_point():
             self.param_dtype = precision.param_dtype
-        self.reduce_dtype = precision.reduce_dtype or self.param_dtype
+        self.reduce_dtype = precision.reduce_dtype or self.dtype
         self.layout: FlatLayout = flat_layout(
             [tuple(p.shape) for p in originals],
             strides=[dense_stride(p) for p in originals],

@@ -107,7 +107,7 @@ class FullySharded:
         precision: Precision,
         buffers: BufferPolicy = "broadcast",
     ) -> None:
-        """Takes units that are built already (``build.py``), the root last, and watches their modules."""
+        """Takes units that are built already (``materialize.py``), the root last."""
         self.module = module
         self.comm = groups.world
         self.precision = precision

@@ -18,16 +18,57 @@ from paceline.errors import UsageError
 from paceline.parallel.flat import FlatGroup
 
 
+class Buffer:
+    """Memory for whole gradients, and how groups have laid theirs out in it."""
+
+    def __init__(self, group: FlatGroup) -> None:
+        self.tensor = group.new_gradient()
+        self._layouts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def lay_out(self, group: FlatGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Returns the part of the buffer that a group needs, and in it the gradient of each parameter."""
+        if id(group) not in self._layouts:
+            views = [slot.view(self.tensor) for slot in group.layout.slots]
+            self._layouts[id(group)] = self.tensor[: group.layout.length], views
+        return self._layouts[id(group)]
+
+
+class BufferPool:
+    """Buffers for the buckets on their way. On a CPU two of them stay: there, new memory costs as much as filling it.
+
+    A GPU's allocator keeps what is freed by itself.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+
+    def take(self, group: FlatGroup) -> Buffer:
+        """Returns a buffer that is large enough for the gradients of a group."""
+        for buffer in self._free:
+            if buffer.tensor.dtype == group.reduce_dtype and buffer.tensor.numel() >= group.layout.length:
+                self._free.remove(buffer)
+                return buffer
+        return Buffer(group)
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Keeps a buffer for the next bucket, if it is among the two largest."""
+        if buffer.tensor.device.type == "cpu":
+            self._free = sorted([*self._free, buffer], key=lambda each: -each.tensor.nbytes)[:2]
+
+
 class GradientBucket:
     """The gradients of one flat group."""
 
-    def __init__(self, group: FlatGroup, *, keeps_buffer: bool) -> None:
+    def __init__(self, group: FlatGroup, pool: BufferPool | None = None) -> None:
+        """Without a ``pool`` the bucket keeps its buffer (stage 1)."""
         self.group = group
         self.num_missing = len(group.names)
-        self._keeps_buffer = keeps_buffer
+        self._keeps_buffer = pool is None
+        self._pool = pool or BufferPool()
         self._is_in_backward = False
         self._is_adding = False  # since the last synchronised backward
-        self._buffer: torch.Tensor | None = None
+        self._buffer: Buffer | None = None
+        self._whole = torch.empty(0)
         self._views: list[torch.Tensor] = []
         self._mine = torch.empty(0)
         self._work: Work | None = None
@@ -79,11 +120,10 @@ class GradientBucket:
 
     def send(self) -> None:
         """Issues the reduce-scatter of what is in the buffer."""
-        assert self._buffer is not None
         if self._keeps_buffer:
-            _, self._work = self.group.reduce_scatter(self._buffer)
+            _, self._work = self.group.reduce_scatter(self._whole)
         else:
-            self._mine, self._work = self.group.reduce_scatter(self._buffer, self.group.new_slice())
+            self._mine, self._work = self.group.reduce_scatter(self._whole, self.group.new_slice())
 
     @torch.no_grad()
     def land(self, *, is_last: bool) -> None:
@@ -143,10 +183,10 @@ class GradientBucket:
         if self._is_in_backward:
             return
         if self._buffer is None:  # first of all: should there be no memory, nothing has changed
-            self._buffer = self.group.new_gradient()
-            self._views = [slot.view(self._buffer) for slot in self.group.layout.slots]
+            self._buffer = self._pool.take(self.group)
+            self._whole, self._views = self._buffer.lay_out(self.group)
             if self._keeps_buffer:
-                self._mine = self._buffer[self.group.start : self.group.stop]
+                self._mine = self._whole[self.group.start : self.group.stop]
         is_set = [piece.grad is not None for piece in self.group.pieces]
         if self._is_adding:
             self._check_shown(any(is_set))
@@ -190,7 +230,9 @@ class GradientBucket:
             piece.grad = None
 
     def _drop_buffer(self) -> None:
+        if self._buffer is not None:
+            self._pool.give_back(self._buffer)
         self._buffer = None
-        self._mine = torch.empty(0)
+        self._whole = self._mine = torch.empty(0)
         self._views = []
         self._is_in = [False] * len(self._is_in)

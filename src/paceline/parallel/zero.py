@@ -45,7 +45,7 @@ from paceline.parallel.buffers import BufferPolicy, SharedBuffers
 from paceline.parallel.engine import check_updates_only, loss_scale
 from paceline.parallel.flat import FlatGroup, gradient_scale
 from paceline.parallel.gathering import Gathering
-from paceline.parallel.gradients import GradientBucket
+from paceline.parallel.gradients import BufferPool, GradientBucket
 from paceline.parallel.matrixwise import check_elementwise
 from paceline.parallel.optimizer_state import gather_optimizer_state, load_optimizer_state
 from paceline.parallel.sharded import clip_pieces, gather_state, load_state
@@ -96,7 +96,8 @@ class ZeroParallel:
         # Gradients by the parameters' place in the groups.
         self._names = [name for group in self._groups for name in group.names]
         self._parameters = [parameter for group in self._groups for parameter in group.parameters]
-        self._fixed = [GradientBucket(group, keeps_buffer=self.policy.stage == 1) for group in self._groups]
+        pool = BufferPool() if self.policy.stage == 2 else None
+        self._fixed = [GradientBucket(group, pool) for group in self._groups]
         self._buckets = self._fixed  # in the order in which they leave
         self._is_ordered = comm.size == 1 or len(self._buckets) < 2
         self._gathering = Gathering(module, list(reversed(self._groups)))

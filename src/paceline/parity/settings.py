@@ -17,6 +17,7 @@ from paceline.parallel.fsdp import ShardingPolicy
 from paceline.precision import PRECISIONS, Precision, check_precision
 
 BACKENDS = ("virtual", "gloo")
+VERIFIED = tuple(strategy for strategy in STRATEGIES if strategy != "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,11 @@ def check_settings(
 
 
 def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
+    if settings.strategy == "auto":
+        rule = "a run decides by its memory, and each strategy is verified by itself"
+        yield Problem(what="strategy = 'auto'", rule=rule, fix=f"give one of {', '.join(VERIFIED)}")
     known: list[tuple[str, str, Sequence[str]]] = [
-        ("strategy", settings.strategy, STRATEGIES),
+        ("strategy", settings.strategy, (*VERIFIED, "auto")),
         ("precision", settings.precision, tuple(PRECISIONS)),
         ("checkpoint_activations", settings.checkpoint_activations, POLICIES),
         ("backend", backend, BACKENDS),
@@ -88,8 +92,6 @@ def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
         if value in choices:
             continue
         rule = f"it is one of {', '.join(choices)}"
-        if (name, value) == ("strategy", "auto"):
-            rule = f"a run decides that by its memory, and each of {', '.join(choices)} is verified by itself"
         near = difflib.get_close_matches(str(value), choices, n=1)
         yield Problem(what=f"{name} = {value!r} is unknown", rule=rule, fix=f"did you mean {near[0]}?" if near else "")
 

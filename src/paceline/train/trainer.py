@@ -54,12 +54,9 @@ class TrainerParts:
 
 
 @dataclass(slots=True, kw_only=True)
-class StepResult:
+class StepResult(StepFacts):
     """A step that was issued. Its numbers come as records, when the device has finished it."""
 
-    step: int
-    position: int
-    lr: float
     outcome: StepOutcome
     is_last: bool
 
@@ -144,8 +141,12 @@ class Trainer:
             for batch in batches:
                 meter.lap("data")
                 result = self._step(batch)
-                if meter.is_due():
+                if meter.finish(result):
                     self.flush()
+                outcome = result.outcome
+                if not outcome.is_updated or self.bad_steps.num_in_a_row:
+                    for bad in self.bad_steps.note(self.step, outcome, batch):
+                        self._note_bad(bad)
                 yield result
         finally:
             batches.close()
@@ -246,11 +247,8 @@ class Trainer:
         raise TrainingError(explain_bad_steps(bad, finding, parts.engine.precision))
 
     def _step(self, batch: StepBatch) -> StepResult:
-        parts = self.parts
-        schedule = parts.schedule
-        before, after = (
-            (self.step, self.step + 1) if schedule.unit == "steps" else (batch.position, batch.next_position)
-        )
+        parts, schedule, step = self.parts, self.parts.schedule, self.step + 1
+        before, after = (self.step, step) if schedule.unit == "steps" else (batch.position, batch.next_position)
         lr = set_learning_rate(parts.optimizer, schedule.factor(before=before, after=after))
         outcome = train_step(
             parts.engine,
@@ -262,25 +260,20 @@ class Trainer:
             scaler=self.scaler,
             passes=parts.passes,
         )
-        self.step += 1
-        self.position = batch.next_position
-        facts = StepFacts(
-            step=self.step,
-            epoch=self.step / max(parts.plan.steps_per_epoch, 1),
-            position=self.position,
+        self.step, self.position = step, batch.next_position
+        return StepResult(
+            step=step,
+            epoch=step / max(parts.plan.steps_per_epoch, 1),
+            position=batch.next_position,
             lr=lr,
             samples=sum(batch.local_samples),
             loss_sum=outcome.loss_sum,
             count=outcome.count,
             grad_norm=outcome.grad_norm,
             loss_scale=outcome.loss_scale,
+            outcome=outcome,
+            is_last=step == parts.plan.total_steps,
         )
-        parts.meter.finish(facts)
-        if not outcome.is_updated or self.bad_steps.num_in_a_row:
-            for bad in self.bad_steps.note(self.step, outcome, batch):
-                self._note_bad(bad)
-        is_last = self.step == parts.plan.total_steps
-        return StepResult(step=self.step, position=self.position, lr=lr, outcome=outcome, is_last=is_last)
 
 
 def _check_groups(optimizer: torch.optim.Optimizer) -> None:
