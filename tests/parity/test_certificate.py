@@ -93,14 +93,13 @@ def test_built_in_cases_pass(name: str, strategy: str, ranks: int, accumulate: i
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"accumulate": 3},
-        {"ranks": 6, "accumulate": 2, "clip": None},  # 12 parts for 11 samples
-        {"clip": 1e-3, "checkpoint_activations": "full"},
+        {"ranks": 6, "accumulate": 2, "clip": None, "steps": 2},  # 12 parts for 11 samples
+        {"clip": 1e-3, "checkpoint_activations": "full", "steps": 2},
         {"ranks": 1},
-        {"make_optimizer": make_sgd, "steps": 5},
+        {"ranks": 2, "make_optimizer": make_sgd, "steps": 5},
     ],
-    ids=["default", "accumulate", "more parts than samples", "checkpointed", "one rank", "momentum"],
+    ids=["accumulate", "more parts than samples", "checkpointed", "one rank", "momentum"],
 )
 def test_every_strategy_passes(strategy: str, options: dict[str, Any]) -> None:
     shards = {"shard_ranks": 1} if strategy == "hybrid" and options.get("ranks") == 1 else {}
@@ -120,7 +119,7 @@ def test_the_way_of_sharding_may_be_chosen() -> None:
         assert found.shard_ranks == options.get("shard_ranks")
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [(2, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize(("ranks", "expected"), [(2, 1), (6, 3)])
 def test_hybrid_shards_over_half_of_the_ranks(ranks: int, expected: int) -> None:
     found = paceline.verify(make_model, make_batch, F.cross_entropy, strategy="hybrid", ranks=ranks, steps=1)
     assert found.passed, found.divergence
@@ -200,8 +199,8 @@ def test_the_callers_functions_are_asked_for_each_step() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hybrid"])
 def test_ragged_last_batches_and_few_samples(strategy: str) -> None:
-    for batch in (lambda step: make_batch(step, 1), lambda step: make_batch(step, 9 - 3 * step)):
-        found = paceline.verify(make_blocks, batch, F.cross_entropy, ranks=4, strategy=strategy)
+    for batch in (lambda step: make_batch(step, 1), lambda step: make_batch(step, 9 - 7 * step)):
+        found = paceline.verify(make_blocks, batch, F.cross_entropy, ranks=4, steps=2, strategy=strategy)
         assert found.passed, found.divergence
 
 
@@ -249,8 +248,10 @@ def normed() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hybrid"])
-@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulate"),
+    [("ddp", 3, 1), ("ddp", 2, 2), ("zero1", 2, 2), ("zero2", 3, 1), ("fsdp", 3, 1), ("fsdp", 2, 2), ("hybrid", 4, 2)],
+)
 def test_batch_norm_passes_with_the_statistics_of_all_ranks(strategy: str, ranks: int, accumulate: int) -> None:
     found = paceline.verify(
         normed,
@@ -267,8 +268,9 @@ def test_batch_norm_passes_with_the_statistics_of_all_ranks(strategy: str, ranks
     assert found.reference == f"one process on {batches}"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulate"), [("ddp", 2, 1), ("ddp", 4, 1), ("ddp", 2, 2), ("zero1", 2, 1), ("fsdp", 2, 2)]
+)
 def test_batch_norm_of_each_rank_fails_and_the_first_one_is_named(strategy: str, ranks: int, accumulate: int) -> None:
     found = paceline.verify(
         normed,
@@ -405,10 +407,18 @@ class Wrong(nn.Linear):
         return output + 1e-3 if threading.current_thread().name == "rank-1" else output
 
 
-@pytest.mark.parametrize("size", [3, 5, 11])
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "accumulate"),
-    [("ddp", 2, 1), ("ddp", 2, 2), ("ddp", 3, 2), ("zero1", 3, 2), ("zero2", 3, 2), ("fsdp", 3, 2), ("hybrid", 4, 2)],
+    ("strategy", "ranks", "accumulate", "size"),
+    [
+        ("ddp", 2, 1, 3),
+        ("ddp", 2, 2, 11),
+        ("ddp", 3, 2, 5),
+        ("zero1", 3, 2, 3),
+        ("zero2", 3, 2, 5),
+        ("fsdp", 3, 2, 3),
+        ("fsdp", 2, 2, 11),
+        ("hybrid", 4, 2, 5),
+    ],
 )
 def test_the_place_is_found_past_branches_tables_and_ranks_without_samples(
     strategy: str, ranks: int, accumulate: int, size: int
@@ -420,6 +430,7 @@ def test_the_place_is_found_past_branches_tables_and_ranks_without_samples(
         F.cross_entropy,
         strategy=strategy,
         ranks=ranks,
+        steps=2,
         accumulate=accumulate,
     )
     assert found.divergence is not None
@@ -451,8 +462,9 @@ class WrongBackward(nn.Module):
         return self.second(torch.tanh(WrongGradient.apply(self.first(x))))
 
 
-@pytest.mark.parametrize("strategy", VERIFIED)
-@pytest.mark.parametrize("clip", [None, 1e-3])
+@pytest.mark.parametrize(
+    ("clip", "strategy"), [(None, "ddp"), (1e-3, "ddp"), (1e-3, "zero1"), (1e-3, "zero2"), (1e-3, "fsdp")]
+)
 def test_clipping_does_not_hide_whose_gradient_is_wrong(clip: float | None, strategy: str) -> None:
     """One wrong gradient changes the norm, and by that every clipped gradient."""
     found = paceline.verify(WrongBackward, make_batch, F.cross_entropy, strategy=strategy, ranks=2, clip=clip)
@@ -649,7 +661,8 @@ def test_processes_are_asked_for_with_what_they_need(monkeypatch: pytest.MonkeyP
     """``backend="gloo"`` hands the case to real ranks and compares what comes back."""
     calls = []
 
-    def run_processes(function: Callable[..., Any], ranks: int, *, args: Any) -> list[Any]:
+    def run_processes(function: Callable[..., Any], ranks: int, *, args: Any, threads: int) -> list[Any]:
+        assert threads == 1
         calls.append((function, ranks))
         return paceline.run_virtual(lambda comm: function(comm, *args), ranks)
 

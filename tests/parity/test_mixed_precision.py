@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gloo_pool import GlooPool
 from torch import nn
 
 import paceline
+from paceline.parity import certificate as certificates
 from paceline.parity.case import FunctionCase
 from paceline.parity.certificate import Certificate
+from paceline.parity.measure import bound_for, compare
 from paceline.parity.reference import run_reference
-from paceline.parity.settings import VERIFIED, Settings
+from paceline.parity.runs import run_distributed
+from paceline.parity.settings import Settings
 from paceline.train.scaler import LossScaler
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -53,20 +57,20 @@ def verify(model: Any = Net, batch: Any = make_batch, **options: Any) -> Certifi
     return paceline.verify(model, batch, F.cross_entropy, **options)
 
 
-@pytest.mark.parametrize("strategy", VERIFIED)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hybrid"])
 @pytest.mark.parametrize("precision", MIXED)
 def test_mixed_precision_passes_within_the_rounding_of_float32(strategy: str, precision: str) -> None:
     """The same pieces are rounded to half precision in the same way, so far less than the bound is left."""
-    for options in ({"accumulate": 2}, {"clip": None, "checkpoint_activations": "full"}):
-        found = verify(strategy=strategy, precision=precision, ranks=4, **options)
+    for options in ({"accumulate": 2, "ranks": 2}, {"ranks": 4, "clip": None, "checkpoint_activations": "full"}):
+        found = verify(strategy=strategy, precision=precision, steps=2, **options)
         assert found.passed, found.divergence
         assert found.errors.largest < 2e-6 < found.tolerance
         assert (found.measure, found.precision, found.dtype) == ("relative", precision, "float32")
-        pieces = 4 * found.accumulate
+        pieces = found.ranks * found.accumulate
         assert found.reference.startswith(f"one process of {precision} on batches in {pieces} pieces, from the ranks'")
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 7])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_any_number_of_ranks_rounds_alike(ranks: int) -> None:
     """A third of a loss is another number in half precision, and must be weighed there as on a rank."""
     for precision in MIXED:
@@ -75,8 +79,9 @@ def test_any_number_of_ranks_rounds_alike(ranks: int) -> None:
         assert found.errors.largest < 2e-6
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("ddp", "bf16"), ("zero2", "bf16_master"), ("fsdp", "fp16"), ("fsdp", "bf16_master")]
+)
 def test_batch_norm_has_a_bound_of_its_own(strategy: str, precision: str) -> None:
     """One process cannot take statistics over pieces, so it rounds other numbers."""
     found = verify(make_normed, strategy=strategy, precision=precision, ranks=3, accumulate=2)
@@ -103,8 +108,9 @@ class OffOnOneRank(nn.Linear):
         return output * 1.01 if current_rank() == "rank-1" else output
 
 
-@pytest.mark.parametrize("strategy", VERIFIED)
-@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("ddp", "bf16"), ("zero1", "fp16"), ("zero2", "bf16_master"), ("fsdp", "bf16_master")]
+)
 def test_the_first_module_that_differs_is_named(strategy: str, precision: str) -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), OffOnOneRank(6, 6), nn.Linear(6, 3))
@@ -124,9 +130,6 @@ def test_a_step_is_compared_from_where_the_ranks_were() -> None:
 
     case = FunctionCase(model=Net, batch=batch, loss=F.cross_entropy)
     settings = Settings(precision="bf16", ranks=2, steps=3)
-    from paceline.parity.measure import bound_for, compare
-    from paceline.parity.runs import run_distributed
-
     ranks = paceline.run_virtual(lambda comm: run_distributed(comm, case, settings), 2)
     reference = run_reference(case, settings, ranks[0])
     bound = bound_for(settings, reference.pieces)
@@ -162,3 +165,27 @@ def test_a_loss_that_is_scaled_needs_no_other_bound(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LossScaler, "factors", noted)
     assert verify(precision="fp16", ranks=2).passed
     assert set(scales) == {1024.0}
+
+
+# Real processes.
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("ddp", "bf16"), ("zero1", "fp16"), ("fsdp", "bf16"), ("fsdp", "bf16_master")]
+)
+def test_real_processes_round_alike(
+    gloo_pool: GlooPool, monkeypatch: pytest.MonkeyPatch, strategy: str, precision: str
+) -> None:
+    """With the casts that autocast keeps: a tied weight is cast once, and its gradients are added up in bf16."""
+    cached = []
+
+    def run_processes(function: Any, ranks: int, *, args: Any, threads: int) -> list[Any]:
+        assert threads == 1
+        cached.append(args[1].caches_casts)
+        return gloo_pool.run(function, *args, ranks=ranks)
+
+    monkeypatch.setattr(certificates, "run_processes", run_processes)
+    found = verify(strategy=strategy, precision=precision, ranks=2, accumulate=2, backend="gloo")
+    assert found.passed, found.divergence
+    assert found.errors.largest < 2e-6
+    assert cached == [True]

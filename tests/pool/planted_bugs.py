@@ -41,10 +41,10 @@ def current_rank() -> int | None:
 class Plain(nn.Module):
     """Large enough for several of the certificate's small buckets, one of them a single weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 6) -> None:
         super().__init__()
         self.first = nn.Linear(6, 24)
-        self.middle = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.middle = nn.ModuleList(nn.Linear(24, 24) for _ in range(num_layers))
         self.wide = nn.Linear(24, 112)
         self.last = nn.Linear(112, 3)
 

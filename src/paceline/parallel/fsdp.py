@@ -300,7 +300,9 @@ class FullySharded:
         """Asks to be called when backward enters the unit; returns whether it can."""
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         for tensor in tensors:
-            self._crossing(tensor).begins.append(unit)
+            crossing = self._crossing(tensor)
+            if all(call.unit is not unit for call in crossing.ends):  # else an input that the unit hands on
+                crossing.begins.append(unit)
         return bool(tensors)
 
     def _reshard(self, unit: Unit) -> None:
@@ -380,7 +382,9 @@ class FullySharded:
         for unit in self._units:
             unit.is_complete = False
         if self._num_forwards not in self._backwards:
-            inner = [unit.index for unit in reversed(self._units[:-1])]
+            # Backward goes the way of forward, from its end: a rank that has come to a unit is done with those behind it.
+            way = self._training.legs or [gather_leg(unit.index) for unit in self._units]
+            inner = [leg // 2 for leg in reversed(way) if leg // 2 != self._root.index]
             legs = [leg for index in inner for leg in (gather_leg(index), reduce_leg(index))]
             self._backwards[self._num_forwards] = self._route([*legs, reduce_leg(self._root.index)])
         self._backward = self._backwards[self._num_forwards]

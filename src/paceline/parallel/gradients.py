@@ -2,7 +2,7 @@
 
     parameter.grad  --bring in, times the scale-->  buffer  --reduce-scatter-->  slice  =  gradients of the pieces
 
-Stage 1 keeps the buffer and reduces in place: the slice is a part of it. Stage 2 frees it when it has been reduced.
+Stage 1 keeps the buffer and reduces in place: the slice is a part of it. Stage 2 gives it back when it is reduced.
 
 Gradients add up until somebody calls ``zero_grad()`` on the pieces. While sums lie elsewhere (stage 1 inside
 ``no_sync``: whole; stage 2 with offloaded gradients: on the host) the pieces show something in their place, so that

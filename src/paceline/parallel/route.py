@@ -176,15 +176,14 @@ class Route:
         self._position = len(self.legs)
 
     def _agree(self, want: int) -> int:
-        """Asks all ranks what they want, does one of these legs, and returns it. Syncs, in the first pass only."""
+        """Asks all ranks what they want, does the leg furthest behind, and returns it. Syncs, in the first pass only."""
         mine = torch.tensor([want], dtype=torch.int64, device=self._comm.device)
         wants = torch.empty(self._comm.size, dtype=torch.int64, device=self._comm.device)
         self._comm.all_gather(wants, mine).wait()
         asked: list[int] = [leg for leg in wants.tolist() if leg != _END]
         if not asked:
             return _END
-        # Gathers first: a rank that asks for one may still have gradients to come for what others would reduce.
-        leg = min(asked, key=lambda each: (each % 2, self._rank_of[each]))
+        leg = min(asked, key=self._rank_of.__getitem__)
         self._learned.append(leg)
         self._issue(leg)
         if leg != want and leg % 2 == 0:

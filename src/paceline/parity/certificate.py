@@ -8,10 +8,11 @@ policy. On a mismatch the run is repeated with its activations recorded, and the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -179,7 +180,9 @@ def _both(case: Case, settings: Settings, backend: Backend) -> tuple[Reference, 
     """Runs one process and the ranks. In mixed precision one process follows the ranks, so these go first."""
 
     def one_process(followed: list[StepValues] | None) -> Reference:
-        with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
+        threads = torch.get_num_threads() if backend == "virtual" else 1  # as many as a rank has: they cut sums
+        # The caller's random numbers go on as if nothing had happened.
+        with torch.random.fork_rng(devices=[]), _threads(threads):
             return run_reference(case, settings, followed)
 
     if settings.is_exact:  # a case that cannot be compared is refused before any rank starts
@@ -189,12 +192,22 @@ def _both(case: Case, settings: Settings, backend: Backend) -> tuple[Reference, 
     return one_process(per_rank[0]), per_rank
 
 
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _run(backend: str, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     def work(comm: Communicator) -> Any:
         return function(comm, *args)
 
     try:
-        return run_processes(function, ranks, args=args) if backend == "gloo" else run_virtual(work, ranks)
+        return run_processes(function, ranks, args=args, threads=1) if backend == "gloo" else run_virtual(work, ranks)
     except RankFailedError as error:
         if isinstance(error.__cause__, UsageError):  # of the caller, whichever rank met it first
             raise error.__cause__ from None
