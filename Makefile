@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help run test check format bench clean
+.PHONY: help run test test-all check format bench clean
 
 help:            ## show the targets
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Paceline needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make run PYTHON=python3.12")'
@@ -18,7 +18,10 @@ run: $(VENV)/ready  ## train a classifier of handwritten digits, data-parallel, 
 	@$(BIN)/paceline train configs/digits.yaml --force
 
 test: $(VENV)/ready  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-all: $(VENV)/ready  ## run all tests, the exhaustive ones too
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m ""
 
 check: $(VENV)/ready  ## ruff, mypy --strict
 	$(BIN)/ruff format --check src tests bench

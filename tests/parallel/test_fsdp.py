@@ -84,7 +84,10 @@ class Stack(nn.Module):
 # Parity with one process.
 
 
-@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize(
+    "shares",
+    [pytest.param(name, marks=() if name in ("ragged", "one rank") else pytest.mark.exhaustive) for name in SHARES],
+)
 @pytest.mark.parametrize("case", [case for case in MODELS if case != "borrowed"])
 def test_every_case_trains_as_one_process(case: str, shares: str) -> None:
     recipe = Recipe(shares=SHARES[shares])
@@ -108,7 +111,7 @@ def test_a_smaller_group_may_keep_what_backward_needs(case: str, reshard: int) -
         assert_same(result, single(case, recipe))
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", [case for case in MODELS if case != "borrowed"])
 def test_hybrid_trains_as_one_process(case: str, clip: float | None) -> None:
     recipe = Recipe(shares=SHARES["ragged"], clip=clip)

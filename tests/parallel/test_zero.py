@@ -48,6 +48,7 @@ from paceline.parallel.zero import ZeroParallel, ZeroPolicy
 from paceline.precision import precision_named
 
 SMALL = BucketPolicy(bucket_bytes=200, first_bucket_bytes=100)  # a bucket for one or two parameters
+OTHERS = ("two ranks", "accumulated", "a rank without samples")
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 ZERO = 1e-12
 
@@ -70,7 +71,9 @@ def expected(case: str, shares: str, clip: float | None = 0.5, optimizer: str = 
 # Training gives what one process gives.
 
 
-@pytest.mark.parametrize("shares", ["two ranks", "accumulated", "ragged", "a rank without samples"])
+@pytest.mark.parametrize(
+    "shares", ["ragged", *(pytest.param(shares, marks=pytest.mark.exhaustive) for shares in OTHERS)]
+)
 @pytest.mark.parametrize("case", MODELS)
 @STAGES
 def test_training_equals_one_process(stage: int, case: str, shares: str) -> None:

@@ -382,7 +382,7 @@ class FullySharded:
         for unit in self._units:
             unit.is_complete = False
         if self._num_forwards not in self._backwards:
-            # Backward goes the way of forward, from its end: a rank that has come to a unit is done with those behind it.
+            # Backward goes the way of forward, from its end: who has come to a unit is done with those behind it.
             way = self._training.legs or [gather_leg(unit.index) for unit in self._units]
             inner = [leg // 2 for leg in reversed(way) if leg // 2 != self._root.index]
             legs = [leg for index in inner for leg in (gather_leg(index), reduce_leg(index))]

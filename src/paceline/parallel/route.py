@@ -176,7 +176,7 @@ class Route:
         self._position = len(self.legs)
 
     def _agree(self, want: int) -> int:
-        """Asks all ranks what they want, does the leg furthest behind, and returns it. Syncs, in the first pass only."""
+        """Asks all ranks what they want, does the leg furthest behind, and returns it. Syncs; in a first pass only."""
         mine = torch.tensor([want], dtype=torch.int64, device=self._comm.device)
         wants = torch.empty(self._comm.size, dtype=torch.int64, device=self._comm.device)
         self._comm.all_gather(wants, mine).wait()
