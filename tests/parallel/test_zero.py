@@ -9,6 +9,7 @@ import gc
 import math
 import pickle
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -814,7 +815,8 @@ def test_gradients_that_cannot_be_reduced_are_refused() -> None:
     def sparse(comm: Communicator) -> None:
         make_zero(nn.Embedding(4, 2, sparse=True), comm)(torch.tensor([1])).sum().backward()
 
-    with pytest.warns(UserWarning, match="create_graph"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own about create_graph, once in a process
         assert "torch.autograd.grad" in refusal(twice)
     assert "sparse=False" in refusal(sparse)
 
