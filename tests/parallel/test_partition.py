@@ -44,6 +44,12 @@ def test_units_by_size_are_the_largest_modules_that_are_small_enough() -> None:
     assert names(choose_units(model, [], unit_mb=1e-9))[1:3] == ["rows.0.0", "rows.0.1"], "a leaf is not cut"
 
 
+def test_attention_of_torch_is_not_cut() -> None:
+    """It reads the weights of its output layer without calling it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))
+    assert names(choose_units(model, [], unit_mb=1e-9)) == ["0", "1"]
+
+
 @pytest.mark.parametrize("wrong", ["row.1", "", "rows.3"])
 def test_a_name_that_is_no_module_is_refused(wrong: str) -> None:
     with pytest.raises(UsageError, match=r"no module is called .*\n.*\n  the first modules are embed, rows"):

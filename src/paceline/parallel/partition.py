@@ -80,6 +80,8 @@ def _by_size(module: nn.Module, limit: float, name: str = "") -> list[Named]:
         return []
     if name and num_bytes <= limit and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList):
         return [(name, module)]
+    if name and isinstance(module, nn.MultiheadAttention):
+        return [(name, module)]  # it reads its inner layer's weights without calling it
     prefix = f"{name}." if name else ""
     inner = [unit for child, sub in module.named_children() for unit in _by_size(sub, limit, prefix + child)]
     is_leaf = not any(any(True for _ in child.parameters()) for child in module.children())
