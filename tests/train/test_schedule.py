@@ -170,3 +170,12 @@ def test_the_rate_summed_over_samples_is_that_of_single_samples(
     variation = 2.0  # at most once up and once down
     largest = max(b - a for a, b in itertools.pairwise(cuts))
     assert abs(grouped - single) <= largest * variation + 1e-9
+
+
+@given(kind=st.sampled_from(KINDS), warmup=st.integers(0, 3))
+def test_a_schedule_says_that_it_is_constant_where_all_its_rates_are_one(kind: Any, warmup: int) -> None:
+    schedule = Schedule(kind=kind, warmup=warmup, length=8)
+    is_all_one = rates(schedule, 8) == [1.0] * 8
+    # One step of warm-up reaches the peak at once: a schedule may be constant without saying so, never the other way.
+    assert schedule.is_constant <= is_all_one
+    assert schedule.is_constant or kind != "constant" or warmup

@@ -21,10 +21,10 @@ from paceline.train.trainer import Every, StepResult, Trainer
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoopProtocol:
-    """How long the two arms take turns. A turn is timed as a whole, since the trainer reads steps many at once."""
+    """How long the two arms take turns. A turn is as many steps as the trainer reads at once, and timed as a whole."""
 
-    rounds: int = 150
-    steps_per_turn: int = 16
+    rounds: int = 100
+    steps_per_turn: int = 64
     warm_up: int = 1
 
 

@@ -51,9 +51,9 @@ class RunRecord:
     time: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class StepRecord:
-    """One optimizer update, as this rank saw it.
+    """One optimizer update, as this rank saw it. Nobody changes it; not frozen, since that takes four times as long.
 
     ``step`` counts from 1, after the update. ``position`` is the number of samples consumed by all ranks so far; every
     other count is this rank's. ``loss`` is ``loss_sum / count``, or None when the rank had no samples in the step.

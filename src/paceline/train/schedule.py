@@ -31,6 +31,11 @@ class Schedule:
     length: float
     final_ratio: float = 0.0
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the factor is 1 from the first step to the last."""
+        return self.kind == "constant" and self.warmup <= 0
+
     def factor(self, *, before: float, after: float) -> float:
         """Returns the share of the peak rate for the step that takes progress from ``before`` to ``after``."""
         if self.kind == "one_cycle":

@@ -247,9 +247,8 @@ class Trainer:
         raise TrainingError(explain_bad_steps(bad, finding, parts.engine.precision))
 
     def _step(self, batch: StepBatch) -> StepResult:
-        parts, schedule, step = self.parts, self.parts.schedule, self.step + 1
-        before, after = (self.step, step) if schedule.unit == "steps" else (batch.position, batch.next_position)
-        lr = set_learning_rate(parts.optimizer, schedule.factor(before=before, after=after))
+        parts, step = self.parts, self.step + 1
+        lr = self._set_learning_rate(batch)
         outcome = train_step(
             parts.engine,
             parts.optimizer,
@@ -267,13 +266,18 @@ class Trainer:
             position=batch.next_position,
             lr=lr,
             samples=sum(batch.local_samples),
-            loss_sum=outcome.loss_sum,
-            count=outcome.count,
-            grad_norm=outcome.grad_norm,
-            loss_scale=outcome.loss_scale,
             outcome=outcome,
             is_last=step == parts.plan.total_steps,
         )
+
+    def _set_learning_rate(self, batch: StepBatch) -> float:
+        """Sets the rates of the step and returns the first group's. A constant schedule leaves them alone."""
+        schedule, optimizer = self.parts.schedule, self.parts.optimizer
+        if schedule.is_constant:
+            return float(optimizer.param_groups[0]["lr"])
+        steps = schedule.unit == "steps"
+        before, after = (self.step, self.step + 1) if steps else (batch.position, batch.next_position)
+        return set_learning_rate(optimizer, schedule.factor(before=before, after=after))
 
 
 def _check_groups(optimizer: torch.optim.Optimizer) -> None:
