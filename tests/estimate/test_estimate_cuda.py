@@ -18,7 +18,7 @@ from paceline.train.assemble import build_trainer
 from paceline.train.resolve import measure_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-KNOWN_ERROR = 0.05
+KNOWN_ERROR = 0.01
 
 GPT: dict[str, Any] = {"kind": "gpt", "size": "gpt-124m"}
 CASES = [

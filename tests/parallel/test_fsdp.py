@@ -16,7 +16,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.errors import RankFailedError, UsageError
-from paceline.models.gpt import GPT, GPTConfig
+from paceline.models.gpt import GPT, GPTConfig, gpt_config
 from paceline.parallel.apply import parallelize
 from paceline.parallel.engine import Engine
 from paceline.parallel.fsdp import FullySharded, ShardingPolicy
@@ -547,3 +547,30 @@ def test_functional_losses_see_pieces_outside_of_forward() -> None:
         return tuple(engine.module.first.weight.shape)  # type: ignore[union-attr, return-value]
 
     assert all(len(shape) == 1 for shape in run_virtual(work, ranks=2))
+
+
+def test_a_gpt_whose_ends_are_units_trains_as_data_parallel() -> None:
+    """The embedding and the head are gathered when they are called, and not through all of forward and backward."""
+
+    def work(comm: Communicator, strategy: str) -> tuple[list[str], list[float]]:
+        torch.manual_seed(0)
+        model = GPT(gpt_config("gpt-nano", context=8, vocab_size=2048, tied=False)).double()
+        engine = parallelize(model, comm, strategy)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+        losses = []
+        for step in range(3):
+            tokens = torch.randint(0, 2048, (4, 8), generator=torch.Generator().manual_seed(step))
+            mine = tokens.chunk(comm.size)[comm.rank]
+            loss = F.cross_entropy(engine(mine).flatten(0, 1), mine.flatten())
+            loss.backward()
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        units = [unit.name for unit in engine._units] if isinstance(engine, FullySharded) else []
+        return units, losses
+
+    expected = run_virtual(lambda comm: work(comm, "ddp"), ranks=2)
+    for (units, losses), (_, same) in zip(run_virtual(lambda comm: work(comm, "fsdp"), ranks=2), expected, strict=True):
+        assert {"token_embedding", "head"} < set(units)
+        assert losses == pytest.approx(same, abs=1e-10)

@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.models.registry import model_blocks
+from paceline.models.gpt import GPT, gpt_config
+from paceline.models.registry import model_blocks, model_ends
 from paceline.parallel.partition import choose_units, owned_parameters
 
 
@@ -80,3 +81,15 @@ def test_a_parameter_belongs_to_the_innermost_unit_and_a_shared_one_to_the_root(
         "rows.0.0.weight",
         *(f"rows.1.{i}.{p}" for i in (0, 1) for p in ("weight", "bias")),
     ]
+
+
+@pytest.mark.parametrize(
+    ("tied", "vocabulary", "expected"),
+    [(False, 4096, ["token_embedding", "head"]), (False, 16, []), (True, 4096, [])],
+    ids=["as large as a block", "smaller than one", "read past its call"],
+)
+def test_large_ends_of_a_gpt_are_units_of_their_own(tied: bool, vocabulary: int, expected: list[str]) -> None:
+    model = GPT(gpt_config("gpt-nano", vocab_size=vocabulary, tied=tied))
+    units = names(choose_units(model, model_blocks(model), model_ends(model)))
+    blocks = [f"layers.{number}" for number in range(4)]
+    assert sorted(units) == sorted([*blocks, *expected])

@@ -96,6 +96,40 @@ def test_blocks_may_be_compiled_and_checkpointed(strategy: str) -> None:
     assert found == pytest.approx(expected, abs=5e-3)
 
 
+@pytest.mark.parametrize("change", ["none", "in place", "another tensor", "removed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_norms_taken_in_backward_are_those_of_the_gradients_now(ranks: int, precision: str, change: str) -> None:
+    """Norms are taken beside backward, and again where a user has touched a gradient since."""
+
+    def work(comm: Communicator) -> tuple[float, float]:
+        torch.manual_seed(0)
+        model = GPT(gpt_config("gpt-nano", context=16, vocab_size=32))
+        engine = parallelize(model, comm, "fsdp", precision=precision)
+        tokens = torch.randint(0, 32, (8, 16), device=comm.device)
+        norm = torch.zeros(())
+        for _ in range(2):
+            engine.module.zero_grad()
+            for parameter in engine.parameters():
+                parameter.grad = None
+            F.cross_entropy(engine(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+            first = next(p for p in engine.parameters() if p.grad is not None)
+            assert first.grad is not None
+            if change == "in place":
+                first.grad.mul_(100.0)
+            elif change == "another tensor":
+                first.grad = first.grad * 100.0
+            elif change == "removed":
+                first.grad = None
+            norm = engine.clip_grad_norm_(float("inf"))
+        gradients = engine.full_gradients().values()
+        expected = torch.stack([g.double().square().sum() for g in gradients if g is not None]).sum().sqrt()
+        return float(norm), float(expected)
+
+    for norm, expected in run_virtual(work, ranks=ranks, device="cuda"):
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])

@@ -93,3 +93,54 @@ def test_an_error_in_the_update_leaves_no_flag_behind() -> None:
     with pytest.raises(MemoryError, match="no room"):
         update_if_finite(optimizer, norm)
     assert not hasattr(optimizer, "found_inf")
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_clipping_in_the_update_is_clipping_before_it(
+    make: Callable[[Any], torch.optim.Optimizer], max_norm: float, dtype: torch.dtype, device: str
+) -> None:
+    model = nn.Linear(3, 2).to(device, dtype)
+    twin = copy.deepcopy(model)
+    optimizer, other = make(model.parameters()), make(twin.parameters())
+    for value in (1.0, 2.0, -3.0):
+        norm = set_gradients(model, value)
+        update_if_finite(optimizer, norm, max_norm)
+        set_gradients(twin, value)
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        torch.testing.assert_close(norm, expected)
+        other.step()
+    tolerance = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-13}
+    for ours, theirs in zip(values(optimizer, model), values(other, twin), strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1.0 + 1e-7, 2.0])
+def test_gradients_are_as_torch_would_clip_them_bit_by_bit(max_norm: float) -> None:
+    model = nn.Linear(3, 2)
+    set_gradients(model, 1.0)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # a norm of about 1, from here on
+    twin = copy.deepcopy(model)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        other.grad = None if parameter.grad is None else parameter.grad.clone()
+    norm = nn.utils.get_total_norm(gradients_of(model))
+    update_if_finite(torch.optim.SGD(model.parameters(), lr=0.1), norm, max_norm)
+    nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+    for ours, theirs in zip(gradients_of(model), gradients_of(twin), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_step_that_is_left_out_leaves_its_gradients_alone() -> None:
+    model = nn.Linear(3, 2)
+    norm = set_gradients(model, math.inf)
+    before = gradients_of(model)
+    assert update_if_finite(torch.optim.SGD(model.parameters(), lr=0.1), norm, 1.0) is False
+    for was, now in zip(before, gradients_of(model), strict=True):
+        assert torch.equal(was, now)

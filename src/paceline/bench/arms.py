@@ -7,6 +7,7 @@ model, from the same values, on the same batch, with the same optimizer and clip
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,17 +27,18 @@ from paceline.models.registry import model_blocks
 from paceline.parallel.apply import compile_model, parallelize
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.precision import Precision, precision_named
+from paceline.train.update import update_if_finite
 
 _CLIP = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapped:
-    """A model as an engine has set it up: how it is called, what is updated, and how that is clipped."""
+    """A model as an engine has set it up: how it is called, what is updated, and the update, clipped."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     parameters: list[nn.Parameter]
-    clip: Callable[[float], Any]
+    update: Callable[[torch.optim.Optimizer], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +69,7 @@ class TrainingStep:
         if len(self._losses) < self._num_losses:
             self._losses.append(loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]
-        self._wrapped.clip(_CLIP)
-        self._optimizer.step()
+        self._wrapped.update(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
 
     @property
@@ -176,7 +177,11 @@ def _wrap_ours(
 ) -> Wrapped:
     sharding = None if shard_ranks is None else ShardingPolicy(shard_ranks=shard_ranks)
     engine = parallelize(model, comm, strategy, precision=precision, sharding=sharding)
-    return Wrapped(forward=engine, parameters=list(engine.parameters()), clip=engine.clip_grad_norm_)
+
+    def update(optimizer: torch.optim.Optimizer) -> None:
+        update_if_finite(optimizer, engine.clip_grad_norm_(math.inf), _CLIP)  # as train_step does
+
+    return Wrapped(forward=engine, parameters=list(engine.parameters()), update=update)
 
 
 def _wrap_plain(model: nn.Module, comm: Communicator, *, precision: str = "fp32") -> Wrapped:
@@ -223,4 +228,8 @@ def _wrap_torch(call: Callable[..., Any], model: nn.Module, comm: Communicator, 
             logits: torch.Tensor = call(inputs)
         return logits
 
-    return Wrapped(forward=forward, parameters=parameters, clip=lambda norm: nn.utils.clip_grad_norm_(parameters, norm))
+    def update(optimizer: torch.optim.Optimizer) -> None:
+        nn.utils.clip_grad_norm_(parameters, _CLIP)
+        optimizer.step()
+
+    return Wrapped(forward=forward, parameters=parameters, update=update)

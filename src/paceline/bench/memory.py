@@ -226,6 +226,12 @@ def _release(device: torch.device) -> None:
                 break
 
 
+def _set_allocator(settings: str) -> None:
+    """Changes how CUDA's allocator works; there is no public name for it yet."""
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (newer or torch.cuda.memory._set_allocator_settings)(settings)
+
+
 class _CudaMeter:
     """The allocator's own count, and its limit."""
 
@@ -233,6 +239,8 @@ class _CudaMeter:
         self._device = device
         self._host = _Tensors("cpu")
         total = torch.cuda.get_device_properties(device).total_memory
+        # Segments that grow lose next to nothing between blocks of different sizes, as long runs set it, too.
+        _set_allocator("expandable_segments:True")
         torch.cuda.set_per_process_memory_fraction(min(budget.device_bytes / total, 1.0), device)
 
     def start(self) -> None:

@@ -126,6 +126,10 @@ class GPT(nn.Module):
         """Returns the transformer blocks in order: what is compiled, checkpointed or sharded as one."""
         return list(self.layers)
 
+    def ends(self) -> list[nn.Module]:
+        """Returns the layers before and after the blocks, if they are called one by one: a tied head is not."""
+        return [] if self.head is None else [self.token_embedding, self.head]
+
 
 class Block(nn.Module):
     """Attention, then an MLP; each reads the normed stream and adds to it."""

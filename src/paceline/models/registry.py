@@ -66,6 +66,16 @@ def model_blocks(model: nn.Module) -> list[nn.Module]:
     return max(candidates, key=lambda row: sum(map(num_parameters, row)), default=[])
 
 
+def model_ends(model: nn.Module) -> list[nn.Module]:
+    """Returns the layers before and after the blocks that may be sharded by themselves: none unless a model says so.
+
+    A model says so with a method ``ends()``, and so promises to call these modules: a weight that is read past its
+    module's call (tied, or in a loss) cannot be gathered for that call.
+    """
+    ends: object = getattr(model, "ends", None)
+    return list(ends()) if callable(ends) and not isinstance(ends, nn.Module) else []
+
+
 def num_parameters(model: nn.Module) -> int:
     """Counts the parameters, a shared one once."""
     return sum(parameter.numel() for parameter in model.parameters())

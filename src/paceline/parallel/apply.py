@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.memory.checkpointing import checkpoint_blocks
 from paceline.memory.offload import Offload, check_offload
 from paceline.mesh import Mesh
-from paceline.models.registry import model_blocks
+from paceline.models.registry import model_blocks, model_ends
 from paceline.parallel.agree import broadcast_tensors, check_same_model
 from paceline.parallel.automatic import choose_for_module
 from paceline.parallel.batchnorm import synchronise_batchnorm
@@ -119,7 +119,7 @@ def _shard(
     groups = _groups(comm, strategy, policy)
     blocks = model_blocks(model)
     unit_mb = policy.unit_mb or (None if blocks or policy.units else _LARGE_UNIT_MB)
-    named = choose_units(model, blocks, names=policy.units, unit_mb=unit_mb)
+    named = choose_units(model, blocks, model_ends(model), names=policy.units, unit_mb=unit_mb)
     units = build_units(model, named, comm, groups.shards, precision, offload)
     engine = FullySharded(model, groups, units, policy, precision, buffers)
     engine.watch([*(module for _, module in named), model])

@@ -79,6 +79,7 @@ class FlatGroup:
         self._stashed: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None  # this rank's slice; the pieces' gradients are views into it
         self._gradient_views: list[torch.Tensor] = []
+        self._norms: tuple[int, Sequence[torch.Tensor], Work] | None = None  # of which version of the gradient
 
     @property
     def size_bytes(self) -> int:
@@ -278,6 +279,32 @@ class FlatGroup:
             self._add_to_gradient(mine)
         for piece, view in zip(self.pieces, self._gradient_views, strict=True):
             piece.grad = view
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Takes the norms of the pieces' gradients, beside what the device computes; they are asked for later."""
+        gradient, views = self.gradient, self._gradient_views
+        if gradient is None or gradient.device.type == "cpu":  # which has nothing beside
+            return
+        norms: list[torch.Tensor] = []
+
+        def take() -> Work:
+            norms.extend(torch._foreach_norm(views))
+            return DONE
+
+        work = self.reductions.issue(take)
+        self._norms = (gradient._version, norms, work)
+
+    def norms(self) -> Sequence[torch.Tensor] | None:
+        """Returns the norms that ``measure`` took, if the gradients are still the same ones."""
+        taken, self._norms = self._norms, None
+        if taken is None or self.gradient is None or taken[0] != self.gradient._version:
+            return None
+        pairs = zip(self.pieces, self._gradient_views, strict=True)
+        if any(piece.grad is not None and piece.grad is not view for piece, view in pairs):
+            return None
+        taken[2].wait()
+        return [norm for norm, piece in zip(taken[1], self.pieces, strict=True) if piece.grad is not None]
 
     @property
     def has_stash(self) -> bool:

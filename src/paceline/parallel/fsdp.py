@@ -138,6 +138,7 @@ class FullySharded:
         self._pass_number = 0
         self._is_forward = self._is_backward = False
         self._reducing: Unit | None = None
+        self._landing: Unit | None = None  # the one before: its gradients may be on their way to the host
         self._used: set[str] = set()
         self._flags: tuple[torch.Tensor, Work] | None = None
         self._all_used = torch.ones(len(self._names), dtype=torch.uint8, device=self.comm.device)
@@ -193,7 +194,8 @@ class FullySharded:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
-        return clip_pieces(self._pieces, self._groups.shards, max_norm, norm_type)
+        norms = self._measured() if norm_type == 2.0 else None
+        return clip_pieces(self._pieces, self._groups.shards, max_norm, norm_type, norms)
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks for which this rank has no samples."""
@@ -420,9 +422,8 @@ class FullySharded:
     def _finish_backward(self) -> None:
         """Ends a backward: reduces the rest, waits, and settles who has a gradient."""
         self._backward.finish(drop=lambda leg: leg % 2 == 0 and self._stays(self._units[leg // 2]))
-        if self._reducing is not None:
-            self._reducing.finish_reduce(is_last=self._is_syncing)
-            self._reducing = None
+        self._finish_reduce()
+        self._reducing = self._landing = None
         self._is_backward = False
         self._num_forwards = 0
         for unit in self._units:
@@ -480,6 +481,17 @@ class FullySharded:
         used_anywhere = flags.tolist()  # sync point, for models that leave parameters unused
         return [place for place in missing if not used_anywhere[place]]
 
+    def _measured(self) -> list[torch.Tensor] | None:
+        """Returns the norms that were taken in backward; None unless they are those of all gradients there are now."""
+        norms: list[torch.Tensor] = []
+        for group in self._flat:
+            if any(piece.grad is not None for piece in group.pieces):
+                measured = group.norms()
+                if measured is None:
+                    return None
+                norms += measured
+        return norms or None
+
     # What the routes call.
 
     def _route(self, order: Sequence[int]) -> Route:
@@ -491,10 +503,16 @@ class FullySharded:
             unit.start_gather()
             return
         with torch.no_grad():
-            if self._reducing is not None:  # two units' gradients at a time
-                self._reducing.finish_reduce(is_last=self._is_syncing)
+            if self._landing is not None:
+                self._landing.land_gradients()
+            self._finish_reduce()  # two units' gradients at a time
             self._used.update(unit.start_reduce(self._scale))
-            self._reducing = unit
+            self._landing, self._reducing = self._reducing, unit
+
+    def _finish_reduce(self) -> None:
+        if self._reducing is not None:
+            is_final = self._is_syncing and self._groups.replicas.size == 1
+            self._reducing.finish_reduce(is_last=self._is_syncing, is_final=is_final)
 
     def _release(self, leg: int) -> None:
         """Lets go of a unit that was gathered for the others; all keep a slice of it where backward will need that."""

@@ -19,18 +19,26 @@ Named = tuple[str, nn.Module]
 
 
 def choose_units(
-    model: nn.Module, blocks: Sequence[nn.Module], *, names: Sequence[str] | None = None, unit_mb: float | None = None
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    ends: Sequence[nn.Module] = (),
+    *,
+    names: Sequence[str] | None = None,
+    unit_mb: float | None = None,
 ) -> list[Named]:
     """Returns the units below the root, outermost first, in the order of definition.
 
     By name where ``names`` are given; by size where ``unit_mb`` is: the largest modules that are not larger; otherwise
-    the model's blocks. Raises UsageError for names that are not modules of the model.
+    the model's blocks, and those of its ``ends`` that are as large: all that is in the root stays gathered for long.
+    Raises UsageError for names that are not modules of the model.
     """
     if names is not None:
         return _by_name(model, names)
     if unit_mb is not None:
         return [unit for unit in _by_size(model, unit_mb * MIB) if unit[1] is not model]
     chosen = {id(block) for block in blocks}
+    largest = max((_num_bytes(block) for block in blocks), default=0)
+    chosen |= {id(end) for end in ends if _num_bytes(end) >= largest > 0}
     return [(name, module) for name, module in model.named_modules() if id(module) in chosen and module is not model]
 
 
@@ -74,8 +82,12 @@ def _by_name(model: nn.Module, names: Sequence[str]) -> list[Named]:
     return [(name, modules[name]) for name in modules if name in set(names)]
 
 
+def _num_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
 def _by_size(module: nn.Module, limit: float, name: str = "") -> list[Named]:
-    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    num_bytes = _num_bytes(module)
     if num_bytes == 0:
         return []
     if name and num_bytes <= limit and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList):

@@ -14,16 +14,22 @@ from paceline.parallel.flat import FlatGroup
 
 @torch.no_grad()
 def clip_pieces(
-    pieces: Sequence[nn.Parameter], comm: Communicator, max_norm: float, norm_type: float = 2.0
+    pieces: Sequence[nn.Parameter],
+    comm: Communicator,
+    max_norm: float,
+    norm_type: float = 2.0,
+    norms: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Clips gradients of which every rank of ``comm`` has pieces; returns their global norm.
 
     One all-reduce. The coefficient stays on the device: nothing waits for it. An infinite ``max_norm`` only measures.
+    ``norms`` are those of the pieces, where they are known already.
     """
     gradients = [piece.grad for piece in pieces if piece.grad is not None and piece.grad.numel()]
     device = gradients[0].device if gradients else comm.device
     is_max = math.isinf(norm_type)
-    norms = torch._foreach_norm(gradients, norm_type) if gradients else []
+    if norms is None:
+        norms = torch._foreach_norm(gradients, norm_type) if gradients else []
     if norms:
         stacked = torch.stack(list(norms)).to(comm.device)
         local = stacked.max() if is_max else (stacked**norm_type).sum()

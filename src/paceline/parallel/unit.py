@@ -165,12 +165,23 @@ class Unit:
             self._reductions.append((group, [gradient, *taken], mine, work))
         return used
 
-    def finish_reduce(self, *, is_last: bool) -> None:
-        """Waits for the reduce-scatters and adds the slices to the pieces' gradients."""
+    def finish_reduce(self, *, is_last: bool, is_final: bool) -> None:
+        """Waits for the reduce-scatters and adds the slices to the pieces' gradients.
+
+        ``is_last``: of the step's microbatches. ``is_final``: nothing changes these gradients any more, so they are
+        measured.
+        """
         for group, _, mine, work in self._reductions:
             work.wait()
             group.add_gradient(mine, is_last=is_last)
+            if is_final:
+                group.measure()
         self._reductions.clear()
+
+    def land_gradients(self) -> None:
+        """Waits until gradients that go to the host are there, so that the device holds no more of them."""
+        for group in self.groups:
+            group.finish_gradient()
 
     def start_replicate(self, comm: Communicator) -> None:
         """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh."""

@@ -338,8 +338,8 @@ class DistributedTrainer:
             scale, (factor, undo) = scaler.scale, scaler.factors(ranks, None)
             scale_gradients(self.engine, undo)
         weight = weigh_gradients(self.engine, self._pending_samples)
-        norm = self.engine.clip_grad_norm_(math.inf if self.gradient_clip_val is None else self.gradient_clip_val)
-        update_if_finite(optimizer, norm)
+        norm = self.engine.clip_grad_norm_(math.inf)
+        update_if_finite(optimizer, norm, self.gradient_clip_val)
         if scaler is not None:
             scaler.note_elements(ranks / weight)
             scaler.update(norm)

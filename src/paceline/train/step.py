@@ -113,8 +113,8 @@ def train_step(
         if scaler is not None:
             scaler.note_elements(engine.comm.size / weight)
         laps.lap("backward")
-    norm = engine.clip_grad_norm_(math.inf if policy.clip_norm is None else policy.clip_norm)
-    is_updated = update_if_finite(optimizer, norm)
+    norm = engine.clip_grad_norm_(math.inf)  # measures; to clip is part of the update
+    is_updated = update_if_finite(optimizer, norm, policy.clip_norm)
     if scaler is not None:
         scaler.update(norm)
     optimizer.zero_grad(set_to_none=True)
