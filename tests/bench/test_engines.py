@@ -88,7 +88,7 @@ def _without(what: str, model: nn.Module, comm: Communicator) -> Wrapped:
     """A plain loop with a mistake."""
     wrapped = arms_module._wrap_plain(model, comm)
     if what == "clipping":
-        return dataclasses.replace(wrapped, clip=lambda _: None)
+        return dataclasses.replace(wrapped, update=lambda optimizer: optimizer.step())
     return dataclasses.replace(wrapped, parameters=wrapped.parameters[:-1])
 
 

@@ -37,6 +37,8 @@ MODELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, targets = batch
     logits = model(inputs)
+    if logits.dtype == torch.bfloat16:  # as the losses of the train room do
+        logits = logits.float()
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="sum")
 
 

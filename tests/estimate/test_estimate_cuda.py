@@ -81,7 +81,8 @@ def test_estimate_against_the_peak(precision: str, checkpoint: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     trainer.run()
     peak = torch.cuda.max_memory_allocated()
-    assert need.device_bytes - need.framework == pytest.approx(peak, rel=0.15)
+    # Gradients come as activations go; the estimate counts both. So it is never less, and a third more at most.
+    assert peak <= need.device_bytes - need.framework <= 1.35 * peak
 
 
 def test_the_microbatch_fits_into_what_there_is() -> None:

@@ -57,6 +57,7 @@ from paceline.parallel.ddp import DataParallel, _Bucket
 from paceline.parity.case import FunctionCase
 from paceline.parity.certificate import certify
 from paceline.train import step as steps
+from paceline.train import update
 
 
 def test_the_cases_have_what_the_bugs_need() -> None:
@@ -118,12 +119,10 @@ def clip_locally_first(original: Any) -> Any:
 def norm_of_a_share(_: Any) -> Any:
     """Each rank takes the norm of its share of the parameters for that of all."""
 
-    def clip_grad_norm_(self: DataParallel, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self: DataParallel, _: float) -> torch.Tensor:
         parameters = list(self.parameters())
         gradients = [p.grad for p in parameters[self.comm.rank :: self.comm.size] if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        return nn.utils.get_total_norm(gradients)
 
     return clip_grad_norm_
 
@@ -131,30 +130,27 @@ def norm_of_a_share(_: Any) -> Any:
 def norm_divided_by_ranks(_: Any) -> Any:
     """Squares are averaged over ranks as if each had a share: the norm is too small by the root of their number."""
 
-    def clip_grad_norm_(self: DataParallel, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self: DataParallel, _: float) -> torch.Tensor:
         parameters = list(self.parameters())
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) / self.comm.size**0.5
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) / self.comm.size**0.5
 
     return clip_grad_norm_
 
 
-def norm_without_clipping(_: Any) -> Any:
-    return lambda self, *_: nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+def leave_unclipped(_: Any) -> Any:
+    return lambda *_: None
 
 
-def clip_by_largest_norm(_: Any) -> Any:
-    """Clips each parameter by its own norm; what it returns is right."""
+def clip_one_by_one(_: Any) -> Any:
+    """Clips each parameter by its own norm."""
 
-    def clip_grad_norm_(self: DataParallel, max_norm: float) -> torch.Tensor:
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                nn.utils.clip_grad_norm_([parameter], max_norm)
-        return norm
+    def scale(optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    nn.utils.clip_grad_norm_([parameter], CLIP)
 
-    return clip_grad_norm_
+    return scale
 
 
 def clip_before_weighing() -> Plant:
@@ -450,12 +446,8 @@ BUGS: dict[str, Bug] = {
         shows="norm",
         settings=dataclasses.replace(SETTINGS, clip=1e9),
     ),
-    "measured and not clipped": Bug(
-        plant=replacing(DataParallel, "clip_grad_norm_", norm_without_clipping), case=KNOWN, shows="gradient"
-    ),
-    "clipped one by one": Bug(
-        plant=replacing(DataParallel, "clip_grad_norm_", clip_by_largest_norm), case=KNOWN, shows="gradient"
-    ),
+    "measured and not clipped": Bug(plant=replacing(update, "_scale", leave_unclipped), case=KNOWN, shows="gradient"),
+    "clipped one by one": Bug(plant=replacing(update, "_scale", clip_one_by_one), case=KNOWN, shows="gradient"),
     "clipped before weighing": Bug(plant=clip_before_weighing(), case=PLAIN, shows="norm"),
     "sum instead of average": Bug(
         plant=replacing(DataParallel, "_launch", scaled(lambda size: size)), case=KNOWN, shows="gradient"

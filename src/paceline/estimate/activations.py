@@ -257,7 +257,7 @@ def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Wid
     kept = 2 if model.dropout else 1  # the ReLU's output, and what dropout makes of it
     saved = features + kept * (hidden + half)
     masks = _dropout_bytes(model.dropout, hidden + half, widths.compute, widths)
-    logits = classes * (4 if widths.is_autocast else widths.stream)
+    logits = classes * max(widths.stream, 4)
     root = BlockFacts(
         parameters=weights + hidden + half + classes,
         saved_bytes=widths.compute * saved + masks + logits + _INDEX_BYTES,
