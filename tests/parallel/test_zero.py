@@ -40,7 +40,7 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import VirtualCommunicator, run_virtual
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT, gpt_config
-from paceline.parallel.apply import compile_model
+from paceline.parallel.apply import compile_model, parallelize
 from paceline.parallel.buckets import BucketPolicy
 from paceline.parallel.ddp import DataParallel
 from paceline.parallel.gathering import Gathering, _tell_of_step
@@ -1075,3 +1075,26 @@ def test_the_branches_of_the_cases_differ_by_rank() -> None:
     """The case is only worth its name if some parameter is used on one rank alone."""
     used = [{Branches: engine_cases.branch_of(step, rank)}[Branches] for step in range(4) for rank in range(2)]
     assert len(set(used)) == 3
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_frozen_parameters_are_saved_as_they_were_built(stage: str) -> None:
+    """The module computes with a bf16 copy; a state dict has the digits that were there before, or what came since."""
+
+    def work(comm: Communicator) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        built = model[0].weight.detach().clone()
+        engine = parallelize(model, comm, stage, precision="bf16_master")
+        assert model[0].weight.dtype == torch.bfloat16
+        state = engine.full_state_dict()
+        assert torch.equal(state["0.weight"], built)
+        state["0.weight"] += 1e-5
+        engine.load_full_state_dict(state)
+        assert torch.equal(engine.full_state_dict()["0.weight"], state["0.weight"])
+        with torch.no_grad():
+            model[0].weight.fill_(3.0)
+        assert engine.full_state_dict()["0.weight"].eq(3.0).all()
+
+    run_virtual(work, ranks=2)

@@ -89,6 +89,7 @@ class ZeroParallel:
         if not self._is_plain:
             _check_offload(offload)
             self._groups = _make_groups(module, comm, self.policy.buckets, self.precision, offload)
+        self._frozen = _cast_frozen(module, self.precision.param_dtype)
         self._updated = {**self._named, **{n: p for g in self._groups for n, p in zip(g.names, g.pieces, strict=True)}}
         self._scale = gradient_scale(comm)
         self._is_syncing = True
@@ -196,11 +197,16 @@ class ZeroParallel:
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""
-        return gather_state(self.module, self._groups, self.comm, rank0_only=rank0_only)
+        state = gather_state(self.module, self._groups, self.comm, rank0_only=rank0_only)
+        for name, built in self._frozen.items() if state else ():
+            if torch.equal(state[name], built.to(state[name].dtype)):  # else somebody has changed it since
+                state[name] = built.clone()
+        return state
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
         load_state(self.module, self._groups, state)
+        self._frozen = {name: state[name].to("cpu", built.dtype, copy=True) for name, built in self._frozen.items()}
         self._gathering.may_have_changed = True
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -434,7 +440,7 @@ class ZeroParallel:
 def _make_groups(
     module: nn.Module, comm: Communicator, policy: BucketPolicy, precision: Precision, offload: Offload
 ) -> list[FlatGroup]:
-    """Makes flat groups of the trainable parameters, last defined first; casts the others where they lie."""
+    """Makes flat groups of the trainable parameters, last defined first."""
     kept = kept_parameters(module)
     as_built = dataclasses.replace(precision, param_dtype=None)
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -445,10 +451,21 @@ def _make_groups(
         group = FlatGroup(pairs, comm, as_built if pairs[0][1] in kept else precision, offload)
         group.keep_slice(in_place=True)
         groups.append(group)
-    for parameter in module.parameters() if precision.param_dtype is not None else ():
-        if not parameter.requires_grad and parameter.is_floating_point() and parameter not in kept:
-            parameter.data = parameter.data.to(precision.param_dtype)
     return groups
+
+
+def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Casts the frozen parameters where they lie; returns them as they were built, on the host, for state dicts."""
+    if dtype is None:
+        return {}
+    kept = kept_parameters(module)
+    built: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad and parameter.is_floating_point() and parameter not in kept:
+            built[name] = parameter.detach().to("cpu", copy=True)
+    for parameter in {module.get_parameter(name) for name in built}:
+        parameter.data = parameter.data.to(dtype)
+    return built
 
 
 def _check_offload(offload: Offload) -> None:
