@@ -25,7 +25,7 @@ SOURCE = Path(paceline.__file__).parent
 
 LEVELS = (
     ("errors", "units", "imports"),
-    ("config", "mesh", "layout"),
+    ("config", "cluster", "mesh", "layout"),
     ("estimate",),
     ("planning", "monitor.records"),
     ("clock",),
@@ -43,6 +43,7 @@ TORCH_FREE = (
     "units",
     "imports",
     "config",
+    "cluster",
     "mesh",
     "layout",
     "estimate",
@@ -62,7 +63,9 @@ NOT_ENGINES = {
     "parallel.batchnorm",
     "parallel.buckets",
     "parallel.buffers",
+    "parallel.ddp_bucket",
     "parallel.engine",
+    "parallel.face",
     "parallel.flat",
     "parallel.gathering",
     "parallel.gradients",

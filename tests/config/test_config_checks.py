@@ -76,6 +76,21 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     (MLP, ["comm.backend=nccl"], None),
     (MLP, ["comm.bucket_mb=0.5"], "comm.first_bucket_mb = 1 is larger than comm.bucket_mb = 0.5"),
     (MLP, ["comm.bucket_mb=0.5", "comm.first_bucket_mb=0.5"], None),
+    (MLP, ["comm.compression={policy: topk, ratio: 0.5}"], None),
+    *[
+        (
+            MLP,
+            ["comm.compression={policy: topk}", f"parallel.strategy={name}"],
+            f"comm.compression.policy = topk with parallel.strategy = {name}",
+        )
+        for name in ("zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")
+    ],
+    (MLP, ["comm.compression.ratio=0.5"], "comm.compression.ratio = 0.5 has no effect with comm.compression.policy"),
+    (MLP, ["comm.compression={policy: sign, factor_rank: 2}"], "comm.compression.factor_rank = 2 has no effect with"),
+    (MLP, ["comm.compression.exclude=[a]"], "comm.compression.exclude = ('a',) has no effect with"),
+    (MLP, ["comm.compression={policy: int8, plain_steps: 3, min_size: 0, exclude: [a]}"], None),
+    (MLP, ["comm.compression.policy=sign", "train.precision=fp16"], "comm.compression.policy = sign with train.prec"),
+    (MLP, ["comm.compression={policy: sign, error_feedback: false}", "train.precision=fp16"], None),
     # optim
     (MLP, ["optim.schedule={warmup: 11, length: 10}"], "optim.schedule.warmup = 11 is longer than"),
     (MLP, ["optim.schedule={warmup: 10, length: 10}"], None),

@@ -53,7 +53,8 @@ from paceline.errors import CollectiveMismatchError
 from paceline.layout import flat_layout
 from paceline.parallel.agree import broadcast_tensors
 from paceline.parallel.apply import parallelize
-from paceline.parallel.ddp import DataParallel, _Bucket
+from paceline.parallel.ddp import DataParallel
+from paceline.parallel.ddp_bucket import GradientBucket
 from paceline.parity.case import FunctionCase
 from paceline.parity.certificate import certify
 from paceline.train import step as steps
@@ -186,7 +187,7 @@ def scaled(factor: Callable[[int], float]) -> Callable[[Any], Any]:
     """What arrives from the reduction is multiplied."""
 
     def make(original: Any) -> Any:
-        def launch(self: DataParallel, bucket: _Bucket) -> None:
+        def launch(self: DataParallel, bucket: GradientBucket) -> None:
             original(self, bucket)
             work, size = bucket.work, self.comm.size
             assert work is not None
@@ -205,7 +206,7 @@ def scaled(factor: Callable[[int], float]) -> Callable[[Any], Any]:
 
 
 def never_waited(original: Any) -> Any:
-    def launch(self: DataParallel, bucket: _Bucket) -> None:
+    def launch(self: DataParallel, bucket: GradientBucket) -> None:
         original(self, bucket)
         bucket.work = DONE
 
@@ -213,7 +214,7 @@ def never_waited(original: Any) -> Any:
 
 
 def one_skipped(original: Any) -> Any:
-    def launch(self: DataParallel, bucket: _Bucket) -> None:
+    def launch(self: DataParallel, bucket: GradientBucket) -> None:
         if self._buckets.index(bucket) == 1:
             quietly(self, original, bucket)
         else:
@@ -223,7 +224,7 @@ def one_skipped(original: Any) -> Any:
 
 
 def one_sent_twice(original: Any) -> Any:
-    def launch(self: DataParallel, bucket: _Bucket) -> None:
+    def launch(self: DataParallel, bucket: GradientBucket) -> None:
         original(self, bucket)
         assert bucket.buffer is not None
         assert bucket.work is not None
@@ -249,7 +250,7 @@ def sent_too_early(original: Any) -> Any:
 def stale_slots(original: Any) -> Any:
     """The place of a gradient that is missing keeps what it held in the last step."""
 
-    def fill(self: _Bucket, *args: Any) -> torch.Tensor:
+    def fill(self: GradientBucket, *args: Any) -> torch.Tensor:
         kept = [
             (view, view.clone())
             for parameter, view in zip(self.parameters, self.views, strict=False)
@@ -266,7 +267,7 @@ def stale_slots(original: Any) -> Any:
 def stale_gradients(original: Any) -> Any:
     """Gradients are copied into the buffer, and the optimizer still sees what they were before."""
 
-    def fill(self: _Bucket, *args: Any) -> torch.Tensor:
+    def fill(self: GradientBucket, *args: Any) -> torch.Tensor:
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         buffer: torch.Tensor = original(self, *args)
         for parameter, gradient in zip(self.parameters, before, strict=True):
@@ -279,7 +280,7 @@ def stale_gradients(original: Any) -> Any:
 def not_cleared(original: Any) -> Any:
     """The buffer is added to and never cleared: a step has the gradients of all steps before."""
 
-    def fill(self: _Bucket, *args: Any) -> torch.Tensor:
+    def fill(self: GradientBucket, *args: Any) -> torch.Tensor:
         old = None if self.buffer is None else self.buffer.clone()
         buffer: torch.Tensor = original(self, *args)
         return buffer if old is None or self.adopts else buffer.add_(old)
@@ -469,14 +470,16 @@ BUGS: dict[str, Bug] = {
         step=1,
     ),
     "stale slot of a missing gradient": Bug(
-        plant=replacing(_Bucket, "fill", stale_slots), case=known(Branches), shows="gradient", step=2
+        plant=replacing(GradientBucket, "fill", stale_slots), case=known(Branches), shows="gradient", step=2
     ),
     "gradient is not the bucket's view": Bug(
-        plant=replacing(_Bucket, "fill", stale_gradients), case=KNOWN, shows="gradient"
+        plant=replacing(GradientBucket, "fill", stale_gradients), case=KNOWN, shows="gradient"
     ),
-    "bucket never cleared": Bug(plant=replacing(_Bucket, "fill", not_cleared), case=KNOWN, shows="gradient", step=2),
+    "bucket never cleared": Bug(
+        plant=replacing(GradientBucket, "fill", not_cleared), case=KNOWN, shows="gradient", step=2
+    ),
     "slots overlap": Bug(
-        plant=lambda m: m.setattr("paceline.parallel.ddp.flat_layout", misplaced(flat_layout)),
+        plant=lambda m: m.setattr("paceline.parallel.ddp_bucket.flat_layout", misplaced(flat_layout)),
         case=KNOWN,
         shows="gradient",
     ),

@@ -147,6 +147,41 @@ def memory(
     _finish("memory", rows, config, _show_memory if not as_json else None)
 
 
+@app.command()
+def compression(
+    config: Path = typer.Argument(..., help="A YAML file; its model is trained."),
+    overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
+    ranks: int = typer.Option(2, help="Virtual ranks.", min=2),
+    steps: int = typer.Option(100, help="Steps under each policy.", min=4),
+    ratio: float = typer.Option(None, help="Share of elements that topk and randomk send.", min=1e-6, max=1.0),
+    rank: int = typer.Option(None, help="Columns of a factor of powersgd.", min=1),
+    threshold: float = typer.Option(None, help="Smallest element that threshold sends.", min=1e-30),
+    both: bool = typer.Option(False, "--both", help="Each policy without error feedback as well."),
+    output: Path = typer.Option(None, help="Also write the record to this file."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """See which gradient compression pays for a model, and on which links.
+
+    Trains the config's model for a few steps under each policy on virtual ranks, beside the run without compression:
+    bytes, loss, what is still owed, what compressing costs, and the link speed below which that is worth it.
+
+    Examples:
+
+      paceline bench compression configs/digits.yaml
+
+      paceline bench compression configs/digits.yaml --ratio 0.005 --ranks 4 --steps 100 --both
+    """
+    from paceline.bench.compression import bench_compression
+    from paceline.config import load_config
+
+    loaded = load_config(config, list(overrides or []))
+    numbers = {"ratio": ratio, "factor_rank": rank, "threshold": threshold}
+    settings = {"config": str(config), "overrides": overrides or [], "ranks": ranks, "steps": steps, "device": "cpu"}
+    rows = bench_compression(loaded, ranks, steps, {k: v for k, v in numbers.items() if v is not None}, both=both)
+    _write("compression", rows, settings, output)
+    _finish("compression", rows, settings, _show_compression if not as_json else None)
+
+
 def _check_device(device: str) -> None:
     import torch
 
@@ -233,6 +268,28 @@ def _show_memory(rows: Rows) -> None:
         for row in rows
     ]
     _print_table(titles, cells, left=("option", "limit"))
+
+
+def _show_compression(rows: Rows) -> None:
+    from paceline.units import format_bytes
+
+    titles = ("policy", "setting", "feedback", "sent", "fewer", "loss", "difference", "owed", "compute", "pays below")
+    cells = [
+        (
+            row["policy"],
+            row["setting"],
+            "yes" if row["error_feedback"] else "no",
+            format_bytes(round(row["sent_bytes"])),
+            f"{row['bytes_ratio']:.1f} x" if row["bytes_ratio"] else "",
+            f"{row['loss']:.4f}",
+            f"{row['loss_difference']:+.4f}",
+            f"{row['residual_norm']:.3g}",
+            f"{row['compute_ms']:.2f} ms",
+            f"{row['pays_below_gbps']:.2f} Gbit/s" if row["pays_below_gbps"] else "",
+        )
+        for row in rows
+    ]
+    _print_table(titles, cells, left=("policy", "setting", "feedback"))
 
 
 def _print_table(titles: tuple[str, ...], cells: Sequence[Sequence[str]], left: tuple[str, ...]) -> None:

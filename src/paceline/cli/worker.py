@@ -283,9 +283,11 @@ def _write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
         return
     from dataclasses import asdict
 
+    from paceline.comm.algorithms import AlgorithmCommunicator
     from paceline.comm.traced import TracedCommunicator
 
     comm = trainer.parts.engine.comm
+    comm = comm.inner if isinstance(comm, AlgorithmCommunicator) else comm
     assert isinstance(comm, TracedCommunicator)
     path = folder / "trace" / f"rank-{comm.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)

@@ -16,9 +16,12 @@ All ranks of a group issue the same collectives in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
+
+from paceline.layout import FlatLayout
 
 ReduceOp = Literal["sum", "avg", "min", "max"]
 
@@ -106,3 +109,38 @@ class Done:
 
 
 DONE = Done()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketShape:
+    """What lies in a bucket: tensors by name, and ``tail`` elements behind them that always travel whole."""
+
+    names: tuple[str, ...]
+    layout: FlatLayout
+    tail: int = 0
+
+
+class BucketReduction(Protocol):
+    """Averages one bucket over the ranks, step after step."""
+
+    def start(self, buffer: torch.Tensor, comm: Communicator) -> Work:
+        """Sends a bucket on its way; when waited for, ``buffer`` holds the average, the same bits on every rank."""
+
+
+class GradientCompression(Protocol):
+    """What an engine may use in place of a bucket's all-reduce. It remembers what a step did not send."""
+
+    def bind(self, buckets: Sequence[BucketShape]) -> Sequence[BucketReduction]:
+        """Makes the reductions of an engine's buckets; those of buckets that it had before end."""
+
+    def end_pass(self) -> None:
+        """Ends a pass: every bucket was waited for."""
+
+    def abandon_pass(self) -> None:
+        """Forgets a pass that was broken off; without one under way nothing happens."""
+
+    def roll_back(self) -> None:
+        """Forgets the last pass, ended or not: its gradients were dropped, and come again."""
+
+    def withhold(self, names: Sequence[str]) -> None:
+        """Takes back what this pass sent of tensors that get no gradient, so that it is not lost."""

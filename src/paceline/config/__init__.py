@@ -26,6 +26,7 @@ from paceline.config.rates import peak_learning_rate as peak_learning_rate
 from paceline.config.rates import scaled_learning_rate as scaled_learning_rate
 from paceline.config.schema import CheckpointConfig as CheckpointConfig
 from paceline.config.schema import CommConfig as CommConfig
+from paceline.config.schema import CompressionConfig as CompressionConfig
 from paceline.config.schema import Config as Config
 from paceline.config.schema import DataConfig as DataConfig
 from paceline.config.schema import DigitsDataConfig as DigitsDataConfig

@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.config.algorithm import algorithm_fits, check_algorithm
 from paceline.config.batch import check_batch
+from paceline.config.compression import compression_has_replicas, compression_keys_apply, residuals_have_one_unit
 from paceline.config.gpt_sizes import gpt_shape, missing_dimensions
 from paceline.config.known_data import known_shape
 from paceline.config.schema import Config, GPTModelConfig, MLPModelConfig, OptimConfig, ResNetModelConfig, TrainConfig
@@ -57,7 +59,11 @@ def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> li
 
     For when ``parallel.ranks = auto`` has been resolved, and the hosts are known.
     """
-    return _check_batch(config.train, ranks) + check_sharding(config, ranks, node_ranks)
+    return [
+        *_check_batch(config.train, ranks),
+        *check_sharding(config, ranks, node_ranks),
+        *check_algorithm(config, ranks, node_ranks),
+    ]
 
 
 def plain_name(config: Config) -> list[Problem]:
@@ -392,6 +398,10 @@ CHECKS: tuple[Check, ...] = (
     Check(needs=("data",), run=text_exists),
     Check(needs=("parallel", "comm"), run=backend_suits_device),
     Check(needs=("comm",), run=buckets_ordered),
+    Check(needs=("comm", "parallel"), run=algorithm_fits),
+    Check(needs=("comm", "parallel"), run=compression_has_replicas),
+    Check(needs=("comm",), run=compression_keys_apply),
+    Check(needs=("comm", "train"), run=residuals_have_one_unit),
     Check(needs=("optim", "train"), run=warmup_fits),
     Check(needs=("optim",), run=optim_keys_apply),
     Check(needs=("optim",), run=nesterov_has_momentum),

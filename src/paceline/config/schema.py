@@ -235,10 +235,32 @@ class MemoryConfig(Section):
     )
 
 
+class CompressionConfig(Section):
+    """How gradients are made smaller on their way."""
+
+    policy: Literal["none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16"] = Field(
+        default="none",
+        description="none; topk, randomk, threshold: few elements; powersgd: two thin factors of a matrix; sign, int8, "
+        "fp16, bf16: few bits",
+    )
+    ratio: float = Field(default=0.01, gt=0, le=1, description="topk, randomk: the share of elements that is sent")
+    factor_rank: Count = Field(default=4, description="powersgd: columns of a factor")
+    threshold: Positive = Field(default=1e-3, description="threshold: smaller elements are not sent")
+    error_feedback: bool = Field(default=True, description="what a step did not send is added to the next one")
+    plain_steps: int = Field(default=0, ge=0, description="first steps, which compress nothing")
+    min_size: int = Field(default=1024, ge=0, description="tensors with fewer elements travel whole")
+    exclude: Texts = Field(default=(), description="tensors that travel whole, by patterns such as embed.*")
+
+
 class CommConfig(Section):
     """How gradients travel between ranks."""
 
     backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
+    algorithm: Literal["native", "ring", "tree", "halving_doubling", "hierarchical", "auto"] = Field(
+        default="native",
+        description="how collectives are made: by the backend; of messages, as a ring, two trees, by halving, or "
+        "inside hosts and then across them; auto: the fastest of those by size and hosts",
+    )
     bucket_mb: Positive = Field(default=25.0, description="gradients reduced together, in MiB")
     first_bucket_mb: Positive = Field(default=1.0, description="size of the first bucket, in MiB: small starts early")
     timeout_s: Positive = Field(default=300.0, description="seconds until a rank that does not answer is an error")
@@ -246,6 +268,9 @@ class CommConfig(Section):
         default="broadcast", description="buffers such as batch-norm statistics: rank 0's for all, or each its own"
     )
     overlap: bool = Field(default=True, description="reduce gradients while backward still runs")
+    compression: CompressionConfig = Field(
+        default=CompressionConfig(), description="how gradients are made smaller on their way"
+    )
 
 
 class ScheduleConfig(Section):

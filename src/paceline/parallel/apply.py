@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, GradientCompression
 from paceline.errors import UsageError
 from paceline.memory.checkpointing import checkpoint_blocks
 from paceline.memory.offload import Offload, check_offload
@@ -53,6 +53,7 @@ def parallelize(
     offload: Offload | None = None,
     sharding: ShardingPolicy | None = None,
     sync_batchnorm: bool = True,
+    compression: GradientCompression | None = None,
 ) -> Engine:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
 
@@ -60,7 +61,8 @@ def parallelize(
     ``zero3``) everything; ``hybrid`` shards within groups of ``sharding.shard_ranks`` and replicates across. The module
     stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its own.
     Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on the
-    meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone.
+    meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone. ``compression``, a
+    ``Compressor``, makes the gradients of ``ddp`` smaller on their way.
 
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another.
     """
@@ -71,6 +73,7 @@ def parallelize(
         chosen = choose_for_module(model, comm, model_blocks(model), policy.name).chosen
         strategy = chosen.strategy
         offload = Offload(**dict.fromkeys(chosen.offload, True)) if chosen.offload else offload
+    _check_compression(strategy, compression)
     _check_model(model, may_be_meta=strategy in ("zero3", "fsdp", "hybrid"))
     check_precision(policy, comm.device)
     check_offload(offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
@@ -91,7 +94,8 @@ def parallelize(
     broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
     buckets = BucketPolicy(bucket_bytes=int(bucket_mb * MIB), first_bucket_bytes=int(first_bucket_mb * MIB))
     if strategy == "ddp":
-        return DataParallel(model, comm, DDPPolicy(buckets=buckets, buffers=buffers, overlap=overlap), policy)
+        replicas = DDPPolicy(buckets=buckets, buffers=buffers, overlap=overlap)
+        return DataParallel(model, comm, replicas, policy, compression)
     zero = ZeroPolicy(stage=1 if strategy == "zero1" else 2, buckets=buckets, buffers=buffers, overlap=overlap)
     return ZeroParallel(model, comm, zero, policy, offload)
 
@@ -170,6 +174,15 @@ def _check_strategy(strategy: str, sharding: ShardingPolicy | None, offload: Off
         problems.append(f"prefetch = {sharding.prefetch}\n  units are gathered that many ahead\n  give 0 or more")
     if problems:
         raise UsageError("\n".join(problems))
+
+
+def _check_compression(strategy: str, compression: GradientCompression | None) -> None:
+    if compression is not None and strategy != "ddp":
+        raise UsageError(
+            f"compression with strategy = {strategy!r}\n"
+            "  it averages whole gradients on every rank, and a sharded strategy gives each rank a slice of them\n"
+            "  take strategy = 'ddp', or leave compression out"
+        )
 
 
 def _check_model(model: Any, *, may_be_meta: bool) -> None:

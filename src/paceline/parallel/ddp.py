@@ -16,12 +16,13 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
 - The last bucket carries one flag per parameter: was it used? So a parameter used on some ranks counts as zero on the
   others, one used on no rank keeps no gradient, and no extra collective is needed to know.
 - One rank alone has nothing to reduce and watches no gradients: the hooks would be pure cost.
+- A compression (see comm/compress) takes the place of a bucket's all-reduce: it makes the bucket small when it is
+  complete, so that its bytes leave during backward, and makes gradients of what came when the step waits for it.
 - With masters (see masters.py) the buckets hold the masters' gradients: a gradient is cast as it is brought in.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
@@ -33,20 +34,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from paceline.comm.base import DONE, Communicator, Work
+from paceline.comm.base import DONE, BucketReduction, BucketShape, Communicator, GradientCompression
 from paceline.errors import UsageError
-from paceline.layout import FlatLayout, flat_layout
 from paceline.parallel.agree import tensors_in
 from paceline.parallel.batchnorm import standing_in
 from paceline.parallel.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
-from paceline.parallel.engine import check_updates_only, loss_scale
-from paceline.parallel.flat import dense_stride, gradient_scale, reduction
+from paceline.parallel.ddp_bucket import GradientBucket
+from paceline.parallel.engine import check_updates_only
+from paceline.parallel.face import EngineFace
+from paceline.parallel.flat import gradient_scale, reduction
 from paceline.parallel.masters import Masters
 from paceline.parallel.optimizer_state import load_optimizer_state
 from paceline.precision import Precision
 
-_ALIGN = 32  # elements: keeps every view on a cache line, whatever the dtype
 _LARGE_BYTES = 2**18  # about what a second-level cache holds
 
 
@@ -59,111 +60,7 @@ class DDPPolicy:
     overlap: bool = True
 
 
-class _Bucket:
-    """Gradients that are reduced together, and the buffer they lie in."""
-
-    def __init__(self, members: list[int], parameters: list[nn.Parameter], *, num_flags: int) -> None:
-        self.members = members
-        self.parameters = parameters
-        self.num_flags = num_flags
-        self.work: Work | None = None
-        self.num_missing = len(members)
-        self.layout: FlatLayout = flat_layout(
-            [tuple(p.shape) for p in parameters],
-            strides=[dense_stride(p) for p in parameters],
-            align=_ALIGN,
-            tail=num_flags,
-        )
-        self.buffer: torch.Tensor | None = None
-        self.wire: torch.Tensor | None = None  # the buffer in another dtype, while it is reduced
-        self.views: list[torch.Tensor] = []
-        self.flags = torch.empty(0)
-        self._is_in = [False] * len(members)
-
-    @property
-    def adopts(self) -> bool:
-        """Whether the bucket's buffer is the gradient itself, wherever autograd put it."""
-        return len(self.members) == 1 and self.num_flags == 0
-
-    def reset(self) -> None:
-        """Forgets the step: no gradient has arrived."""
-        self.work = self.wire = None
-        self.num_missing = len(self.members)
-        self._is_in = [False] * len(self.members)
-        if self.adopts:  # the gradient is its parameter's again: zero_grad() must free it
-            self.buffer = None
-
-    def cast(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns a gradient in the bucket's dtype, at its place there."""
-        if self.adopts:
-            slot, first = self.layout.slots[0], self.parameters[0]
-            return torch.empty_strided(slot.shape, slot.stride, dtype=first.dtype, device=first.device).copy_(gradient)
-        if self.buffer is None:
-            self._allocate()
-        return self.views[position].copy_(gradient)
-
-    def bring_in(self, position: int, scale: float) -> None:
-        """Moves one gradient times ``scale`` into the buffer, in one pass."""
-        if self.buffer is None:
-            self._allocate()
-        parameter, view = self.parameters[position], self.views[position]
-        assert parameter.grad is not None
-        torch.mul(parameter.grad, scale, out=view)
-        parameter.grad = view
-        self._is_in[position] = True
-
-    def fill(self, scale: float) -> torch.Tensor:
-        """Brings in what is not in yet, all at once, zeros for gradients that are missing; returns the buffer."""
-        if self.adopts:
-            self.buffer = _adopt(self.parameters[0], self.layout.slots[0].stride)
-            return self.buffer.mul_(scale) if scale != 1.0 else self.buffer
-        if self.buffer is None:
-            self._allocate()
-        views, targets, sources = [], [], []
-        for parameter, view, is_in in zip(self.parameters, self.views, self._is_in, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                view.zero_()
-            elif not is_in:
-                views.append(view)
-                if gradient is not view:
-                    targets.append(view)
-                    sources.append(gradient)
-                    parameter.grad = view
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        if scale != 1.0 and views:
-            torch._foreach_mul_(views, scale)
-        assert self.buffer is not None
-        return self.buffer
-
-    def _allocate(self) -> None:
-        first = self.parameters[0]
-        self.buffer = torch.zeros(self.layout.length, dtype=first.dtype, device=first.device)
-        self.views = [slot.view(self.buffer) for slot in self.layout.slots]
-        self.flags = self.buffer[self.layout.length - self.num_flags :]  # travel behind the gradients
-
-    def gradient(self, position: int) -> torch.Tensor:
-        """Returns the reduced gradient of the bucket's n-th parameter."""
-        assert self.buffer is not None
-        if self.adopts:
-            slot = self.layout.slots[0]
-            return self.buffer.as_strided(slot.shape, slot.stride)
-        return self.views[position]
-
-
-def _adopt(parameter: nn.Parameter, stride: tuple[int, ...]) -> torch.Tensor:
-    """Returns a parameter's gradient as a flat buffer; a copy is made only if its memory is laid out differently."""
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    if gradient.stride() != stride:
-        dense = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
-        parameter.grad = gradient = dense.copy_(gradient)
-    return gradient.detach().as_strided((gradient.numel(),), (1,))
-
-
-class DataParallel:
+class DataParallel(EngineFace):
     """Replicates a module over the ranks of ``comm`` and keeps the replicas in step."""
 
     def __init__(
@@ -172,6 +69,7 @@ class DataParallel:
         comm: Communicator,
         policy: DDPPolicy | None = None,
         precision: Precision | None = None,
+        compression: GradientCompression | None = None,
     ) -> None:
         self.module = module
         self.comm = comm
@@ -186,13 +84,15 @@ class DataParallel:
         is_plain = self._masters is None and self.precision.autocast_dtype is None
         self._forward: Callable[..., Any] = module if is_plain else self._forward_in_precision
         # NCCL averages while it reduces. Gloo would take a second pass over the sum, so on a CPU the division is part
-        # of the pass that brings the gradients into the bucket.
+        # of the pass that brings the gradients into the bucket. A compression averages by itself.
         self._reduction = reduction(comm)
-        self._scale = gradient_scale(comm)
+        self._compression = compression
+        self._scale = gradient_scale(comm) if compression is None else 1.0
+        self._reductions: dict[GradientBucket, BucketReduction] = {}
         self._is_syncing = True
         self._trainable: list[int] = []
-        self._buckets: list[_Bucket] = []
-        self._place_of: dict[int, tuple[_Bucket, int]] = {}
+        self._buckets: list[GradientBucket] = []
+        self._place_of: dict[int, tuple[GradientBucket, int]] = {}
         self._moved_at_once: set[int] = set()
         self._next_bucket = 0
         self._observed: list[int] = []
@@ -216,6 +116,8 @@ class DataParallel:
             self._build(None)
         elif self._is_backward_known:  # left over from a backward that raised
             self._reset()
+            if self._compression is not None:
+                self._compression.abandon_pass()
         if self._is_syncing and self.module.training:
             self._share_buffers()
         output = self._forward(*args, **kwargs)
@@ -231,31 +133,6 @@ class DataParallel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over what this rank updates, under the module's own names."""
         return iter(zip(self._names, self._parameters, strict=True))
-
-    def train(self, mode: bool = True) -> DataParallel:
-        """Puts the module into training mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> DataParallel:
-        """Puts the module into evaluation mode."""
-        return self.train(False)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients locally: backward passes inside communicate nothing."""
-        before, self._is_syncing = self._is_syncing, False
-        try:
-            yield
-        finally:
-            self._is_syncing = before
-
-    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
-        """Returns N / (sum of ``count`` over the N ranks): the factor that turns a summed loss into the global mean.
-
-        Called by every rank once a step, with its count over all microbatches of the step.
-        """
-        return loss_scale(self.comm, count)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
@@ -285,12 +162,10 @@ class DataParallel:
 
     def forget_order(self) -> None:
         """Drops what a pass that failed on some rank has taught: the next backward watches again. All ranks call it."""
+        if self._compression is not None:
+            self._compression.roll_back()
         if self.comm.size > 1:
             self._build(None)
-
-    def share_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0, where the policy says so."""
-        self._buffers.share()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU under their own names; empty on the others if rank 0 only."""
@@ -416,7 +291,7 @@ class DataParallel:
             self._launch(self._buckets[self._next_bucket])
             self._next_bucket += 1
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: GradientBucket) -> None:
         used = [self._parameters[i].grad is not None for i in self._trainable] if bucket.num_flags else []
         buffer = bucket.fill(self._scale)
         if bucket.num_flags:
@@ -424,6 +299,9 @@ class DataParallel:
                 bucket.flags.fill_(1.0)
             else:  # staged by the driver at once, so the host need not wait for the device
                 bucket.flags.copy_(torch.tensor(used, dtype=buffer.dtype), non_blocking=True)
+        if self._compression is not None and buffer.numel():
+            bucket.work = self._reductions[bucket].start(buffer, self.comm)
+            return
         if self.precision.reduce_dtype is not None and self.precision.reduce_dtype != buffer.dtype:
             bucket.wire = buffer = buffer.to(self.precision.reduce_dtype)
         bucket.work = self.comm.all_reduce(buffer, self._reduction) if buffer.numel() else DONE
@@ -442,6 +320,8 @@ class DataParallel:
                 bucket.buffer.copy_(bucket.wire)
         if missing:
             self._settle(missing)
+        if self._compression is not None:
+            self._compression.end_pass()
         if self._expected is None:
             self._learn()
         elif 0 in self._expected:
@@ -454,6 +334,8 @@ class DataParallel:
         for index in missing:
             bucket, position = self._place_of[index]
             self._parameters[index].grad = bucket.gradient(position) if used[index] else None
+        if self._compression is not None:
+            self._compression.withhold([self._names[index] for index in missing if not used[index]])
 
     def _learn(self) -> None:
         """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
@@ -491,9 +373,15 @@ class DataParallel:
         groups = bucket_parameters(sizes, order, self.policy.buckets)
         last, num_flags = len(groups) - 1, len(order)
         self._buckets = [
-            _Bucket(list(group), [self._parameters[i] for i in group], num_flags=num_flags if i == last else 0)
+            GradientBucket(list(group), [self._parameters[i] for i in group], num_flags=num_flags if i == last else 0)
             for i, group in enumerate(groups)
         ]
+        if self._compression is not None:
+            shapes = [
+                BucketShape(names=tuple(self._names[i] for i in b.members), layout=b.layout, tail=b.num_flags)
+                for b in self._buckets
+            ]
+            self._reductions = dict(zip(self._buckets, self._compression.bind(shapes), strict=True))
         self._place_of = {i: (bucket, place) for bucket in self._buckets for place, i in enumerate(bucket.members)}
         # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
         # call after a matrix product pays for cold code.

@@ -24,7 +24,6 @@ whose memory came back with the same values.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,8 @@ from paceline.errors import UsageError
 from paceline.parallel.agree import tensors_in
 from paceline.parallel.batchnorm import standing_in
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
-from paceline.parallel.engine import check_updates_only, loss_scale
+from paceline.parallel.engine import check_updates_only
+from paceline.parallel.face import EngineFace
 from paceline.parallel.lane import Lane
 from paceline.parallel.matrixwise import check_elementwise
 from paceline.parallel.optimizer_state import gather_optimizer_state, load_optimizer_state
@@ -95,7 +95,7 @@ class _Call:
         self.num_inputs = num_inputs
 
 
-class FullySharded:
+class FullySharded(EngineFace):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group."""
 
     def __init__(
@@ -170,28 +170,6 @@ class FullySharded:
         """Iterates over this rank's pieces, under the parameters' names."""
         return iter(zip(self._names, self._pieces, strict=True))
 
-    def train(self, mode: bool = True) -> FullySharded:
-        """Puts the module into training mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> FullySharded:
-        """Puts the module into evaluation mode."""
-        return self.train(False)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients, sharded: what is left for the last backward is the exchange between replicas."""
-        before, self._is_syncing = self._is_syncing, False
-        try:
-            yield
-        finally:
-            self._is_syncing = before
-
-    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
-        """Returns N / (sum of ``count`` over the N ranks): turns a rank's summed loss into its share of the mean."""
-        return loss_scale(self.comm, count)
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
         norms = self._measured() if norm_type == 2.0 else None
@@ -210,10 +188,6 @@ class FullySharded:
             if with_backward:
                 self._begin_backward()
                 self._finish_backward()
-
-    def share_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0, where the policy says so."""
-        self._buffers.share()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""

@@ -24,7 +24,6 @@ optimizer updates; before the next forward reads them, the pieces are gathered i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import weakref
@@ -42,7 +41,8 @@ from paceline.parallel.agree import tensors_in
 from paceline.parallel.batchnorm import standing_in
 from paceline.parallel.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
-from paceline.parallel.engine import check_updates_only, loss_scale
+from paceline.parallel.engine import check_updates_only
+from paceline.parallel.face import EngineFace
 from paceline.parallel.flat import FlatGroup, gradient_scale
 from paceline.parallel.gathering import Gathering
 from paceline.parallel.gradients import BufferPool, GradientBucket
@@ -64,7 +64,7 @@ class ZeroPolicy:
     overlap: bool = True
 
 
-class ZeroParallel:
+class ZeroParallel(EngineFace):
     """Trains a module on the ranks of ``comm``, each of which updates a slice of the parameters."""
 
     def __init__(
@@ -147,28 +147,6 @@ class ZeroParallel:
         """Iterates over what this rank updates, under the module's own names, the same on every rank."""
         return iter(self._updated.items())
 
-    def train(self, mode: bool = True) -> ZeroParallel:
-        """Puts the module into training mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> ZeroParallel:
-        """Puts the module into evaluation mode."""
-        return self.train(False)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
-        before, self._is_syncing = self._is_syncing, False
-        try:
-            yield
-        finally:
-            self._is_syncing = before
-
-    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
-        """Returns N / (sum of ``count`` over the N ranks): turns a rank's summed loss into its share of the mean."""
-        return loss_scale(self.comm, count)
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
         return clip_pieces(list(self._updated.values()), self.comm, max_norm, norm_type)
@@ -190,10 +168,6 @@ class ZeroParallel:
             if is_training and self._reduces:
                 self._arrived, self._observed = [0] * len(self._names), []  # nothing is learnt from a pass not made
                 self._finish()
-
-    def share_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0, where the policy says so."""
-        self._buffers.share()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator
+from paceline.comm.algorithms import AlgorithmCommunicator
+from paceline.comm.base import Communicator, GradientCompression
+from paceline.comm.compress import Compression, Compressor
+from paceline.comm.topology import detect_topology
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import FULLY_SHARDED, Config, peak_learning_rate, shard_group
 from paceline.data.datasets import check_enough
@@ -82,7 +85,8 @@ def build_trainer(
     check_enough(plan.train_samples, comm.size)
     trace = Trace(comm.device, keep=config.monitor.trace)
     seed_everything(config.train.seed)  # a model without values draws them now
-    engine = build_engine(config, work.model, TracedCommunicator(comm, trace), node_ranks)
+    compressor = build_compressor(config)
+    engine = build_engine(config, work.model, _build_comm(config, comm, trace, node_ranks), node_ranks, compressor)
     seed_everything(config.train.seed, comm.rank)  # from here on every rank draws numbers of its own
     loss = build_loss(config.train.loss, work.data.shape, may_ignore=config.data.kind == "factory")
     if config.train.microbatch == "auto":
@@ -107,11 +111,49 @@ def build_trainer(
         meter=StepMeter(comm.device, trace),
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=config.train.microbatch == "auto"),
+        compressor=compressor,
     )
     return Trainer(parts, hooks, sink)
 
 
-def build_engine(config: Config, model: nn.Module, comm: Communicator, node_ranks: int | None = None) -> Engine:
+def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: int | None) -> Communicator:
+    """Returns what the engine talks through: traced, and by the algorithm that the config asks for.
+
+    The trace is inside the algorithm: it counts the messages that travel, and not the collectives that they make up;
+    what the compute waits for it sees either way, as the algorithm waits in the place of its caller.
+    """
+    traced = TracedCommunicator(comm, trace)
+    if config.comm.algorithm == "native" or comm.size == 1:
+        return traced
+    return AlgorithmCommunicator(traced, config.comm.algorithm, detect_topology(comm, node_ranks))
+
+
+def build_compressor(config: Config) -> Compressor | None:
+    """Makes what compresses this rank's gradients; None where they travel whole."""
+    asked = config.comm.compression
+    if asked.policy == "none":
+        return None
+    return Compressor(
+        Compression(
+            policy=asked.policy,
+            ratio=asked.ratio,
+            rank=asked.factor_rank,
+            threshold=asked.threshold,
+            error_feedback=asked.error_feedback,
+            warmup_steps=asked.plain_steps,
+            min_size=asked.min_size,
+            exclude=asked.exclude,
+        )
+    )
+
+
+def build_engine(
+    config: Config,
+    model: nn.Module,
+    comm: Communicator,
+    node_ranks: int | None = None,
+    compression: GradientCompression | None = None,
+) -> Engine:
     """Parallelizes a model as a config says, whose strategy is decided."""
     parallel, offload = config.parallel, config.memory.offload
     return parallelize(
@@ -136,6 +178,7 @@ def build_engine(config: Config, model: nn.Module, comm: Communicator, node_rank
             shard_ranks=shard_group(parallel, comm.size, node_ranks) if parallel.strategy == "hybrid" else None,
         ),
         sync_batchnorm=parallel.sync_batchnorm,
+        compression=compression,
     )
 
 

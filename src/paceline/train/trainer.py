@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.checkpoint import TrainingState
+from paceline.comm.compress import Compressor
 from paceline.comm.objects import gather_objects
 from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
 from paceline.errors import CheckpointError, TrainingError
@@ -51,6 +52,7 @@ class TrainerParts:
     meter: StepMeter
     seed: int
     passes: Retry | None = None
+    compressor: Compressor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,6 +189,8 @@ class Trainer:
         extra: dict[str, Any] = {"bad_steps": self.bad_steps.state_dict()}
         if self.scaler is not None:
             extra["scaler"] = self.scaler.state_dict()
+        if self.parts.compressor is not None:
+            extra["compression"] = self.parts.compressor.state_dict(comm)
         return TrainingState(
             step=self.step,
             position=self.position,
@@ -218,6 +222,8 @@ class Trainer:
         self.step, self.position = state.step, state.position
         if self.scaler is not None and "scaler" in state.extra:
             self.scaler.load_state_dict(state.extra["scaler"])
+        if self.parts.compressor is not None and "compression" in state.extra:
+            self.parts.compressor.load_state_dict(state.extra["compression"], comm)
         if "bad_steps" in state.extra:
             self.bad_steps.load_state_dict(state.extra["bad_steps"])
         if len(state.random) == comm.size:

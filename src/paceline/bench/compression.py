@@ -1,0 +1,239 @@
+"""Which compression pays: a config's own model, a few steps under each policy on virtual ranks.
+
+For each policy, beside the uncompressed run:
+
+    bytes_ratio        what a rank sends uncompressed / compressed, of the operations that the tracer saw
+    loss_difference    of the mean training loss over the last quarter of the steps
+    residual_norm      what a rank still owes at the end, beside the norm of the last gradient
+    compute_ms         compressing and decompressing in one step, without the communication itself
+    pays_below_gbps    the link on which compute_ms and the bytes saved weigh the same: (bytes saved) / compute_ms
+
+Virtual ranks run one at a time on the CPU, so that a rank's own processor time is what it would take
+alone, on one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from paceline.comm.base import BucketShape, Communicator, ReduceOp, Work
+from paceline.comm.compress import Compression, Compressor
+from paceline.comm.traced import TracedCommunicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import CompressionConfig, Config, check_ranks
+from paceline.errors import ConfigError, UsageError
+from paceline.layout import flat_layout
+from paceline.train.assemble import build_compressor, build_trainer
+
+_FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0}  # of (N-1)/N of the bytes; see comm/base.py
+_REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What one rank saw of a run under one policy."""
+
+    losses: list[tuple[float, float]]  # sum and count of each step
+    sent_bytes: float  # a step
+    grad_norm: float
+    residual_norm: float
+    shapes: tuple[BucketShape, ...]
+
+
+def policies_to_try(config: Config, numbers: Mapping[str, Any], *, both: bool = False) -> list[CompressionConfig]:
+    """Returns every policy with the config's own numbers, top-k at 0.1 % too; with ``both`` also without feedback."""
+    asked = config.comm.compression.model_copy(update=dict(numbers))
+    asked_ratio = {"ratio": asked.ratio} if "ratio" in asked.model_fields_set else {}
+    changes: list[dict[str, Any]] = [
+        {"policy": "topk", **asked_ratio},
+        {"policy": "topk", "ratio": 0.001},
+        {"policy": "randomk", "ratio": 0.05, **asked_ratio},
+        *({"policy": name} for name in ("threshold", "powersgd", "sign", "int8", "fp16", "bf16")),
+    ]
+    found = [asked.model_copy(update=change) for change in changes]
+    if both:
+        found += [each.model_copy(update={"error_feedback": False}) for each in found]
+    return list(dict.fromkeys(found))
+
+
+def bench_compression(
+    config: Config, ranks: int, steps: int, numbers: Mapping[str, Any] | None = None, *, both: bool = False
+) -> list[dict[str, Any]]:
+    """Runs each policy and returns a row for each, the uncompressed run first. ``numbers`` go before the config's own.
+
+    Raises UsageError for a run that is too short to see anything.
+    """
+    if steps < 4 + config.comm.compression.plain_steps or ranks < 2:
+        raise UsageError(
+            f"{steps} steps on {ranks} ranks\n  a comparison needs 4 steps after the warm-up, and 2 ranks\n"
+            "  ask for more"
+        )
+    problems = check_ranks(_with(config, CompressionConfig()), ranks)
+    if problems:
+        raise ConfigError(problems)
+    plain = _run(config, CompressionConfig(policy="none"), ranks, steps)
+    base_loss, base_bytes = _loss(plain), plain[0].sent_bytes
+    rows = [_row(CompressionConfig(policy="none"), plain, base_loss, base_bytes, 0.0)]
+    for asked in policies_to_try(config, numbers or {}, both=both):
+        runs = _run(config, asked, ranks, steps)
+        compressor = build_compressor(_with(config, asked))
+        assert compressor is not None
+        seconds = _compute_seconds(compressor.settings, plain[0], ranks)
+        rows.append(_row(asked, runs, base_loss, base_bytes, seconds))
+    return rows
+
+
+def _with(config: Config, compression: CompressionConfig) -> Config:
+    comm = config.comm.model_copy(update={"compression": compression, "algorithm": "native"})  # which is traced whole
+    parallel = config.parallel.model_copy(update={"strategy": "ddp"})
+    return config.model_copy(update={"comm": comm, "parallel": parallel})
+
+
+def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int) -> list[_Run]:
+    wanted = _with(config, compression)
+    return run_virtual(lambda comm: _train(wanted, comm, steps), ranks, timeout_s=600.0)
+
+
+def _train(config: Config, comm: Communicator, steps: int) -> _Run:
+    trainer = build_trainer(config, comm)
+    traced = trainer.parts.engine.comm
+    assert isinstance(traced, TracedCommunicator)
+    losses, norm, first_bytes, counted_from = [], 0.0, 0.0, max(1, config.comm.compression.plain_steps)
+    for number, result in enumerate(trainer.steps(), start=1):
+        losses.append((float(result.outcome.loss_sum), float(result.outcome.count)))
+        norm = float(result.outcome.grad_norm)
+        if number == counted_from:  # the first step also agrees on the order of gradients
+            first_bytes = _sent_bytes(traced)
+        if number == steps:
+            break
+    if trainer.parts.eval_loader is not None:
+        trainer.parts.eval_loader.close()
+    compressor = trainer.parts.compressor
+    named = dict(trainer.parts.engine.named_parameters())
+    shape = BucketShape(names=tuple(named), layout=flat_layout([tuple(p.shape) for p in named.values()]))
+    return _Run(
+        losses=losses,
+        sent_bytes=(_sent_bytes(traced) - first_bytes) / max(1, len(losses) - counted_from),
+        grad_norm=norm,
+        residual_norm=0.0 if compressor is None else compressor.residual_norm(),
+        shapes=(shape,),
+    )
+
+
+def _sent_bytes(comm: TracedCommunicator) -> float:
+    """Returns what this rank sent so far, by the bandwidth-optimal collectives."""
+    share = (comm.size - 1) / comm.size
+    return sum(share * factor * comm.trace.num_bytes[kind] for kind, factor in _FACTORS.items())
+
+
+def _loss(runs: Sequence[_Run]) -> float:
+    """Returns the mean loss over all ranks, of the last quarter of the steps."""
+    last = max(1, len(runs[0].losses) // 4)
+    pairs = [pair for run in runs for pair in run.losses[-last:]]
+    return sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+
+
+def _row(
+    asked: CompressionConfig, runs: Sequence[_Run], base_loss: float, base_bytes: float, seconds: float
+) -> dict[str, Any]:
+    loss, sent = _loss(runs), runs[0].sent_bytes
+    saved = base_bytes - sent
+    return {
+        "policy": asked.policy,
+        "setting": _setting(asked),
+        "error_feedback": asked.error_feedback and asked.policy != "none",
+        "ranks": len(runs),
+        "sent_bytes": sent,
+        "bytes_ratio": base_bytes / sent if sent else None,
+        "loss": loss,
+        "loss_difference": loss - base_loss,
+        "grad_norm": runs[0].grad_norm,
+        "residual_norm": statistics.fmean(run.residual_norm for run in runs),
+        "compute_ms": 1e3 * seconds,
+        "pays_below_gbps": 8e-9 * saved / seconds if seconds > 0 and saved > 0 else None,
+    }
+
+
+def _setting(asked: CompressionConfig) -> str:
+    key = {"topk": "ratio", "randomk": "ratio", "threshold": "threshold", "powersgd": "factor_rank"}.get(asked.policy)
+    return f"{key}={getattr(asked, key):g}" if key else ""
+
+
+# What compression itself takes.
+
+
+def _compute_seconds(settings: Compression, run: _Run, ranks: int) -> float:
+    """Times one step's compression of gradients as large as the model's, on one thread; the slowest rank counts."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a thread's own time is all there is then
+    try:
+        settings = dataclasses.replace(settings, warmup_steps=0)
+        return max(run_virtual(lambda comm: _time_steps(settings, run, comm), ranks, timeout_s=600.0))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _time_steps(settings: Compression, run: _Run, comm: Communicator) -> float:
+    compressor, timed = Compressor(settings), _TimedCommunicator(comm)
+    buckets = compressor.bind(run.shapes)
+    lengths = [shape.layout.length for shape in run.shapes]
+    scale = run.grad_norm / sum(lengths) ** 0.5
+    taken = []
+    for _ in range(_REPEATS):
+        buffers = [torch.randn(length) * scale for length in lengths]
+        before, elsewhere = time.thread_time(), timed.seconds
+        link = cast(Communicator, timed)
+        works = [bucket.start(buffer, link) for bucket, buffer in zip(buckets, buffers, strict=True)]
+        for work in works:
+            work.wait()
+        compressor.end_pass()
+        taken.append(time.thread_time() - before - (timed.seconds - elsewhere))
+    return statistics.median(taken[1:])
+
+
+class _TimedCommunicator:
+    """Passes on the verbs that policies use, and adds up the processor time that they take."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Takes the time of an all-reduce."""
+        start = time.thread_time()
+        return self._timed(self._inner.all_reduce(tensor, op), start)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Takes the time of an all-gather."""
+        start = time.thread_time()
+        return self._timed(self._inner.all_gather(output, tensor), start)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Takes the time of an all-to-all."""
+        start = time.thread_time()
+        return self._timed(self._inner.all_to_all(output, tensor), start)
+
+    def _timed(self, work: Work, start: float) -> Work:
+        self.seconds += time.thread_time() - start
+        return _TimedWork(work, self)
+
+
+class _TimedWork:
+    def __init__(self, inner: Work, comm: _TimedCommunicator) -> None:
+        self._inner = inner
+        self._comm = comm
+
+    def wait(self) -> None:
+        """Waits on the communicator's account."""
+        start = time.thread_time()
+        self._inner.wait()
+        self._comm.seconds += time.thread_time() - start

@@ -1,0 +1,236 @@
+"""What a collective costs: seconds by size, ranks and hosts, and bytes per rank and on a host's link.
+
+A message of b bytes takes alpha + beta b seconds. For B bytes on N ranks, chunks of C bytes, trees of height D:
+
+    ring               2 (N-1) (alpha + beta B/N)
+    halving_doubling   2 log2 N alpha + 2 beta B (N-1)/N     for a power of two; else by its rounds
+    tree               2 (D (alpha + beta C) + beta B)       up, and down again; each tree carries one half
+    hierarchical       2 (alpha + beta B (L-1)/L) inside a host of L ranks, and among the H hosts an all-reduce of B/L
+                       by every rank: 2 beta' B (H-1)/H on the link that they share
+
+Where ranks are on several hosts, a round lasts as long as its slowest part: a rank's own messages at ``inside``, or all
+messages that leave a host, one behind the other, at ``across``. Ranks are numbered host by host, as launchers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from paceline.cluster.patterns import Tree, chain, double_tree, halving, rooted_tree
+from paceline.errors import UsageError
+
+Algorithm: TypeAlias = Literal["ring", "tree", "halving_doubling", "hierarchical"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+CHUNK_BYTES = 512 * 1024
+_Part: TypeAlias = tuple[int, int, float]  # sender, receiver, bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way for messages: seconds of each, and bytes per second."""
+
+    alpha_s: float
+    bandwidth: float
+
+    def seconds(self, num_bytes: float, rounds: float = 1) -> float:
+        """Returns how long ``rounds`` messages take that have ``num_bytes`` together."""
+        return rounds * self.alpha_s + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The links of a cluster of two levels: between ranks of a host, and the one link that a host has to others.
+
+    By default those of Gloo: over loopback as measured on a machine of two cores, across hosts at 10 Gbit/s.
+    """
+
+    inside: Link = Link(alpha_s=2e-4, bandwidth=1.3e9)
+    across: Link = Link(alpha_s=3e-4, bandwidth=1.2e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How many ranks there are, and on how many hosts; these have as many each, numbered one after another."""
+
+    ranks: int
+    hosts: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.hosts < 1 or self.ranks % self.hosts:
+            raise UsageError(
+                f"{self.ranks} ranks on {self.hosts} hosts: every host has the same number of ranks, one at least"
+            )
+
+    @property
+    def node_ranks(self) -> int:
+        """The ranks of one host."""
+        return self.ranks // self.hosts
+
+    def host(self, rank: int) -> int:
+        """Returns the number of a rank's host."""
+        return rank // self.node_ranks
+
+
+def all_reduce_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Links) -> float:
+    """Returns how long an all-reduce takes."""
+    if where.ranks == 1:
+        return 0.0
+    if algorithm == "ring":
+        return 2 * _ring_seconds(num_bytes, where, links)
+    if algorithm == "halving_doubling":
+        return 2 * _halving_seconds(num_bytes, where, links)
+    if algorithm == "tree":
+        up = [_edges(tree, num_bytes / 2) for tree in double_tree(where.ranks)]
+        height = max(tree.height for tree in double_tree(where.ranks))
+        return 2 * _pipeline_seconds([*up[0], *up[1]], height, min(CHUNK_BYTES, num_bytes / 2), where, links)
+    return _hierarchical_seconds(num_bytes, where, links)
+
+
+def scatter_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Links) -> float:
+    """Returns how long a reduce-scatter or an all-gather of ``num_bytes`` in all takes; by ring or halving."""
+    if where.ranks == 1:
+        return 0.0
+    return (_ring_seconds if algorithm == "ring" else _halving_seconds)(num_bytes, where, links)
+
+
+def broadcast_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Links) -> float:
+    """Returns how long a broadcast takes: from rank to rank (ring), or down a tree whose ranks send twice."""
+    if where.ranks == 1:
+        return 0.0
+    tree = chain(where.ranks) if algorithm == "ring" else rooted_tree(where.ranks, 0)
+    down = [(receiver, sender, size) for sender, receiver, size in _edges(tree, num_bytes)]
+    return _pipeline_seconds(down, tree.height, min(CHUNK_BYTES, num_bytes), where, links)
+
+
+def fastest_all_reduce(num_bytes: float, where: Placement, links: Links) -> Algorithm:
+    """Returns the algorithm whose formula says the least; the simpler one where two say the same."""
+    known: tuple[Algorithm, ...] = ALGORITHMS if where.hosts > 1 else ("ring", "tree", "halving_doubling")
+    return min(known, key=lambda name: all_reduce_seconds(name, num_bytes, where, links))
+
+
+def fastest_scatter(num_bytes: float, where: Placement, links: Links) -> Algorithm:
+    """Returns the algorithm for a reduce-scatter or an all-gather."""
+    known: tuple[Algorithm, ...] = ("ring", "halving_doubling")
+    return min(known, key=lambda name: scatter_seconds(name, num_bytes, where, links))
+
+
+def fastest_broadcast(num_bytes: float, where: Placement, links: Links) -> Algorithm:
+    """Returns the algorithm for a broadcast."""
+    known: tuple[Algorithm, ...] = ("ring", "tree")
+    return min(known, key=lambda name: broadcast_seconds(name, num_bytes, where, links))
+
+
+def sent_bytes(algorithm: Algorithm, num_bytes: float, where: Placement, rank: int) -> float:
+    """Returns what a rank sends for an all-reduce, where the ranks divide the size."""
+    return sum(size for sender, _, size in all_reduce_messages(algorithm, num_bytes, where) if sender == rank)
+
+
+def host_link_bytes(algorithm: Algorithm, num_bytes: float, where: Placement) -> float:
+    """Returns what leaves the busiest host for an all-reduce; as much comes in."""
+    return _most(_leaving(all_reduce_messages(algorithm, num_bytes, where), where))
+
+
+def all_reduce_messages(algorithm: Algorithm, num_bytes: float, where: Placement) -> list[tuple[int, int, float]]:
+    """Lists sender, receiver and bytes of all messages of an all-reduce, those between the same two added up."""
+    size = where.ranks
+    if size == 1:
+        return []
+    if algorithm == "ring":
+        return [(rank, (rank + 1) % size, 2 * num_bytes * (size - 1) / size) for rank in range(size)]
+    if algorithm == "hierarchical":
+        return _hierarchical_messages(num_bytes, where)
+    if algorithm == "tree":
+        up = [part for tree in double_tree(size) for part in _edges(tree, num_bytes / 2)]
+    else:
+        up = [part for each in _halving_rounds(num_bytes, size) for part in each]
+    return up + [(receiver, sender, part) for sender, receiver, part in up]
+
+
+def _ring_seconds(num_bytes: float, where: Placement, links: Links) -> float:
+    """One way round. A host passes on one message a round, however many ranks it has."""
+    rounds, each = where.ranks - 1, num_bytes / where.ranks
+    slowest = links.inside.seconds(each)
+    if where.hosts > 1:
+        slowest = max(slowest if where.node_ranks > 1 else 0.0, links.across.seconds(each))
+    return rounds * slowest
+
+
+def _halving_seconds(num_bytes: float, where: Placement, links: Links) -> float:
+    return sum(_round_seconds(each, where, links) for each in _halving_rounds(num_bytes, where.ranks))
+
+
+def _hierarchical_seconds(num_bytes: float, where: Placement, links: Links) -> float:
+    local, hosts = where.node_ranks, where.hosts
+    inside = links.inside.seconds(num_bytes * (local - 1) / local) if local > 1 else 0.0
+    if hosts == 1:
+        return 2 * inside
+    rounds = hosts - 1 if hosts & (hosts - 1) else hosts.bit_length() - 1
+    return 2 * (inside + links.across.seconds(num_bytes * (hosts - 1) / hosts, rounds))
+
+
+def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Placement, links: Links) -> float:
+    """The first chunk goes all the way, the others follow: the busiest sender or receiver, or host, sets the pace."""
+    crosses = any(where.host(sender) != where.host(receiver) for sender, receiver, _ in parts)
+    slowest = links.across if crosses else links.inside
+    alpha = max(slowest.alpha_s, links.inside.alpha_s if where.node_ranks > 1 else 0.0)
+    first = height * (alpha + chunk / slowest.bandwidth)
+    busiest = _round_seconds(parts, where, links)
+    return first + max(0.0, busiest - alpha - chunk / slowest.bandwidth)
+
+
+def _round_seconds(parts: list[_Part], where: Placement, links: Links) -> float:
+    """The longest of: what a rank sends, what it receives, and what leaves or enters a host."""
+    inside = [part for part in parts if where.host(part[0]) == where.host(part[1])]
+    across = [part for part in parts if where.host(part[0]) != where.host(part[1])]
+    found = 0.0
+    if inside:
+        found = links.inside.seconds(max(_most(_sent(inside)), _most(_received(inside))))
+    if across:
+        entering = _leaving(((receiver, sender, size) for sender, receiver, size in across), where)
+        found = max(found, links.across.seconds(max(_most(_leaving(across, where)), _most(entering))))
+    return found
+
+
+def _halving_rounds(num_bytes: float, size: int) -> list[list[_Part]]:
+    return [[(e.sender, e.receiver, num_bytes * (e.last - e.first) / size) for e in each] for each in halving(size)]
+
+
+def _hierarchical_messages(num_bytes: float, where: Placement) -> list[_Part]:
+    local, hosts, found = where.node_ranks, where.hosts, []
+    for rank in range(where.ranks):
+        host, place = divmod(rank, local)
+        # Inside: a slice to each owner, and the sum of one's own back to each.
+        found += [(rank, host * local + other, 2 * num_bytes / local) for other in range(local) if other != place]
+    across = Placement(ranks=hosts)
+    among: Algorithm = "ring" if hosts & (hosts - 1) else "halving_doubling"
+    for place in range(local):
+        for sender, receiver, size in all_reduce_messages(among, num_bytes / local, across):
+            found.append((sender * local + place, receiver * local + place, size))
+    return found
+
+
+def _edges(tree: Tree, num_bytes: float) -> list[_Part]:
+    return [(rank, parent, num_bytes) for rank, parent in enumerate(tree.parents) if parent >= 0]
+
+
+def _sent(parts: Iterable[_Part]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for sender, _, size in parts:
+        found[sender] = found.get(sender, 0.0) + size
+    return found
+
+
+def _received(parts: Iterable[_Part]) -> dict[int, float]:
+    return _sent((receiver, sender, size) for sender, receiver, size in parts)
+
+
+def _leaving(parts: Iterable[_Part], where: Placement) -> dict[int, float]:
+    """Returns the bytes that leave each host."""
+    hosts = ((where.host(sender), where.host(receiver), size) for sender, receiver, size in parts)
+    return _sent(part for part in hosts if part[0] != part[1])
+
+
+def _most(counts: dict[int, float]) -> float:
+    return max(counts.values(), default=0.0)

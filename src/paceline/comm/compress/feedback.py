@@ -1,0 +1,298 @@
+"""What surrounds every policy: which tensors it gets, what was not sent, and what is saved.
+
+Error feedback: what a rank did not send of a gradient is added to its next one. Nothing is lost, it only comes later:
+
+    vector = gradient + residual        residual = vector - what was sent
+
+Memory: one residual for each compressed element, and while a pass is under way the vector too. Between two passes both
+are kept, old and new: a pass whose gradients are dropped (memory ran out, a gradient was not finite) leaves no trace.
+
+The residuals are in units of the gradient's average over ranks: what N ranks owe the model together is the *mean* of
+their residuals. So another number of ranks goes on with that mean on every rank, and owes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.comm.base import BucketShape, Communicator, Work
+from paceline.comm.compress.exchange import Exchange, Part, Task
+from paceline.comm.compress.settings import Compression, make_policy
+from paceline.errors import CheckpointError
+from paceline.layout import Slot
+
+
+class Compressor:
+    """Compresses the buckets of one engine, and keeps what they owe. One for each engine and rank."""
+
+    def __init__(self, settings: Compression) -> None:
+        self.settings = settings
+        self.policy = make_policy(settings)
+        self.step = 0
+        self.factors: dict[str, torch.Tensor] = {}
+        self.residuals: dict[str, torch.Tensor] = {}  # by tensor, so that they outlive the buckets
+        self._buckets: list[_Bucket] = []
+        self._pass = _Pass()
+
+    # What engines call.
+
+    def bind(self, buckets: Sequence[BucketShape]) -> list[_Bucket]:
+        """Makes the reductions of an engine's buckets."""
+        self._buckets = [_Bucket(self, shape) for shape in buckets]
+        return self._buckets
+
+    def end_pass(self) -> None:
+        """Ends a pass: what it changes comes into force when the next one begins."""
+        self._pass.is_ended = True
+
+    def abandon_pass(self) -> None:
+        """Forgets a pass that was broken off."""
+        if not self._pass.is_ended:
+            self._pass = _Pass()
+
+    def roll_back(self) -> None:
+        """Forgets the last pass."""
+        self._pass = _Pass()
+
+    def withhold(self, names: Sequence[str]) -> None:
+        """Keeps the residuals of tensors whose average is not used as they were."""
+        for name in names:
+            self._pass.residuals.pop(name, None)
+
+    # State.
+
+    def residual_norm(self) -> float:
+        """Returns the norm of what this rank owes. A sync point."""
+        self.settle()
+        found = [residual.double().square().sum() for residual in self.residuals.values()]
+        return float(torch.stack(found).sum().sqrt()) if found else 0.0
+
+    def state_dict(self, comm: Communicator) -> dict[str, Any]:
+        """Returns the residuals of all ranks, one row each, and the factors, on the CPU of rank 0; empty on the others.
+
+        All ranks call it.
+        """
+        self.settle()
+        rows = {}
+        for name in sorted(self.residuals):
+            mine = self.residuals[name]
+            if comm.rank != 0:
+                comm.send(mine, 0).wait()
+                continue
+            found = [mine.to("cpu", copy=True)]
+            for source in range(1, comm.size):
+                other = torch.empty_like(mine)
+                comm.recv(other, source).wait()
+                found.append(other.cpu())
+            rows[name] = torch.stack(found)
+        if comm.rank != 0:
+            return {}
+        factors = {name: factor.to("cpu", copy=True) for name, factor in self.factors.items()}
+        return {"step": self.step, "residuals": rows, "factors": factors}
+
+    def load_state_dict(self, state: dict[str, Any], comm: Communicator) -> None:
+        """Goes on from a state: each rank with its own row, or with the mean of all where the ranks are others.
+
+        Raises CheckpointError where a tensor has another size now; nothing is loaded then.
+        """
+        residuals = {
+            name: (rows[comm.rank] if len(rows) == comm.size else rows.mean(dim=0)).to(comm.device, copy=True)
+            for name, rows in (state["residuals"].items() if self.settings.error_feedback else ())
+        }
+        self._check(residuals)
+        self._pass = _Pass()
+        self.step, self.residuals = int(state["step"]), residuals
+        self.factors = {name: factor.to(comm.device, copy=True) for name, factor in state["factors"].items()}
+
+    def _check(self, residuals: dict[str, torch.Tensor]) -> None:
+        for part in (part for bucket in self._buckets for part in bucket.parts):
+            size = part.stop - part.start
+            if part.name in residuals and residuals[part.name].numel() != size:
+                raise CheckpointError(
+                    f"the residual of {part.name} has {residuals[part.name].numel()} elements, the tensor {size}\n"
+                    "  what compression owes belongs to one model\n  resume with the config of the run"
+                )
+
+    # One pass.
+
+    def begin(self) -> None:
+        """Runs as each bucket leaves: the first one of a pass brings the last pass into force."""
+        if self._pass.is_ended:
+            self.settle()
+
+    def add_work(self, work: _BucketWork) -> None:
+        """Notes a bucket under way."""
+        self._pass.works.append(work)
+
+    def advance(self) -> None:
+        """Issues the second rounds of all buckets under way, in the order in which they left."""
+        works, self._pass.works = self._pass.works, []
+        for work in works:
+            work.advance()
+
+    def note(
+        self, is_finite: torch.Tensor, residuals: dict[str, torch.Tensor], factors: dict[str, torch.Tensor]
+    ) -> None:
+        """Keeps what a bucket did not send, until the pass is known to count."""
+        known = self._pass.is_finite
+        self._pass.is_finite = is_finite if known is None else known & is_finite
+        self._pass.residuals |= residuals if self.settings.error_feedback else {}
+        self._pass.factors |= factors
+
+    def settle(self) -> None:
+        """Brings an ended pass into force, unless a gradient was not finite: then its step was left out."""
+        if not self._pass.is_ended:
+            return
+        done, self._pass = self._pass, _Pass()
+        self.step += 1
+        is_finite = done.is_finite
+        if is_finite is None or (is_finite.device.type == "cpu" and not is_finite):
+            return
+        for name, new in done.residuals.items():
+            old = self.residuals.get(name)
+            self.residuals[name] = _kept(is_finite, new, torch.zeros_like(new) if old is None else old)
+        for name, factor in done.factors.items():
+            old = self.factors.get(name)
+            self.factors[name] = _kept(is_finite, factor, torch.ones_like(factor) if old is None else old)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What a pass will have changed when it counts."""
+
+    is_ended: bool = False
+    is_finite: torch.Tensor | None = None
+    works: list[_BucketWork] = field(default_factory=list)
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Bucket:
+    """The reduction of one bucket: its compressed tensors as one vector, all others whole."""
+
+    def __init__(self, owner: Compressor, shape: BucketShape) -> None:
+        self.owner = owner
+        self.compressed: list[slice] = []  # of the bucket's buffer, one for each part
+        self.whole: list[slice] = []
+        parts, length = [], 0
+        for name, slot in zip(shape.names, shape.layout.slots, strict=True):
+            place = slice(slot.offset, slot.offset + slot.numel)
+            rows = _rows(slot)
+            columns = slot.numel // rows
+            if owner.settings.takes(name, slot.shape) and owner.policy.takes(rows, columns):
+                parts.append(Part(name=name, start=length, rows=rows, columns=columns))
+                self.compressed.append(place)
+                length += slot.numel
+            elif slot.numel:
+                self.whole.append(place)
+        if shape.tail:
+            self.whole.append(slice(shape.layout.length - shape.tail, shape.layout.length))
+        self.parts = tuple(parts)
+
+    def start(self, buffer: torch.Tensor, comm: Communicator) -> Work:
+        """Compresses a bucket, and sends it on its way."""
+        self.owner.begin()
+        work = _BucketWork(self, buffer)
+        if self.parts and self.owner.step >= self.owner.settings.warmup_steps:
+            work.send_compressed(comm)
+        else:
+            work.send_whole(comm)
+        self.owner.add_work(work)
+        return work
+
+    def owed(self, vector: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the pieces of a vector that the last step owes something to, and what it owes them."""
+        known = self.owner.residuals
+        pairs = [(vector[p.start : p.stop], known[p.name]) for p in self.parts if p.name in known]
+        return [piece for piece, _ in pairs], [residual for _, residual in pairs]
+
+    def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns a vector's pieces by the names of their tensors."""
+        return {part.name: vector[part.start : part.stop] for part in self.parts}
+
+
+class _BucketWork:
+    """A bucket under way: a vector in the policy's hands, and the rest in an all-reduce."""
+
+    def __init__(self, bucket: _Bucket, buffer: torch.Tensor) -> None:
+        self.bucket = bucket
+        self.new_factors: dict[str, torch.Tensor] = {}
+        self._buffer = buffer
+        self._vector: torch.Tensor | None = None
+        self._exchange: Exchange | None = None
+        self._whole: torch.Tensor | None = None
+        self._whole_work: Work | None = None
+        self._is_done = False
+
+    def send_whole(self, comm: Communicator) -> None:
+        """Averages the bucket as it is."""
+        self._whole = self._buffer
+        self._whole_work = comm.all_reduce(self._buffer, "avg")
+
+    @torch.no_grad()
+    def send_compressed(self, comm: Communicator) -> None:
+        """Hands what is compressed to the policy, and averages the rest."""
+        bucket, owner, buffer = self.bucket, self.bucket.owner, self._buffer
+        if bucket.whole:
+            self._whole = torch.cat([buffer[place] for place in bucket.whole])
+            self._whole_work = comm.all_reduce(self._whole, "avg")
+        narrow = buffer.dtype in (torch.float16, torch.bfloat16)
+        vector = torch.cat([buffer[place] for place in bucket.compressed]).to(torch.float32 if narrow else buffer.dtype)
+        pieces, owed = bucket.owed(vector)
+        if pieces:
+            torch._foreach_add_(pieces, owed)
+        task = Task(parts=bucket.parts, step=owner.step, factors=owner.factors, new_factors=self.new_factors)
+        self._vector = vector
+        self._exchange = owner.policy.start(vector, task, comm)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Issues the second round, where there is one."""
+        if self._exchange is not None:
+            self._exchange.advance()
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Puts the average into the bucket."""
+        if self._is_done:
+            return
+        self._is_done = True
+        self.bucket.owner.advance()
+        is_finite = torch.ones((), dtype=torch.bool, device=self._buffer.device)
+        if self._whole is not None and self._whole_work is not None:
+            self._whole_work.wait()
+            is_finite &= self._whole.sum().isfinite()
+            if self._whole is not self._buffer:
+                _put(self._buffer, self.bucket.whole, self._whole)
+        if self._exchange is not None:
+            mean = self._exchange.finish()
+            is_finite &= mean.sum().isfinite()
+            _put(self._buffer, self.bucket.compressed, mean)
+        left_over = {} if self._vector is None else self.bucket.split(self._vector)
+        self.bucket.owner.note(is_finite, left_over, self.new_factors)
+
+
+def _put(buffer: torch.Tensor, places: Sequence[slice], values: torch.Tensor) -> None:
+    """Copies consecutive pieces of ``values`` to their places."""
+    start = 0
+    for place in places:
+        target = buffer[place]
+        target.copy_(values[start : start + target.numel()])
+        start += target.numel()
+
+
+def _kept(is_finite: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Returns the new values if the pass counts. On a CPU that is known here; a GPU decides without the host."""
+    return new if is_finite.device.type == "cpu" else torch.where(is_finite, new, old)
+
+
+def _rows(slot: Slot) -> int:
+    """Returns the rows of a tensor's memory seen as a matrix: the size of its outermost dim there."""
+    if not slot.shape or not slot.numel:
+        return 1
+    outermost = max(range(len(slot.shape)), key=lambda dim: (slot.stride[dim], slot.shape[dim]))
+    return slot.shape[outermost]

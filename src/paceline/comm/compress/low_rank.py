@@ -1,0 +1,90 @@
+"""PowerSGD: a matrix as the product of two thin ones, found by one power iteration a step (Vogels et al., 2019).
+
+For a matrix of m x n float32 elements and rank r, two all-reduces carry 4 r (m + n) bytes in place of 4 m n:
+
+    P = M Q            averaged over ranks, then made orthonormal: the same on all of them
+    Q = M' P           averaged over ranks, and kept: the next step starts from it (warm start)
+    M becomes P Q'     exact where the average has no more than rank r
+
+Compute: 4 m n r for the two products and 2 m n r for the result, and a thin QR of each P. Messages are sums, so that
+their size does not grow with the number of ranks. What is not sent is M less P Q', the same product on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.comm.compress.exchange import Exchange, Part, Task, seed_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerSGD:
+    """Sends two factors of ``rank`` columns for each matrix."""
+
+    rank: int
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Takes matrices whose factors are smaller than they are."""
+        return self.rank * (rows + columns) < rows * columns
+
+    def start(self, vector: torch.Tensor, task: Task, comm: Communicator) -> Exchange:
+        """Sends the left factors of all matrices."""
+        return _LowRankExchange(vector, task, comm, self.rank)
+
+
+class _LowRankExchange:
+    def __init__(self, vector: torch.Tensor, task: Task, comm: Communicator, rank: int) -> None:
+        self._vector = vector
+        self._task = task
+        self._comm = comm
+        self._rank = rank
+        self._matrices = [vector[part.start : part.stop].view(part.rows, part.columns) for part in task.parts]
+        starts = [_first_factor(part, task, rank, vector) for part in task.parts]
+        # In one buffer each, so that a bucket takes two collectives, however many matrices it has.
+        self._left_flat, self._left = _factors([part.rows for part in task.parts], rank, vector)
+        self._right_flat, self._right = _factors([part.columns for part in task.parts], rank, vector)
+        for matrix, right, left in zip(self._matrices, starts, self._left, strict=True):
+            torch.mm(matrix, right, out=left)
+        self._work = comm.all_reduce(self._left_flat, "avg")
+        self._is_advanced = False
+
+    def advance(self) -> None:
+        """Makes the left factors orthonormal and sends the right ones."""
+        if self._is_advanced:
+            return
+        self._is_advanced = True
+        self._work.wait()
+        for matrix, left, right in zip(self._matrices, self._left, self._right, strict=True):
+            left.copy_(torch.linalg.qr(left).Q)  # a zero column becomes a unit vector: an iteration never gets stuck
+            torch.mm(matrix.t(), left, out=right)
+        self._work = self._comm.all_reduce(self._right_flat, "avg")
+
+    def finish(self) -> torch.Tensor:
+        """Multiplies the factors."""
+        self.advance()
+        self._work.wait()
+        mean = torch.empty_like(self._vector)
+        for part, left, right in zip(self._task.parts, self._left, self._right, strict=True):
+            torch.mm(left, right.t(), out=mean[part.start : part.stop].view(part.rows, part.columns))
+            self._task.new_factors[part.name] = right.clone()
+        self._vector.sub_(mean)
+        return mean
+
+
+def _first_factor(part: Part, task: Task, rank: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns the right factor of the last step; in the first one random numbers that all ranks share."""
+    known = task.factors.get(part.name)
+    if known is not None and known.shape == (part.columns, rank):
+        return known.to(like)
+    generator = torch.Generator().manual_seed(seed_of(0, part.name))
+    return torch.randn(part.columns, rank, generator=generator, dtype=torch.float64).to(like)
+
+
+def _factors(lengths: list[int], rank: int, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Makes a flat buffer, and the factors as views into it."""
+    flat = like.new_empty(sum(lengths) * rank)
+    pieces = torch.split(flat, [length * rank for length in lengths])
+    return flat, [piece.view(length, rank) for piece, length in zip(pieces, lengths, strict=True)]

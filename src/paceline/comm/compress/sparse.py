@@ -1,0 +1,206 @@
+"""Few elements of many: the largest, a random choice, or all above a threshold.
+
+Bytes that a rank hands over for n float32 elements, of which it keeps k, against 4 n:
+
+    top-k, threshold    6 k + n / 16384     values, 16 bits of each index, and how many lie in each block of 65,536
+    random-k            4 k                 values alone: all ranks draw the same indices from a shared seed
+
+Random-k values are all-reduced, so that a rank sends 2 (N-1)/N times that, as for dense gradients. The others are
+all-gathered: a rank sends (N-1) times its message. Against a dense all-reduce that is 4 n / (3 k N): at 1 %, 67 times
+less between two ranks, and as much as a dense reduction at 133 ranks.
+
+Compute: top-k selects in O(n), random-k touches k elements, threshold takes two passes, and the host reads how many
+elements there are (a sync point).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.base import Communicator, Work
+from paceline.comm.compress.exchange import Exchange, Task, as_bytes, seed_of
+
+_BLOCK = 2**16  # elements whose place in a block fits into 16 bits
+_ALIGN = 8  # bytes: so that every message of a gathered row can be read as numbers of any dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """Sends the share ``ratio`` of the elements that are largest in magnitude, at least one."""
+
+    ratio: float
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Takes every tensor."""
+        del rows, columns
+        return True
+
+    def start(self, vector: torch.Tensor, task: Task, comm: Communicator) -> Exchange:
+        """Selects, packs, and gathers."""
+        del task
+        chosen = torch.topk(vector.abs(), num_kept(self.ratio, vector.numel()), sorted=False).indices
+        return _Gathered(vector, chosen.sort().values, chosen.numel(), comm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold:
+    """Sends the elements whose magnitude is at least ``threshold``; how many these are differs by rank and step."""
+
+    threshold: float
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Takes every tensor."""
+        del rows, columns
+        return True
+
+    def start(self, vector: torch.Tensor, task: Task, comm: Communicator) -> Exchange:
+        """Counts, and lets the others know: messages must be of one size."""
+        del task
+        return _ThresholdExchange(vector, self.threshold, comm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomK:
+    """Sends the share ``ratio`` of the elements, at least one, chosen anew in each step and alike on all ranks.
+
+    The vector is cut into as many pieces as elements are sent, and one is drawn from each: every element has the same
+    chance, none is drawn twice, and with ratio 1 all are.
+    """
+
+    ratio: float
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Takes every tensor."""
+        del rows, columns
+        return True
+
+    def start(self, vector: torch.Tensor, task: Task, comm: Communicator) -> Exchange:
+        """Draws the indices, and reduces the values there."""
+        length = vector.numel()
+        kept = num_kept(self.ratio, length)
+        generator = torch.Generator(device=vector.device).manual_seed(seed_of(task.step, task.parts[0].name))
+        drawn = torch.rand(kept, dtype=torch.float64, device=vector.device, generator=generator)
+        edges = torch.arange(kept + 1, device=vector.device) * length // kept
+        first, width = edges[:-1], edges.diff()
+        chosen = first + torch.minimum((drawn * width).long(), width - 1)
+        values = vector[chosen]
+        # An element that is not finite may not be among the chosen: its step must be left out all the same.
+        values[:1] += vector.sum() * 0
+        return _RandomExchange(vector, chosen, values, comm.all_reduce(values, "avg"))
+
+
+def num_kept(ratio: float, length: int) -> int:
+    """Returns how many of ``length`` elements are sent: at least one."""
+    return min(length, max(1, round(ratio * length)))
+
+
+class _RandomExchange:
+    def __init__(self, vector: torch.Tensor, chosen: torch.Tensor, values: torch.Tensor, work: Work) -> None:
+        self._vector = vector
+        self._chosen = chosen
+        self._values = values
+        self._work = work
+
+    def advance(self) -> None:
+        """There is one round."""
+
+    def finish(self) -> torch.Tensor:
+        """Puts the averages in their places."""
+        self._work.wait()
+        mean = torch.zeros_like(self._vector)
+        mean[self._chosen] = self._values
+        self._vector[self._chosen] = 0
+        return mean
+
+
+class _Gathered:
+    """Messages of ``num_slots`` elements from every rank; what a rank has fewer of is filled up with zeros."""
+
+    def __init__(self, vector: torch.Tensor, chosen: torch.Tensor, num_slots: int, comm: Communicator) -> None:
+        self._vector = vector
+        self._chosen = chosen
+        self._num_slots = num_slots
+        self._size = comm.size
+        message = pack(vector[chosen], chosen, vector.numel(), num_slots)
+        self._received = torch.empty(comm.size * message.numel(), dtype=torch.uint8, device=vector.device)
+        self._message = message
+        self._work = comm.all_gather(self._received, message)
+
+    def advance(self) -> None:
+        """There is one round."""
+
+    def finish(self) -> torch.Tensor:
+        """Adds up the messages in the order of ranks."""
+        self._work.wait()
+        mean = torch.zeros_like(self._vector)
+        for row in self._received.view(self._size, -1):
+            values, indices = unpack(row, mean.dtype, mean.numel(), self._num_slots)
+            mean.index_add_(0, indices, values)
+        self._vector[self._chosen] = 0
+        return mean.div_(self._size)
+
+
+class _ThresholdExchange:
+    def __init__(self, vector: torch.Tensor, threshold: float, comm: Communicator) -> None:
+        self._vector = vector
+        self._comm = comm
+        self._chosen = (vector.abs() < threshold).logical_not_().nonzero().view(-1)  # sync point; takes NaN along
+        self._most = torch.tensor([self._chosen.numel()], device=vector.device)
+        self._work = comm.all_reduce(self._most, "max")
+        self._gathered: _Gathered | None = None
+
+    def advance(self) -> None:
+        """Gathers messages as long as the longest one."""
+        if self._gathered is None:
+            self._work.wait()
+            self._gathered = _Gathered(self._vector, self._chosen, int(self._most.item()), self._comm)  # sync point
+
+    def finish(self) -> torch.Tensor:
+        """Adds up the messages."""
+        self.advance()
+        assert self._gathered is not None
+        return self._gathered.finish()
+
+
+def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: int) -> torch.Tensor:
+    """Writes elements and their ascending indices into a message of bytes.
+
+    Only the low 16 bits of an index travel: how many elements lie in each block of 65,536 says the rest.
+    """
+    blocks = indices // _BLOCK
+    counts = torch.zeros(_num_blocks(length), dtype=torch.int32, device=values.device)
+    counts.scatter_add_(0, blocks, torch.ones_like(blocks, dtype=torch.int32))
+    counts[-1] += num_slots - values.numel()  # what fills the message up: zeros, added to the last block
+    low = (indices % _BLOCK).to(torch.int16)  # wraps around; read back as if unsigned
+    message = torch.zeros(_message_bytes(values.dtype, length, num_slots), dtype=torch.uint8, device=values.device)
+    place = 0
+    for piece, slots in ((values, num_slots), (counts, counts.numel()), (low, num_slots)):
+        data = as_bytes(piece)
+        message[place : place + data.numel()] = data
+        place += slots * piece.element_size()
+    return message
+
+
+def unpack(message: torch.Tensor, dtype: torch.dtype, length: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the elements of a message and their indices."""
+    num_blocks = _num_blocks(length)
+    ends = [num_slots * dtype.itemsize]
+    ends += [ends[0] + 4 * num_blocks]
+    ends += [ends[1] + 2 * num_slots]
+    values = message[: ends[0]].view(dtype)
+    counts = message[ends[0] : ends[1]].view(torch.int32)
+    low = message[ends[1] : ends[2]].view(torch.int16).long() & (_BLOCK - 1)
+    numbers = torch.arange(num_blocks, device=message.device)
+    blocks = torch.repeat_interleave(numbers, counts.long(), output_size=num_slots)
+    return values, blocks * _BLOCK + low
+
+
+def _num_blocks(length: int) -> int:
+    return max(1, -(-length // _BLOCK))
+
+
+def _message_bytes(dtype: torch.dtype, length: int, num_slots: int) -> int:
+    exact = num_slots * (dtype.itemsize + 2) + 4 * _num_blocks(length)
+    return -(-exact // _ALIGN) * _ALIGN

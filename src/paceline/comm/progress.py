@@ -1,0 +1,180 @@
+"""Operations that go on whenever their process enters the communicator, without a thread of their own.
+
+An operation is a generator: it does what can be done, and yields the ranks that it waits for. Operations of a queue
+take their turns in the order of issue. Issuing one moves all of them on without waiting; waiting for one moves all of
+them on until it is done, those of other groups too: two ranks that wait for two groups in opposite order still meet.
+
+On a CPU, moving bytes costs the time of a core, whichever thread does it. A thread of its own would gain only what a
+rank could do for the others while it computes, and would pay two switches for each small operation.
+
+[Note: fences] Counters in shared memory tell another process that data is there. A processor may let a later write be
+seen before an earlier one, and Python has no word for "not here". Giving a lock back and taking it again has: the first
+orders what came before it, the second what comes after, and the two stay in order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from paceline.errors import CommunicationError
+
+Steps = Iterator[tuple[int, ...]]  # yields the ranks that the operation waits for
+
+_SPINS = 40  # some 50 us of looking, where each rank has a core
+_YIELDS = 300
+_CROWDED_S = 50e-6
+_SHORTEST_NAP_S = 20e-6
+_LONGEST_NAP_S = 500e-6
+_WATCH_S = 0.1
+
+
+class Fence:
+    """Keeps memory accesses before it before those after it: see [Note: fences].
+
+    ``crossings`` counts its uses: as long as it grows, something goes on.
+    """
+
+    __slots__ = ("_give", "_take", "crossings")
+
+    def __init__(self) -> None:
+        self.crossings = 0
+        lock = threading.Lock()
+        lock.acquire()
+        self._give = lock.release
+        self._take = lock.acquire
+
+    def __call__(self) -> None:
+        """Orders what came before and what comes after."""
+        self.crossings += 1
+        self._give()
+        self._take(False)
+
+
+class Task:
+    """One operation of this rank: done, failed, or waiting for others."""
+
+    __slots__ = ("_finish", "error", "is_done", "kind", "missing")
+
+    def __init__(self, kind: str, finish: Callable[[], object] | None = None) -> None:
+        self.kind = kind
+        self._finish = finish
+        self.is_done = False
+        self.error: CommunicationError | None = None
+        self.missing: tuple[int, ...] = ()
+
+    def end(self, error: CommunicationError | None = None) -> None:
+        """Marks it as done, or as failed."""
+        if not self.is_done:
+            if error is None and self._finish is not None:
+                self._finish()
+            self.error = error
+            self.is_done = True
+
+
+class Lane(Protocol):
+    """Operations that wait for one another."""
+
+    def pump(self) -> bool:
+        """Does what can be done now; True when nothing is left."""
+
+    def missing(self) -> tuple[int, ...]:
+        """Returns the ranks that it waits for."""
+
+    def fail(self, error: CommunicationError) -> None:
+        """Ends what is left, with an error."""
+
+
+class Queue:
+    """Operations one after the other."""
+
+    def __init__(self, on_error: Callable[[str, BaseException], None]) -> None:
+        self._tasks: deque[tuple[Task, Steps]] = deque()
+        self._on_error = on_error
+
+    def add(self, task: Task, steps: Steps) -> None:
+        """Puts an operation at the end."""
+        self._tasks.append((task, steps))
+
+    def pump(self) -> bool:
+        """Goes on with the first, and with the next when it is done."""
+        while self._tasks:
+            task, steps = self._tasks[0]
+            try:
+                task.missing = next(steps)
+            except StopIteration:
+                task.end()
+                self._tasks.popleft()
+            except BaseException as error:  # an interrupt too: the generator is over, and its data half there
+                self._on_error(task.kind, error)  # ends all of the group's tasks, these too
+                if not isinstance(error, Exception):
+                    raise
+                return True
+            else:
+                return False
+        return True
+
+    def missing(self) -> tuple[int, ...]:
+        """Returns the ranks that the first operation waits for."""
+        return self._tasks[0][0].missing if self._tasks else ()
+
+    def fail(self, error: CommunicationError) -> None:
+        """Ends all operations with an error."""
+        while self._tasks:
+            self._tasks.popleft()[0].end(error)
+
+
+class Progress:
+    """What a process has in flight, over all groups that were made from one another."""
+
+    def __init__(self, *, may_spin: bool) -> None:
+        self.fence = Fence()
+        self._spins = _SPINS if may_spin else 0
+        self._lanes: list[Lane] = []
+        self._lock = threading.Lock()
+
+    def issue(self, lane: Lane, add: Callable[[], None]) -> None:
+        """Adds an operation to a lane and does what can be done now."""
+        with self._lock:
+            add()
+            if lane not in self._lanes:
+                self._lanes.append(lane)
+            self._pump()
+
+    def wait(self, task: Task, watch: Callable[[float], None]) -> None:
+        """Returns when ``task`` is done or has failed.
+
+        Calls ``watch(seconds without progress)`` about ten times a second; it ends tasks that cannot be done any more.
+        """
+        turn, crossings = 0, -1
+        start_s = next_watch_s = 0.0
+        while not task.is_done:
+            with self._lock:
+                self._pump()
+            if crossings != self.fence.crossings:
+                turn, start_s, crossings = 0, 0.0, self.fence.crossings
+            turn += 1
+            if turn <= self._spins:
+                continue
+            now = time.monotonic()
+            if turn <= self._spins + _YIELDS:
+                os.sched_yield()
+                if time.monotonic() - now > _CROWDED_S:
+                    # Others want this core. A sleeper is let in soon after it wakes, one that yields after all others.
+                    turn = self._spins + _YIELDS
+                continue
+            start_s = start_s or now
+            if now >= next_watch_s:
+                next_watch_s = now + _WATCH_S
+                with self._lock:
+                    watch(now - start_s)
+            time.sleep(min(_SHORTEST_NAP_S * (turn - self._spins - _YIELDS), _LONGEST_NAP_S))
+
+    def _pump(self) -> None:
+        for lane in tuple(self._lanes):
+            if lane.pump():
+                self._lanes.remove(lane)

@@ -1,0 +1,114 @@
+"""Runs with compressed gradients: they learn, and go on from a checkpoint with the same and with other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint import TrainingState, load_checkpoint, save_checkpoint
+from paceline.comm.base import Communicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import Config, config_from_dict
+from paceline.errors import ConfigError
+from paceline.train.assemble import build_trainer
+from paceline.train.trainer import Trainer
+
+STEPS = 8
+
+
+def make_config(compression: dict[str, Any], **train: Any) -> Config:
+    return config_from_dict(
+        {
+            "model": {"kind": "mlp", "hidden_dim": 32, "dropout": 0.0},
+            "data": {"kind": "digits"},
+            "train": {"steps": STEPS, "global_batch": 60, **train},
+            "optim": {"lr": 5e-3},
+            "comm": {"compression": {"min_size": 64, **compression}},
+        }
+    )
+
+
+def run_steps(trainer: Trainer, until: int) -> None:
+    for result in trainer.steps():
+        if result.step == until:
+            break
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [{"policy": "topk", "ratio": 0.05}, {"policy": "randomk", "ratio": 0.1}, {"policy": "powersgd", "factor_rank": 2}],
+    ids=lambda compression: compression["policy"],
+)
+def test_a_run_that_stops_goes_on_as_if_it_had_not(compression: dict[str, Any], tmp_path: Path) -> None:
+    config = make_config(compression)
+
+    def work(comm: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        whole, first, second = (build_trainer(config, comm) for _ in range(3))
+        run_steps(whole, STEPS)
+        run_steps(first, STEPS // 2)
+        state = first.state()
+        if comm.rank == 0:
+            save_checkpoint(tmp_path, state)
+        comm.barrier()
+        second.load_state(load_checkpoint(tmp_path / f"step-{STEPS // 2:08d}"))
+        run_steps(second, STEPS)
+        return whole.parts.engine.full_state_dict(), second.parts.engine.full_state_dict()
+
+    for expected, found in run_virtual(work, 3):
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_other_ranks_owe_the_model_the_same(ranks: int) -> None:
+    config = make_config({"policy": "topk", "ratio": 0.05})
+
+    def before(comm: Communicator) -> tuple[TrainingState, dict[str, torch.Tensor]]:
+        trainer = build_trainer(config, comm)
+        run_steps(trainer, STEPS // 2)
+        state = trainer.state()
+        assert trainer.parts.compressor is not None
+        return state, trainer.parts.compressor.residuals
+
+    found = run_virtual(before, 3)
+    state = found[0][0]
+
+    def after(comm: Communicator) -> dict[str, torch.Tensor]:
+        trainer = build_trainer(config, comm)
+        trainer.load_state(state)
+        assert trainer.parts.compressor is not None
+        residuals = {name: each.clone() for name, each in trainer.parts.compressor.residuals.items()}
+        run_steps(trainer, STEPS)
+        return residuals
+
+    later = run_virtual(after, ranks)
+    for name in found[0][1]:
+        owed = torch.stack([residuals[name] for _, residuals in found]).mean(0)
+        torch.testing.assert_close(torch.stack([residuals[name] for residuals in later]).mean(0), owed)
+        assert owed.norm() > 0
+
+
+def test_top_k_with_feedback_reaches_the_accuracy_of_the_plain_run() -> None:
+    def work(comm: Communicator, compression: dict[str, Any]) -> float:
+        trainer = build_trainer(make_config(compression, steps=150), comm)
+        run_steps(trainer, 150)
+        result = trainer.evaluate()
+        assert result is not None
+        assert trainer.parts.eval_loader is not None
+        trainer.parts.eval_loader.close()
+        assert result.accuracy is not None
+        return result.accuracy
+
+    (plain, _) = run_virtual(lambda comm: work(comm, {"policy": "none", "min_size": 1024}), 2)
+    (compressed, _) = run_virtual(lambda comm: work(comm, {"policy": "topk", "ratio": 0.05}), 2)
+    assert plain > 0.9
+    assert compressed > plain - 0.02
+
+
+def test_a_policy_that_is_unknown_or_out_of_range_is_explained() -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        make_config({"policy": "topkk"})
+    with pytest.raises(ConfigError, match=r"comm\.compression\.ratio"):
+        make_config({"policy": "topk", "ratio": 0})
