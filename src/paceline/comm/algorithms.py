@@ -35,6 +35,7 @@ from paceline.cluster.costs import (
 )
 from paceline.cluster.patterns import chain, double_tree, rooted_tree
 from paceline.comm.arguments import check_peer, check_pieces
+from paceline.comm.around import AroundCommunicator
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.rounds import (
     Round,
@@ -60,7 +61,7 @@ _MOST_LANES = 16
 _MOST_OPERATIONS = 2**20  # in flight at once; tags are used again after as many
 
 
-class AlgorithmCommunicator:
+class AlgorithmCommunicator(AroundCommunicator):
     """Runs collectives by an algorithm on the messages of ``inner``.
 
     Operations are finished in the order of their issue, by whichever ``wait`` comes first, of this group or of one
@@ -82,7 +83,7 @@ class AlgorithmCommunicator:
         _check(inner, algorithm, topology, chunk_bytes)
         if in_flight is None:
             _check_hosts(inner, algorithm, topology)
-        self.inner = inner
+        super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
         self._links = links or Links()
@@ -90,26 +91,6 @@ class AlgorithmCommunicator:
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
         self._placement = _placement(self.topology)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number within the group."""
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-        return self.inner.size
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members by their rank in the world."""
-        return self.inner.ranks
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        return self.inner.device
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.clock import DeviceClock, Mark
+from paceline.comm.around import AroundCommunicator
 from paceline.comm.base import Communicator, ReduceOp, Work
 
 
@@ -92,48 +93,28 @@ class _TracedWork:
             self._trace.operations.append(operation)
 
 
-class TracedCommunicator:
+class TracedCommunicator(AroundCommunicator):
     """Passes every verb on to ``inner`` and records it; subgroups share the trace."""
 
     def __init__(self, inner: Communicator, trace: Trace) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.trace = trace
-
-    @property
-    def rank(self) -> int:
-        """This rank's number within the group."""
-        return self._inner.rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-        return self._inner.size
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members by their rank in the world."""
-        return self._inner.ranks
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        return self._inner.device
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Records an all-reduce of the tensor's bytes."""
-        return self._record("all_reduce", tensor, self._inner.all_reduce(tensor, op))
+        return self._record("all_reduce", tensor, self.inner.all_reduce(tensor, op))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Records a reduce-scatter of the whole input's bytes."""
-        return self._record("reduce_scatter", tensor, self._inner.reduce_scatter(output, tensor, op))
+        return self._record("reduce_scatter", tensor, self.inner.reduce_scatter(output, tensor, op))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Records an all-gather of the whole output's bytes."""
-        return self._record("all_gather", output, self._inner.all_gather(output, tensor))
+        return self._record("all_gather", output, self.inner.all_gather(output, tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Records a broadcast."""
-        return self._record("broadcast", tensor, self._inner.broadcast(tensor, source))
+        return self._record("broadcast", tensor, self.inner.broadcast(tensor, source))
 
     def all_to_all(
         self,
@@ -143,31 +124,31 @@ class TracedCommunicator:
         input_splits: Sequence[int] | None = None,
     ) -> Work:
         """Records an all-to-all of this rank's input."""
-        work = self._inner.all_to_all(output, tensor, output_splits, input_splits)
+        work = self.inner.all_to_all(output, tensor, output_splits, input_splits)
         return self._record("all_to_all", tensor, work)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Records a send."""
-        return self._record("send", tensor, self._inner.send(tensor, to, tag))
+        return self._record("send", tensor, self.inner.send(tensor, to, tag))
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Records a receive."""
-        return self._record("recv", tensor, self._inner.recv(tensor, source, tag))
+        return self._record("recv", tensor, self.inner.recv(tensor, source, tag))
 
     def barrier(self) -> None:
         """Records a barrier as a wait."""
-        work = _TracedWork(_Barrier(self._inner), self.trace, "barrier", 0, self.ranks)
+        work = _TracedWork(_Barrier(self.inner), self.trace, "barrier", 0, self.ranks)
         self.trace.count("barrier", 0)
         work.wait()
 
     def split(self, ranks: Sequence[int]) -> TracedCommunicator:
         """Makes a subgroup that writes into the same trace."""
-        return TracedCommunicator(self._inner.split(ranks), self.trace)
+        return TracedCommunicator(self.inner.split(ranks), self.trace)
 
     def _record(self, kind: str, tensor: torch.Tensor, work: Work) -> Work:
         num_bytes = tensor.numel() * tensor.element_size()
         self.trace.count(kind, num_bytes)
-        return _TracedWork(work, self.trace, kind, num_bytes, self._inner.ranks)
+        return _TracedWork(work, self.trace, kind, num_bytes, self.inner.ranks)
 
 
 class _Barrier:
