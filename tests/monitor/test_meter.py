@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.comm.base import DONE, Work
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.monitor.meter import StepFacts, StepMeter, peak_memory_bytes
+from paceline.monitor.meter import StepMeter, peak_memory_bytes
 from paceline.monitor.records import StepRecord
 
 CPU = torch.device("cpu")
@@ -56,10 +56,10 @@ class SlowCommunicator(SoloCommunicator):
         return Slow()
 
 
-def make_facts(step: int = 1, *, samples: int = 8, **changes: Any) -> StepFacts:
+def make_facts(step: int = 1, *, samples: int = 8, **changes: Any) -> Any:
     numbers = {"loss_sum": torch.tensor(6.0), "count": 4.0, "grad_norm": torch.tensor(2.5), "loss_scale": None}
     outcome: Any = SimpleNamespace(**(numbers | changes))
-    return StepFacts(step=step, epoch=0.5, position=16, lr=0.1, samples=samples, outcome=outcome)
+    return SimpleNamespace(step=step, epoch=0.5, position=16, lr=0.1, samples=samples, outcome=outcome)
 
 
 class Stage:

@@ -21,7 +21,7 @@ from paceline.monitor.records import (
     read_records,
     to_line,
 )
-from paceline.monitor.sinks import Fanout, JsonlSink, Sink, TensorBoardSink
+from paceline.monitor.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
 
 
 class _Clock:
@@ -42,8 +42,8 @@ class _ListSink:
         self.calls: list[str] = []
         self._error = error
 
-    def write(self, record: Record) -> None:
-        self.records.append(record)
+    def write(self, *records: Record) -> None:
+        self.records += records
 
     def flush(self) -> None:
         self.calls.append("flush")
@@ -90,6 +90,34 @@ def test_all_but_steps_are_written_through_with_the_steps_before_them(
         written += [step_record, record]
         assert list(read_records(path)) == written
     sink.close()
+
+
+def test_many_records_at_once_are_kept_or_written_through_together(
+    tmp_path: Path, step_record: StepRecord, event_record: EventRecord
+) -> None:
+    path, clock = tmp_path / "rank-0.jsonl", _Clock()
+    sink = JsonlSink(path, clock=clock)
+    steps = [replace(step_record, step=step) for step in range(1, 7)]
+    sink.write(*steps[:2])
+    assert list(read_records(path)) == []
+    sink.write(steps[2], event_record, steps[3])
+    assert list(read_records(path)) == [*steps[:3], event_record, steps[3]]
+    clock.now += 1.0
+    sink.write(*steps[4:])
+    assert list(read_records(path)) == [*steps[:3], event_record, *steps[3:]]
+    sink.close()
+
+
+def test_strided_passes_on_every_nth_step_at_times_apart_and_all_other_records(
+    step_record: StepRecord, event_record: EventRecord
+) -> None:
+    steps = [replace(step_record, step=step, time=100.0 + 0.1 * step) for step in range(1, 11)]
+    at_once, one_by_one = _ListSink(), _ListSink()
+    Strided(at_once, 2, least_s=0.3).write(*steps[:5], event_record, *steps[5:])
+    strided = Strided(one_by_one, 2, least_s=0.3)
+    for record in (*steps[:5], event_record, *steps[5:]):
+        strided.write(record)
+    assert at_once.records == one_by_one.records == [steps[1], event_record, steps[5], steps[9]]
 
 
 def test_closing_writes_the_rest_and_may_be_repeated(tmp_path: Path, step_record: StepRecord) -> None:

@@ -46,8 +46,8 @@ class Keep:
     def __init__(self) -> None:
         self.records: list[Record] = []
 
-    def write(self, record: Record) -> None:
-        self.records.append(record)
+    def write(self, *records: Record) -> None:
+        self.records += records
 
     def flush(self) -> None:
         pass

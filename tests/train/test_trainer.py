@@ -19,6 +19,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import CheckpointError, DataError, RankFailedError, TrainingError, UsageError
+from paceline.monitor import meter
 from paceline.monitor.records import EvalRecord, EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.hooks import CheckpointHook, EvaluateHook
@@ -46,8 +47,8 @@ class Keep:
     def __init__(self) -> None:
         self.records: list[Record] = []
 
-    def write(self, record: Record) -> None:
-        self.records.append(record)
+    def write(self, *records: Record) -> None:
+        self.records += records
 
     def flush(self) -> None:
         pass
@@ -118,6 +119,22 @@ def test_records_tell_of_each_step() -> None:
     for record in sink.steps:
         assert record.loss == pytest.approx(record.loss_sum / record.count)
         assert record.grad_norm is not None
+
+
+def test_records_read_before_the_device_fails_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records come many at once; one that cannot be read must not take those before it along."""
+    sink = Keep()
+    trainer, read = solo(sink=sink), meter._record
+
+    def fail_at_4(issued: Any) -> StepRecord:
+        if issued[0].step == 4:
+            raise RuntimeError("the device is lost")
+        return read(issued)
+
+    monkeypatch.setattr(meter, "_record", fail_at_4)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        trainer.run()
+    assert [record.step for record in sink.steps] == [1, 2, 3]
 
 
 def test_the_ragged_batch_of_an_epoch_can_be_dropped() -> None:

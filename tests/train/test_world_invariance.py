@@ -83,9 +83,8 @@ class Keep:
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
-    def write(self, record: Record) -> None:
-        if isinstance(record, StepRecord):
-            self.records.append(record)
+    def write(self, *records: Record) -> None:
+        self.records += [record for record in records if isinstance(record, StepRecord)]
 
     def flush(self) -> None:
         pass

@@ -59,21 +59,11 @@ class ProgressView:
         self._stream = self._console.file
         self._console.file = cast("IO[str]", _LastingStream(self._stream))
 
-    def write(self, record: Record) -> None:
+    def write(self, *records: Record) -> None:
         with self._lock:
-            self._progress.take(record)
-            match record:
-                case StepRecord():
-                    if self._clock() - self._shown_at >= self._every_s:
-                        self._show_step()
-                case RunRecord():
-                    self._start(record)
-                case EvalRecord():
-                    self._print(_eval_line(record))
-                case EventRecord():
-                    self._print(_event_line(record))
-                case EndRecord():
-                    self._finish(record)
+            for record in records:
+                self._progress.take(record)
+                self._show(record)
 
     def flush(self) -> None:
         """Shows the newest step, whether or not it is time to."""
@@ -86,6 +76,20 @@ class ProgressView:
             self._stop_live()
             if isinstance(self._console.file, _LastingStream):
                 self._console.file = self._stream
+
+    def _show(self, record: Record) -> None:
+        match record:
+            case StepRecord():
+                if self._clock() - self._shown_at >= self._every_s:
+                    self._show_step()
+            case RunRecord():
+                self._start(record)
+            case EvalRecord():
+                self._print(_eval_line(record))
+            case EventRecord():
+                self._print(_event_line(record))
+            case EndRecord():
+                self._finish(record)
 
     def _start(self, run: RunRecord) -> None:
         self._stop_live()  # of an attempt that was cut off

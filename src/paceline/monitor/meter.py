@@ -7,23 +7,23 @@ a step or two later on CUDA.
 
 from __future__ import annotations
 
+import operator
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from paceline.clock import DeviceClock, Mark, on_device, seconds_between
+from paceline.clock import DeviceClock, Mark, on_device
 from paceline.comm.traced import Trace
 from paceline.monitor.records import StepRecord
 
 _DRAIN_STEPS = 64  # the same steps on all ranks, so that none waits for another that writes
 _DRAIN_S = 0.5
-_PHASES = ("data", "forward", "backward", "optimizer", "other")
+_PHASES = ("data", "forward", "backward", "optimizer")
 _MEMORY_EVERY = 20  # steps; asking CUDA's allocator takes longer than all the rest here
 
 
@@ -36,26 +36,31 @@ class StepNumbers(Protocol):
     loss_scale: torch.Tensor | None
 
 
-@dataclass(slots=True, kw_only=True)
-class StepFacts:
-    """What the trainer knows of a step when it has issued it.
-
-    Not frozen: it is made every step, between matrix products, where every call counts.
-    """
+class StepFacts(Protocol):
+    """What the trainer knows of a step when it has issued it."""
 
     step: int
-    epoch: float
     position: int
     lr: float
-    samples: int
-    outcome: StepNumbers
+
+    @property
+    def epoch(self) -> float:
+        """How many epochs the run has gone through."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples this rank had in the step."""
+
+    @property
+    def outcome(self) -> StepNumbers:
+        """What the step computed."""
 
 
 _Lap = tuple[str, Mark | float, int]  # phase, its end, waits so far in the step
 _Wait = tuple[Mark, Mark]
-# A step that was issued: facts, numbers on their way from a device, start, laps, waits, peak memory, time of day.
+# A step that was issued: facts, numbers on their way from a device, start, laps, end, waits, peak memory, time of day.
 # Bare tuples are made in half the time of named ones.
-_Issued = tuple[StepFacts, torch.Tensor | None, Mark | float, list[_Lap], list[_Wait], int, float]
+_Issued = tuple[StepFacts, torch.Tensor | None, Mark | float, list[_Lap], Mark | float, Sequence[_Wait], int, float]
 
 
 class StepMeter:
@@ -92,16 +97,16 @@ class StepMeter:
             self._memory_bytes = peak_memory_bytes(self._device)
         on_host = _to_host(facts.outcome) if self._is_device else None
         # The copy to the host is ordered before this mark: once it is past, the values can be read.
-        end, waits, now = self._take(), self._trace.take_waits(), time.time()
-        self._laps.append(("other", end, len(waits)))
-        self._pending.append((facts, on_host, self._start, self._laps, waits, self._memory_bytes, now))
+        end, now = self._take(), time.time()
+        waits = self._trace.take_waits() if self._waits else ()
+        self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory_bytes, now))
         self._start, self._laps = end, []
         return len(self._pending) >= _DRAIN_STEPS or now - self._drained_at > _DRAIN_S
 
     def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
         """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""
         self._drained_at = time.time()
-        while self._pending and (wait or _is_past(self._pending[0][3][-1][1])):
+        while self._pending and (wait or _is_past(self._pending[0][4])):
             yield _record(self._pending.popleft())
 
 
@@ -121,20 +126,24 @@ def _to_host(outcome: StepNumbers) -> torch.Tensor:
 
 
 def _record(issued: _Issued) -> StepRecord:
-    facts, on_host, start, laps, waits, memory_bytes, now = issued
+    facts, on_host, start, laps, end, waits, memory_bytes, now = issued
+    since: Callable[[Any, Any], float] = operator.sub if isinstance(end, float) else _device_seconds_since
     seconds = dict.fromkeys(_PHASES, 0.0)
     comm_s, last, num_waits = 0.0, start, 0
     for phase, mark, num_waits_then in laps:
-        took = seconds_between(last, mark)
+        took = since(mark, last)
         if num_waits_then > num_waits:
-            waited = sum(end.seconds_since(begin) for begin, end in waits[num_waits:num_waits_then])
+            waited = _total_seconds(waits[num_waits:num_waits_then])
             took, comm_s, num_waits = took - waited, comm_s + waited, num_waits_then
         seconds[phase] += took
         last = mark
-    data_s, forward_s, backward_s, optimizer_s, _ = seconds.values()
-    step_s = seconds_between(start, last)
+    if num_waits < len(waits):  # after the last lap
+        comm_s += _total_seconds(waits[num_waits:])
+    data_s, forward_s, backward_s, optimizer_s = seconds.values()
+    step_s = since(end, start)
     numbers = map(float, _numbers(facts.outcome)) if on_host is None else on_host.tolist()
     loss_sum, count, grad_norm, loss_scale = numbers
+    samples = facts.samples
     return StepRecord(
         step=facts.step,
         epoch=facts.epoch,
@@ -144,18 +153,26 @@ def _record(issued: _Issued) -> StepRecord:
         count=int(count),
         lr=facts.lr,
         grad_norm=grad_norm,
-        samples=facts.samples,
+        samples=samples,
         step_s=step_s,
         data_s=data_s,
         forward_s=forward_s,
         backward_s=backward_s,
         comm_s=comm_s,
         optimizer_s=optimizer_s,
-        samples_per_s=facts.samples / step_s if step_s > 0 else 0.0,
+        samples_per_s=samples / step_s if step_s > 0 else 0.0,
         memory_bytes=memory_bytes,
         time=now,
         loss_scale=loss_scale,
     )
+
+
+def _device_seconds_since(mark: Mark, earlier: Mark) -> float:
+    return mark.seconds_since(earlier)
+
+
+def _total_seconds(waits: Sequence[_Wait]) -> float:
+    return sum(end.seconds_since(begin) for begin, end in waits)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -23,6 +23,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic_core import to_json
+
 SCHEMA_VERSION = 1
 
 EndStatus = Literal["done", "failed", "stopped"]
@@ -127,16 +129,15 @@ Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord
 def to_line(record: Record) -> str:
     """Writes a record as one line of strict JSON, newline included.
 
-    A step takes the short way through a template, at half the cost of the JSON encoder (11 us against 21), unless it
-    holds something that needs care: None, a float that is not finite, a number of another library's type.
+    A step is written by pydantic's encoder, in a third of the time that Python's own takes, unless it holds a float
+    that is not finite.
     """
     form = _FORMS_BY_CLASS[type(record)]
-    values = form.values(record)
-    if form is _STEP_FORM and set(map(type, values)) <= _PLAIN_NUMBERS:
-        line = _STEP_TEMPLATE % values
-        if "nan" not in line and "inf" not in line:
-            return line
-    payload = dict(zip(form.keys, (form.name, SCHEMA_VERSION, *values), strict=True))
+    payload = dict(zip(form.keys, (form.name, SCHEMA_VERSION, *form.values(record)), strict=True))
+    if form is _STEP_FORM:
+        line = to_json(payload, fallback=strict_json)
+        if b"N" not in line and b"I" not in line:  # NaN and Infinity, which JSON has not; all names are lower case
+            return line.decode() + "\n"
     return _ENCODE(strict_json(payload)) + "\n"
 
 
@@ -286,19 +287,4 @@ _FORMS_BY_NAME = {
 }
 _FORMS_BY_CLASS = {form.record_class: form for form in _FORMS_BY_NAME.values()}
 
-
-def _step_template() -> str:
-    """Returns the %-template of a step's line.
-
-    Seventeen significant digits give back the same float and take half the time of the shortest text that does; the
-    two fields that tend to be round numbers keep the shortest text, which people read more easily.
-    """
-    formats = {field.name: "%r" if field.type == "int" else "%.17g" for field in fields(StepRecord)}
-    formats |= {"epoch": "%r", "lr": "%r"}
-    values = ",".join(f'"{name}":{text}' for name, text in formats.items())
-    return f'{{"type":"step","schema":{SCHEMA_VERSION},{values}}}\n'
-
-
 _STEP_FORM = _FORMS_BY_NAME["step"]
-_STEP_TEMPLATE = _step_template()
-_PLAIN_NUMBERS = {int, float}

@@ -1,9 +1,9 @@
 """Where records go: a file of lines, TensorBoard, or several places at once.
 
 A sink is called from the training loop, so it must be cheap: between two matrix products that have emptied the caches,
-every function called costs tens of microseconds. So ``JsonlSink`` only keeps a record, and turns all of a second into
-lines at once; ``TensorBoardSink`` writes one event with all scalars of a step, where ``SummaryWriter.add_scalar`` would
-write one for each.
+every function called costs tens of microseconds. So a sink is handed many steps at once; ``JsonlSink`` only keeps them,
+and turns all of a second into lines together; ``TensorBoardSink`` writes one event with all scalars of a step, where
+``SummaryWriter.add_scalar`` would write one for each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.monitor.records import EvalRecord, Record, StepRecord, to_line
 class Sink(Protocol):
     """A place that records go to."""
 
-    def write(self, record: Record) -> None:
-        """Takes one record; may keep it in memory until the next flush."""
+    def write(self, *records: Record) -> None:
+        """Takes records, in their order; may keep them in memory until the next flush."""
 
     def flush(self) -> None:
         """Hands over what was kept."""
@@ -35,8 +35,8 @@ class Sink(Protocol):
 class JsonlSink:
     """Appends records to a file, one line each.
 
-    Steps are kept in memory for ``flush_every_s`` at most, measured when the next record comes; any other record is
-    written through at once, together with the steps before it. Several threads may write.
+    Steps are kept in memory for ``flush_every_s`` at most, measured when the next records come; any other record
+    is written through at once, together with the steps before it. Several threads may write.
     """
 
     def __init__(self, path: Path, *, flush_every_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,12 +50,13 @@ class JsonlSink:
         self._clock = clock
         self._flushed_at = clock()
 
-    def write(self, record: Record) -> None:
+    def write(self, *records: Record) -> None:
         with self._lock:
             if self._file.closed:
                 raise ValueError(f"{self._file.name} is closed; write records before closing the sink")
-            self._kept.append(record)
-            if not isinstance(record, StepRecord) or self._clock() - self._flushed_at >= self._flush_every_s:
+            self._kept += records
+            is_time = self._clock() - self._flushed_at >= self._flush_every_s
+            if is_time or not all(isinstance(record, StepRecord) for record in records):
                 self._write_out()
 
     def flush(self) -> None:
@@ -97,17 +98,11 @@ class TensorBoardSink:
         self._has_started = False
         self._is_closed = False
 
-    def write(self, record: Record) -> None:
-        if not isinstance(record, StepRecord | EvalRecord):
-            return
+    def write(self, *records: Record) -> None:
         with self._lock:
-            if not self._has_started:
-                self._has_started = True
-                start = self._events.SessionLog(status=self._events.SessionLog.START)
-                self._add(record, session_log=start)
-            value_class = self._summaries.Summary.Value
-            values = [value_class(tag=tag, simple_value=value) for tag, value in _scalars(record)]
-            self._add(record, summary=self._summaries.Summary(value=values))
+            for record in records:
+                if isinstance(record, StepRecord | EvalRecord):
+                    self._write_scalars(record)
 
     def flush(self) -> None:
         with self._lock:
@@ -119,6 +114,15 @@ class TensorBoardSink:
             if not self._is_closed:
                 self._is_closed = True
                 self._writer.close()
+
+    def _write_scalars(self, record: StepRecord | EvalRecord) -> None:
+        if not self._has_started:
+            self._has_started = True
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._add(record, session_log=start)
+        value_class = self._summaries.Summary.Value
+        values = [value_class(tag=tag, simple_value=value) for tag, value in _scalars(record)]
+        self._add(record, summary=self._summaries.Summary(value=values))
 
     def _add(self, record: StepRecord | EvalRecord, **content: Any) -> None:
         self._writer.add_event(self._events.Event(step=record.step, wall_time=record.time, **content))
@@ -133,13 +137,17 @@ class Strided:
         self._least_s = least_s
         self._last_time = float("-inf")
 
-    def write(self, record: Record) -> None:
-        """Writes the record if it is due."""
-        if isinstance(record, StepRecord):
-            if record.step % self._every or record.time - self._last_time < self._least_s:
-                return
-            self._last_time = record.time
-        self._sink.write(record)
+    def write(self, *records: Record) -> None:
+        """Writes those records that are due."""
+        due = []
+        for record in records:
+            if isinstance(record, StepRecord):
+                if record.step % self._every or record.time - self._last_time < self._least_s:
+                    continue
+                self._last_time = record.time
+            due.append(record)
+        if due:
+            self._sink.write(*due)
 
     def flush(self) -> None:
         """Flushes the sink."""
@@ -156,9 +164,9 @@ class Fanout:
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
 
-    def write(self, record: Record) -> None:
+    def write(self, *records: Record) -> None:
         for sink in self._sinks:
-            sink.write(record)
+            sink.write(*records)
 
     def flush(self) -> None:
         for sink in self._sinks:

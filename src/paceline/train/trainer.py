@@ -20,7 +20,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.objects import gather_objects
 from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
 from paceline.errors import CheckpointError, TrainingError
-from paceline.monitor.meter import StepFacts, StepMeter
+from paceline.monitor.meter import StepMeter
 from paceline.monitor.records import EvalRecord, EventRecord, StepRecord
 from paceline.monitor.sinks import Sink
 from paceline.parallel.engine import Engine
@@ -55,12 +55,30 @@ class TrainerParts:
     compressor: Compressor | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class StepResult(StepFacts):
-    """A step that was issued. Its numbers come as records, when the device has finished it."""
+@dataclass(slots=True)
+class StepResult:
+    """A step that was issued. Its numbers come as records, when the device has finished it.
 
+    Neither frozen nor by keywords: it is made every step, between matrix products, where every call counts.
+    """
+
+    step: int
+    position: int
+    local_samples: list[int]
+    lr: float
     outcome: StepOutcome
+    steps_per_epoch: int
     is_last: bool
+
+    @property
+    def epoch(self) -> float:
+        """How many epochs the run has gone through."""
+        return self.step / max(self.steps_per_epoch, 1)
+
+    @property
+    def samples(self) -> int:
+        """How many samples this rank had in the step."""
+        return sum(self.local_samples)
 
 
 class Hook(Protocol):
@@ -118,6 +136,7 @@ class Trainer:
         self.position = 0
         self.scaler = make_scaler(parts.engine.precision, parts.engine.comm.device, parts.policy.loss_scale)
         self.bad_steps = BadSteps()
+        self._has_constant_rate = parts.schedule.is_constant
         if parts.passes is not None:
             parts.passes.on_cut = self._note_cut
 
@@ -155,9 +174,13 @@ class Trainer:
 
     def flush(self, *, wait: bool = False) -> None:
         """Writes the records of finished steps. Raises TrainingError when a loss is not finite that was trained on."""
-        for record in self.parts.meter.drain(wait=wait):
-            if self.sink is not None:
-                self.sink.write(record)
+        records: list[StepRecord] = []
+        try:
+            records.extend(self.parts.meter.drain(wait=wait))
+        finally:  # what was read before a device failed is written all the same
+            if self.sink is not None and records:
+                self.sink.write(*records)
+        for record in records:
             _check_loss(record)
 
     def evaluate(self) -> Evaluation | None:
@@ -253,7 +276,7 @@ class Trainer:
         raise TrainingError(explain_bad_steps(bad, finding, parts.engine.precision))
 
     def _step(self, batch: StepBatch) -> StepResult:
-        parts, step = self.parts, self.step + 1
+        parts, plan, step = self.parts, self.parts.plan, self.step + 1
         lr = self._set_learning_rate(batch)
         outcome = train_step(
             parts.engine,
@@ -266,20 +289,13 @@ class Trainer:
             passes=parts.passes,
         )
         self.step, self.position = step, batch.next_position
-        return StepResult(
-            step=step,
-            epoch=step / max(parts.plan.steps_per_epoch, 1),
-            position=batch.next_position,
-            lr=lr,
-            samples=sum(batch.local_samples),
-            outcome=outcome,
-            is_last=step == parts.plan.total_steps,
-        )
+        is_last = step == plan.total_steps
+        return StepResult(step, batch.next_position, batch.local_samples, lr, outcome, plan.steps_per_epoch, is_last)
 
     def _set_learning_rate(self, batch: StepBatch) -> float:
         """Sets the rates of the step and returns the first group's. A constant schedule leaves them alone."""
         schedule, optimizer = self.parts.schedule, self.parts.optimizer
-        if schedule.is_constant:
+        if self._has_constant_rate:
             return float(optimizer.param_groups[0]["lr"])
         steps = schedule.unit == "steps"
         before, after = (self.step, self.step + 1) if steps else (batch.position, batch.next_position)
