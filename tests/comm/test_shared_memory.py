@@ -18,7 +18,7 @@ from gloo_pool import GlooPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.base import Communicator, ReduceOp, Work, shared_buffer
 from paceline.comm.segment import FOLDER, Process, Segment, remove_stale_segments
 from paceline.comm.shared_memory import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
@@ -45,6 +45,7 @@ class Case:
     is_strided: bool
 
 
+WAYS = ("compiled", "python")
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "sendrecv")
 cases = st.builds(
     Case,
@@ -92,9 +93,14 @@ def start(comm: Communicator, case: Case, number: int) -> tuple[list[Work], torc
     return works, piece
 
 
-def all_in_flight(comm: Communicator, asked: list[Case], is_shared: bool) -> list[torch.Tensor]:
+def joined(comm: Communicator, how: str) -> Communicator:
+    """Returns the ranks as they are, or sharing memory through compiled code or in Python."""
+    return comm if how == "as they are" else SharedMemoryCommunicator.join(comm, compiled=how == "compiled")
+
+
+def all_in_flight(comm: Communicator, asked: list[Case], how: str) -> list[torch.Tensor]:
     """Issues all cases, then waits for them from the last to the first."""
-    comm = SharedMemoryCommunicator.join(comm) if is_shared else comm
+    comm = joined(comm, how)
     started = [start(comm, case, number) for number, case in enumerate(asked)]
     for works, _ in reversed(started):
         for work in works:
@@ -103,25 +109,26 @@ def all_in_flight(comm: Communicator, asked: list[Case], is_shared: bool) -> lis
     return [result.contiguous() for _, result in started]
 
 
-@settings(max_examples=12)
-@given(asked=st.lists(cases, min_size=6, max_size=14), ranks=st.sampled_from((2, 3, 4)))
+@settings(max_examples=20)
+@given(asked=st.lists(cases, min_size=6, max_size=14), ranks=st.sampled_from((2, 3, 4)), how=st.sampled_from(WAYS))
 def test_any_operations_in_flight_give_the_bits_of_virtual_ranks(
-    gloo_pool: GlooPool, asked: list[Case], ranks: int
+    gloo_pool: GlooPool, asked: list[Case], ranks: int, how: str
 ) -> None:
-    virtual = run_virtual(lambda comm: all_in_flight(comm, asked, False), ranks)
-    same(gloo_pool.run(all_in_flight, asked, True, ranks=ranks), virtual)
+    virtual = run_virtual(lambda comm: all_in_flight(comm, asked, "as they are"), ranks)
+    same(gloo_pool.run(all_in_flight, asked, how, ranks=ranks), virtual)
 
 
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_verb_in_large(gloo_pool: GlooPool, ranks: int) -> None:
+def test_every_verb_in_large(gloo_pool: GlooPool, ranks: int, how: str) -> None:
     asked = [Case(verb, torch.float32, "avg", 1_400_001 // ranks, 1, False) for verb in VERBS]
-    virtual = run_virtual(lambda comm: all_in_flight(comm, asked, False), ranks)
-    same(gloo_pool.run(all_in_flight, asked, True, ranks=ranks), virtual)
+    virtual = run_virtual(lambda comm: all_in_flight(comm, asked, "as they are"), ranks)
+    same(gloo_pool.run(all_in_flight, asked, how, ranks=ranks), virtual)
 
 
-def plain_sums(comm: Communicator) -> dict[int, bool]:
+def plain_sums(comm: Communicator, how: str) -> dict[int, bool]:
     """Says by length whether a sum is right; the longest needs every slot twice."""
-    shared = SharedMemoryCommunicator.join(comm)
+    shared = joined(comm, how)
     found = {}
     for numel in (0, 1, 2, 3, 4, 5, 9000, 70_000, 2_700_000):
         inputs = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(comm.size)]
@@ -134,14 +141,107 @@ def plain_sums(comm: Communicator) -> dict[int, bool]:
     return found
 
 
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_are_taken_in_rank_order(gloo_pool: GlooPool, ranks: int) -> None:
-    for found in gloo_pool.run(plain_sums, ranks=ranks):
+def test_sums_are_taken_in_rank_order(gloo_pool: GlooPool, ranks: int, how: str) -> None:
+    for found in gloo_pool.run(plain_sums, how, ranks=ranks):
         assert all(found.values()), found
 
 
-def in_place(comm: Communicator, is_shared: bool) -> list[torch.Tensor]:
-    comm = SharedMemoryCommunicator.join(comm) if is_shared else comm
+# Buffers that all ranks can reach.
+
+
+@dataclass(frozen=True, slots=True)
+class Buffered:
+    """An all-reduce of tensors of which some ranks' lie in a common buffer, from ``start`` on."""
+
+    dtype: torch.dtype
+    op: ReduceOp
+    numel: int
+    start: int
+    plain_ranks: frozenset[int]
+
+
+buffered = st.builds(
+    Buffered,
+    dtype=st.sampled_from((*FLOATS, torch.int32, torch.bool)),
+    op=st.sampled_from(("sum", "avg", "min", "max")),
+    numel=st.integers(1, 40) | st.sampled_from(SIZES),
+    start=st.integers(0, 40),
+    plain_ranks=st.just(frozenset[int]()) | st.frozensets(st.integers(0, 3), max_size=2),
+)
+
+
+def reduce_buffers(comm: Communicator, asked: list[Buffered], how: str) -> list[torch.Tensor]:
+    """Issues all, as ``how`` says, then waits for them from the last to the first."""
+    comm = joined(comm, how)
+    works, tensors = [], []
+    for number, case in enumerate(asked):
+        generator = torch.Generator().manual_seed(1000 * number + comm.rank)
+        content = (torch.randn(case.numel, generator=generator, dtype=torch.float64) * 50).to(case.dtype)
+        tensor = shared_buffer(comm, case.start + case.numel, case.dtype)
+        if tensor is not None and comm.rank not in case.plain_ranks:
+            content = tensor[case.start :].copy_(content)
+        op: ReduceOp = case.op if case.dtype in FLOATS else "sum"
+        works.append(comm.all_reduce(content, op))
+        tensors.append(content)
+    for work in reversed(works):
+        work.wait()
+    return [tensor.clone() for tensor in tensors]
+
+
+@settings(max_examples=8)
+@given(asked=st.lists(buffered, min_size=4, max_size=8), ranks=st.sampled_from((2, 3, 4)))
+def test_common_buffers_give_the_bits_of_virtual_ranks(gloo_pool: GlooPool, asked: list[Buffered], ranks: int) -> None:
+    virtual = run_virtual(lambda comm: reduce_buffers(comm, asked, "as they are"), ranks)
+    same(gloo_pool.run(reduce_buffers, asked, "compiled", ranks=ranks), virtual)
+
+
+def use_and_free_buffers(comm: Communicator) -> tuple[bool, list[float], list[int]]:
+    """Keeps one of three buffers on this rank, another one on each rank, and reduces it and a new one."""
+    shared = SharedMemoryCommunicator.join(comm)
+    if not shared.is_compiled:
+        return False, [], []
+    before = shared_mappings()
+    made = [shared.new_buffer(100_000, torch.float32) for _ in range(3)]
+    held = [shared_mappings() - before]
+    kept = made[comm.rank]
+    made.clear()
+    held.append(shared_mappings() - before)
+    made.append(shared.new_buffer(100_000, torch.float32))
+    found = []
+    for tensor in (kept, made[0]):
+        assert tensor is not None
+        shared.all_reduce(tensor.fill_(comm.rank + 1.0)).wait()
+        found.append(float(tensor.sum()) / 100_000)
+    del tensor, kept
+    made.clear()
+    held.append(shared_mappings() - before)
+    return True, found, held
+
+
+def shared_mappings() -> int:
+    """Counts the pieces of shared memory of ours that this process maps."""
+    return sum("/dev/shm/paceline-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_buffer_lives_as_long_as_a_tensor_in_it(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(use_and_free_buffers) == [(True, [3.0, 3.0], [3, 1, 0])] * 2
+
+
+def ask_for_too_much(comm: Communicator) -> tuple[bool, float]:
+    shared = SharedMemoryCommunicator.join(comm)
+    nothing = shared.new_buffer(2**52, torch.float32)
+    shared.all_reduce(tensor := torch.ones(1)).wait()
+    return nothing is None, tensor.item()
+
+
+def test_without_room_there_is_no_buffer_and_the_group_lives_on(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(ask_for_too_much) == [(True, 2.0)] * 2
+
+
+def in_place(comm: Communicator, how: str) -> list[torch.Tensor]:
+    comm = joined(comm, how)
     found = []
     for each in (2, 100_000):
         own = slice(each * comm.rank, each * comm.rank + each)
@@ -157,13 +257,14 @@ def in_place(comm: Communicator, is_shared: bool) -> list[torch.Tensor]:
     return [*found, parameter.detach()]
 
 
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_tensors_may_overlap_and_be_parameters(gloo_pool: GlooPool, ranks: int) -> None:
-    same(gloo_pool.run(in_place, True, ranks=ranks), run_virtual(lambda comm: in_place(comm, False), ranks))
+def test_tensors_may_overlap_and_be_parameters(gloo_pool: GlooPool, ranks: int, how: str) -> None:
+    same(gloo_pool.run(in_place, how, ranks=ranks), run_virtual(lambda comm: in_place(comm, "as they are"), ranks))
 
 
-def uneven(comm: Communicator, is_shared: bool) -> list[torch.Tensor]:
-    comm = SharedMemoryCommunicator.join(comm) if is_shared else comm
+def uneven(comm: Communicator, how: str) -> list[torch.Tensor]:
+    comm = joined(comm, how)
 
     def rows(source: int, to: int) -> int:
         return (source + 2 * to) % 3 * 40_000
@@ -177,15 +278,15 @@ def uneven(comm: Communicator, is_shared: bool) -> list[torch.Tensor]:
 
 
 def test_pieces_of_an_all_to_all_may_differ(gloo_pool: GlooPool) -> None:
-    same(gloo_pool.run(uneven, True, ranks=3), run_virtual(lambda comm: uneven(comm, False), 3))
+    same(gloo_pool.run(uneven, "compiled", ranks=3), run_virtual(lambda comm: uneven(comm, "as they are"), 3))
 
 
 # Messages.
 
 
-def messages(comm: Communicator, is_shared: bool) -> list[torch.Tensor]:
+def messages(comm: Communicator, how: str) -> list[torch.Tensor]:
     """Tags in another order than they were sent, longer than what fits between two ranks, collectives in between."""
-    comm = SharedMemoryCommunicator.join(comm) if is_shared else comm
+    comm = joined(comm, how)
     other = 1 - comm.rank
     got = [torch.zeros(600_000 if tag == 2 else 5) for tag in (1, 2, 1, 2, 3)]
     sent = [torch.full_like(tensor, 10.0 * comm.rank + i) for i, tensor in enumerate(got)]
@@ -203,9 +304,9 @@ def messages(comm: Communicator, is_shared: bool) -> list[torch.Tensor]:
 
 
 def test_messages_are_matched_by_tag_and_then_by_order(gloo_pool: GlooPool) -> None:
-    virtual = run_virtual(lambda comm: messages(comm, False), 2)
+    virtual = run_virtual(lambda comm: messages(comm, "as they are"), 2)
     assert [tensor[0].item() for tensor in virtual[1]] == [0.0, 1.0, 2.0, 3.0, 4.0, 2.0]
-    same(gloo_pool.run(messages, True), virtual)
+    same(gloo_pool.run(messages, "compiled"), virtual)
 
 
 def message_to_itself(comm: Communicator) -> bool:
@@ -224,9 +325,9 @@ def test_a_rank_may_write_to_itself(gloo_pool: GlooPool) -> None:
 # Groups.
 
 
-def groups(comm: Communicator, is_shared: bool) -> list[tuple[int, tuple[int, ...], list[float]]]:
+def groups(comm: Communicator, how: str) -> list[tuple[int, tuple[int, ...], list[float]]]:
     """Makes groups in another order, and another number of them, on each rank."""
-    comm = SharedMemoryCommunicator.join(comm) if is_shared else comm
+    comm = joined(comm, how)
     asked = {0: [[3, 0]], 1: [[1, 2], [1, 2]], 2: [[2, 3], [1, 2], [1, 2]], 3: [[2, 3], [3, 0]]}[comm.rank]
     found = []
     for ranks in asked:
@@ -240,9 +341,9 @@ def groups(comm: Communicator, is_shared: bool) -> list[tuple[int, tuple[int, ..
 
 
 def test_groups_may_be_made_in_any_order_and_number(gloo_pool: GlooPool) -> None:
-    virtual = run_virtual(lambda comm: groups(comm, False), 4)
+    virtual = run_virtual(lambda comm: groups(comm, "as they are"), 4)
     assert virtual[3] == [(1, (2, 3), [2.0, 3.0]), (0, (3, 0), [3.0, 0.0])]
-    assert gloo_pool.run(groups, True, ranks=4) == virtual
+    assert gloo_pool.run(groups, "compiled", ranks=4) == virtual
 
 
 def rows_and_columns(comm: Communicator) -> list[float]:
@@ -274,8 +375,8 @@ def test_a_group_of_one_needs_no_memory(gloo_pool: GlooPool) -> None:
 # What is refused.
 
 
-def refused(comm: Communicator, is_shared: bool) -> list[str]:
-    comm = SharedMemoryCommunicator.join(comm) if is_shared else comm
+def refused(comm: Communicator, how: str) -> list[str]:
+    comm = joined(comm, how)
     attempts: list[Callable[[], Any]] = [
         lambda: comm.broadcast(torch.ones(1), source=2),
         lambda: comm.send(torch.ones(1), to=-1),
@@ -291,7 +392,7 @@ def refused(comm: Communicator, is_shared: bool) -> list[str]:
 
 
 def test_wrong_arguments_are_refused_in_the_same_words(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(refused, True) == run_virtual(lambda comm: refused(comm, False), 2)
+    assert gloo_pool.run(refused, "compiled") == run_virtual(lambda comm: refused(comm, "as they are"), 2)
 
 
 def refused_reductions(comm: Communicator) -> list[str]:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from gloo_pool import GlooPool
 
 from paceline.comm.base import Communicator
+from paceline.comm.segment import FOLDER
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.torch_dist import TorchCommunicator, connect, disconnect
+from paceline.comm.torch_dist import Backend, TorchCommunicator, backend_of, connect, disconnect
 from paceline.comm.virtual import run_virtual
 from paceline.errors import CommunicationError, UsageError
 
@@ -155,6 +156,18 @@ def two_groups_of_the_same_ranks(comm: Communicator) -> list[float]:
 def kind_of_world(comm: Communicator) -> tuple[str, int, tuple[int, ...], bool]:
     again = connect("gloo", device="cpu")
     return type(comm).__name__, again.size, again.ranks, dist.is_initialized()
+
+
+def ways_to_talk(comm: Communicator) -> dict[str, tuple[str, float]]:
+    """Says by which backend each choice talks, and what a one of each rank sums up to."""
+    found = {}
+    backends: tuple[Backend, ...] = ("auto", "gloo", "shared_memory")
+    for backend in backends:
+        made = connect(backend, device="cpu")
+        assert made.ranks == comm.ranks
+        made.all_reduce(tensor := torch.ones(1)).wait()
+        found[backend] = backend_of(made), tensor.item()
+    return found
 
 
 def alone_in_a_group(comm: Communicator) -> tuple[str, tuple[int, ...]]:
@@ -308,6 +321,12 @@ def test_a_launcher_may_start_one_rank(gloo_pool: GlooPool) -> None:
 
 def test_connecting_again_gives_the_same_world(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(kind_of_world, ranks=2) == [("TorchCommunicator", 2, (0, 1), True)] * 2
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="the system has no /dev/shm")
+def test_ranks_of_one_host_share_memory_unless_told_otherwise(gloo_pool: GlooPool) -> None:
+    shared = ("shared_memory", 2.0)
+    assert gloo_pool.run(ways_to_talk) == [{"auto": shared, "gloo": ("gloo", 2.0), "shared_memory": shared}] * 2
 
 
 @pytest.mark.parametrize(

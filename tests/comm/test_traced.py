@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any, NoReturn
+
 import pytest
 import torch
 
+from paceline.comm.algorithms import AlgorithmCommunicator
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.errors import CommunicationError
 
 CPU = torch.device("cpu")
 
@@ -95,10 +100,11 @@ def test_an_operation_spans_what_is_done_before_it_is_awaited() -> None:
 
 
 def test_waits_are_the_time_that_compute_stood_still() -> None:
-    """One exposure for each wait, within the operation it belongs to; they are handed over once."""
+    """On a CPU in the call, and once while it is waited for; within the operation, and handed over once."""
     wrapped = TracedCommunicator(SoloCommunicator(CPU), Trace(CPU, keep=True))
     works = [wrapped.all_reduce(torch.ones(1)) for _ in range(3)]
-    assert wrapped.trace.take_waits() == []
+    calls = wrapped.trace.take_waits()
+    assert len(calls) == 3
     for work in works:
         work.wait()
     wrapped.barrier()
@@ -107,14 +113,45 @@ def test_waits_are_the_time_that_compute_stood_still() -> None:
     assert len(waits) == len(wrapped.trace.operations) == 4
     for (start, end), operation in zip(waits, wrapped.trace.operations, strict=True):
         assert 0 <= end.seconds_since(start) <= operation.end_s - operation.start_s
+    for (start, end), operation in zip(calls, wrapped.trace.operations, strict=False):
+        assert operation.start_s <= float(start) <= float(end) <= operation.end_s  # type: ignore[arg-type]
 
 
 def test_a_second_wait_is_not_a_second_operation() -> None:
     wrapped = TracedCommunicator(SoloCommunicator(CPU), Trace(CPU, keep=True))
     work = wrapped.all_reduce(torch.ones(1))
+    wrapped.trace.take_waits()
     work.wait()
     work.wait()
     assert len(wrapped.trace.operations) == len(wrapped.trace.take_waits()) == 1
+
+
+def test_around_an_algorithm_it_takes_the_time_of_all_that_is_done_there_once() -> None:
+    def work(comm: VirtualCommunicator) -> None:
+        trace = Trace(comm.device, keep=True)
+        whole = TracedCommunicator(AlgorithmCommunicator(TracedCommunicator(comm, trace), "ring"), trace, counts=False)
+        every_verb(whole.split([1, 0]))
+        assert "send" in trace.num_operations
+        assert "all_reduce" not in trace.num_operations  # messages are what travels
+        assert {operation.kind for operation in trace.operations} == set(trace.num_operations)
+        waits = [(float(start), float(end)) for start, end in trace.take_waits()]  # type: ignore[arg-type]
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(waits))  # none inside another
+        first, last = waits[0][0], waits[-1][1]
+        assert all(first <= operation.start_s <= operation.end_s <= last for operation in trace.operations[:-1])
+
+    run_virtual(work, 2)
+
+
+def test_an_error_in_a_wait_ends_it() -> None:
+    class Broken(SoloCommunicator):
+        def all_reduce(self, *_: Any) -> NoReturn:
+            raise CommunicationError("gone")
+
+    wrapped = TracedCommunicator(Broken(CPU), Trace(CPU))
+    for _ in range(2):
+        with pytest.raises(CommunicationError, match="gone"):
+            wrapped.all_reduce(torch.ones(1))
+    assert len(wrapped.trace.take_waits()) == 2
 
 
 def test_subgroups_write_into_the_same_trace_under_their_own_ranks() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -101,7 +103,7 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lau
     (tmp_path / "deeds.py").write_text(RANK)
     monkeypatch.chdir(tmp_path)
 
-    def run(*deeds: str, **settings: int) -> None:
+    def run(*deeds: str, **settings: Any) -> None:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         environment, disabled = dict(os.environ), logging.root.manager.disable
         try:
@@ -114,6 +116,7 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lau
             assert {number: signal.getsignal(number) for number in handlers} == handlers
             assert logging.root.manager.disable == disabled
             ours = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "PYTHONUNBUFFERED"}
+            ours |= set(settings.get("variables", ()))
             assert {name: os.environ.get(name) for name in ours} == {name: environment.get(name) for name in ours}
             gc.collect()
 
@@ -182,9 +185,22 @@ def test_children_of_a_killed_rank_go_with_it(launch: Launch) -> None:
         launch("breed:wait", "breed:kill:SIGKILL")
 
 
+@contextlib.contextmanager
+def answered(number: signal.Signals, how: signal.Handlers) -> Iterator[None]:
+    """Has this process answer a signal in another way for a while."""
+    before = signal.signal(number, how)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_to_the_launcher_ends_all_ranks(launch: Launch, name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RunStoppedError, match=f"ended by {name}") as raised:
+    with (
+        answered(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run with nohup
+        pytest.raises(RunStoppedError, match=f"ended by {name}") as raised,
+    ):
         launch("breed:wait", f"signal:{name}")
     assert raised.value.number == getattr(signal, name)
     assert capfd.readouterr() == ("", "")
@@ -192,17 +208,19 @@ def test_a_signal_to_the_launcher_ends_all_ranks(launch: Launch, name: str, capf
 
 def test_a_signal_that_is_ignored_stays_so(launch: Launch) -> None:
     """With nohup, a run outlives its terminal."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with pytest.raises(RunStoppedError, match="ended by SIGTERM"):
-            launch("signal:SIGHUP", "signal:SIGTERM")
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with answered(signal.SIGHUP, signal.SIG_IGN), pytest.raises(RunStoppedError, match="ended by SIGTERM"):
+        launch("signal:SIGHUP", "signal:SIGTERM")
 
 
 def test_ranks_get_the_threads_that_were_asked_for(launch: Launch, folder: Path) -> None:
     launch(*["show:OMP_NUM_THREADS"] * 2, threads=3)
     assert [(folder / f"shown-{rank}").read_text() for rank in range(2)] == ["3", "3"]
+
+
+def test_ranks_get_the_variables_that_they_are_given(launch: Launch, folder: Path) -> None:
+    variables = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_P2P_LEVEL": "NVL"}
+    launch("show:GLOO_SOCKET_IFNAME", "show:NCCL_P2P_LEVEL", variables=variables)
+    assert [(folder / f"shown-{rank}").read_text() for rank in range(2)] == ["eth7", "NVL"]
 
 
 def test_failures_of_an_earlier_attempt_are_forgotten(launch: Launch, folder: Path) -> None:

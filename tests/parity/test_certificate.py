@@ -20,6 +20,7 @@ from torch import nn
 import paceline
 from paceline.cli.verify import BUILT_IN
 from paceline.comm.base import Communicator
+from paceline.comm.shared_memory import share_memory
 from paceline.config import Config, config_from_dict
 from paceline.errors import CollectiveMismatchError, RankFailedError, UsageError
 from paceline.parallel.fsdp import ShardingPolicy
@@ -630,8 +631,9 @@ def test_a_function_without_a_seed_gives_the_same_model_each_time() -> None:
 # Real processes.
 
 
-def verified_on_this_rank(comm: Communicator, name: str, settings: Settings) -> list[float]:
+def verified_on_this_rank(comm: Communicator, name: str, settings: Settings, shares: bool = False) -> list[float]:
     """Runs where a rank of ``backend="gloo"`` runs; says how far each step is from one process."""
+    comm = share_memory(comm) if shares else comm
     case = ConfigCase(built_in(name), batch=7)
     pairs = zip(run_distributed(comm, case, settings), run_reference(case, settings).steps, strict=True)
     return [compare(ours, expected).largest for ours, expected in pairs]
@@ -654,6 +656,23 @@ def test_real_processes_compute_what_one_would(
 ) -> None:
     settings = Settings(strategy=strategy, ranks=2, steps=3, **options)
     for errors in gloo_pool.run(verified_on_this_rank, name, settings, ranks=2):
+        assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "options"),
+    [
+        ("gpt", "ddp", {"accumulate": 2}),
+        ("mlp", "zero1", {}),
+        ("gpt", "fsdp", {}),
+        ("mlp", "hybrid", {"sharding": ShardingPolicy(shard_ranks=1)}),
+    ],
+)
+def test_processes_that_share_memory_do_too(
+    gloo_pool: GlooPool, name: str, strategy: str, options: dict[str, Any]
+) -> None:
+    settings = Settings(strategy=strategy, ranks=2, steps=4, **options)
+    for errors in gloo_pool.run(verified_on_this_rank, name, settings, True, ranks=2):
         assert max(errors) < 1e-12
 
 

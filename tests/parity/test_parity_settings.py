@@ -23,7 +23,7 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(4, 5), torch.zeros(4, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("backend", ["virtual", "gloo"])
+@pytest.mark.parametrize("backend", ["virtual", "gloo", "shared_memory"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -58,7 +58,7 @@ def test_settings_that_make_no_sense_are_refused(
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(UsageError, match="backend = 'mpi' is unknown\n  it is one of virtual, gloo"):
+    with pytest.raises(UsageError, match="backend = 'mpi' is unknown\n  it is one of virtual, gloo, shared_memory"):
         paceline.verify(nn.Linear, make_batch, F.cross_entropy, backend="mpi")  # type: ignore[arg-type]
 
 

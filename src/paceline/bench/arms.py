@@ -1,8 +1,9 @@
 """The arms of the engine benchmark: every engine of ours and its peers, as a user would set each of them up.
 
 An arm has a *peer*, the arm that its time is divided by: torch DDP for our data parallelism, our data parallelism for
-ZeRO 1 and 2, FSDP2 for our full sharding, the plain loop at world size 1. Every arm trains a copy of its own of one
-model, from the same values, on the same batch, with the same optimizer and clipping: what differs is the engine.
+ZeRO 1 and 2, FSDP2 for our full sharding, the plain loop at world size 1. On several ranks our engines run twice:
+through Gloo as the peers do, and through shared memory. Every arm trains a copy of its own of one model, from the same
+values, on the same batch, with the same optimizer and clipping: what differs is the engine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.bench.workloads import Workload
 from paceline.comm.base import Communicator
+from paceline.comm.shared_memory import SharedMemoryCommunicator
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
 from paceline.parallel.apply import compile_model, parallelize
@@ -30,6 +32,7 @@ from paceline.precision import Precision, precision_named
 from paceline.train.update import update_if_finite
 
 _CLIP = 1.0
+SHARED = "shared memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +106,13 @@ def arms_on_ranks(workload: Workload, ranks: int) -> list[Arm]:
         Arm(name="paceline fsdp", peer=fsdp2, wrap=partial(_wrap_ours, strategy="fsdp")),
         Arm(name=fsdp2, peer=fsdp2, wrap=_wrap_fsdp2),
     ]
+    shared = partial(_wrap_ours, shares_memory=True)  # what ranks on CPUs of one host do unless told otherwise
+    arms += [
+        Arm(name=f"{ddp} {SHARED}", peer=torch_ddp, wrap=partial(shared, strategy="ddp")),
+        Arm(name=f"paceline zero1 {SHARED}", peer=f"{ddp} {SHARED}", wrap=partial(shared, strategy="zero1")),
+        Arm(name=f"paceline zero2 {SHARED}", peer=f"{ddp} {SHARED}", wrap=partial(shared, strategy="zero2")),
+        Arm(name=f"paceline fsdp {SHARED}", peer=fsdp2, wrap=partial(shared, strategy="fsdp")),
+    ]
     if workload.model == "mlp":  # its layers are so small that one unit may suit it better
         arms.append(Arm(name=f"{fsdp2} root only", peer=fsdp2, wrap=partial(_wrap_fsdp2, root_only=True)))
     if ranks >= 4 and ranks % 2 == 0:
@@ -173,8 +183,16 @@ def sets_of(arms: Sequence[Arm]) -> Iterator[list[Arm]]:
 
 
 def _wrap_ours(
-    model: nn.Module, comm: Communicator, *, strategy: str, precision: str = "fp32", shard_ranks: int | None = None
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    strategy: str,
+    precision: str = "fp32",
+    shard_ranks: int | None = None,
+    shares_memory: bool = False,
 ) -> Wrapped:
+    if shares_memory:
+        comm = SharedMemoryCommunicator.join(comm)
     sharding = None if shard_ranks is None else ShardingPolicy(shard_ranks=shard_ranks)
     engine = parallelize(model, comm, strategy, precision=precision, sharding=sharding)
 

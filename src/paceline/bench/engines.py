@@ -18,7 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.bench.arms import Arm, TrainingStep, arms_alone, arms_in_bf16, arms_on_ranks, select, set_up, sets_of
+from paceline.bench.arms import (
+    SHARED,
+    Arm,
+    TrainingStep,
+    arms_alone,
+    arms_in_bf16,
+    arms_on_ranks,
+    select,
+    set_up,
+    sets_of,
+)
 from paceline.bench.interleave import Timing, interleave
 from paceline.bench.workloads import Protocol, Workload
 from paceline.comm.base import Communicator
@@ -161,7 +171,10 @@ def _rows(
     workload: Workload, measured: Sequence[Measured], ranks: int, backend: str, tolerance: float
 ) -> list[dict[str, Any]]:
     _check_losses(workload, measured, tolerance)
-    return [_row(workload, each, ranks, backend) for each in measured]
+    return [
+        _row(workload, each, ranks, "shared_memory" if each.timing.arm.endswith(SHARED) else backend)
+        for each in measured
+    ]
 
 
 def _check_losses(workload: Workload, measured: Sequence[Measured], tolerance: float) -> None:

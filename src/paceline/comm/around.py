@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, shared_buffer
 
 
 class AroundCommunicator:
@@ -32,3 +32,7 @@ class AroundCommunicator:
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
         return self.inner.device
+
+    def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Makes zeros that the collectives of ``inner`` use in place, if it has such."""
+        return shared_buffer(self.inner, numel, dtype)

@@ -99,6 +99,32 @@ class Communicator(Protocol):
         """
 
 
+def takes_real_time(comm: Communicator) -> bool:
+    """Says whether what a rank times is what it takes: not where ranks take turns in one process.
+
+    A communicator that is not of this kind has a false attribute of this name; wrappers have an ``inner`` one.
+    """
+    while (inner := getattr(comm, "inner", None)) is not None:
+        comm = inner
+    return bool(getattr(comm, "takes_real_time", True))
+
+
+@runtime_checkable
+class SharesBuffers(Protocol):
+    """A communicator whose ranks can all reach a buffer, so that a collective need not copy what lies in it."""
+
+    def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Makes zeros of this rank, as every rank does at the same time; None, on all, where it cannot."""
+
+
+def shared_buffer(comm: Communicator, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns zeros that collectives of ``comm`` use in place, or None where it has no such thing.
+
+    Called by every rank at the same time, with the same arguments. Any other tensor gives the same results.
+    """
+    return comm.new_buffer(numel, dtype) if isinstance(comm, SharesBuffers) else None
+
+
 class Done:
     """The work of an operation that had finished when it was issued."""
 
@@ -113,11 +139,15 @@ DONE = Done()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketShape:
-    """What lies in a bucket: tensors by name, and ``tail`` elements behind them that always travel whole."""
+    """What lies in a bucket: tensors by name, and ``tail`` elements behind them that always travel whole.
+
+    ``shard`` is the part of the layout, from its first element to one past its last, that the buffer holds; None: all.
+    """
 
     names: tuple[str, ...]
     layout: FlatLayout
     tail: int = 0
+    shard: tuple[int, int] | None = None
 
 
 class BucketReduction(Protocol):
@@ -130,11 +160,14 @@ class BucketReduction(Protocol):
 class GradientCompression(Protocol):
     """What an engine may use in place of a bucket's all-reduce. It remembers what a step did not send."""
 
-    def bind(self, buckets: Sequence[BucketShape]) -> Sequence[BucketReduction]:
-        """Makes the reductions of an engine's buckets; those of buckets that it had before end."""
+    def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> Sequence[BucketReduction]:
+        """Makes the reductions of an engine's buckets; those of buckets that it had before end.
 
-    def end_pass(self) -> None:
-        """Ends a pass: every bucket was waited for."""
+        ``replicas`` are the ranks that average, where these are not all that train.
+        """
+
+    def end_pass(self, shards: Communicator | None = None) -> None:
+        """Ends a pass: every bucket was waited for. ``shards`` have the other parts of the gradient; all call it."""
 
     def abandon_pass(self) -> None:
         """Forgets a pass that was broken off; without one under way nothing happens."""

@@ -12,12 +12,13 @@ the chunks stay in the cache. Sums are taken in rank order, in float32 where the
 same on every rank, and those of virtual ranks. A small tensor goes in whole and every rank reduces all of it, which
 saves one of two meetings.
 
-A rank says in counters which round's data it has put in (``_ARRIVED``), reduced (``_REDUCED``), and no longer needs
+A rank says in counters which round's data it has put in (``ARRIVED``), reduced (``_REDUCED``), and no longer needs
 (``_DONE``). Each counter has one writer. A slot is free for round t when every rank is done with round t - SLOTS.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -26,10 +27,10 @@ from paceline.comm.base import ReduceOp
 from paceline.comm.progress import Fence, Steps
 from paceline.errors import CollectiveMismatchError
 
-_ARRIVED, _REDUCED, _DONE = 0, 1, 2
-_STAMPS = 3  # then one word for each slot: what this rank calls there
-WORDS = 8  # of a rank, one cache line
-SLOTS = WORDS - _STAMPS
+ARRIVED, _REDUCED, _DONE = 0, 1, 2
+_STAMPS = 3  # then one word for each slot: what this rank calls there; then one of each for the compiled code
+WORDS = 16  # of a rank, two cache lines
+SLOTS = 5
 _SMALL_BYTES = 32 * 1024
 _ALIGN = 16  # elements: slices of two ranks share no cache line
 
@@ -54,6 +55,16 @@ class Board:
         self._areas = {torch.uint8: [list(slots) for slots in areas]}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._ticket = 0
+
+    @property
+    def words_address(self) -> int:
+        """Where the counters are in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._words))
+
+    @property
+    def slots_address(self) -> int:
+        """Where the first slot of the first rank is in this process; the others follow it."""
+        return self._areas[torch.uint8][0][0].data_ptr()
 
     def take(self, rounds: int) -> int:
         """Returns the number of the first of the next ``rounds``."""
@@ -83,16 +94,20 @@ class Board:
     def meet(self, ticket: int, stamp: int, ranks: Sequence[int] | None = None) -> Steps:
         """Waits until ``ranks`` (all) have put in their data, and sees that they called the same."""
         others = range(self.size) if ranks is None else ranks
-        while missing := tuple([rank for rank in self.behind(_ARRIVED, ticket) if rank in others]):
+        while missing := tuple([rank for rank in self.behind(ARRIVED, ticket) if rank in others]):
             yield missing
         self._fence()
         for rank in others:
-            theirs = self._words[rank * WORDS + _STAMPS + ticket % SLOTS]
-            if theirs != stamp:
-                raise CollectiveMismatchError(
-                    f"this rank called {describe(stamp)}, rank {rank} of the group {describe(theirs)}\n"
-                    "  every rank of a group issues the same operations in the same order, with the same shapes"
-                )
+            if self._words[rank * WORDS + _STAMPS + ticket % SLOTS] != stamp:
+                raise self.mismatch(stamp, rank, ticket)
+
+    def mismatch(self, stamp: int, rank: int, ticket: int) -> CollectiveMismatchError:
+        """Returns the error of a round in which ``rank`` called something else."""
+        theirs = self._words[rank * WORDS + _STAMPS + ticket % SLOTS]
+        return CollectiveMismatchError(
+            f"this rank called {describe(stamp)}, rank {rank} of the group {describe(theirs)}\n"
+            "  every rank of a group issues the same operations in the same order, with the same shapes"
+        )
 
     def slot(self, rank: int, ticket: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a rank's slot of a round."""
@@ -105,6 +120,33 @@ class Board:
         if dtype not in self._scratch:
             self._scratch[dtype] = torch.empty(self.slot_bytes // min(2, dtype.itemsize), dtype=dtype)
         return self._scratch[dtype][:length]
+
+
+class Collectives:
+    """What one rank of a group calls, step by step, in Python."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+
+    def barrier(self) -> Steps:
+        """Waits for every rank."""
+        return barrier(self.board)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+        """Replaces the flat ``tensor`` by the reduction over all ranks."""
+        return all_reduce(self.board, tensor, op)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+        """Reduces this rank's slice of the flat ``tensor`` into ``output``."""
+        return reduce_scatter(self.board, output, tensor, op)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
+        """Fills ``output`` with every rank's ``tensor``; both are flat bytes."""
+        return all_gather(self.board, output, tensor, stamp)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
+        """Replaces flat bytes by those of rank ``source``."""
+        return broadcast(self.board, tensor, source, stamp)
 
 
 def stamp_of(kind: str, tensor: torch.Tensor | None = None, detail: int = 0) -> int:
@@ -133,7 +175,7 @@ def barrier(board: Board) -> Steps:
     """Waits for every rank."""
     stamp, ticket = stamp_of("barrier"), board.take(1)
     yield from board.enter(ticket, stamp)
-    board.publish(_ARRIVED, ticket)
+    board.publish(ARRIVED, ticket)
     yield from board.meet(ticket, stamp)
     board.publish(_DONE, ticket)
 
@@ -151,7 +193,7 @@ def _all_reduce_small(board: Board, tensor: torch.Tensor, op: ReduceOp, stamp: i
     yield from board.enter(ticket, stamp)
     pieces = [board.slot(rank, ticket, tensor.dtype)[:length] for rank in range(board.size)]
     pieces[board.rank].copy_(tensor)
-    board.publish(_ARRIVED, ticket)
+    board.publish(ARRIVED, ticket)
     yield from board.meet(ticket, stamp)
     _combine(board, pieces, op, tensor)
     board.publish(_DONE, ticket)
@@ -180,7 +222,7 @@ def _put_in(board: Board, chunk: torch.Tensor, ticket: int, bounds: list[tuple[i
     for rank, (low, high) in enumerate(bounds):
         if rank != board.rank and low < high:
             own[low:high].copy_(chunk[low:high])
-    board.publish(_ARRIVED, ticket)
+    board.publish(ARRIVED, ticket)
 
 
 def _reduce_own(board: Board, chunk: torch.Tensor, ticket: int, bounds: tuple[int, int], op: ReduceOp) -> None:
@@ -204,8 +246,7 @@ def reduce_scatter(board: Board, output: torch.Tensor, tensor: torch.Tensor, op:
     """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
     stamp = stamp_of("reduce_scatter", tensor, OPS.index(op))
     size, me, dtype = board.size, board.rank, tensor.dtype
-    # One cell of a slot for each rank, aligned as slices are.
-    cell = max(1, board.slot_bytes // tensor.element_size() // size // _ALIGN * _ALIGN)
+    cell = cell_of(board, tensor.element_size())
     targets = torch.split(output, cell)
     first = board.take(len(targets))
     whole = tensor.view(size, output.numel())
@@ -217,7 +258,7 @@ def reduce_scatter(board: Board, output: torch.Tensor, tensor: torch.Tensor, op:
             for rank in range(size):
                 if rank != me:
                     own[rank * cell : rank * cell + length].copy_(whole[rank, low : low + length])
-            board.publish(_ARRIVED, first + step)
+            board.publish(ARRIVED, first + step)
         if step >= 1:
             number = step - 1
             yield from board.meet(first + number, stamp)
@@ -239,7 +280,7 @@ def all_gather(board: Board, output: torch.Tensor, tensor: torch.Tensor, stamp: 
         if step < len(own):
             yield from board.enter(first + step, stamp)
             board.slot(board.rank, first + step, torch.uint8)[: own[step].numel()].copy_(own[step])
-            board.publish(_ARRIVED, first + step)
+            board.publish(ARRIVED, first + step)
         if step >= 1:
             ticket, low, length = first + step - 1, (step - 1) * board.slot_bytes, own[step - 1].numel()
             yield from board.meet(ticket, stamp)
@@ -258,11 +299,16 @@ def broadcast(board: Board, tensor: torch.Tensor, source: int, stamp: int) -> St
         if board.rank == source:
             yield from board.enter(ticket, stamp)
             slot.copy_(chunk)
-            board.publish(_ARRIVED, ticket)
+            board.publish(ARRIVED, ticket)
         else:
             yield from board.meet(ticket, stamp, (source,))
             chunk.copy_(slot)
         board.publish(_DONE, ticket)
+
+
+def cell_of(board: Board, element_bytes: int) -> int:
+    """Returns how many elements of a slot each rank has in a reduce-scatter, aligned as slices are."""
+    return max(1, board.slot_bytes // element_bytes // board.size // _ALIGN * _ALIGN)
 
 
 def _bounds(length: int, size: int) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ from paceline.errors import CommunicationError
 Steps = Iterator[tuple[int, ...]]  # yields the ranks that the operation waits for
 
 _SPINS = 40  # some 50 us of looking, where each rank has a core
+_PATIENCE_NS = 20_000  # of one look of the compiled code
 _YIELDS = 300
 _CROWDED_S = 50e-6
 _SHORTEST_NAP_S = 20e-6
@@ -133,6 +134,8 @@ class Progress:
 
     def __init__(self, *, may_spin: bool) -> None:
         self.fence = Fence()
+        self.patience_ns = 0  # how long an operation that can look for others by itself may do so now
+        self.may_spin = may_spin
         self._spins = _SPINS if may_spin else 0
         self._lanes: list[Lane] = []
         self._lock = threading.Lock()
@@ -154,7 +157,11 @@ class Progress:
         start_s = next_watch_s = 0.0
         while not task.is_done:
             with self._lock:
+                # Not where other lanes wait for their turn, nor when it has been in vain for long.
+                may_look = turn < self._spins // 8 and len(self._lanes) == 1
+                self.patience_ns = _PATIENCE_NS if may_look else 0
                 self._pump()
+                self.patience_ns = 0
             if crossings != self.fence.crossings:
                 turn, start_s, crossings = 0, 0.0, self.fence.crossings
             turn += 1

@@ -15,6 +15,8 @@ import mmap
 import os
 import secrets
 import socket
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,6 +142,15 @@ class Segment:
     def unlink(self) -> None:
         """Takes the name away; the memory stays until nobody maps it. Safe to call twice."""
         (FOLDER / self.name).unlink(missing_ok=True)
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped in this process."""
+        return self._bytes.data_ptr()
+
+    def when_freed(self, act: Callable[[], object]) -> None:
+        """Calls ``act`` when nothing in this process uses the memory any more: no tensor lies in it."""
+        weakref.finalize(self._memory, act).atexit = False
 
     def words(self, offset: int, count: int) -> memoryview:
         """Returns ``count`` integers of 8 bytes from ``offset`` on."""

@@ -13,6 +13,7 @@ whether those it waits for are alive. A group in which an operation failed is br
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import zlib
@@ -25,6 +26,8 @@ import torch
 from paceline.comm import board, letters
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.native import build
+from paceline.comm.native.collectives import CompiledCollectives
 from paceline.comm.objects import gather_objects
 from paceline.comm.progress import Fence, Lane, Progress, Queue, Steps, Task
 from paceline.comm.segment import FOLDER, Process, Segment, Whereabouts
@@ -41,6 +44,8 @@ _ALL_CELLS_BYTES = 8 * 2**20
 # Far from the tags of users.
 _EXCHANGE_TAG = -(2**40)
 _SPLIT_TAG = -(2**41)
+_BUFFER_TAG = -(2**42)
+_PAGE = 4096
 
 
 def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicator:
@@ -62,11 +67,14 @@ class _Layout:
     """Where in a segment everything is, for a group of ``size`` ranks."""
 
     size: int
+    is_quick: bool  # compiled code, and a core for each rank: rounds cost next to nothing
 
     @property
     def slot_bytes(self) -> int:
         """The slots of a rank's area: smaller in larger groups."""
         low, high = _SLOT_BYTES
+        if self.is_quick:
+            return low
         return min(high, max(low, _ALL_SLOTS_BYTES // (self.size * board.SLOTS) // _LINE * _LINE))
 
     @property
@@ -77,8 +85,12 @@ class _Layout:
 
     @property
     def counters(self) -> int:
-        """Offset of the rings' counters, after one line of each rank for the board and one for its failure."""
-        return 2 * self.size * _LINE
+        """Offset of the rings' counters, after the words of each rank for the board and a line for its failure."""
+        return self._failures + self.size * _LINE
+
+    @property
+    def _failures(self) -> int:
+        return 8 * board.WORDS * self.size
 
     @property
     def headers(self) -> int:
@@ -112,7 +124,7 @@ class _Layout:
 
     def failures(self, segment: Segment) -> memoryview:
         """Returns a word for each rank, eight apart, that is set when it gives up."""
-        return segment.words(self.size * _LINE, self.size * _LINE // 8)
+        return segment.words(self._failures, self.size * _LINE // 8)
 
     def make_ring(self, segment: Segment, source: int, to: int, fence: Fence) -> letters.Ring:
         """Returns the ring of a pair."""
@@ -123,6 +135,19 @@ class _Layout:
         headers = [segment.words(self.headers + 8 * words * place, words) for place in places]
         cells = [segment.bytes(self.cells + self.cell_bytes * place, self.cell_bytes) for place in places]
         return letters.Ring(counters, headers, cells, fence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Means:
+    """What all groups that were made from one another use."""
+
+    progress: Progress
+    code: ctypes.CDLL | None
+    timeout_s: float
+
+    def layout(self, size: int) -> _Layout:
+        """Returns where everything is in the segment of a group."""
+        return _Layout(size, is_quick=self.code is not None and self.progress.may_spin)
 
 
 class _SharedWork:
@@ -170,18 +195,16 @@ class SharedMemoryCommunicator:
         rank: int,
         ranks: tuple[int, ...],
         processes: Sequence[Process],
-        progress: Progress,
-        timeout_s: float,
+        means: _Means,
     ) -> None:
-        layout = _Layout(len(ranks))
+        layout, progress = means.layout(len(ranks)), means.progress
         self._rank = rank
         self._ranks = ranks
         self._processes = processes
-        self._progress = progress
-        self._timeout_s = timeout_s
+        self._means = means
         self._failures = layout.failures(segment)
         self._broken: CommunicationError | None = None
-        self._board = layout.make_board(segment, rank, progress.fence)
+        self._calls = _collectives(means, layout.make_board(segment, rank, progress.fence))
         self._collectives = Queue(self._break)
         self._outboxes = [Queue(self._break) for _ in ranks]
         self._outgoing = [layout.make_ring(segment, rank, to, progress.fence) for to in range(len(ranks))]
@@ -189,17 +212,21 @@ class SharedMemoryCommunicator:
         self._inboxes = [letters.Inbox(ring, source, self._break) for source, ring in enumerate(incoming)]
 
     @classmethod
-    def join(cls, inner: Communicator, *, timeout_s: float = 300.0) -> SharedMemoryCommunicator:
+    def join(cls, inner: Communicator, *, timeout_s: float = 300.0, compiled: bool = True) -> SharedMemoryCommunicator:
         """Makes the group of the ranks of ``inner``, through which they meet. Called by all of them.
 
-        Raises CommunicationError, on every rank, where they do not share a host or it has too little shared memory.
+        Collectives run as compiled code where every rank can have it, and in Python otherwise or if ``compiled`` is
+        False. Raises CommunicationError, on every rank, where they do not share a host or it has too little shared
+        memory.
         """
         if inner.size == 1 or inner.device.type != "cpu":
             raise UsageError(
                 f"shared memory for {inner.size} rank(s) on {inner.device}: it joins two or more ranks on CPUs"
             )
+        code = _agree_on_code(inner) if compiled else None
         progress = Progress(may_spin=inner.size <= len(os.sched_getaffinity(0)))
-        return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, progress, timeout_s)
+        means = _Means(progress=progress, code=code, timeout_s=timeout_s)
+        return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, means)
 
     @property
     def rank(self) -> int:
@@ -221,25 +248,30 @@ class SharedMemoryCommunicator:
         """Always the CPU."""
         return torch.device("cpu")
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether collectives run as compiled code."""
+        return self._means.code is not None
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
         _check_reduction("all_reduce", tensor, op)
         flat, finish = _flat_output(tensor)
-        return self._meet("all_reduce", board.all_reduce(self._board, flat, op), finish)
+        return self._meet("all_reduce", self._calls.all_reduce(flat, op), finish)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         _check_reduction("reduce_scatter", tensor, op)
         flat, finish = _flat_output(output)
-        return self._meet("reduce_scatter", board.reduce_scatter(self._board, flat, _flat(tensor), op), finish)
+        return self._meet("reduce_scatter", self._calls.reduce_scatter(flat, _flat(tensor), op), finish)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         flat, finish = _flat_output(output)
         stamp = board.stamp_of("all_gather", output)
-        steps = board.all_gather(self._board, _bytes(flat), _bytes(_flat(tensor)), stamp)
+        steps = self._calls.all_gather(_bytes(flat), _bytes(_flat(tensor)), stamp)
         return self._meet("all_gather", steps, finish)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
@@ -247,7 +279,7 @@ class SharedMemoryCommunicator:
         check_peer("broadcast from", source, self.size)
         flat, finish = _flat_output(tensor)
         stamp = board.stamp_of("broadcast", tensor, source)
-        return self._meet("broadcast", board.broadcast(self._board, _bytes(flat), source, stamp), finish)
+        return self._meet("broadcast", self._calls.broadcast(_bytes(flat), source, stamp), finish)
 
     def all_to_all(
         self,
@@ -287,7 +319,7 @@ class SharedMemoryCommunicator:
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self._meet("barrier", board.barrier(self._board), None).wait()
+        self._meet("barrier", self._calls.barrier(), None).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes the subgroup of ``ranks``; only its members call. They meet through messages of this group."""
@@ -297,9 +329,26 @@ class SharedMemoryCommunicator:
             return SoloCommunicator(self.device, world_rank=members[0])
         tag = _SPLIT_TAG - zlib.crc32(repr(members).encode())  # groups may be made in another order on each rank
         rank = list(ranks).index(self._rank)
-        return _establish(
-            lambda value: self._exchange(value, ranks, tag), rank, members, self._progress, self._timeout_s
-        )
+        return _establish(lambda value: self._exchange(value, ranks, tag), rank, members, self._means)
+
+    def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Makes zeros that all ranks can reach, so that ``all_reduce`` copies nothing; None without room for them.
+
+        Called by every rank, with the same arguments. The memory is freed with the last tensor in it, on each rank.
+        """
+        calls = self._calls
+        if not isinstance(calls, CompiledCollectives) or not calls.takes_buffers or numel == 0:
+            return None
+        area = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+        everyone = range(self.size)
+        try:
+            segment = _common_segment(
+                lambda value: self._exchange(value, everyone, _BUFFER_TAG), self._rank, self._ranks, area * self.size
+            )
+        except CommunicationError:  # no room: plain memory does as well
+            return None
+        segment.when_freed(calls.add_buffer(segment.address, area))
+        return segment.bytes(self._rank * area, numel * dtype.itemsize).view(dtype)
 
     def _meet(self, kind: str, steps: Steps, finish: Callable[[], object] | None) -> Work:
         task = Task(kind, finish)
@@ -319,7 +368,7 @@ class SharedMemoryCommunicator:
         if self._broken is not None:
             earlier = str(self._broken).replace("\n", "\n  ")
             raise CommunicationError(f"{self._head(task.kind)}: the group is broken since\n  {earlier}")
-        self._progress.issue(lane, add)
+        self._means.progress.issue(lane, add)
         return _SharedWork(self, task, lane)
 
     def _exchange(self, value: T, ranks: Sequence[int], tag: int) -> list[T]:
@@ -339,7 +388,7 @@ class SharedMemoryCommunicator:
     # Failures.
 
     def _wait(self, task: Task, lane: Lane) -> None:
-        self._progress.wait(task, lambda waited_s: self._watch(task, lane, waited_s))
+        self._means.progress.wait(task, lambda waited_s: self._watch(task, lane, waited_s))
 
     def _watch(self, task: Task, lane: Lane, waited_s: float) -> None:
         """Ends a task whose ranks will not come: they are gone, have given up, or are too late."""
@@ -356,9 +405,9 @@ class SharedMemoryCommunicator:
             others = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
             cause = f" ({self._name(others)} gone)" if others else ""
             self._give_up(task.kind, f"an operation failed on {self._name(quitters, verb=False)}{cause}")
-        elif waited_s > self._timeout_s:
+        elif waited_s > self._means.timeout_s:
             who = self._name(missing, verb=False)
-            self._give_up(task.kind, f"{who} did not come within {self._timeout_s:g} s")
+            self._give_up(task.kind, f"{who} did not come within {self._means.timeout_s:g} s")
 
     def _name(self, ranks: Sequence[int], *, verb: bool = True) -> str:
         names = ", ".join(str(self._ranks[rank]) for rank in ranks)
@@ -384,17 +433,34 @@ class SharedMemoryCommunicator:
             lane.fail(error)
 
 
+def _agree_on_code(inner: Communicator) -> ctypes.CDLL | None:
+    """Returns the compiled code if every rank has it; the first rank builds it before the others look for it."""
+    first = build.load().code if inner.rank == 0 else None
+    gather_objects(inner, first is not None)
+    code = build.load().code
+    return code if all(gather_objects(inner, code is not None)) else None
+
+
+def _collectives(means: _Means, made: board.Board) -> board.Collectives:
+    return board.Collectives(made) if means.code is None else CompiledCollectives(means.code, made, means.progress)
+
+
 def _establish(
     exchange: Callable[[Any], list[Any]],
     rank: int,
     ranks: tuple[int, ...],
-    progress: Progress,
-    timeout_s: float,
+    means: _Means,
 ) -> SharedMemoryCommunicator:
-    """Makes a segment, has every rank map it, and takes its name away. All ranks succeed, or all raise."""
-    num_bytes = _Layout(len(ranks)).num_bytes
+    """Makes a group and its segment. All ranks succeed, or all raise."""
+    num_bytes = means.layout(len(ranks)).num_bytes
     everyone: list[Whereabouts] = exchange(Whereabouts.here())
     _check_one_host(everyone, ranks)
+    segment = _common_segment(exchange, rank, ranks, num_bytes)
+    return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], means)
+
+
+def _common_segment(exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], num_bytes: int) -> Segment:
+    """Makes a segment, has every rank map it, and takes its name away. All ranks succeed, or all raise."""
     segment: Segment | None = None
     try:
         segment, problem = _attempt(lambda: Segment.create(num_bytes)) if rank == 0 else (None, "")
@@ -409,7 +475,7 @@ def _establish(
         if found:
             raise CommunicationError(f"ranks {list(ranks)} cannot share memory; rank {other} says: {found}")
     assert segment is not None
-    return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], progress, timeout_s)
+    return segment
 
 
 def _attempt(make: Callable[[], Segment]) -> tuple[Segment | None, str]:
@@ -445,16 +511,18 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements in a row: a view where the tensor is one, else a copy."""
     if tensor.device.type != "cpu":
         raise UsageError(f"a tensor on {tensor.device} in a group that shares memory: its tensors live on the CPU")
-    plain = tensor.detach()
-    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
-        return plain.view(-1)
-    return plain.resolve_conj().resolve_neg().contiguous().view(-1)
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+        return plain.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if plain.dim() == 1 and plain.stride(0) == 1:
+        return plain
+    return plain.as_strided((plain.numel(),), (1,))  # the view of a single element would keep its odd stride
 
 
 def _flat_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
     """Returns the elements in a row, and what brings a result back to the tensor where that is a copy."""
     flat = _flat(tensor)
-    if flat.data_ptr() == tensor.data_ptr() and tensor.is_contiguous():
+    if flat is tensor or (flat.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()):
         return flat, None
     plain = tensor.detach()
     return flat, lambda: plain.copy_(flat.view(plain.shape))

@@ -1,4 +1,4 @@
-"""Ranks as processes: NCCL and Gloo through ``torch.distributed``.
+"""Ranks as processes: NCCL and Gloo through ``torch.distributed``, or shared memory on one host.
 
 ``connect()`` reads the environment that torchrun (or any launcher of its kind) sets, and is a world of one without it.
 On CUDA, ``wait()`` makes the current stream wait and leaves the host free; on Gloo it blocks the caller.
@@ -7,6 +7,7 @@ On CUDA, ``wait()`` makes the current stream wait and leaves the host free; on G
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import os
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import Communicator, ReduceOp, Work
 from paceline.comm.exchange import exchange_pieces, exchange_slices
+from paceline.comm.shared_memory import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CommunicationError
 
@@ -28,27 +30,46 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+Backend = Literal["auto", "nccl", "gloo", "shared_memory"]
+
+
 def connect(
-    backend: Literal["auto", "nccl", "gloo"] = "auto",
+    backend: Backend = "auto",
     *,
     device: str | torch.device | None = None,
     timeout_s: float = 300.0,
 ) -> Communicator:
     """Joins the ranks that a launcher started, or makes a world of one where none did.
 
-    ``auto`` takes NCCL where this rank has a GPU to itself and Gloo otherwise. Raises CommunicationError when the
-    launcher's environment is incomplete or the others cannot be reached within ``timeout_s``.
+    ``auto`` takes NCCL where this rank has a GPU to itself; else shared memory, if all ranks are on one host and there
+    is room for it, or Gloo. Raises CommunicationError when the launcher's environment is incomplete, the others cannot
+    be reached within ``timeout_s``, or the ranks cannot share the memory that was asked for.
     """
     where = _device(device, backend)
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not dist.is_initialized():
         return SoloCommunicator(where)
     if not dist.is_initialized():
-        _initialize("nccl" if backend != "gloo" and where.type == "cuda" else "gloo", timeout_s)
+        _initialize("nccl" if backend in ("auto", "nccl") and where.type == "cuda" else "gloo", timeout_s)
     group = dist.group.WORLD
     assert group is not None
     if dist.get_world_size() == 1:
         return SoloCommunicator(where)
-    return TorchCommunicator(group, where, timeout_s=timeout_s)
+    comm = TorchCommunicator(group, where, timeout_s=timeout_s)
+    if backend == "shared_memory":
+        return SharedMemoryCommunicator.join(comm, timeout_s=timeout_s)
+    if backend == "auto" and dist.get_backend(group) == "gloo":
+        with contextlib.suppress(CommunicationError):  # too little of it, on all ranks alike: Gloo does as well
+            return share_memory(comm, timeout_s=timeout_s)
+    return comm
+
+
+def backend_of(comm: Communicator) -> str:
+    """Returns by what name the ranks of ``connect()`` talk; ``none`` for a world of one."""
+    if isinstance(comm, SharedMemoryCommunicator):
+        return "shared_memory"
+    if comm.size == 1:
+        return "none"
+    return "nccl" if comm.device.type == "cuda" else "gloo"
 
 
 def disconnect() -> None:
@@ -62,7 +83,7 @@ def _device(device: str | torch.device | None, backend: str) -> torch.device:
         where = torch.device(device)
         if str(where) == "cuda":
             where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    elif torch.cuda.is_available() and backend != "gloo":
+    elif torch.cuda.is_available() and backend in ("auto", "nccl"):
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     else:
         where = torch.device("cpu")
@@ -73,6 +94,8 @@ def _device(device: str | torch.device | None, backend: str) -> torch.device:
                 "  every rank of a node needs a GPU of its own\n  start fewer ranks, or ask for device='cpu'"
             )
         torch.cuda.set_device(where)
+    if backend == "shared_memory" and where.type != "cpu":
+        raise CommunicationError(f"backend 'shared_memory' joins ranks on CPUs, not on {where}\n  use 'auto' or 'nccl'")
     if backend == "nccl" and where.type != "cuda":
         raise CommunicationError("backend 'nccl' needs a CUDA device on every rank\n  use backend 'gloo' on CPUs")
     return where

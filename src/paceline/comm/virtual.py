@@ -241,6 +241,8 @@ class _VirtualWork:
 class VirtualCommunicator:
     """One virtual rank's handle on a group."""
 
+    takes_real_time = False  # a rank that waits for another waits for all that take their turns before it
+
     def __init__(self, group: _Group, rank: int) -> None:
         self._group = group
         self._rank = rank

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
+from paceline.comm.shared_memory import share_memory
 from paceline.comm.virtual import run_virtual
 from paceline.errors import RankFailedError, UsageError
 from paceline.launch.processes import run_processes
@@ -32,7 +33,7 @@ from paceline.parity.runs import run_distributed
 from paceline.parity.settings import Settings, check_settings, complete
 from paceline.parity.values import StepValues
 
-Backend = Literal["virtual", "gloo"]
+Backend = Literal["virtual", "gloo", "shared_memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +95,9 @@ def verify(
     ``make_batch(step)`` gives the global batch as (inputs, targets); ``loss_fn(outputs, targets)`` a mean over samples,
     or (sum, count) where elements weigh otherwise. Dropout modules are switched off, as their numbers depend on the
     rank. ``precision="fp32"`` is verified in float64, any other against one process of the same policy. Without
-    ``shard_ranks`` hybrid shards over half of the ranks. ``backend="gloo"`` uses real processes, and needs functions
-    that can be pickled. Raises UsageError, before anything starts, with all that is wrong with the arguments.
+    ``shard_ranks`` hybrid shards over half of the ranks. The backends ``gloo`` and ``shared_memory`` are real
+    processes, and need functions that can be pickled. Raises UsageError, before anything starts, with all that is wrong
+    with the arguments.
     """
     case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=make_optimizer)
     policy = sharding or ShardingPolicy()
@@ -119,7 +121,7 @@ def certify(
     """Runs a case both ways and compares. Raises UsageError for a case that cannot be compared."""
     settings = dataclasses.replace(complete(settings), caches_casts=backend != "virtual")
     check_settings(settings, backend=backend, tolerance=tolerance)
-    if backend == "gloo":
+    if backend != "virtual":
         _check_picklable(case)
     start = time.perf_counter()
     reference, per_rank = _both(case, settings, backend)
@@ -207,11 +209,19 @@ def _run(backend: str, ranks: int, function: Callable[..., Any], *args: Any) -> 
         return function(comm, *args)
 
     try:
-        return run_processes(function, ranks, args=args, threads=1) if backend == "gloo" else run_virtual(work, ranks)
+        if backend == "virtual":
+            return run_virtual(work, ranks)
+        if backend == "shared_memory":
+            function, args = _sharing_memory, (function, *args)
+        return run_processes(function, ranks, args=args, threads=1)
     except RankFailedError as error:
         if isinstance(error.__cause__, UsageError):  # of the caller, whichever rank met it first
             raise error.__cause__ from None
         raise
+
+
+def _sharing_memory(comm: Communicator, function: Callable[..., Any], *args: Any) -> Any:
+    return function(share_memory(comm), *args)
 
 
 def _check_picklable(case: Case) -> None:
@@ -219,6 +229,6 @@ def _check_picklable(case: Case) -> None:
         pickle.dumps(case)
     except Exception as error:
         raise UsageError(
-            f"backend = 'gloo' starts real processes, and the functions cannot be sent there: {error}\n"
+            f"real ranks are processes, and the functions cannot be sent there: {error}\n"
             "  define make_model, make_batch and loss_fn at the top of a module, or use backend='virtual'"
         ) from error

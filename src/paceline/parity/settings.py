@@ -16,7 +16,7 @@ from paceline.parallel.apply import STRATEGIES
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.precision import PRECISIONS, Precision, check_precision
 
-BACKENDS = ("virtual", "gloo")
+BACKENDS = ("virtual", "gloo", "shared_memory")
 VERIFIED = tuple(strategy for strategy in STRATEGIES if strategy != "auto")
 
 

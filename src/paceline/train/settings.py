@@ -11,7 +11,7 @@ from paceline.errors import Problem
 from paceline.train.arguments import did_you_mean, plain_number, refuse
 
 _FEATURES = 784
-_BACKENDS = ("nccl", "gloo", "auto")
+_BACKENDS = ("nccl", "gloo", "shared_memory", "auto")
 _SMALLEST = {"world_size": 1, "batch_size": 1, "epochs": 1, "model_dim": 2, "num_classes": 2, "dataset_size": 1}
 
 

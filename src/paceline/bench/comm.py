@@ -1,0 +1,130 @@
+"""All-reduce by every backend and algorithm, beside Gloo's own, on ranks of this machine.
+
+All arms take turns in one run, size by size, over the same ranks with one thread each. ``gbps`` is the tensor's bits
+over the time of the operation (what an engine sees), whatever an algorithm moves; ``speedup`` is Gloo's time over an
+arm's, taken within each round. Small tensors are reduced several times in a row, since one meeting is soon over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.bench.interleave import Timing, interleave
+from paceline.comm.algorithms import AlgorithmCommunicator, AlgorithmName
+from paceline.comm.base import Communicator, shared_buffer
+from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.topology import state_topology
+from paceline.errors import CommunicationError, UsageError
+from paceline.launch.processes import run_processes
+
+SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
+GLOO = "gloo"
+_ROUNDS = 12
+_TIMEOUT_S = 1800.0
+_ALGORITHMS: tuple[AlgorithmName, ...] = ("ring", "tree", "halving_doubling")
+
+
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """One way to all-reduce: who does it, and where the tensor lies."""
+
+    backend: str
+    algorithm: str
+    comm: Communicator
+    in_buffer: bool = False
+
+    @property
+    def name(self) -> str:
+        where = ", tensor in the segment" if self.in_buffer else ""
+        return f"{self.backend} {self.algorithm}{where}".removesuffix(" native")
+
+
+def bench_comm(ranks: int, sizes: Sequence[int] = SIZES, rounds: int | None = None) -> list[dict[str, Any]]:
+    """Times all-reduce of float32 on so many ranks; returns a row for each size and arm."""
+    if unfit := [size for size in sizes if size < 4 or size % 4]:
+        raise UsageError(f"sizes {unfit}: a tensor of float32 has 4 bytes for each element\n  give multiples of 4")
+    args = (tuple(sizes), rounds or _ROUNDS)
+    per_rank = run_processes(_measure, ranks, args=args, threads=1, timeout_s=_TIMEOUT_S)
+    rows: list[dict[str, Any]] = per_rank[0]
+    return rows
+
+
+def _measure(comm: Communicator, sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    arms = list(_arms(comm))
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        steps = {arm.name: _step(arm, size) for arm in arms}
+        timings = interleave(
+            steps,
+            baseline=GLOO,
+            rounds=rounds,
+            steps_per_turn=4,
+            warm_up=2,
+            device=comm.device,
+            meet=comm.barrier,
+        )
+        rows += [_row(comm.size, size, arm, timing) for arm, timing in zip(arms, timings, strict=True)]
+    return rows
+
+
+def _arms(comm: Communicator) -> Iterator[_Arm]:
+    """Every backend that works here, and the algorithms on the messages of each."""
+    yield _Arm(GLOO, "native", comm)
+    yield from _algorithms(GLOO, comm)
+    try:
+        shared = SharedMemoryCommunicator.join(comm)
+        plain = SharedMemoryCommunicator.join(comm, compiled=False)
+    except CommunicationError:
+        return
+    if shared.is_compiled:
+        yield _Arm("shared_memory", "native", shared)
+        yield _Arm("shared_memory", "native", shared, in_buffer=True)
+    yield _Arm("shared_memory in Python", "native", plain)
+    yield from _algorithms("shared_memory", shared)
+
+
+def _algorithms(backend: str, comm: Communicator) -> Iterator[_Arm]:
+    for name in _ALGORITHMS:
+        yield _Arm(backend, name, AlgorithmCommunicator(comm, name))
+    if comm.size >= 4 and comm.size % 2 == 0:  # as if the ranks were on two hosts
+        stated = state_topology(comm.size, comm.size // 2)
+        yield _Arm(backend, "hierarchical", AlgorithmCommunicator(comm, "hierarchical", stated))
+
+
+def _repeats(num_bytes: int) -> int:
+    """Returns how often a tensor is reduced in one timed step."""
+    return 10 if num_bytes <= 2**18 else 4 if num_bytes <= 2**22 else 1
+
+
+def _step(arm: _Arm, num_bytes: int) -> Callable[[], None]:
+    tensor = shared_buffer(arm.comm, num_bytes // 4, torch.float32) if arm.in_buffer else None
+    if tensor is None:
+        tensor = torch.zeros(num_bytes // 4)
+    return partial(_reduce, arm.comm, tensor, _repeats(num_bytes))
+
+
+def _reduce(comm: Communicator, tensor: torch.Tensor, repeats: int) -> None:
+    for _ in range(repeats):
+        comm.all_reduce(tensor, "avg").wait()
+
+
+def _row(ranks: int, num_bytes: int, arm: _Arm, timing: Timing) -> dict[str, Any]:
+    ms = timing.median_ms / _repeats(num_bytes)
+    timed = dataclasses.asdict(timing)
+    return {
+        "ranks": ranks,
+        "bytes": num_bytes,
+        "arm": arm.name,
+        "backend": arm.backend,
+        "algorithm": arm.algorithm,
+        "median_us": round(ms * 1e3, 2),
+        "gbps": round(8 * num_bytes / ms / 1e6, 3),
+        "speedup": round(1 / timing.ratio, 3),
+        **{name: round(timed[name], 4) for name in ("ratio", "ratio_low", "ratio_high")},
+    }

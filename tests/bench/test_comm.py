@@ -1,0 +1,29 @@
+"""The benchmark of collectives: a row for every size and arm, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.bench.comm import GLOO, bench_comm
+from paceline.comm.segment import FOLDER
+from paceline.errors import UsageError
+
+ALGORITHMS = {"ring", "tree", "halving_doubling"}
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="the system has no /dev/shm")
+def test_every_backend_and_algorithm_is_timed_beside_gloo() -> None:
+    rows = bench_comm(2, [64, 4096], rounds=2)
+    for size in (64, 4096):
+        of_size = [row for row in rows if row["bytes"] == size]
+        assert {row["algorithm"] for row in of_size if row["backend"] == "gloo"} == {"native", *ALGORITHMS}
+        assert {row["algorithm"] for row in of_size if row["backend"] == "shared_memory"} >= ALGORITHMS
+        assert "shared_memory in Python" in {row["backend"] for row in of_size}
+        assert [row["speedup"] for row in of_size if row["arm"] == GLOO] == [1.0]
+        for row in of_size:
+            assert row["gbps"] == pytest.approx(8 * size / row["median_us"] / 1e3, rel=0.1, abs=1e-3)
+
+
+def test_sizes_that_are_no_whole_elements_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"sizes \[3, 10\]"):
+        bench_comm(2, [3, 8, 10])
