@@ -19,6 +19,7 @@ HOMES = {
     "verify": "paceline.parity.certificate",
     "DistributedConfig": "paceline.train.facade",
     "DistributedTrainer": "paceline.train.facade",
+    "CommunicationOptimizer": "paceline.comm.optimizer",
     "MLPClassifier": "paceline.models.mlp",
 }
 

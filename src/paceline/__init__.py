@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from paceline.comm.optimizer import CommunicationOptimizer as CommunicationOptimizer
     from paceline.comm.torch_dist import connect as connect
     from paceline.comm.virtual import run_virtual as run_virtual
     from paceline.models.mlp import MLPClassifier as MLPClassifier
@@ -27,6 +28,7 @@ _HOMES = {
     "verify": "paceline.parity.certificate",
     "DistributedConfig": "paceline.train.facade",
     "DistributedTrainer": "paceline.train.facade",
+    "CommunicationOptimizer": "paceline.comm.optimizer",
     "MLPClassifier": "paceline.models.mlp",
 }
 

@@ -83,3 +83,8 @@ def test_offload_that_moves_nothing_is_pointed_out(capsys: pytest.CaptureFixture
     assert "memory.offload moves nothing here" in " ".join(capsys.readouterr().out.split())
     show_decisions(load_config(None, MLP), None)
     assert capsys.readouterr().out == ""
+
+
+def test_settings_that_nobody_reads_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    show_decisions(load_config(None, [*MLP, "comm.nccl.p2p_level=NVL"]), None)
+    assert "comm.nccl is not read here" in " ".join(capsys.readouterr().out.split())

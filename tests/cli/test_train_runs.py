@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from paceline.config import load_config
-from paceline.monitor.records import EndRecord, Record, RunRecord, StepRecord, read_records
+from paceline.launch.processes import loopback_interface
+from paceline.monitor.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, read_records
 
 pytestmark = [
     # torch leaves the files of redirected output to the garbage collector.
@@ -34,7 +35,7 @@ def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gon
     called = call("train", "configs/tiny.yaml", "monitor.folder=out", "monitor.trace=true")
     assert (called.code, called.err) == (0, "")
     lines = called.out.splitlines()
-    assert lines[0] == "ddp on 2 ranks (gloo, cpu)   36 parameters   global batch 8   3 steps"
+    assert lines[0] == "ddp on 2 ranks (shared_memory, cpu)   36 parameters   global batch 8   3 steps"
     assert "step 3   checkpoint   folder out/tiny/checkpoints" in called.out  # as seen from here
     assert "\x1b" not in called.out
     assert "\r" not in called.out
@@ -84,9 +85,9 @@ def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> Non
         "-m",
         "paceline",
     ]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "GLOO_SOCKET_IFNAME")}
     done = subprocess.run(
-        [*torchrun, "train", "tiny.yaml", "parallel.ranks=auto", "--json"],
+        [*torchrun, "train", "tiny.yaml", "parallel.ranks=auto", f"comm.interface={loopback_interface()}", "--json"],
         capture_output=True,
         text=True,
         env=environment,
@@ -97,3 +98,6 @@ def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> Non
     assert (summary["status"], summary["world_size"]) == ("done", 2)
     assert [end.status for end in ends(project / "runs" / "tiny") if isinstance(end, EndRecord)] == ["done", "done"]
     assert load_config(project / "runs" / "tiny" / "config.yaml").parallel.ranks == 2
+    for path in (project / "runs" / "tiny" / "records").iterdir():
+        (settings,) = [each for each in read_records(path) if isinstance(each, EventRecord) and each.name == "settings"]
+        assert settings.detail == {"GLOO_SOCKET_IFNAME": loopback_interface()}

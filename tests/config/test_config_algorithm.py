@@ -46,3 +46,13 @@ def test_hierarchical_needs_two_hosts_when_they_are_known() -> None:
     assert "two hosts" in problem.rule
     other = load_config(None, [*MLP, "comm.algorithm=auto"])
     assert check_ranks(other, 8) == []
+
+
+def test_a_table_is_given_to_somebody_who_asks_it() -> None:
+    asked = [*MLP, "comm.algorithm_table=table.json"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*asked, "comm.algorithm=ring"])
+    (problem,) = caught.value.problems
+    assert problem.what == "comm.algorithm_table = table.json with comm.algorithm = ring"
+    assert "comm.algorithm = auto" in problem.fix
+    assert load_config(None, [*asked, "comm.algorithm=auto"]).comm.algorithm_table == "table.json"

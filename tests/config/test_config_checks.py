@@ -76,14 +76,18 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     (MLP, ["comm.backend=nccl"], None),
     (MLP, ["comm.bucket_mb=0.5"], "comm.first_bucket_mb = 1 is larger than comm.bucket_mb = 0.5"),
     (MLP, ["comm.bucket_mb=0.5", "comm.first_bucket_mb=0.5"], None),
+    (MLP, ["comm.bucket_mb=auto", "comm.first_bucket_mb=50"], None),
+    (MLP, ["comm.bucket_mb=auto", "train.deterministic=true"], "comm.bucket_mb = auto with train.deterministic = true"),
+    (MLP, ["comm.bucket_mb=8", "train.deterministic=true"], None),
     (MLP, ["comm.compression={policy: topk, ratio: 0.5}"], None),
+    (MLP, ["comm.compression={policy: topk}", "parallel={strategy: hybrid, shard_ranks: 2}"], None),
     *[
         (
             MLP,
             ["comm.compression={policy: topk}", f"parallel.strategy={name}"],
             f"comm.compression.policy = topk with parallel.strategy = {name}",
         )
-        for name in ("zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")
+        for name in ("zero1", "zero2", "zero3", "fsdp", "auto")
     ],
     (MLP, ["comm.compression.ratio=0.5"], "comm.compression.ratio = 0.5 has no effect with comm.compression.policy"),
     (MLP, ["comm.compression={policy: sign, factor_rank: 2}"], "comm.compression.factor_rank = 2 has no effect with"),

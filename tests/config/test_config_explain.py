@@ -101,6 +101,15 @@ def test_a_searched_microbatch_is_found_when_the_run_starts() -> None:
     assert rows["train.accumulate"].value is None
 
 
+def test_buckets_that_are_measured_have_no_size_yet() -> None:
+    row = rows_of("digits.yaml", "comm.bucket_mb=auto")["comm.bucket_mb"]
+    assert row.value is None
+    assert "the times of the first steps" in row.origin
+    row = rows_of("digits.yaml", "comm.bucket_mb=auto", "parallel.strategy=zero1")["comm.bucket_mb"]
+    assert "latency is a tenth" in row.origin
+    assert rows_of("digits.yaml", "comm.bucket_mb=8")["comm.bucket_mb"].value == 8.0
+
+
 def test_sharding() -> None:
     rows = rows_of("digits.yaml", "parallel={strategy: hybrid, ranks: 4, node_ranks: 2}")
     assert rows["parallel.shard_ranks"].value == 2

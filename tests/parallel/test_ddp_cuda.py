@@ -18,6 +18,9 @@ from paceline.config import config_from_dict
 from paceline.models.gpt import GPT, gpt_config
 from paceline.monitor.sinks import JsonlSink
 from paceline.parallel.apply import parallelize
+from paceline.parallel.bucket_choice import BucketChoice
+from paceline.parallel.buckets import BucketPolicy
+from paceline.parallel.ddp import DataParallel, DDPPolicy
 from paceline.train.assemble import build_trainer
 
 pytestmark = [
@@ -64,6 +67,32 @@ def test_virtual_ranks_on_one_gpu_equal_one_process(ranks: int) -> None:
         for ours, theirs in zip(states, expected, strict=True):
             for name, value in theirs.items():
                 torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10)
+
+
+def test_buckets_are_sized_by_events_of_the_device() -> None:
+    def work(comm: Communicator) -> tuple[BucketChoice | None, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = GPT(gpt_config("gpt-nano", dropout=0.0, vocab_size=64)).double().to(comm.device)
+        buckets = BucketPolicy(bucket_bytes=10**5, first_bucket_bytes=5 * 10**4)
+        engine = DataParallel(model, comm, DDPPolicy(buckets=buckets, tunes_buckets=comm.size > 1))
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        for step in range(11):
+            tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(step)).to(comm.device)
+            tokens = tokens.chunk(comm.size)[comm.rank]
+            F.cross_entropy(engine(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.bucket_choice, engine.full_state_dict()
+
+    _, expected = work(SoloCommunicator(torch.device("cuda", 0)))
+    (chosen, _), *_ = found = run_virtual(work, 2, device="cuda")
+    assert chosen is not None
+    assert chosen.backward_s is not None
+    assert chosen.backward_s > 0
+    for choice, state in found:
+        assert choice == chosen
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
 
 
 def test_two_runs_on_virtual_ranks_give_the_same_bits() -> None:

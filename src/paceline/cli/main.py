@@ -12,6 +12,7 @@ import typer
 
 from paceline.cli.bench import app as bench_app
 from paceline.cli.config import app as config_app
+from paceline.cli.doctor import doctor
 from paceline.cli.report import report
 from paceline.cli.train import train
 from paceline.cli.verify import verify
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(verify)
 app.command()(report)
+app.command()(doctor)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 

@@ -121,6 +121,8 @@ def show_decisions(config: Config, choice: Choice | None) -> None:
     notes = [] if choice is None else [choice.reason()]
     if config.memory.offload and config.parallel.device == "cpu":
         notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
+    if config.comm.nccl != type(config.comm.nccl)() and config.parallel.device == "cpu":
+        notes.append("comm.nccl is not read here: CPU ranks do not use NCCL")
     for note in notes:
         Console().print(note, highlight=False, markup=False)
 
@@ -166,8 +168,11 @@ def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_jso
     from paceline.launch.failure import RunStoppedError
     from paceline.launch.folder import claim_folder
     from paceline.launch.local import check_port, launch_local
+    from paceline.launch.settings import rank_variables
 
     config, choice = resolve_strategy(resolve_config(asked))
+    uses_nccl = config.parallel.device == "cuda" and config.comm.backend in ("auto", "nccl")
+    variables = rank_variables(config, uses_nccl=uses_nccl)
     check_port(port)
     if config.monitor.console and not as_json:
         show_decisions(config, choice)
@@ -179,7 +184,12 @@ def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_jso
         try:
             with _Progress(place.folder, is_shown=config.monitor.console and not as_json):
                 launch_local(
-                    command, place.folder, ranks=config.parallel.ranks, threads=config.parallel.threads, port=port
+                    command,
+                    place.folder,
+                    ranks=config.parallel.ranks,
+                    threads=config.parallel.threads,
+                    port=port,
+                    variables=variables,
                 )
         except UsageError:
             claimed.discard()

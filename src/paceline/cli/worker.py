@@ -93,6 +93,7 @@ class Attempt:
         trainer.sink = self._open_sinks(config, view)
         with contextlib.closing(trainer.sink):
             trainer.sink.write(_run_record(config, comm, trainer))
+            _write_settings(config, trainer)
             self._train(config, trainer, resume, started)
 
     def describe(self, error: BaseException) -> Failure:
@@ -156,6 +157,7 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.config import check_ranks
     from paceline.errors import ConfigError
+    from paceline.launch.settings import set_variables
     from paceline.monitor.console import ProgressView
     from paceline.train.resolve import resolve_together
 
@@ -163,6 +165,7 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent, and not a shell that may go
         end_with_parent(os.getppid())
     place = find_place(asked, force=force, resume=resume)
+    set_variables(asked, uses_nccl=_uses_nccl(asked))
     device = None if asked.parallel.device == "auto" else asked.parallel.device
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     problems = check_ranks(asked, comm.size, _node_ranks(asked))
@@ -248,6 +251,7 @@ def _run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> 
     import torch
 
     from paceline import __version__
+    from paceline.comm.torch_dist import backend_of
     from paceline.monitor.records import RunRecord
     from paceline.parallel.flat import full_shape
 
@@ -268,7 +272,7 @@ def _run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> 
         if trainer is None
         else sum(math.prod(full_shape(parameter)) for parameter in trainer.parts.engine.parameters()),
         strategy=config.parallel.strategy,
-        backend="none" if comm.size == 1 else ("nccl" if comm.device.type == "cuda" else "gloo"),
+        backend=backend_of(comm),
         global_batch=config.train.global_batch or 0 if plan is None else plan.batch.global_batch,
         microbatch=0 if plan is None else plan.batch.microbatch,
         accumulate=0 if plan is None else plan.batch.accumulate,
@@ -277,17 +281,26 @@ def _run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> 
     )
 
 
+def _write_settings(config: Config, trainer: Trainer) -> None:
+    """Writes which variables this rank's NCCL or Gloo obeys, where somebody asked for any."""
+    from paceline.launch.settings import variables_in_effect
+    from paceline.monitor.records import EventRecord
+
+    uses_nccl = trainer.parts.engine.comm.device.type == "cuda" and config.comm.backend in ("auto", "nccl")
+    settings = variables_in_effect(config, uses_nccl=uses_nccl)
+    if settings and trainer.sink is not None:
+        trainer.sink.write(EventRecord(name="settings", step=trainer.step, detail=settings, time=time.time()))
+
+
 def _write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
     """Writes every operation of this rank, one JSON object a line, if the config asks for it."""
     if not config.monitor.trace:
         return
     from dataclasses import asdict
 
-    from paceline.comm.algorithms import AlgorithmCommunicator
     from paceline.comm.traced import TracedCommunicator
 
     comm = trainer.parts.engine.comm
-    comm = comm.inner if isinstance(comm, AlgorithmCommunicator) else comm
     assert isinstance(comm, TracedCommunicator)
     path = folder / "trace" / f"rank-{comm.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
@@ -300,6 +313,13 @@ def _node_ranks(config: Config) -> int | None:
     """Returns how many ranks share this host: as the config says, or the launcher; None: all of them."""
     detected = os.environ.get("LOCAL_WORLD_SIZE")
     return config.parallel.node_ranks or (None if detected is None else int(detected))
+
+
+def _uses_nccl(config: Config) -> bool:
+    """Says whether the ranks of a config will talk through NCCL, before they do."""
+    import torch
+
+    return config.comm.backend in ("auto", "nccl") and config.parallel.device != "cpu" and torch.cuda.is_available()
 
 
 def _use_threads(config: Config) -> None:

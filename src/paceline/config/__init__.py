@@ -37,6 +37,7 @@ from paceline.config.schema import MemoryConfig as MemoryConfig
 from paceline.config.schema import MLPModelConfig as MLPModelConfig
 from paceline.config.schema import ModelConfig as ModelConfig
 from paceline.config.schema import MonitorConfig as MonitorConfig
+from paceline.config.schema import NcclConfig as NcclConfig
 from paceline.config.schema import OptimConfig as OptimConfig
 from paceline.config.schema import ParallelConfig as ParallelConfig
 from paceline.config.schema import ResNetModelConfig as ResNetModelConfig
@@ -47,6 +48,11 @@ from paceline.config.schema import SyntheticTokensDataConfig as SyntheticTokensD
 from paceline.config.schema import TextDataConfig as TextDataConfig
 from paceline.config.schema import TrainConfig as TrainConfig
 from paceline.config.schema import json_schema as json_schema
+from paceline.config.setting_rules import check_exported as check_exported
+from paceline.config.setting_rules import check_interfaces as check_interfaces
+from paceline.config.settings import config_settings as config_settings
+from paceline.config.settings import exported_settings as exported_settings
+from paceline.config.settings import variables_of as variables_of
 from paceline.config.sharding import FULLY_SHARDED as FULLY_SHARDED
 from paceline.config.sharding import SHARDED as SHARDED
 from paceline.config.sharding import shard_group as shard_group

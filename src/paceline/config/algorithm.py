@@ -26,6 +26,20 @@ def check_algorithm(config: Config, ranks: int, node_ranks: int | None = None) -
     ]
 
 
+def table_is_asked(config: Config) -> list[Problem]:
+    """A table of measured all-reduces is given to somebody who asks it."""
+    comm = config.comm
+    if comm.algorithm_table is None or comm.algorithm == "auto":
+        return []
+    return [
+        Problem(
+            what=f"comm.algorithm_table = {comm.algorithm_table} with comm.algorithm = {comm.algorithm}",
+            rule="the table says which algorithm is fastest, and here one is chosen already",
+            fix="set comm.algorithm = auto, or leave comm.algorithm_table out",
+        )
+    ]
+
+
 def algorithm_fits(config: Config) -> list[Problem]:
     """Hosts fit the algorithm, where ranks and hosts are given; else they are known only when the run starts."""
     parallel = config.parallel

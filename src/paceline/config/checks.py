@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config.algorithm import algorithm_fits, check_algorithm
+from paceline.config.algorithm import algorithm_fits, check_algorithm, table_is_asked
 from paceline.config.batch import check_batch
 from paceline.config.compression import compression_has_replicas, compression_keys_apply, residuals_have_one_unit
 from paceline.config.gpt_sizes import gpt_shape, missing_dimensions
 from paceline.config.known_data import known_shape
 from paceline.config.schema import Config, GPTModelConfig, MLPModelConfig, OptimConfig, ResNetModelConfig, TrainConfig
+from paceline.config.setting_rules import settings_agree
 from paceline.config.sharding import (
     check_sharding,
     offload_has_shards,
@@ -255,28 +256,41 @@ def text_exists(config: Config) -> list[Problem]:
 
 
 def backend_suits_device(config: Config) -> list[Problem]:
-    """NCCL moves bytes between GPUs only."""
-    if config.comm.backend != "nccl" or config.parallel.device != "cpu":
+    """NCCL moves bytes between GPUs only, and shared memory between CPUs."""
+    backend, device = config.comm.backend, config.parallel.device
+    if (backend, device) == ("nccl", "cpu"):
+        rule, other = "nccl moves bytes between GPUs only", "cuda"
+    elif (backend, device) == ("shared_memory", "cuda"):
+        rule, other = "ranks on GPUs talk through nccl", "cpu"
+    else:
         return []
-    return [
-        Problem(
-            what="comm.backend = nccl with parallel.device = cpu",
-            rule="nccl moves bytes between GPUs only",
-            fix="set comm.backend = gloo, or parallel.device = cuda",
-        )
-    ]
+    what = f"comm.backend = {backend} with parallel.device = {device}"
+    return [Problem(what=what, rule=rule, fix=f"set comm.backend = auto, or parallel.device = {other}")]
 
 
 def buckets_ordered(config: Config) -> list[Problem]:
     """The first bucket is the small one."""
     first, other = config.comm.first_bucket_mb, config.comm.bucket_mb
-    if first <= other:
+    if other == "auto" or first <= other:
         return []
     return [
         Problem(
             what=f"comm.first_bucket_mb = {first:g} is larger than comm.bucket_mb = {other:g}",
             rule="the first bucket is the smaller one, so that communication starts early",
             fix=f"set comm.first_bucket_mb = {other:g}, or comm.bucket_mb = {first:g}",
+        )
+    ]
+
+
+def buckets_repeat(config: Config) -> list[Problem]:
+    """A deterministic run cuts its gradients the same way every time."""
+    if config.comm.bucket_mb != "auto" or not config.train.deterministic:
+        return []
+    return [
+        Problem(
+            what="comm.bucket_mb = auto with train.deterministic = true",
+            rule="measured sizes differ from run to run, and with them the order in which some sums are rounded",
+            fix="set comm.bucket_mb = 25, or the size that an earlier run has found",
         )
     ]
 
@@ -398,9 +412,12 @@ CHECKS: tuple[Check, ...] = (
     Check(needs=("data",), run=text_exists),
     Check(needs=("parallel", "comm"), run=backend_suits_device),
     Check(needs=("comm",), run=buckets_ordered),
+    Check(needs=("comm", "train"), run=buckets_repeat),
     Check(needs=("comm", "parallel"), run=algorithm_fits),
+    Check(needs=("comm",), run=table_is_asked),
     Check(needs=("comm", "parallel"), run=compression_has_replicas),
     Check(needs=("comm",), run=compression_keys_apply),
+    Check(needs=("comm",), run=settings_agree),
     Check(needs=("comm", "train"), run=residuals_have_one_unit),
     Check(needs=("optim", "train"), run=warmup_fits),
     Check(needs=("optim",), run=optim_keys_apply),

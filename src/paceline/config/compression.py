@@ -13,20 +13,20 @@ _READERS = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "thresho
 
 
 def compression_has_replicas(config: Config) -> list[Problem]:
-    """Only data parallelism averages whole gradients."""
+    """Only replicas average the same gradients."""
     policy, strategy = config.comm.compression.policy, config.parallel.strategy
-    if policy == "none" or strategy == "ddp":
+    if policy == "none" or strategy in ("ddp", "hybrid"):
         return []
     why = (
-        "auto may choose a sharded strategy, in which a rank gets a slice of each gradient"
+        "auto may choose a strategy that has none"
         if strategy == "auto"
-        else f"in {strategy} a rank gets a slice of each gradient, and what it did not send of the rest is nobody's"
+        else f"in {strategy} each rank gets a slice of its own, and what the others did not send of it is nobody's"
     )
     return [
         Problem(
             what=f"comm.compression.policy = {policy} with parallel.strategy = {strategy}",
-            rule=f"compression works on whole gradients, which every rank averages: {why}",
-            fix="set parallel.strategy = ddp, or comm.compression.policy = none",
+            rule=f"compression works where replicas average the same gradients: {why}",
+            fix="set parallel.strategy = ddp or hybrid, or comm.compression.policy = none",
         )
     ]
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.batch import DEFAULT_GLOBAL_BATCH, BatchPlan, batch_plan
+from paceline.config.fields import known_fields
 from paceline.config.gpt_sizes import gpt_shape
 from paceline.config.known_data import known_shape
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.rates import peak_learning_rate
 from paceline.config.schema import Config, GPTModelConfig, TextDataConfig, TrainConfig
-from paceline.config.sharding import shard_group
+from paceline.config.settings import config_settings
+from paceline.config.sharding import FULLY_SHARDED, shard_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ def _derived(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     yield from _length(config)
     yield from _learning_rate(config, ranks)
     yield from _offload(config)
+    yield from _buckets(config)
+    yield from _settings(config)
 
 
 def _row(key: str, value: Any, formula: str) -> ExplainRow:
@@ -200,3 +204,20 @@ def _offload(config: Config) -> Iterator[ExplainRow]:
         yield _row(
             "derived.offload", [], "on CPU ranks the host's memory is the device's: memory.offload moves nothing"
         )
+
+
+def _buckets(config: Config) -> Iterator[ExplainRow]:
+    if config.comm.bucket_mb != "auto" or config.parallel.strategy in FULLY_SHARDED:
+        return
+    if config.parallel.strategy in ("zero1", "zero2"):
+        formula = "latency is a tenth of a bucket's time on the link, which is tried when the run starts"
+    else:
+        formula = "what waits least by the times of the first steps; 25 until then, and where that is as good"
+    yield _row("comm.bucket_mb", None, formula)
+
+
+def _settings(config: Config) -> Iterator[ExplainRow]:
+    """Which variables the ranks get, and what each key means."""
+    known = {each.path: each.description for each in known_fields()}
+    for variable, setting in config_settings(config.comm).items():
+        yield _row(f"derived.{variable}", setting.value, f"{setting}; {known[setting.name]}")

@@ -25,6 +25,26 @@ ImportPath: TypeAlias = Annotated[str, Field(pattern=IMPORT_PATH_PATTERN)]
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
 OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
+NcclAlgorithm: TypeAlias = Literal["Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"]
+NcclSubsystem: TypeAlias = Literal[
+    "INIT",
+    "COLL",
+    "P2P",
+    "SHM",
+    "NET",
+    "GRAPH",
+    "TUNING",
+    "ENV",
+    "ALLOC",
+    "CALL",
+    "PROXY",
+    "NVLS",
+    "BOOTSTRAP",
+    "REG",
+    "PROFILE",
+    "RAS",
+    "ALL",
+]
 GPTSize: TypeAlias = Literal[
     "gpt-nano",
     "gpt-micro",
@@ -252,25 +272,100 @@ class CompressionConfig(Section):
     exclude: Texts = Field(default=(), description="tensors that travel whole, by patterns such as embed.*")
 
 
+class NcclConfig(Section):
+    """Settings of NCCL; null leaves each to NCCL, which knows the machine well."""
+
+    p2p: bool | None = Field(default=None, description="GPUs of a host read one another's memory (NCCL_P2P_DISABLE)")
+    p2p_level: Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"] | None = Field(
+        default=None,
+        description="how far they reach: LOC not at all, NVL over NVLink, PIX one PCI switch, PXB several, PHB one "
+        "NUMA node, SYS anywhere (NCCL_P2P_LEVEL)",
+    )
+    shared_memory: bool | None = Field(
+        default=None,
+        description="GPUs of a host that cannot reach one another go through its memory (NCCL_SHM_DISABLE)",
+    )
+    min_channels: Annotated[int, Field(ge=1, le=32)] | None = Field(
+        default=None, description="least thread blocks that communicate at once (NCCL_MIN_NCHANNELS)"
+    )
+    max_channels: Count | None = Field(
+        default=None,
+        description="most thread blocks that communicate: fewer leave more of a GPU to compute (NCCL_MAX_NCHANNELS)",
+    )
+    socket_interface: str | None = Field(
+        default=None,
+        description="network interfaces by prefix, as eth,ib; =eth0 by name; ^docker all others (NCCL_SOCKET_IFNAME)",
+    )
+    socket_threads: Annotated[int, Field(ge=1, le=16)] | None = Field(
+        default=None, description="CPU threads of a connection over sockets (NCCL_SOCKET_NTHREADS)"
+    )
+    sockets_per_thread: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        default=None, description="sockets of each thread; 64 for all together at most (NCCL_NSOCKS_PERTHREAD)"
+    )
+    ib: bool | None = Field(default=None, description="InfiniBand or RoCE between hosts (NCCL_IB_DISABLE)")
+    ib_hca: str | None = Field(
+        default=None, description="InfiniBand cards and ports, as mlx5, =mlx5_0:1,mlx5_1:1 or ^=mlx5_4 (NCCL_IB_HCA)"
+    )
+    ib_gid_index: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="RoCE: which address of a card (NCCL_IB_GID_INDEX)"
+    )
+    ib_timeout: Annotated[int, Field(ge=1, le=31)] | None = Field(
+        default=None, description="n: an InfiniBand card waits 4.096 us x 2^n for an answer (NCCL_IB_TIMEOUT)"
+    )
+    gdr_level: Literal["LOC", "PIX", "PXB", "PHB", "SYS"] | None = Field(
+        default=None,
+        description="how far a network card reaches into a GPU's memory, as p2p_level (NCCL_NET_GDR_LEVEL)",
+    )
+    cross_nic: Literal[0, 1, 2] | None = Field(
+        default=None, description="a ring may change network cards: 0 never, 1 yes, 2 if faster (NCCL_CROSS_NIC)"
+    )
+    algorithms: Annotated[tuple[NcclAlgorithm, ...], Strict(False)] | None = Field(
+        default=None, description="the only algorithms that NCCL may take (NCCL_ALGO)"
+    )
+    protocols: Annotated[tuple[Literal["LL", "LL128", "Simple"], ...], Strict(False)] | None = Field(
+        default=None, description="the only protocols that NCCL may take (NCCL_PROTO)"
+    )
+    debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = Field(
+        default=None, description="what NCCL writes to the logs of the ranks (NCCL_DEBUG)"
+    )
+    debug_subsystems: Annotated[tuple[NcclSubsystem, ...], Strict(False)] | None = Field(
+        default=None, description="debug = INFO: of which of its parts (NCCL_DEBUG_SUBSYS)"
+    )
+
+
 class CommConfig(Section):
     """How gradients travel between ranks."""
 
-    backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
+    backend: Literal["auto", "nccl", "gloo", "shared_memory"] = Field(
+        default="auto", description="auto: nccl on GPUs; on CPUs shared memory if the ranks share a host, else gloo"
+    )
     algorithm: Literal["native", "ring", "tree", "halving_doubling", "hierarchical", "auto"] = Field(
         default="native",
         description="how collectives are made: by the backend; of messages, as a ring, two trees, by halving, or "
         "inside hosts and then across them; auto: the fastest of those by size and hosts",
     )
-    bucket_mb: Positive = Field(default=25.0, description="gradients reduced together, in MiB")
+    algorithm_table: str | None = Field(
+        default=None,
+        description="algorithm = auto: a benchmark's record of all-reduces, asked in place of formulas; null: formulas",
+    )
+    bucket_mb: Literal["auto"] | Positive = Field(
+        default=25.0,
+        description="gradients reduced together, in MiB; auto: what the first steps show to wait least",
+    )
     first_bucket_mb: Positive = Field(default=1.0, description="size of the first bucket, in MiB: small starts early")
     timeout_s: Positive = Field(default=300.0, description="seconds until a rank that does not answer is an error")
     buffers: Literal["broadcast", "local"] = Field(
         default="broadcast", description="buffers such as batch-norm statistics: rank 0's for all, or each its own"
     )
     overlap: bool = Field(default=True, description="reduce gradients while backward still runs")
+    interface: str | None = Field(
+        default=None,
+        description="network interface of Gloo and NCCL, as eth0; null: loopback on one host, else their choice",
+    )
     compression: CompressionConfig = Field(
         default=CompressionConfig(), description="how gradients are made smaller on their way"
     )
+    nccl: NcclConfig = Field(default=NcclConfig(), description="settings of NCCL, for GPU ranks")
 
 
 class ScheduleConfig(Section):

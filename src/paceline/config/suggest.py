@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from paceline.config.fields import KnownField, fields_at, known_fields
+from paceline.config.settings import NCCL_VARIABLES
 
 # Names that other frameworks use, and what they are called here.
 _ELSEWHERE = {
@@ -104,14 +105,20 @@ def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[
     # A field whose default is another one's value (data.seed, which follows train.seed) is the less likely.
     same = [each for each in elsewhere if each.key == wanted and each.key != "kind"]
     found += _texts(sorted(same, key=lambda each: each.default is None), kinds)
-    if wanted in _ELSEWHERE:
-        alias = _ELSEWHERE[wanted]
+    alias = _ELSEWHERE.get(wanted) or _key_of_variable(wanted)
+    if alias is not None:
         found += _texts((each for each in known_fields() if each.path == alias), kinds)
     found += [_join(place, each) for each in _near(wanted, [field.key for field in here], cutoff=0.6)]
     if not found:
         near = set(_near(wanted, [field.key for field in elsewhere], cutoff=0.7))
         found = _texts((each for each in elsewhere if each.key in near), kinds)
     return list(dict.fromkeys(found))[:3]
+
+
+def _key_of_variable(word: str) -> str | None:
+    """Returns the key that sets a variable of NCCL, named in full or without NCCL_: ``socket_ifname``."""
+    names = {variable.lower().removeprefix("nccl_"): f"comm.nccl.{key}" for key, variable in NCCL_VARIABLES.items()}
+    return names.get(word.removeprefix("nccl_"))
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,9 +45,15 @@ _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does n
 
 
 def launch_local(
-    command: Sequence[str], folder: Path, *, ranks: int, threads: int | None = None, port: int = 0
+    command: Sequence[str],
+    folder: Path,
+    *,
+    ranks: int,
+    threads: int | None = None,
+    port: int = 0,
+    variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs ``python -m <command>`` on ``ranks`` processes until all are done.
+    """Runs ``python -m <command>`` on ``ranks`` processes until all are done, with ``variables`` in their environment.
 
     Raises LaunchError with the cause when a rank fails, UsageError when it refuses what was asked for, and
     RunStoppedError when a signal ends the run. In each case the records get an end, and no rank is left.
@@ -55,7 +61,7 @@ def launch_local(
     clear_failures(folder)
     forget_processes(folder)
     started = time.time()
-    with _signals(), _environment(_settings(ranks, threads)), _quiet_agent():
+    with _signals(), _environment({**_settings(ranks, threads), **(variables or {})}), _quiet_agent():
         try:
             with tempfile.TemporaryDirectory() as scratch:
                 _run_agent(command, folder, Path(scratch), ranks=ranks, port=port, started=started)

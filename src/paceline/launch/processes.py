@@ -13,10 +13,20 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError, UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank runs: ``enter`` moves its new process there; the ranks meet at rank 0's address."""
+
+    enter: Callable[[], None]
+    meet_at: str
+    interface: str
 
 
 def run_processes(
@@ -26,20 +36,25 @@ def run_processes(
     args: Sequence[Any] = (),
     timeout_s: float = 600.0,
     threads: int = 1,
+    places: Sequence[Place] | None = None,
 ) -> list[Any]:
     """Runs ``function(comm, *args)`` on ``ranks`` new processes connected by Gloo; returns what each returned.
 
     ``function``, ``args`` and the results must be picklable. The first rank to fail ends the others; its error is
-    raised as RankFailedError with its traceback. No process outlives the call.
+    raised as RankFailedError with its traceback. No process outlives the call. Without ``places``, one for each rank,
+    they run on this host.
     """
     if ranks < 1:
         raise UsageError(f"ranks = {ranks}: at least one process is needed")
     context = multiprocessing.get_context("spawn")
     task = _pack(function, args)
     port = free_port()
+    where = [pickle.dumps(None if places is None else places[rank]) for rank in range(ranks)]
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
-        context.Process(target=_rank_main, args=(task, rank, ranks, port, threads, pipes[rank][1]), daemon=True)
+        context.Process(
+            target=_rank_main, args=(task, rank, ranks, port, threads, pipes[rank][1], where[rank]), daemon=True
+        )
         for rank in range(ranks)
     ]
     try:
@@ -117,14 +132,17 @@ def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineErro
     return failure
 
 
-def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, sender: Connection) -> None:
+def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, sender: Connection, where: bytes) -> None:
+    place: Place | None = pickle.loads(where)
+    if place is not None:
+        place.enter()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR="127.0.0.1" if place is None else place.meet_at,
         MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME=loopback_interface(),
+        GLOO_SOCKET_IFNAME=loopback_interface() if place is None else place.interface,
     )
     import torch
 

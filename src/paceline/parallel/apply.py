@@ -8,12 +8,12 @@ communication overlaps with backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator, GradientCompression
+from paceline.comm.base import Communicator, GradientCompression, takes_real_time
 from paceline.errors import UsageError
 from paceline.memory.checkpointing import checkpoint_blocks
 from paceline.memory.offload import Offload, check_offload
@@ -22,6 +22,8 @@ from paceline.models.registry import model_blocks, model_ends
 from paceline.parallel.agree import broadcast_tensors, check_same_model
 from paceline.parallel.automatic import choose_for_module
 from paceline.parallel.batchnorm import synchronise_batchnorm
+from paceline.parallel.bucket_choice import choose_for_link
+from paceline.parallel.bucket_tuner import probe_link
 from paceline.parallel.buckets import BucketPolicy
 from paceline.parallel.buffers import BufferPolicy
 from paceline.parallel.ddp import DataParallel, DDPPolicy
@@ -29,7 +31,7 @@ from paceline.parallel.engine import Engine
 from paceline.parallel.fsdp import FullySharded, Groups, ShardingPolicy
 from paceline.parallel.materialize import build_units
 from paceline.parallel.partition import choose_units
-from paceline.parallel.zero import ZeroParallel, ZeroPolicy
+from paceline.parallel.zero import ZeroParallel, ZeroPolicy, parameters_to_bucket
 from paceline.precision import Precision, check_precision, precision_named
 from paceline.units import MIB
 
@@ -44,7 +46,7 @@ def parallelize(
     strategy: str = "ddp",
     *,
     precision: str | Precision = "fp32",
-    bucket_mb: float = 25.0,
+    bucket_mb: float | Literal["auto"] = 25.0,
     first_bucket_mb: float = 1.0,
     buffers: BufferPolicy = "broadcast",
     overlap: bool = True,
@@ -62,7 +64,9 @@ def parallelize(
     stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its own.
     Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on the
     meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone. ``compression``, a
-    ``Compressor``, makes the gradients of ``ddp`` smaller on their way.
+    ``Compressor``, makes gradients smaller on their way: between all ranks for ``ddp``, across groups for ``hybrid``.
+    ``bucket_mb="auto"`` finds the size of buckets by measuring: for ``ddp`` the first steps, for ZeRO the link alone;
+    ``engine.bucket_choice`` says what was found. Virtual ranks, whose times mean nothing, keep the default.
 
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another.
     """
@@ -89,15 +93,24 @@ def parallelize(
     if compile_blocks:
         compile_model(model, whole=is_whole)
     if strategy in ("zero3", "fsdp", "hybrid"):
-        return _shard(model, comm, strategy, sharding or ShardingPolicy(), policy, offload, buffers)
+        return _shard(model, comm, strategy, sharding or ShardingPolicy(), policy, offload, (buffers, compression))
     model.to(comm.device)
     broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    buckets = BucketPolicy(bucket_bytes=int(bucket_mb * MIB), first_bucket_bytes=int(first_bucket_mb * MIB))
+    tunes = bucket_mb == "auto" and comm.size > 1 and takes_real_time(comm)
+    buckets = _default_buckets(bucket_mb, first_bucket_mb)
     if strategy == "ddp":
-        replicas = DDPPolicy(buckets=buckets, buffers=buffers, overlap=overlap)
+        replicas = DDPPolicy(buckets=buckets, buffers=buffers, overlap=overlap, tunes_buckets=tunes)
         return DataParallel(model, comm, replicas, policy, compression)
-    zero = ZeroPolicy(stage=1 if strategy == "zero1" else 2, buckets=buckets, buffers=buffers, overlap=overlap)
-    return ZeroParallel(model, comm, zero, policy, offload)
+    choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm)) if tunes else None
+    zero = ZeroPolicy(
+        stage=1 if strategy == "zero1" else 2,
+        buckets=buckets if choice is None else choice.policy,
+        buffers=buffers,
+        overlap=overlap,
+    )
+    engine = ZeroParallel(model, comm, zero, policy, offload)
+    engine.bucket_choice = choice
+    return engine
 
 
 def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
@@ -118,16 +131,23 @@ def _shard(
     policy: ShardingPolicy,
     precision: Precision,
     offload: Offload,
-    buffers: BufferPolicy,
+    rest: tuple[BufferPolicy, GradientCompression | None],
 ) -> FullySharded:
     groups = _groups(comm, strategy, policy)
     blocks = model_blocks(model)
     unit_mb = policy.unit_mb or (None if blocks or policy.units else _LARGE_UNIT_MB)
     named = choose_units(model, blocks, model_ends(model), names=policy.units, unit_mb=unit_mb)
     units = build_units(model, named, comm, groups.shards, precision, offload)
-    engine = FullySharded(model, groups, units, policy, precision, buffers)
+    engine = FullySharded(model, groups, units, policy, precision, *rest)
     engine.watch([*(module for _, module in named), model])
     return engine
+
+
+def _default_buckets(bucket_mb: float | Literal["auto"], first_bucket_mb: float) -> BucketPolicy:
+    """Returns the buckets that were asked for; for ``auto``, those to begin with."""
+    default = BucketPolicy()
+    bucket_bytes = default.bucket_bytes if bucket_mb == "auto" else int(bucket_mb * MIB)
+    return BucketPolicy(bucket_bytes=bucket_bytes, first_bucket_bytes=int(first_bucket_mb * MIB))
 
 
 def _groups(comm: Communicator, strategy: str, policy: ShardingPolicy) -> Groups:
@@ -177,11 +197,11 @@ def _check_strategy(strategy: str, sharding: ShardingPolicy | None, offload: Off
 
 
 def _check_compression(strategy: str, compression: GradientCompression | None) -> None:
-    if compression is not None and strategy != "ddp":
+    if compression is not None and strategy not in ("ddp", "hybrid"):
         raise UsageError(
             f"compression with strategy = {strategy!r}\n"
-            "  it averages whole gradients on every rank, and a sharded strategy gives each rank a slice of them\n"
-            "  take strategy = 'ddp', or leave compression out"
+            "  it works where replicas average the same gradients, and here each rank gets a slice of its own\n"
+            "  take strategy = 'ddp', or 'hybrid', which averages slices across groups; or leave compression out"
         )
 
 

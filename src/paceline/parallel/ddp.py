@@ -12,7 +12,8 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
 - Gradients are views into the bucket's flat buffer: nothing is copied out. A gradient that autograd made elsewhere
   is moved in once, all of a bucket together; one that is alone in its bucket becomes the buffer itself.
 - The first synchronised backward only watches: it learns the order in which gradients arrive and how often (twice
-  under re-entrant checkpointing), sends everything at its end, and the buckets are rebuilt to fit.
+  under re-entrant checkpointing), sends everything at its end, and the buckets are rebuilt to fit. Where their size is
+  to be found too, a few more passes watch (see bucket_tuner.py).
 - The last bucket carries one flag per parameter: was it used? So a parameter used on some ranks counts as zero on the
   others, one used on no rank keeps no gradient, and no extra collective is needed to know.
 - One rank alone has nothing to reduce and watches no gradients: the hooks would be pure cost.
@@ -34,10 +35,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from paceline.comm.base import DONE, BucketReduction, BucketShape, Communicator, GradientCompression
+from paceline.comm.base import (
+    DONE,
+    BucketReduction,
+    BucketShape,
+    Communicator,
+    GradientCompression,
+    shared_buffer,
+)
 from paceline.errors import UsageError
 from paceline.parallel.agree import tensors_in
 from paceline.parallel.batchnorm import standing_in
+from paceline.parallel.bucket_tuner import BucketTuner
 from paceline.parallel.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
 from paceline.parallel.ddp_bucket import GradientBucket
@@ -53,11 +62,12 @@ _LARGE_BYTES = 2**18  # about what a second-level cache holds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDPPolicy:
-    """What may be chosen about data parallelism."""
+    """What may be chosen about data parallelism. With ``tunes_buckets``, ``buckets`` holds until it is known better."""
 
     buckets: BucketPolicy = field(default_factory=BucketPolicy)
     buffers: BufferPolicy = "broadcast"
     overlap: bool = True
+    tunes_buckets: bool = False
 
 
 class DataParallel(EngineFace):
@@ -96,13 +106,18 @@ class DataParallel(EngineFace):
         self._moved_at_once: set[int] = set()
         self._next_bucket = 0
         self._observed: list[int] = []
+        self._arrival: list[int] = []
         self._expected: list[int] | None = None
         self._arrived: list[int] = []
         self._is_backward_known = False
         self._has_shared_buffers = False
         self._hooked: set[int] = set()
+        self._bucket_policy = self.policy.buckets
+        self._tuner: BucketTuner | None = None  # while the size of buckets is to be found
         if comm.size > 1:
-            self._build(None)
+            if self.policy.tunes_buckets:
+                self._tuner = BucketTuner(comm, self.policy.buckets, overlap=self.policy.overlap)
+            self._start_over()
         elif self._masters is not None:
             self._watch()
 
@@ -113,7 +128,7 @@ class DataParallel(EngineFace):
         if self.comm.size == 1 or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if self._trainable != [i for i, p in enumerate(self._held) if p.requires_grad]:
-            self._build(None)
+            self._start_over()
         elif self._is_backward_known:  # left over from a backward that raised
             self._reset()
             if self._compression is not None:
@@ -165,7 +180,7 @@ class DataParallel(EngineFace):
         if self._compression is not None:
             self._compression.roll_back()
         if self.comm.size > 1:
-            self._build(None)
+            self._start_over()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU under their own names; empty on the others if rank 0 only."""
@@ -218,6 +233,8 @@ class DataParallel(EngineFace):
         del gradient
         if self._is_syncing and not self._is_backward_known:
             self._is_backward_known = True
+            if self._tuner is not None:
+                self._tuner.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
@@ -233,6 +250,8 @@ class DataParallel(EngineFace):
         self._arrived[index] += 1
         if self._expected is None:
             self._observed.append(index)
+            if self._tuner is not None:
+                self._tuner.arrive(index)
             return
         if not self.policy.overlap:
             return
@@ -292,6 +311,10 @@ class DataParallel(EngineFace):
             self._next_bucket += 1
 
     def _launch(self, bucket: GradientBucket) -> None:
+        self._fill(bucket)
+        self._send(bucket)
+
+    def _fill(self, bucket: GradientBucket) -> None:
         used = [self._parameters[i].grad is not None for i in self._trainable] if bucket.num_flags else []
         buffer = bucket.fill(self._scale)
         if bucket.num_flags:
@@ -299,6 +322,10 @@ class DataParallel(EngineFace):
                 bucket.flags.fill_(1.0)
             else:  # staged by the driver at once, so the host need not wait for the device
                 bucket.flags.copy_(torch.tensor(used, dtype=buffer.dtype), non_blocking=True)
+
+    def _send(self, bucket: GradientBucket) -> None:
+        buffer = bucket.buffer
+        assert buffer is not None
         if self._compression is not None and buffer.numel():
             bucket.work = self._reductions[bucket].start(buffer, self.comm)
             return
@@ -310,23 +337,37 @@ class DataParallel(EngineFace):
     def _finish(self) -> None:
         """Ends a synchronised backward: sends the rest, waits, and settles who has a gradient."""
         missing = [i for i in self._trainable if self._parameters[i].grad is None]
+        if self._tuner is not None and self._tuner.is_watching:
+            self._send_one_by_one(self._tuner)
         for bucket in self._buckets[self._next_bucket :]:
             self._launch(bucket)
         for bucket in self._buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            if bucket.wire is not None:
-                assert bucket.buffer is not None
-                bucket.buffer.copy_(bucket.wire)
+            bucket.land()
         if missing:
             self._settle(missing)
         if self._compression is not None:
             self._compression.end_pass()
-        if self._expected is None:
+        if self._tuner is not None and self._tuner.is_watching:
+            self._build(None)  # once more, with other buckets
+        elif self._expected is None:
             self._learn()
-        elif 0 in self._expected:
-            self._expected = [before or now for before, now in zip(self._expected, self._arrived, strict=True)]
+        else:
+            if 0 in self._expected:
+                self._expected = [before or now for before, now in zip(self._expected, self._arrived, strict=True)]
+            if self._tuner is not None and self._tuner.end_overlapped():
+                self._resize(self._tuner)
         self._reset()
+
+    def _send_one_by_one(self, tuner: BucketTuner) -> None:
+        """Sends each bucket when the one before it is there, for the tuner to take the time."""
+        for bucket in self._buckets:
+            self._fill(bucket)
+        tuner.end_backward()
+        for bucket in self._buckets:
+            self._send(bucket)
+            bucket.land()
+        self._next_bucket = len(self._buckets)
+        tuner.end_watched(len(self._buckets))
 
     def _settle(self, missing: list[int]) -> None:
         """Gives parameters that this rank did not use the gradient of the ranks that did. Reads the flags: a sync."""
@@ -344,8 +385,18 @@ class DataParallel(EngineFace):
         agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
         self.comm.broadcast(agreed).wait()
         arrived = self._arrived
-        self._build([self._trainable[i] for i in agreed.tolist()])
+        self._arrival = [self._trainable[i] for i in agreed.tolist()]
+        self._build(self._arrival)
         self._expected = arrived  # 0: not seen yet, so it cannot be known when it is complete before backward ends
+
+    def _resize(self, tuner: BucketTuner) -> None:
+        """Rebuilds the buckets in the size that the ranks find best."""
+        self._tuner, expected = None, self._expected
+        self.bucket_choice = tuner.choose(self._sizes(), self._arrival)
+        if self.bucket_choice is not None:
+            self._bucket_policy = self.bucket_choice.policy
+        self._build(self._arrival)
+        self._expected = expected
 
     # Buckets.
 
@@ -361,16 +412,25 @@ class DataParallel(EngineFace):
             self._held[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._hooked.add(index)
 
+    def _sizes(self) -> list[ParameterSize]:
+        return [
+            ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device}")
+            for p in self._parameters
+        ]
+
+    def _start_over(self) -> None:
+        """Makes the buckets anew, for what is trainable now: the next backward watches."""
+        if self._tuner is not None:
+            self._tuner.start([size for size, p in zip(self._sizes(), self._held, strict=True) if p.requires_grad])
+        self._build(None)
+
     def _build(self, arrival: list[int] | None) -> None:
         """Makes the buckets: last defined first until the order of arrival is known."""
         self._watch()
         self._expected = None
-        sizes = [
-            ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device}")
-            for p in self._parameters
-        ]
+        sizes = self._sizes()
         order = arrival if arrival is not None else list(reversed(self._trainable))
-        groups = bucket_parameters(sizes, order, self.policy.buckets)
+        groups = bucket_parameters(sizes, order, self._bucket_policy if self._tuner is None else self._tuner.policy)
         last, num_flags = len(groups) - 1, len(order)
         self._buckets = [
             GradientBucket(list(group), [self._parameters[i] for i in group], num_flags=num_flags if i == last else 0)
@@ -382,6 +442,8 @@ class DataParallel(EngineFace):
                 for b in self._buckets
             ]
             self._reductions = dict(zip(self._buckets, self._compression.bind(shapes), strict=True))
+        elif arrival is not None:  # agreed on by all ranks just now: they can make something together
+            self._find_common_memory()
         self._place_of = {i: (bucket, place) for bucket in self._buckets for place, i in enumerate(bucket.members)}
         # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
         # call after a matrix product pays for cold code.
@@ -391,6 +453,14 @@ class DataParallel(EngineFace):
         if self._scale == 1.0:
             self._moved_at_once.clear()
         self._reset()
+
+    def _find_common_memory(self) -> None:
+        """Puts the buckets where all ranks can reach them, if the communicator has such memory: less is copied."""
+        for bucket in self._buckets:
+            if not bucket.adopts:
+                buffer = shared_buffer(self.comm, bucket.layout.length, bucket.parameters[0].dtype)
+                if buffer is not None:
+                    bucket.use(buffer)
 
     def _reset(self) -> None:
         for bucket in self._buckets:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paceline.comm.base import Work
+from paceline.comm.base import DONE, Work
 from paceline.layout import FlatLayout, flat_layout
 from paceline.parallel.flat import dense_stride
 
@@ -94,11 +94,25 @@ class GradientBucket:
         assert self.buffer is not None
         return self.buffer
 
+    def land(self) -> None:
+        """Waits until the buffer holds what the reduction gave. Safe to call twice."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = DONE
+        if self.wire is not None:
+            assert self.buffer is not None
+            self.buffer.copy_(self.wire)
+            self.wire = None
+
     def _allocate(self) -> None:
         first = self.parameters[0]
-        self.buffer = torch.zeros(self.layout.length, dtype=first.dtype, device=first.device)
-        self.views = [slot.view(self.buffer) for slot in self.layout.slots]
-        self.flags = self.buffer[self.layout.length - self.num_flags :]  # travel behind the gradients
+        self.use(torch.zeros(self.layout.length, dtype=first.dtype, device=first.device))
+
+    def use(self, buffer: torch.Tensor) -> None:
+        """Takes a flat tensor of zeros as the buffer."""
+        self.buffer = buffer
+        self.views = [slot.view(buffer) for slot in self.layout.slots]
+        self.flags = buffer[self.layout.length - self.num_flags :]  # travel behind the gradients
 
     def gradient(self, position: int) -> torch.Tensor:
         """Returns the reduced gradient of the bucket's n-th parameter."""

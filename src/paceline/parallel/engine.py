@@ -16,6 +16,7 @@ from torch import nn
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
+from paceline.parallel.bucket_choice import BucketChoice
 from paceline.precision import Precision
 
 
@@ -25,6 +26,7 @@ class Engine(Protocol):
     module: nn.Module
     comm: Communicator
     precision: Precision
+    bucket_choice: BucketChoice | None  # where the size of buckets was asked to be found, and was
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. All ranks call it equally often; one without samples calls ``sit_out``."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
+from paceline.parallel.bucket_choice import BucketChoice
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.engine import loss_scale
 
@@ -19,6 +20,7 @@ class EngineFace:
 
     module: nn.Module
     comm: Communicator
+    bucket_choice: BucketChoice | None = None
     _buffers: SharedBuffers
     _is_syncing: bool
 

@@ -411,6 +411,14 @@ class ZeroParallel(EngineFace):
         self._is_backward_known = False
 
 
+def parameters_to_bucket(module: nn.Module) -> tuple[list[ParameterSize], list[int]]:
+    """Returns the sizes of what is trainable, in the order of definition, and the order in which buckets fill."""
+    kept = kept_parameters(module)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    sizes = [ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p in kept}") for p in trainable]
+    return sizes, list(reversed(range(len(trainable))))
+
+
 def _make_groups(
     module: nn.Module, comm: Communicator, policy: BucketPolicy, precision: Precision, offload: Offload
 ) -> list[FlatGroup]:
@@ -418,9 +426,8 @@ def _make_groups(
     kept = kept_parameters(module)
     as_built = dataclasses.replace(precision, param_dtype=None)
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    sizes = [ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p in kept}") for _, p in named]
     groups = []
-    for members in bucket_parameters(sizes, list(reversed(range(len(named)))), policy):
+    for members in bucket_parameters(*parameters_to_bucket(module), policy):
         pairs = [named[index] for index in members]
         group = FlatGroup(pairs, comm, as_built if pairs[0][1] in kept else precision, offload)
         group.keep_slice(in_place=True)

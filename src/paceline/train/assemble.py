@@ -12,8 +12,10 @@ from torch import nn
 from paceline.comm.algorithms import AlgorithmCommunicator
 from paceline.comm.base import Communicator, GradientCompression
 from paceline.comm.compress import Compression, Compressor
+from paceline.comm.tables import share_table
 from paceline.comm.topology import detect_topology
 from paceline.comm.traced import Trace, TracedCommunicator
+from paceline.comm.two_levels import TwoLevelCommunicator, join_hosts
 from paceline.config import FULLY_SHARDED, Config, peak_learning_rate, shard_group
 from paceline.data.datasets import check_enough
 from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
@@ -30,6 +32,7 @@ from paceline.parallel.apply import parallelize
 from paceline.parallel.engine import Engine
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.planning import Plan, make_plan, with_memory, with_microbatch
+from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
 from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.optim import build_optimizer
@@ -113,19 +116,28 @@ def build_trainer(
         passes=Retry(plan.batch.microbatch, is_allowed=config.train.microbatch == "auto"),
         compressor=compressor,
     )
+    if config.comm.bucket_mb == "auto":
+        hooks = [BucketHook(), *hooks]
     return Trainer(parts, hooks, sink)
 
 
 def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: int | None) -> Communicator:
     """Returns what the engine talks through: traced, and by the algorithm that the config asks for.
 
-    The trace is inside the algorithm: it counts the messages that travel, and not the collectives that they make up;
-    what the compute waits for it sees either way, as the algorithm waits in the place of its caller.
+    The trace is inside the algorithm: it counts the messages that travel, and not the collectives that they make up.
+    Around the algorithm it takes the time, since that adds up what arrives while the compute waits.
     """
     traced = TracedCommunicator(comm, trace)
     if config.comm.algorithm == "native" or comm.size == 1:
         return traced
-    return AlgorithmCommunicator(traced, config.comm.algorithm, detect_topology(comm, node_ranks))
+    topology = detect_topology(comm, node_ranks)
+    table = None if config.comm.algorithm_table is None else share_table(config.comm.algorithm_table, comm, topology)
+    made = AlgorithmCommunicator(traced, config.comm.algorithm, topology, table=table)
+    if config.comm.algorithm == "hierarchical" and config.comm.backend != "gloo":
+        local = join_hosts(comm, topology, timeout_s=config.comm.timeout_s)
+        if local is not None:
+            made = TwoLevelCommunicator(traced, topology, TracedCommunicator(local, trace))
+    return TracedCommunicator(made, trace, counts=False)
 
 
 def build_compressor(config: Config) -> Compressor | None:

@@ -1,4 +1,4 @@
-"""Hooks that the command line puts around the loop: evaluate, save."""
+"""Hooks that are put around the loop: evaluate, save, tell of the buckets that were chosen."""
 
 from __future__ import annotations
 
@@ -24,6 +24,22 @@ class EvaluateHook:
         if self.last_step != result.step:
             self.last_step = result.step
             trainer.evaluate()
+
+
+@dataclass(slots=True)
+class BucketHook:
+    """Records the buckets that the engine has chosen, when it has."""
+
+    is_told: bool = False
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Looks whether there is a choice by now."""
+        choice = None if self.is_told else trainer.parts.engine.bucket_choice
+        if choice is not None and trainer.sink is not None:
+            self.is_told = True
+            trainer.sink.write(
+                EventRecord(name="buckets", step=result.step, detail={**choice.detail()}, time=time.time())
+            )
 
 
 @dataclass(slots=True)

@@ -1,0 +1,110 @@
+"""``paceline doctor``: whether ranks can run and talk on this machine, and what to do where they cannot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.doctor.findings import Check, Finding, Surroundings
+
+_COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
+
+
+def doctor(
+    config: Path = typer.Argument(None, metavar="CONFIG", help="A YAML file: checks the machine for this run too."),
+    overrides: list[str] = typer.Argument(None, metavar="SECTION.KEY=VALUE", help="Changes to the config."),
+    quick: bool = typer.Option(False, "--quick", help="Start no ranks, and compile nothing."),
+    as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
+) -> None:
+    """Check this machine: what is there, what that means, and what to do.
+
+    Looks at Python, torch, GPUs and whether they reach one another, cores, memory, shared memory, files, disk and
+    clock; at network interfaces, this host's name (a common cause of ranks that hang) and ports; and at all
+    variables of NCCL and Gloo, exported or in the config. Two ranks are started that talk through Gloo.
+
+    Leaves with exit code 1 if there is a problem, and 0 if there are only notes.
+
+    Examples:
+
+      paceline doctor
+
+      paceline doctor configs/digits.yaml parallel.ranks=4
+
+      NCCL_DEBUG=INFO paceline doctor --quick --json
+    """
+    from paceline.doctor.findings import examine, missing_packages
+
+    findings = missing_packages()
+    if not findings:
+        surroundings, findings = _surroundings(config, overrides or [], is_quick=quick)
+        findings += examine(_checks(), surroundings)
+    is_well = all(each.status != "problem" for each in findings)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"ok": is_well, "findings": [each.to_json() for each in findings]}, indent=2))
+    else:
+        _print(findings)
+    raise typer.Exit(0 if is_well else 1)
+
+
+def _surroundings(path: Path | None, overrides: list[str], *, is_quick: bool) -> tuple[Surroundings, list[Finding]]:
+    """Reads the config, if there is one; its problems are findings, and the machine is looked at all the same."""
+    from paceline.config import load_config
+    from paceline.doctor.findings import Surroundings
+    from paceline.doctor.settings import problem_finding
+    from paceline.errors import ConfigError
+
+    environment = dict(os.environ)
+    if path is None:
+        return Surroundings(environment=environment, is_quick=is_quick), []
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        found = [problem_finding("config", problem) for problem in error.problems]
+        return Surroundings(environment=environment, is_quick=is_quick), found
+    runs = Path(config.monitor.folder)
+    return Surroundings(environment=environment, config=config, runs=runs, is_quick=is_quick), []
+
+
+def _checks() -> list[Check]:
+    from paceline.doctor import devices, handshake, machine, network, settings
+
+    return [
+        machine.python,
+        devices.torch_build,
+        devices.gpus,
+        machine.processors,
+        machine.memory,
+        machine.shared_memory,
+        machine.compiler,
+        machine.open_files,
+        machine.disk,
+        machine.packages,
+        network.interfaces,
+        network.host_name,
+        network.chosen_interfaces,
+        network.ports,
+        settings.variables,
+        settings.nccl_files,
+        settings.run,
+        handshake.handshake,
+    ]
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    width = max(len(each.name) for each in findings)
+    for each in findings:
+        typer.secho(f"{each.status:<9}", nl=False, bold=each.status == "problem", fg=_COLOURS[each.status])
+        typer.echo(f"{each.name:<{width}}  {each.found}")
+        for line in (each.meaning, f"fix: {each.fix}" if each.fix else ""):
+            if line:
+                typer.secho(" " * (width + 11) + line, dim=True)
+    counts = {status: sum(each.status == status for each in findings) for status in ("problem", "note")}
+    told = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
+    typer.echo(f"\n{', '.join(told) or 'nothing is wrong'}")

@@ -1,0 +1,127 @@
+"""Two real ranks that meet and add up: over the loopback, in shared memory, over the interface a group would take."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.comm.base import Communicator
+from paceline.config.settings import GLOO_INTERFACE
+from paceline.doctor.findings import Finding, Surroundings
+from paceline.doctor.network import find_interfaces, gloo_interface, resolve_host, settings_of
+from paceline.errors import CommunicationError, PacelineError
+from paceline.launch.processes import Place, run_processes
+from paceline.units import format_seconds
+
+_PATIENCE_S = 60.0  # two interpreters that import torch, on a machine that may be busy
+_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """What one rank saw: seconds of an all-reduce through Gloo and in shared memory, or why not there."""
+
+    gloo_s: float
+    shared_s: float | None
+    problem: str = ""
+
+
+def handshake(surroundings: Surroundings) -> Iterator[Finding]:
+    """Starts two ranks that talk, once for each interface that matters."""
+    if surroundings.is_quick:
+        return
+    yield from shake_hands(None)
+    present, settings = find_interfaces(), settings_of(surroundings)
+    chosen = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
+    loopbacks = [each.name for each in present if each.is_loopback]
+    if chosen is not None and chosen not in loopbacks:
+        yield from shake_hands(settings[GLOO_INTERFACE].value if GLOO_INTERFACE in settings else chosen)
+
+
+def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterator[Finding]:
+    """Lets two new processes add up over an interface; None: the loopback, and then in shared memory.
+
+    Never takes longer than it may.
+    """
+    name = "handshake" + (f" over {interface}" if interface else "")
+    place = None if interface is None else Place(enter=_stay, meet_at="127.0.0.1", interface=interface)
+    places = None if place is None else [place] * 2
+    start = time.monotonic()
+    try:
+        greetings = run_processes(_greet, 2, args=(interface is None,), timeout_s=timeout_s, places=places)
+    except PacelineError as error:
+        told = [line.strip() for line in str(error).splitlines() if line.strip()]
+        yield Finding(
+            name=name,
+            status="problem",
+            found=f"two ranks cannot talk: {' '.join(told[:2])}",
+            meaning="a run would fail, or hang, in the same place",
+            fix="allow connections between processes of this host (firewall, sandbox), or set comm.interface",
+        )
+        return
+    seconds = format_seconds(time.monotonic() - start)
+    latency = format_seconds(max(each.gloo_s for each in greetings))
+    yield Finding(
+        name=name,
+        status="ok",
+        found=f"two ranks started, met and agreed in {seconds}; an all-reduce through Gloo takes {latency}",
+        meaning="processes of this host can start and talk",
+    )
+    if interface is None:
+        yield _in_shared_memory(greetings)
+
+
+def _in_shared_memory(greetings: list[Greeting]) -> Finding:
+    times = [each.shared_s for each in greetings if each.shared_s is not None]
+    if len(times) < len(greetings):
+        return Finding(
+            name="shared handshake",
+            status="note",
+            found=next(each.problem for each in greetings if each.shared_s is None),
+            meaning="ranks of this host talk through Gloo instead, which is slower",
+            fix="see shared memory above",
+        )
+    return Finding(
+        name="shared handshake",
+        status="ok",
+        found=f"an all-reduce in shared memory takes {format_seconds(max(times))}",
+        meaning="comm.backend = auto takes it for CPU ranks of one host",
+    )
+
+
+def _stay() -> None:
+    """A rank that runs where it was started."""
+
+
+def _greet(comm: Communicator, also_shared: bool) -> Greeting:
+    """Adds up with the other rank; raises where the sum is wrong."""
+    from paceline.comm.shared_memory import share_memory
+
+    gloo_s, problem = _time_sums(comm), ""
+    if also_shared:
+        try:
+            shared = share_memory(comm, timeout_s=10.0)
+            if shared is not comm:
+                return Greeting(gloo_s=gloo_s, shared_s=_time_sums(shared))
+            problem = "these ranks cannot share memory"
+        except CommunicationError as error:  # on both ranks alike
+            problem = str(error).partition("\n")[0]
+    return Greeting(gloo_s=gloo_s, shared_s=None, problem=problem)
+
+
+def _time_sums(comm: Communicator) -> float:
+    import torch
+
+    times = []
+    for number in range(_ROUNDS):
+        value = torch.tensor([float(comm.rank + number)])
+        start = time.perf_counter()
+        comm.all_reduce(value).wait()
+        times.append(time.perf_counter() - start)
+        expected = sum(range(comm.size)) + comm.size * number
+        if value.item() != expected:
+            raise PacelineError(f"ranks added up to {value.item():g}, and not to {expected}")
+    return statistics.median(times)

@@ -1,0 +1,225 @@
+"""The host itself: Python, processors, memory, open files, shared memory, disk and clock, compiler."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from paceline.doctor.findings import Finding, Status, Surroundings
+from paceline.units import GIB, MIB, format_bytes, format_seconds
+
+_OLDEST_PYTHON = (3, 11)
+_CGROUP = Path("/sys/fs/cgroup")
+_NO_LIMIT = 2**60  # of a cgroup: as good as none
+_FEW_FILES, _ENOUGH_FILES = 256, 4096
+_LITTLE_MEMORY, _LITTLE_SHARED, _LITTLE_DISK = 1 * GIB, 64 * MIB, 1 * GIB
+
+
+def python(_: Surroundings) -> Iterator[Finding]:
+    """Python is new enough."""
+    version = platform.python_version()
+    is_old = sys.version_info[:2] < _OLDEST_PYTHON
+    yield Finding(
+        name="python",
+        status="problem" if is_old else "ok",
+        found=f"{platform.python_implementation()} {version} on {platform.system()} {platform.machine()}",
+        meaning="ranks run in this interpreter",
+        fix=f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer" if is_old else "",
+    )
+
+
+def processors(surroundings: Surroundings) -> Iterator[Finding]:
+    """How many cores a run may use: by affinity and by a container's quota, and what threads were asked for."""
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    quota = cpu_quota(_read(_CGROUP / "cpu.max"))
+    asked = surroundings.environment.get("OMP_NUM_THREADS", "")
+    limits = [f"{usable} of {cores} cores usable"]
+    limits += [f"a quota of {quota:g}"] if quota is not None else []
+    limits += [f"OMP_NUM_THREADS={asked}"] if asked else []
+    least = min(usable, quota or cores)
+    is_limited = least < cores
+    yield Finding(
+        name="processors",
+        status="note" if is_limited else "ok",
+        found=", ".join(limits),
+        meaning="ranks share the cores out by their number: more threads than cores slow each other down"
+        if is_limited
+        else "CPU ranks share these cores out among them",
+        fix=f"set parallel.threads so that ranks x threads is {max(1, int(least))} at most" if is_limited else "",
+    )
+
+
+def cpu_quota(text: str) -> float | None:
+    """Reads a cgroup's ``cpu.max``: so many microseconds of every period, as cores. None: no quota."""
+    parts = text.split()
+    if len(parts) != 2 or not parts[0].isdigit() or not int(parts[1]):
+        return None
+    return int(parts[0]) / int(parts[1])
+
+
+def memory(_: Surroundings) -> Iterator[Finding]:
+    """How much memory is free, also inside a container."""
+    found = psutil.virtual_memory()
+    limit_text = _read(_CGROUP / "memory.max").strip()
+    limit = int(limit_text) if limit_text.isdigit() and int(limit_text) < _NO_LIMIT else None
+    free = min(found.available, max(0, limit - _used_by_group())) if limit is not None else found.available
+    shown = f"{format_bytes(free)} free of {format_bytes(min(found.total, limit or found.total))}"
+    yield Finding(
+        name="memory",
+        status="problem" if free < _LITTLE_MEMORY else "ok",
+        found=shown + (" (the limit of this container)" if limit is not None and limit < found.total else ""),
+        meaning="CPU ranks, loader workers and what is offloaded live in it",
+        fix="end what else runs here, or train on fewer ranks" if free < _LITTLE_MEMORY else "",
+    )
+
+
+def _used_by_group() -> int:
+    text = _read(_CGROUP / "memory.current").strip()
+    return int(text) if text.isdigit() else 0
+
+
+def open_files(_: Surroundings) -> Iterator[Finding]:
+    """How many files a process may open: sockets, loader workers and shared tensors each take some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_unlimited = soft == resource.RLIM_INFINITY
+    status: Status = "ok" if is_unlimited or soft >= _ENOUGH_FILES else "note" if soft >= _FEW_FILES else "problem"
+    most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
+    yield Finding(
+        name="open files",
+        status=status,
+        found="no limit" if is_unlimited else f"{soft} for a process (may be raised to {most})",
+        meaning="a rank holds a socket for each other rank, and several files for each loader worker",
+        fix=f"ulimit -n {_ENOUGH_FILES}" if status != "ok" else "",
+    )
+
+
+def disk(surroundings: Surroundings) -> Iterator[Finding]:
+    """Runs can be written, there is room for them, and their files get the time that processes see."""
+    runs = surroundings.runs.absolute()
+    folder = next(path for path in (runs, *runs.parents) if path.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as probe:
+            skew = Path(probe.name).stat().st_mtime - time.time()
+    except OSError as error:
+        fix = "set monitor.folder to a folder of yours, or change its permissions"
+        meaning = "records, checkpoints and logs of a run are kept there"
+        found = f"{folder} cannot be written: {error.strerror}"
+        yield Finding(name="disk", status="problem", found=found, meaning=meaning, fix=fix)
+        return
+    free = shutil.disk_usage(folder).free
+    yield Finding(
+        name="disk",
+        status="note" if free < _LITTLE_DISK else "ok",
+        found=f"{format_bytes(free)} free in {folder}",
+        meaning="runs are kept there: a checkpoint with AdamW takes 12 bytes a parameter in fp32",
+        fix="free some, or set monitor.folder and checkpoint.keep" if free < _LITTLE_DISK else "",
+    )
+    is_off = abs(skew) > 2.0
+    yield Finding(
+        name="clock",
+        status="note" if is_off else "ok",
+        found=f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; files in {folder} differ by {format_seconds(abs(skew))}",
+        meaning="records carry the time of their host: where hosts or file servers disagree, their order is lost",
+        fix="run a time service (chrony, ntpd) on this host and on the file server" if is_off else "",
+    )
+
+
+def shared_memory(_: Surroundings) -> Iterator[Finding]:
+    """CPU ranks of one host, and loader workers, pass tensors through shared memory."""
+    from paceline.comm.segment import FOLDER
+
+    if not FOLDER.is_dir():
+        meaning = "ranks of this host talk through sockets instead, which is slower"
+        yield Finding(name="shared memory", status="note", found=f"there is no {FOLDER}", meaning=meaning)
+        return
+    usage = shutil.disk_usage(FOLDER)
+    is_little = usage.free < _LITTLE_SHARED
+    yield Finding(
+        name="shared memory",
+        status="problem" if is_little else "ok",
+        found=f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} in {FOLDER}",
+        meaning="ranks of this host and loader workers pass tensors through it; where it is full they are killed",
+        fix="in a container: --shm-size=2g, or --ipc=host; elsewhere: end what fills it" if is_little else "",
+    )
+    yield from _stale_segments(FOLDER)
+
+
+def _stale_segments(folder: Path) -> Iterator[Finding]:
+    from paceline.comm.segment import Process
+
+    stale = []
+    for path in folder.glob("paceline-*-*-*-*"):
+        *_, pid, started, _token = path.name.split("-")
+        if pid.isdigit() and started.isdigit() and not Process(pid=int(pid), started=int(started)).is_alive():
+            stale.append(path)
+    if stale:
+        size = sum(path.stat().st_size for path in stale if path.exists())
+        yield Finding(
+            name="stale segments",
+            status="note",
+            found=f"{len(stale)} of {format_bytes(size)} in {folder}, of processes that are gone",
+            meaning="their ranks were killed while they connected; the next run removes those of this user",
+            fix=f"rm {' '.join(str(path) for path in stale[:3])}{' ...' if len(stale) > 3 else ''}",
+        )
+
+
+def compiler(surroundings: Surroundings) -> Iterator[Finding]:
+    """A C++ compiler makes shared memory faster; without one the same protocol runs in Python."""
+    from paceline.comm.native.build import find_compiler, load
+    from paceline.errors import CommunicationError
+
+    try:
+        found, problem = find_compiler(), ""
+    except CommunicationError as error:
+        found, problem = "none", str(error)
+    if not problem and not surroundings.is_quick:
+        problem = load().problem
+    yield Finding(
+        name="compiler",
+        status="note" if problem else "ok",
+        found=problem or found + ("" if surroundings.is_quick else ", and what it compiles can be loaded"),
+        meaning="shared memory between CPU ranks works in Python, and is slower than compiled"
+        if problem
+        else "shared memory between CPU ranks is compiled on first use, and kept",
+        fix="install a C++ compiler (apt install g++, xcode-select --install)" if problem else "",
+    )
+
+
+def packages(_: Surroundings) -> Iterator[Finding]:
+    """The libraries that some runs use."""
+    uses = {"tensorboard": "monitor.tensorboard", "scikit-learn": "data.kind = digits"}
+    versions = {name: _version(name) for name in ("numpy", "pydantic", "safetensors", "rich", *uses)}
+    absent = [f"{name} (for {uses[name]})" for name in uses if versions[name] is None]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    yield Finding(
+        name="packages",
+        status="note" if absent else "ok",
+        found=shown + (f"; not installed: {', '.join(absent)}" if absent else ""),
+        meaning="runs that use these would be refused" if absent else "what optional parts use is there",
+        fix=f"pip install {' '.join(name for name in uses if versions[name] is None)}" if absent else "",
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,225 @@
+"""How ranks would find one another: interfaces, this host's name, which interface each backend takes, and ports.
+
+The classic cause of a Gloo group that hangs across hosts: without ``GLOO_SOCKET_IFNAME``, Gloo listens on the address
+that this host's own name resolves to. Where that is a loopback address, the other hosts call themselves.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from paceline.config import config_settings, exported_settings
+from paceline.config.setting_rules import matching
+from paceline.config.settings import GLOO_INTERFACE, NCCL_INTERFACE, Setting
+from paceline.doctor.findings import Finding, Surroundings
+from paceline.units import format_seconds
+
+_PATIENCE_S = 5.0
+_SLOW_S = 1.0
+_TORCHRUN_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """A network interface that is up, with its addresses."""
+
+    name: str
+    addresses: tuple[str, ...]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Says whether it leads nowhere but here."""
+        return any(is_loopback(address) for address in self.addresses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """What this host's name resolves to: ``usable`` is the first address that a process can listen on."""
+
+    host: str
+    addresses: tuple[str, ...]
+    usable: str | None
+    seconds: float
+    error: str = ""
+
+
+def is_loopback(address: str) -> bool:
+    """Says whether an address is one of this host alone."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def find_interfaces() -> list[Interface]:
+    """Returns the interfaces that are up and have an address, in the system's order."""
+    states = psutil.net_if_stats()
+    found = psutil.net_if_addrs()
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [
+        Interface(name=name, addresses=addresses)
+        for name, known in found.items()
+        if name in states
+        and states[name].isup
+        and (addresses := tuple(each.address for each in known if each.family in families))
+    ]
+
+
+def resolve_host(host: str, patience_s: float = _PATIENCE_S) -> Resolution:
+    """Looks a name up, and tries which of its addresses are this host's. Gives up after ``patience_s``."""
+    answers: list[tuple[str, ...]] = []
+    errors: list[str] = []
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+            answers.append(tuple(dict.fromkeys(str(each[4][0]) for each in found)))
+        except OSError as error:
+            errors.append(error.strerror or str(error))
+
+    start = time.monotonic()
+    thread = threading.Thread(target=ask, daemon=True)  # a resolver that hangs cannot be stopped
+    thread.start()
+    thread.join(patience_s)
+    seconds = time.monotonic() - start
+    addresses = answers[0] if answers else ()
+    error = "" if answers else errors[0] if errors else f"no answer within {patience_s:g} s"
+    usable = next((address for address in addresses if _can_listen(address)), None)
+    return Resolution(host=host, addresses=addresses, usable=usable, seconds=seconds, error=error)
+
+
+def _can_listen(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def interfaces(_: Surroundings) -> Iterator[Finding]:
+    """The interfaces that are up."""
+    found = find_interfaces()
+    shown = [f"{each.name} ({', '.join(a for a in each.addresses if '%' not in a)})" for each in found]
+    has_loopback = any(each.is_loopback for each in found)
+    yield Finding(
+        name="interfaces",
+        status="ok" if has_loopback else "problem",
+        found=", ".join(shown) or "none is up",
+        meaning="ranks of one host talk over the loopback, ranks of several over one of the others",
+        fix="" if has_loopback else "bring the loopback up: ip link set lo up",
+    )
+
+
+def host_name(_: Surroundings) -> Iterator[Finding]:
+    """This host's name resolves quickly, to an address that other hosts can reach."""
+    yield name_finding(resolve_host(socket.gethostname()))
+
+
+def name_finding(found: Resolution) -> Finding:
+    """Says what a resolution means for ranks on several hosts."""
+    fix = "set comm.interface (GLOO_SOCKET_IFNAME) to the interface between the hosts, or correct /etc/hosts"
+    shown = f"{found.host} is {', '.join(found.addresses)}" if found.addresses else f"{found.host}: {found.error}"
+    took = f" (after {format_seconds(found.seconds)})" if found.seconds > _SLOW_S else ""
+    if found.error.startswith("no answer"):
+        meaning = "everything that looks the name up stands still: ranks seem to hang while they connect"
+        return Finding(
+            name="host name", status="problem", found=shown, meaning=meaning, fix="correct /etc/hosts or DNS"
+        )
+    if found.usable is None:
+        meaning = "it is no address of this host, so that Gloo takes the loopback: ranks of other hosts would hang"
+        return Finding(name="host name", status="note", found=shown + took, meaning=meaning, fix=fix)
+    if is_loopback(found.usable):
+        meaning = "ranks of other hosts would be told to call themselves, and hang; on one host that does no harm"
+        return Finding(name="host name", status="note", found=shown + took, meaning=meaning, fix=fix)
+    return Finding(
+        name="host name",
+        status="note" if took else "ok",
+        found=shown + took,
+        meaning="other hosts reach this one by it" + (", but the look-up slows every start down" if took else ""),
+        fix="put the name into /etc/hosts" if took else "",
+    )
+
+
+def gloo_interface(settings: Mapping[str, Setting], present: list[Interface], usable: str | None) -> str | None:
+    """Returns the interface that Gloo takes in a group over several hosts; None: one that is not there."""
+    asked = settings.get(GLOO_INTERFACE)
+    if asked is not None:
+        first = asked.value.split(",")[0]
+        return first if any(each.name == first for each in present) else None
+    if usable is None:
+        return next((each.name for each in present if each.is_loopback), None)
+    plain = usable.partition("%")[0]
+    for each in present:
+        if any(address.partition("%")[0] == plain for address in each.addresses):
+            return each.name
+    return next((each.name for each in present if each.is_loopback), None) if is_loopback(usable) else None
+
+
+def nccl_interfaces(settings: Mapping[str, Setting], present: list[Interface]) -> list[str]:
+    """Returns the interfaces that NCCL takes: as it is told, or ib*, then all but docker* and lo, then these."""
+    names = [each.name for each in present]
+    asked = settings.get(NCCL_INTERFACE)
+    if asked is not None:
+        return matching(asked.value, names)
+    choices = (matching(wanted, names) for wanted in ("ib", "^docker,lo", "docker", "lo"))
+    return next((found for found in choices if found), [])
+
+
+def chosen_interfaces(surroundings: Surroundings) -> Iterator[Finding]:
+    """Which interfaces Gloo and NCCL would take."""
+    present, settings = find_interfaces(), settings_of(surroundings)
+    gloo = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
+    asked = settings.get(GLOO_INTERFACE)
+    yield Finding(
+        name="gloo interface",
+        status="ok" if gloo is not None else "problem",
+        found=(gloo or "one that is not up here") + (f", by {asked}" if asked else ", by this host's name"),
+        meaning="paceline train takes the loopback where nothing is set; a group over several hosts takes this one"
+        if asked is None
+        else "every group takes it",
+        fix="" if gloo is not None else "name one that is up, or unset it",
+    )
+    nccl, told = nccl_interfaces(settings, present), settings.get(NCCL_INTERFACE)
+    yield Finding(
+        name="nccl interface",
+        status="ok" if nccl else "problem",
+        found=(", ".join(nccl) or "none") + (f", by {told}" if told else ", by its own order"),
+        meaning="GPU ranks meet over it, and talk over it where there is no InfiniBand",
+        fix="" if nccl else "name one that is up (comm.interface), or unset it",
+    )
+
+
+def ports(_: Surroundings) -> Iterator[Finding]:
+    """A process can listen, and torchrun's port is free."""
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            probe.listen(1)
+            free = probe.getsockname()[1]
+    except OSError as error:
+        found, meaning = f"no port can be opened: {error.strerror}", "ranks meet at a port of the first one's host"
+        fix = "allow local connections, or look for a process that holds all ports: ss -s"
+        yield Finding(name="ports", status="problem", found=found, meaning=meaning, fix=fix)
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        is_taken = probe.connect_ex(("127.0.0.1", _TORCHRUN_PORT)) == 0
+    yield Finding(
+        name="ports",
+        status="note" if is_taken else "ok",
+        found=f"{free} was free" + (f"; {_TORCHRUN_PORT} is in use" if is_taken else f", and {_TORCHRUN_PORT} too"),
+        meaning=f"paceline train takes a free one; torchrun without --standalone takes {_TORCHRUN_PORT}",
+        fix="give torchrun another --master-port, or end what listens there" if is_taken else "",
+    )
+
+
+def settings_of(surroundings: Surroundings) -> dict[str, Setting]:
+    """Returns what Gloo and NCCL are told: by the config if there is one, and else by the environment."""
+    given = {} if surroundings.config is None else config_settings(surroundings.config.comm)
+    return {**exported_settings(surroundings.environment), **given}

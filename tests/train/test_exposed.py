@@ -1,0 +1,132 @@
+"""Exposed communication of every strategy: what a step's record says is all that the step stood still for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+
+from paceline.comm.around import AroundCommunicator
+from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.virtual import run_virtual
+from paceline.config import config_from_dict
+from paceline.monitor.records import StepRecord
+from paceline.train.assemble import build_trainer
+
+GPT: dict[str, Any] = {
+    "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8},
+    "data": {"kind": "synthetic_tokens", "samples": 64, "context": 8, "vocab_size": 16},
+    "train": {"steps": 4, "global_batch": 8, "accumulate": 2},
+}
+
+
+class TimedWork:
+    def __init__(self, inner: Work, owner: Timed) -> None:
+        self.inner, self.owner = inner, owner
+
+    def wait(self) -> None:
+        self.owner.time(self.inner.wait)
+
+
+class Timed(AroundCommunicator):
+    """Adds up the time inside a communicator by itself, below whatever else looks at it."""
+
+    def __init__(self, inner: Communicator, seconds: list[float] | None = None) -> None:
+        super().__init__(inner)
+        self.seconds: list[float] = [] if seconds is None else seconds
+
+    def time(self, call: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        found = call()
+        self.seconds.append(time.perf_counter() - start)
+        return found
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        return TimedWork(self.time(lambda: self.inner.all_reduce(tensor, op)), self)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        return TimedWork(self.time(lambda: self.inner.reduce_scatter(output, tensor, op)), self)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        return TimedWork(self.time(lambda: self.inner.all_gather(output, tensor)), self)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        return TimedWork(self.time(lambda: self.inner.broadcast(tensor, source)), self)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *splits: Any) -> Work:
+        return TimedWork(self.time(lambda: self.inner.all_to_all(output, tensor, *splits)), self)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        return TimedWork(self.time(lambda: self.inner.send(tensor, to, tag)), self)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        return TimedWork(self.time(lambda: self.inner.recv(tensor, source, tag)), self)
+
+    def barrier(self) -> None:
+        self.time(self.inner.barrier)
+
+    def split(self, ranks: Any) -> Timed:
+        return Timed(self.inner.split(ranks), self.seconds)
+
+
+class Keep:
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+
+    def write(self, *records: Any) -> None:
+        self.steps += [record for record in records if isinstance(record, StepRecord)]
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def exposed_of(comm: Communicator, changes: dict[str, Any]) -> list[tuple[float, float, float, int]]:
+    """Trains; returns for each step what the record says, what was spent below, the step, and how often it stood."""
+    sink, timed = Keep(), Timed(comm)
+    trainer = build_trainer(config_from_dict({**GPT, **changes}), timed, sink=sink, node_ranks=2)
+    timed.seconds.clear()
+    below: list[list[float]] = []
+    for _ in trainer.steps():
+        below.append(timed.seconds[:])
+        timed.seconds.clear()
+    trainer.flush(wait=True)
+    pairs = zip(sink.steps, below, strict=True)
+    return [(record.comm_s, sum(seconds), record.step_s, len(seconds)) for record, seconds in pairs]
+
+
+def check(found: list[tuple[float, float, float, int]]) -> None:
+    assert len(found) == 4
+    for said, below, step_s, num_times in found:
+        assert num_times >= 2  # a call and its wait
+        assert below <= said <= step_s
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"parallel": {"strategy": name}} for name in ("ddp", "zero1", "zero2", "fsdp")},
+    "hybrid": {"parallel": {"strategy": "hybrid", "shard_ranks": 2}},
+    "hybrid, reshard": {"parallel": {"strategy": "fsdp", "reshard_after_forward": 2}},
+    "ddp, no overlap": {"parallel": {"strategy": "ddp"}, "comm": {"overlap": False}},
+    "ddp, ring": {"parallel": {"strategy": "ddp"}, "comm": {"algorithm": "ring"}},
+    "fsdp, hierarchical": {
+        "parallel": {"strategy": "fsdp", "node_ranks": 2},
+        "comm": {"algorithm": "hierarchical", "backend": "gloo"},  # messages alone: threads share no segment
+    },
+    "ddp, topk": {"parallel": {"strategy": "ddp"}, "comm": {"compression": {"policy": "topk", "min_size": 8}}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_record_has_all_that_a_step_stood_still_for(case: str) -> None:
+    for found in run_virtual(lambda comm: exposed_of(comm, CASES[case]), 4):
+        check(found)
+
+
+@pytest.mark.parametrize("case", ["ddp", "fsdp"])
+def test_the_same_on_real_ranks(gloo_pool: GlooPool, case: str) -> None:
+    for found in gloo_pool.run(exposed_of, CASES[case], ranks=2, group_timeout_s=60.0, timeout_s=120.0):
+        check(found)
