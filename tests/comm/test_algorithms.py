@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -12,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster.costs import ALGORITHMS, Algorithm, Link, Links, Placement, host_link_bytes, sent_bytes
+from paceline.cluster.measured import MeasuredTable
 from paceline.comm.algorithms import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.base import Communicator
 from paceline.comm.rounds import Round, cut
 from paceline.comm.steps import combine
+from paceline.comm.tables import share_table
 from paceline.comm.topology import Topology, detect_topology, from_names, state_topology
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import VirtualCommunicator, run_virtual
@@ -362,6 +367,28 @@ def test_the_link_of_a_host_carries_the_bytes_of_the_formula(name: Algorithm, ra
     assert max(by_host) == round(host_link_bytes(name, 4 * numel, Placement(ranks=ranks, hosts=hosts)))
 
 
+@pytest.mark.parametrize(("ranks", "hosts"), [(4, 2), (6, 2), (6, 3), (4, 4)])
+def test_slices_and_pieces_leave_a_host_once_for_all_of_its_ranks(ranks: int, hosts: int) -> None:
+    node_ranks, length = ranks // hosts, 48
+
+    def work(comm: VirtualCommunicator) -> list[int]:
+        watched = Watched(comm, node_ranks)
+        group = AlgorithmCommunicator(watched, "hierarchical", state_topology(ranks, node_ranks), chunk_bytes=64)  # type: ignore[arg-type]
+        whole, piece = torch.full((ranks * length,), float(comm.rank)), torch.empty(length)
+        group.reduce_scatter(piece, whole, "avg").wait()
+        assert piece.eq((ranks - 1) / 2).all()
+        scattered = watched.left
+        group.all_gather(whole, piece + comm.rank).wait()
+        assert torch.equal(whole.view(ranks, length)[:, 0], torch.arange(ranks) + (ranks - 1) / 2)
+        return [scattered, watched.left - scattered]
+
+    left = run_virtual(work, ranks)
+    share = 4 * length * ranks * (hosts - 1) // hosts  # of the bytes in all
+    for kind in range(2):
+        by_host = [sum(left[rank][kind] for rank in range(node_ranks * h, node_ranks * (h + 1))) for h in range(hosts)]
+        assert by_host == [share] * hosts
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_floats_are_rounded_once_a_round(dtype: torch.dtype) -> None:
     one, small = torch.tensor([256.0 if dtype == torch.bfloat16 else 2048.0], dtype=dtype), torch.ones(1, dtype=dtype)
@@ -400,6 +427,52 @@ def test_auto_takes_what_the_formulas_say_is_fastest() -> None:
     assert used("auto", flat, 8, slow_start) == used("halving_doubling", flat, 8, slow_start) == {1, 2, 4}
     assert used("ring", flat, 8, slow_wire) == {1}
     assert used("auto", two_hosts, 64, slow_wire) == used("hierarchical", two_hosts, 64, slow_wire) == {1, 2, 3, 4}
+
+
+def test_auto_asks_a_measured_table_for_its_own_ranks_and_formulas_for_others() -> None:
+    table = MeasuredTable(
+        where=Placement(ranks=4, hosts=2), points={"native": [(8, 0.1), (4096, 9.0)], "tree": [(8, 0.2), (4096, 0.3)]}
+    )
+
+    def work(comm: VirtualCommunicator) -> list[tuple[int, int]]:
+        trace = Trace(comm.device)
+        traced = TracedCommunicator(comm, trace)
+        group = AlgorithmCommunicator(traced, "auto", state_topology(4, 2), table=table)
+        pair = group.split([comm.rank, comm.rank ^ 1] if comm.rank % 2 == 0 else [comm.rank ^ 1, comm.rank])
+        found = []
+        for each, numel in ((group, 2), (group, 1024), (pair, 2)):
+            tensor = torch.full((numel,), float(comm.rank))
+            before = Counter(trace.num_operations)
+            each.all_reduce(tensor).wait()
+            assert tensor.eq(sum(each.ranks)).all()
+            counted = trace.num_operations - before
+            found.append((counted["all_reduce"], counted["send"]))
+        return found
+
+    for rank, (small, large, of_pair) in enumerate(run_virtual(work, 4)):
+        assert small == (1, 0)  # the backend's own
+        assert large == (0, [2, 4, 4, 2][rank])  # a root sends once in its tree, and once as a leaf of the other
+        assert of_pair == (0, 2)  # two ranks of one host: nothing is known of those
+
+
+def test_a_table_is_read_by_the_first_rank_and_refused_on_all(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    row = {"part": "all_reduce", "ranks": 4, "hosts": 2, "arm": "ring", "size_bytes": 8, "median_ms": 1.0}
+    path.write_text(json.dumps({"rows": [row]}))
+
+    def work(comm: VirtualCommunicator) -> MeasuredTable:
+        return share_table(str(path if comm.rank == 0 else tmp_path / "elsewhere"), comm, state_topology(4, 2))
+
+    known = MeasuredTable(where=Placement(ranks=4, hosts=2), points={"ring": [(8, 0.001)]})
+    assert run_virtual(work, 4) == [known] * 4
+    path.write_text("{}")
+
+    def refused(comm: VirtualCommunicator) -> str:
+        with pytest.raises(UsageError) as caught:
+            work(comm)
+        return str(caught.value)
+
+    assert all("comm.algorithm_table" in each and "no record" in each for each in run_virtual(refused, 4))
 
 
 # Rounds

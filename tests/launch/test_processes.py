@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import rank_functions
 import torch
 
 from paceline.errors import CommunicationError, LaunchError, RankFailedError, UsageError
-from paceline.launch.processes import _first_cause, free_port, loopback_interface, run_processes
+from paceline.launch.processes import Place, _first_cause, free_port, loopback_interface, run_processes
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +86,15 @@ def test_a_free_port_can_be_bound() -> None:
 
 def test_the_loopback_interface_exists() -> None:
     assert loopback_interface() in {name for _, name in socket.if_nameindex()}
+
+
+def test_a_rank_enters_its_place_before_it_joins_the_others(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    places = [
+        Place(enter=partial(os.chdir, folder), meet_at="127.0.0.1", interface=loopback_interface())
+        for folder in folders
+    ]
+    found = run_processes(rank_functions.where_am_i, 2, places=places)
+    assert found == [(2, str(folder), "127.0.0.1") for folder in folders]

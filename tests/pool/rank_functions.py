@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -48,3 +49,8 @@ def wait_for_nobody(comm: Communicator) -> NoReturn:
     """Never returns."""
     while True:
         comm.barrier()
+
+
+def where_am_i(comm: Communicator) -> tuple[int, str, str]:
+    """Says how many ranks there are, and where this one was put."""
+    return comm.size, str(Path.cwd()), os.environ["MASTER_ADDR"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 
-from paceline.comm.algorithms import AlgorithmCommunicator, AlgorithmName
+from paceline.comm.algorithms import AlgorithmName
 from paceline.comm.base import Communicator
 from paceline.comm.traced import TracedCommunicator
 from paceline.comm.virtual import run_virtual
@@ -31,9 +31,8 @@ def train(comm: Communicator, strategy: str, algorithm: str) -> tuple[dict[str, 
     trainer = build_trainer(config, comm, node_ranks=2)
     trainer.run()
     engine = trainer.parts.engine
-    traced = engine.comm.inner if isinstance(engine.comm, AlgorithmCommunicator) else engine.comm
-    assert isinstance(traced, TracedCommunicator)
-    return engine.full_state_dict(), dict(traced.trace.num_bytes)
+    assert isinstance(engine.comm, TracedCommunicator)
+    return engine.full_state_dict(), dict(engine.comm.trace.num_bytes)
 
 
 @cache

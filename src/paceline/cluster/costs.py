@@ -23,7 +23,7 @@ from paceline.errors import UsageError
 
 Algorithm: TypeAlias = Literal["ring", "tree", "halving_doubling", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-CHUNK_BYTES = 512 * 1024
+CHUNK_BYTES = 256 * 1024
 _Part: TypeAlias = tuple[int, int, float]  # sender, receiver, bytes
 
 
@@ -89,9 +89,11 @@ def all_reduce_seconds(algorithm: Algorithm, num_bytes: float, where: Placement,
 
 
 def scatter_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Links) -> float:
-    """Returns how long a reduce-scatter or an all-gather of ``num_bytes`` in all takes; by ring or halving."""
+    """Returns how long a reduce-scatter or an all-gather of ``num_bytes`` in all takes; no tree has one."""
     if where.ranks == 1:
         return 0.0
+    if algorithm == "hierarchical":
+        return _hierarchical_scatter_seconds(num_bytes, where, links)
     return (_ring_seconds if algorithm == "ring" else _halving_seconds)(num_bytes, where, links)
 
 
@@ -113,6 +115,8 @@ def fastest_all_reduce(num_bytes: float, where: Placement, links: Links) -> Algo
 def fastest_scatter(num_bytes: float, where: Placement, links: Links) -> Algorithm:
     """Returns the algorithm for a reduce-scatter or an all-gather."""
     known: tuple[Algorithm, ...] = ("ring", "halving_doubling")
+    if where.hosts > 1:
+        known = (*known, "hierarchical")
     return min(known, key=lambda name: scatter_seconds(name, num_bytes, where, links))
 
 
@@ -168,6 +172,13 @@ def _hierarchical_seconds(num_bytes: float, where: Placement, links: Links) -> f
         return 2 * inside
     rounds = hosts - 1 if hosts & (hosts - 1) else hosts.bit_length() - 1
     return 2 * (inside + links.across.seconds(num_bytes * (hosts - 1) / hosts, rounds))
+
+
+def _hierarchical_scatter_seconds(num_bytes: float, where: Placement, links: Links) -> float:
+    """A round inside for each host, whose slices are added up there, and a ring across."""
+    local, hosts = where.node_ranks, where.hosts
+    inside = links.inside.seconds(num_bytes * (local - 1) / local, hosts) if local > 1 else 0.0
+    return inside + (links.across.seconds(num_bytes * (hosts - 1) / hosts, hosts - 1) if hosts > 1 else 0.0)
 
 
 def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Placement, links: Links) -> float:

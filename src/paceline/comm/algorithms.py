@@ -9,11 +9,12 @@ For a tensor of B bytes on N ranks, H hosts of L ranks each (bytes that a rank s
                        and 2 B/L (H-1)/H       H hosts
 
 The rounds are data (``rounds.py``), one executor runs them (``steps.py``), and ``auto`` takes what the formulas in
-``cluster/costs.py`` say is fastest. Narrow floats travel as they are: they are added in float32 and rounded once in
-each round that they go through. Every element is summed by one rank and then copied: the same bits on every rank.
+``cluster/costs.py`` say is fastest, or for an all-reduce a table that was measured, where there is one for its ranks.
+Narrow floats travel as they are: they are added in float32 and rounded once in each round that they go through. Every
+element is summed by one rank and then copied: the same bits on every rank.
 
-Ring and halving-doubling have forms of reduce-scatter and all-gather too, and ring (rank to rank) and tree of
-broadcast; all other verbs are those of the inner communicator.
+Ring, halving-doubling and, on hosts of as many ranks each, hierarchical have forms of reduce-scatter and all-gather
+too, and ring (rank to rank) and tree of broadcast; all other verbs are those of the inner communicator.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from paceline.cluster.costs import (
     fastest_broadcast,
     fastest_scatter,
 )
+from paceline.cluster.measured import Choice, MeasuredTable
 from paceline.cluster.patterns import chain, double_tree, rooted_tree
 from paceline.comm.arguments import check_peer, check_pieces
 from paceline.comm.around import AroundCommunicator
@@ -43,7 +45,9 @@ from paceline.comm.rounds import (
     cut,
     doubling_all_gather,
     halving_reduce_scatter,
+    hierarchical_all_gather,
     hierarchical_all_reduce,
+    hierarchical_reduce_scatter,
     ring_all_gather,
     ring_reduce_scatter,
     tree_broadcast,
@@ -57,7 +61,9 @@ AlgorithmName: TypeAlias = Literal["ring", "tree", "halving_doubling", "hierarch
 _NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
 # Far from the tags of users and those of ``exchange.py``. A tag says which operation and lane a message belongs to.
 _FIRST_TAG = 2**29
-_MOST_LANES = 16
+_MOST_LANES = 48
+_RING_LANES = 8
+_TREE_WINDOW = 4  # lanes, two of each tree: fewer leave gaps on a link of 1 Gbit/s, and more let one child run ahead
 _MOST_OPERATIONS = 2**20  # in flight at once; tags are used again after as many
 
 
@@ -79,6 +85,7 @@ class AlgorithmCommunicator(AroundCommunicator):
         links: Links | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: InFlight | None = None,
+        table: MeasuredTable | None = None,
     ) -> None:
         _check(inner, algorithm, topology, chunk_bytes)
         if in_flight is None:
@@ -90,7 +97,8 @@ class AlgorithmCommunicator(AroundCommunicator):
         self._chunk_bytes = chunk_bytes
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
-        self._placement = _placement(self.topology)
+        self._placement = placement(self.topology)
+        self._table = table
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks."""
@@ -99,11 +107,15 @@ class AlgorithmCommunicator(AroundCommunicator):
             return DONE
         if self.size == 1:
             return self._pass(self.inner.all_reduce(tensor, op))
+        algorithm = self._choose_all_reduce(tensor)
+        if algorithm == "native":
+            return self._pass(self.inner.all_reduce(tensor, op))
         flat = _flat(tensor)
-        algorithm = self._choose(fastest_all_reduce, tensor)
         spans = cut((0, flat.numel()), self._num_lanes(algorithm, flat))
         lanes = [rounds for span in spans for rounds in self._all_reduce_rounds(algorithm, span)]
-        return self._issue(flat, lanes, op, lambda: _put_back(tensor, flat))
+        # NCCL carries out what is posted in the order of posting: there, all lanes receive at once.
+        window = _TREE_WINDOW if algorithm == "tree" and self.device.type == "cpu" else None
+        return self._issue(flat, lanes, op, lambda: _put_back(tensor, flat), window)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction into ``output``. Takes a copy of ``tensor``, to add up in."""
@@ -112,12 +124,15 @@ class AlgorithmCommunicator(AroundCommunicator):
         if not tensor.numel():
             return DONE
         algorithm = self._choose(fastest_scatter, tensor)
-        if algorithm not in ("ring", "halving_doubling") or self.size == 1:
+        if not self._scatters(algorithm):
             return self._pass(self.inner.reduce_scatter(output, tensor, op))
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
         slices = cut((0, flat.numel()), self.size)
         if algorithm == "ring":
             lanes = [ring_reduce_scatter(self.rank, part) for part in self._part_slices(slices, flat)]
+        elif algorithm == "hierarchical":
+            parts = self._part_slices(slices, flat)
+            lanes = [hierarchical_reduce_scatter(self.rank, self.topology, part) for part in parts]
         else:
             lanes = [halving_reduce_scatter(self.rank, slices)]
         own = flat[slice(*slices[self.rank])]
@@ -129,7 +144,7 @@ class AlgorithmCommunicator(AroundCommunicator):
         if not output.numel():
             return DONE
         algorithm = self._choose(fastest_scatter, output)
-        if algorithm not in ("ring", "halving_doubling") or self.size == 1:
+        if not self._scatters(algorithm):
             return self._pass(self.inner.all_gather(output, tensor))
         flat = _flat(output)
         slices = cut((0, flat.numel()), self.size)
@@ -138,6 +153,9 @@ class AlgorithmCommunicator(AroundCommunicator):
             own.copy_(tensor.detach().reshape(-1))
         if algorithm == "ring":
             lanes = [ring_all_gather(self.rank, part) for part in self._part_slices(slices, flat)]
+        elif algorithm == "hierarchical":
+            parts = self._part_slices(slices, flat)
+            lanes = [hierarchical_all_gather(self.rank, self.topology, part) for part in parts]
         else:
             lanes = [doubling_all_gather(self.rank, slices)]
         return self._issue(flat, lanes, "sum", lambda: _put_back(output, flat))
@@ -188,7 +206,13 @@ class AlgorithmCommunicator(AroundCommunicator):
             links=self._links,
             chunk_bytes=self._chunk_bytes,
             in_flight=self._in_flight,
+            table=self._table,
         )
+
+    def _choose_all_reduce(self, tensor: torch.Tensor) -> Choice:
+        if self.algorithm == "auto" and self._table is not None and self._table.where == self._placement:
+            return self._table.fastest(tensor.numel() * tensor.element_size())
+        return self._choose(fastest_all_reduce, tensor)
 
     def _choose(self, fastest: Callable[[float, Placement, Links], Algorithm], tensor: torch.Tensor) -> Algorithm:
         if self.algorithm != "auto":
@@ -207,9 +231,15 @@ class AlgorithmCommunicator(AroundCommunicator):
             return [ring_reduce_scatter(self.rank, slices) + ring_all_gather(self.rank, slices)]
         return [halving_reduce_scatter(self.rank, slices) + doubling_all_gather(self.rank, slices)]
 
+    def _scatters(self, algorithm: Algorithm) -> bool:
+        """Says whether an algorithm has a reduce-scatter and an all-gather for these ranks."""
+        if algorithm == "hierarchical":
+            return self.size > 1 and len({len(host) for host in self.topology.hosts}) == 1
+        return self.size > 1 and algorithm != "tree"
+
     def _num_lanes(self, algorithm: Algorithm, flat: torch.Tensor) -> int:
         """One for each chunk of a message. A tree passes on chunk by chunk; others add one and send one."""
-        pieces, most = (2, _MOST_LANES // 2) if algorithm == "tree" else (self.size, 4)
+        pieces, most = (2, _MOST_LANES // 2) if algorithm == "tree" else (self.size, _RING_LANES)
         return min(max(flat.numel() * flat.element_size() // (pieces * self._chunk_bytes), 1), most)
 
     def _part_slices(self, slices: Sequence[Span], flat: torch.Tensor) -> list[list[Span]]:
@@ -218,12 +248,17 @@ class AlgorithmCommunicator(AroundCommunicator):
         return [list(lane) for lane in zip(*parts, strict=True)]
 
     def _issue(
-        self, flat: torch.Tensor, lanes: Sequence[list[Round]], op: ReduceOp, deliver: Callable[[], None]
+        self,
+        flat: torch.Tensor,
+        lanes: Sequence[list[Round]],
+        op: ReduceOp,
+        deliver: Callable[[], None],
+        window: int | None = None,
     ) -> Work:
         first = _FIRST_TAG + (self._num_issued % _MOST_OPERATIONS) * _MOST_LANES
         self._num_issued += 1
         made = [Lane(self.inner, flat, rounds, op, first + number) for number, rounds in enumerate(lanes)]
-        return self._in_flight.issue(made, deliver)
+        return self._in_flight.issue(made, deliver, window)
 
     def _pass(self, work: Work) -> Work:
         before = self._in_flight.newest()
@@ -257,7 +292,7 @@ def _check_op(op: ReduceOp, dtype: torch.dtype) -> None:
         raise UsageError(f"{op} of {dtype}: complex numbers have no order")
 
 
-def _placement(topology: Topology) -> Placement:
+def placement(topology: Topology) -> Placement:
     """Returns the topology as the formulas know it; hosts of different sizes count as one."""
     ranks, hosts = topology.num_ranks, len(topology.hosts)
     return Placement(ranks=ranks, hosts=hosts if ranks % hosts == 0 else 1)

@@ -22,6 +22,7 @@ from paceline.cluster.patterns import Tree, halving
 from paceline.comm.topology import Topology
 
 Span: TypeAlias = tuple[int, int]
+_LONG = 2**15  # elements of a message whose bytes take longer than getting going
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +140,50 @@ def hierarchical_all_reduce(rank: int, topology: Topology, span: Span) -> list[R
     return [inside, *across, Round(sends=inside.sums, copies=inside.sends)]
 
 
+def hierarchical_reduce_scatter(rank: int, topology: Topology, slices: Sequence[Span]) -> list[Round]:
+    """Sums slice r on rank r. The j-th rank of a host adds up, inside it, the slices of the j-th ranks of all hosts.
+
+    These then add up theirs in a ring. Every host has as many ranks.
+    """
+    host, place, owners = _counterparts(rank, topology)
+    inside = [
+        Round(
+            sends=tuple(Message(mate, *slices[there[number]]) for number, mate in enumerate(host) if mate != rank),
+            sums=tuple(Message(mate, *slices[there[place]]) for mate in host if mate != rank),
+            is_total=len(owners) == 1,
+        )
+        for there in topology.hosts
+    ]
+    return inside + _among(owners, ring_reduce_scatter(owners.index(rank), [slices[each] for each in owners]))
+
+
+def hierarchical_all_gather(rank: int, topology: Topology, slices: Sequence[Span]) -> list[Round]:
+    """Spreads slice r of rank r: across hosts, among their j-th ranks, then inside. Hosts have as many ranks each."""
+    host, place, owners = _counterparts(rank, topology)
+    inside = [
+        Round(
+            sends=tuple(Message(mate, *slices[there[place]]) for mate in host if mate != rank),
+            copies=tuple(Message(mate, *slices[there[number]]) for number, mate in enumerate(host) if mate != rank),
+        )
+        for there in topology.hosts
+    ]
+    return _among(owners, ring_all_gather(owners.index(rank), [slices[each] for each in owners])) + inside
+
+
+def _counterparts(rank: int, topology: Topology) -> tuple[tuple[int, ...], int, list[int]]:
+    """Returns a rank's host, its place there, and who has that place on each host."""
+    host = next(each for each in topology.hosts if rank in each)
+    place = host.index(rank)
+    return host, place, [each[place] for each in topology.hosts]
+
+
 def _all_reduce_across(rank: int, size: int, span: Span) -> list[Round]:
-    """Reduces among the hosts: by halving where it is even, as its other rounds are longer than those of a ring."""
+    """Reduces among the hosts: by halving where it is even, as its other rounds are longer than those of a ring.
+
+    Long messages go in a ring: it keeps its partners, so that a link carries one even stream.
+    """
     slices = cut(span, size)
-    if size & (size - 1):
+    if size & (size - 1) or (span[1] - span[0]) // size >= _LONG:
         return ring_reduce_scatter(rank, slices) + ring_all_gather(rank, slices)
     return halving_reduce_scatter(rank, slices) + doubling_all_gather(rank, slices)
 
@@ -164,6 +205,4 @@ def _among(members: Sequence[int], rounds: list[Round]) -> list[Round]:
     def rename(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         return tuple(replace(message, peer=members[message.peer]) for message in messages)
 
-    return [
-        Round(sends=rename(r.sends), sums=rename(r.sums), copies=rename(r.copies), is_total=r.is_total) for r in rounds
-    ]
+    return [replace(r, sends=rename(r.sends), sums=rename(r.sums), copies=rename(r.copies)) for r in rounds]

@@ -1,0 +1,90 @@
+"""What all-reduces really took, as a benchmark wrote it down: asked by ``auto`` in place of the formulas.
+
+Between two sizes that were measured, seconds go along a straight line of their logarithms. Below the smallest they stay
+as they are: there a message pays for getting going. Beyond the largest they grow with the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from paceline.cluster.costs import Algorithm, Placement
+from paceline.errors import UsageError
+
+Choice: TypeAlias = Literal["native"] | Algorithm
+_CHOICES: tuple[Choice, ...] = ("native", *get_args(Algorithm))
+_FIX = (
+    "  write one on as many ranks and hosts: paceline bench comm --output FILE, python bench/links.py --speed MBIT "
+    "--output FILE"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTable:
+    """Seconds by bytes, in growing order, of each way to all-reduce; on one placement of ranks."""
+
+    where: Placement
+    points: Mapping[Choice, Sequence[tuple[int, float]]]
+
+    def seconds(self, choice: Choice, num_bytes: float) -> float:
+        """Returns how long an all-reduce takes."""
+        points = self.points[choice]
+        place = bisect_left([size for size, _ in points], num_bytes)
+        if place == 0:
+            return points[0][1]
+        if place == len(points):
+            size, seconds = points[-1]
+            return seconds * num_bytes / size
+        (low, fast), (high, slow) = points[place - 1], points[place]
+        share = math.log(num_bytes / low) / math.log(high / low)
+        return fast * math.pow(slow / fast, share)
+
+    def fastest(self, num_bytes: float) -> Choice:
+        """Returns the way that took least."""
+        return min(self.points, key=lambda choice: self.seconds(choice, num_bytes))
+
+
+def read_table(path: Path, where: Placement) -> MeasuredTable:
+    """Reads what a benchmark's record says about this placement of ranks.
+
+    Raises UsageError for a file that is no such record, or that says nothing, or two things, about the placement.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        found = [_point(row) for row in rows if _is_all_reduce(row)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no record of all-reduces: {error!r}\n  a benchmark writes one\n{_FIX}") from error
+    here = [(choice, size, seconds) for place, choice, size, seconds in found if place == (where.ranks, where.hosts)]
+    named = f"{where.ranks} ranks on {where.hosts} {'host' if where.hosts == 1 else 'hosts'}"
+    if not here:
+        known = ", ".join(sorted({f"{ranks} on {hosts}" for (ranks, hosts), *_ in found})) or "none"
+        raise UsageError(f"{path} has no all-reduces of {named}\n  it has those of ranks on hosts: {known}\n{_FIX}")
+    points: dict[Choice, list[tuple[int, float]]] = {}
+    for choice, size, seconds in sorted(here, key=lambda each: each[1]):
+        points.setdefault(choice, []).append((size, seconds))
+    for choice, line in points.items():
+        if len({size for size, _ in line}) < len(line):
+            raise UsageError(
+                f"{path} says more than once how long {choice} takes for one size on {named}\n"
+                f"  a table is of one kind of link\n{_FIX}"
+            )
+    return MeasuredTable(where=where, points=points)
+
+
+def _is_all_reduce(row: Mapping[str, Any]) -> bool:
+    """Rows of ``bench/links.py``; and of ``paceline bench comm`` those over Gloo, on one host."""
+    if row.get("part") is not None:
+        return bool(row["part"] == "all_reduce" and row["arm"] in _CHOICES)
+    return bool(row["backend"] == "gloo" and row["algorithm"] in _CHOICES and row["algorithm"] != "hierarchical")
+
+
+def _point(row: Mapping[str, Any]) -> tuple[tuple[int, int], Choice, int, float]:
+    if row.get("part") is not None:
+        return (row["ranks"], row["hosts"]), row["arm"], row["size_bytes"], row["median_ms"] / 1e3
+    return (row["ranks"], 1), row["algorithm"], row["bytes"], row["median_us"] / 1e6
