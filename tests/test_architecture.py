@@ -33,11 +33,16 @@ LEVELS = (
     ("parallel", "checkpoint"),
     ("monitor",),
     ("train",),
-    ("parity", "report", "launch", "bench"),
+    ("parity", "report", "launch", "bench", "doctor"),
     ("cli",),
     ("__main__",),
 )
-SIDEWAYS = {("imports", "errors"), ("parity", "launch.processes"), ("bench", "launch.processes")}
+SIDEWAYS = {
+    ("imports", "errors"),
+    ("parity", "launch.processes"),
+    ("bench", "launch.processes"),
+    ("doctor", "launch.processes"),
+}
 TORCH_FREE = (
     "errors",
     "units",
@@ -61,6 +66,8 @@ NOT_ENGINES = {
     "parallel.apply",
     "parallel.automatic",
     "parallel.batchnorm",
+    "parallel.bucket_choice",
+    "parallel.bucket_tuner",
     "parallel.buckets",
     "parallel.buffers",
     "parallel.ddp_bucket",

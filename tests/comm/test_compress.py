@@ -465,6 +465,20 @@ def test_other_ranks_owe_what_the_ranks_before_owed_together(ranks: int) -> None
     assert all(compressor.step == 2 for compressor in later)
 
 
+def test_what_is_owed_to_a_tensor_that_travels_whole_now_is_paid_once() -> None:
+    shape = shape_of((8, 8), (6, 6))
+    values = [gradient(13, 0, step, shape.layout.length) for step in range(3)]
+    comm, before = SoloCommunicator(torch.device("cpu")), Compressor(settings("topk", ratio=0.1))
+    reduce(comm, before, shape, values[:1])
+    after = Compressor(settings("topk", ratio=0.1, exclude=("t1",)))
+    after.load_state_dict(before.state_dict(comm), comm)
+    owed, slot = before.residuals["t1"], shape.layout.slots[1]
+    first, second = (slot.view(each).reshape(-1) for each in reduce(comm, after, shape, values[1:]))
+    assert owed.norm() > 0
+    torch.testing.assert_close(first, slot.view(values[1]).reshape(-1) + owed)
+    torch.testing.assert_close(second, slot.view(values[2]).reshape(-1))
+
+
 def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
     comm = SoloCommunicator(torch.device("cpu"))
     compressor, other = Compressor(settings("topk", ratio=0.1)), Compressor(settings("topk", ratio=0.1))

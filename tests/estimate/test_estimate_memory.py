@@ -28,6 +28,7 @@ from paceline.estimate.memory import (
 from paceline.models.registry import build_model
 from paceline.parallel.apply import parallelize
 from paceline.parallel.fsdp import ShardingPolicy
+from paceline.train.assemble import build_compressor
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
 
@@ -228,3 +229,49 @@ def test_engines_hold_what_is_estimated(strategy: str, precision: str, optim: di
     for found in run_virtual(lambda comm: held(comm, config), ranks=4):
         for category, num_bytes in found.items():
             assert num_bytes == pytest.approx(getattr(need, category), rel=TOLERANCE, abs=2048), category
+
+
+def owed(comm: Communicator, config: Config) -> int:
+    """Trains two steps, and counts what compression keeps until the third."""
+    torch.manual_seed(0)
+    model = build_model(config.model, DataShape(kind="tokens", vocab_size=64, context=8))
+    compressor = build_compressor(config)
+    assert compressor is not None
+    sharding = ShardingPolicy(shard_ranks=config.parallel.shard_ranks)
+    engine = parallelize(model, comm, config.parallel.strategy, sharding=sharding, compression=compressor)
+    for _ in range(2):
+        tokens = torch.randint(64, (1, 8))
+        CrossEntropy(8.0)(engine, (tokens, tokens)).total.backward()  # type: ignore[no-untyped-call]
+    return compressor.held_bytes()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        {"policy": "topk"},
+        {"policy": "powersgd", "factor_rank": 4},
+        {"policy": "powersgd", "error_feedback": False},
+        {"policy": "sign", "error_feedback": False},
+    ],
+    ids=lambda chosen: "-".join(str(value) for value in chosen.values()),
+)
+def test_compression_keeps_what_is_estimated(strategy: str, compression: dict[str, Any]) -> None:
+    parallel = {"strategy": strategy, **({"shard_ranks": 2} if strategy == "hybrid" else {})}
+    config = config_from_dict({**GPT, "parallel": parallel, "comm": {"compression": compression}})
+    model = describe_model(config, "cpu")
+    assert model is not None
+    group = 2 if strategy == "hybrid" else 1
+    need = estimate_memory(model, setting_of(config, group=group, microbatch=1, device="cpu"))
+    found = run_virtual(lambda comm: owed(comm, config), ranks=4)
+    # Two slices that share a tensor both have a factor of it.
+    assert sum(found) / 4 == pytest.approx(need.compression, rel=0.02 if group == 1 else 0.12, abs=16)
+
+
+def test_without_compression_nothing_is_owed() -> None:
+    plain = estimate_memory(MODEL, Setting(strategy="ddp"))
+    kept = estimate_memory(MODEL, Setting(strategy="ddp", compression="topk"))
+    lost = estimate_memory(MODEL, Setting(strategy="ddp", compression="topk", error_feedback=False))
+    assert (plain.compression, kept.compression, lost.compression) == (0, 8 * P, 0)
+    assert kept.device_bytes - plain.device_bytes == 8 * P + 4 * P  # what is owed, and the average of one bucket
+    assert lost.device_bytes - plain.device_bytes == 4 * P + 4 * P  # the vectors, and the average of one bucket

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.bench.compression import sent_bytes
 from paceline.comm.base import Communicator
 from paceline.comm.compress import POLICIES, Compression, Compressor
+from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.errors import UsageError
 from paceline.parallel.apply import parallelize
@@ -227,7 +229,27 @@ def test_masters_are_compressed_as_well() -> None:
     assert all(norm > 0 for norm in run_virtual(work, 2))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp", "hybrid"])
+@pytest.mark.parametrize(("ratio", "least"), [(0.01, 45), (0.001, 400)])
+def test_top_k_sends_that_many_times_fewer_bytes_than_plain_data_parallelism(ratio: float, least: float) -> None:
+    """What the tracer saw of one step, indices, flags and all."""
+
+    def work(comm: Communicator, chosen: Compressor | None) -> float:
+        torch.manual_seed(0)
+        traced = TracedCommunicator(comm, Trace(comm.device))
+        engine = parallelize(nn.Linear(1024, 1024, bias=False), traced, compression=chosen)
+        engine(torch.randn(2, 1024)).square().mean().backward()  # agrees on the order too
+        before = sent_bytes(traced)
+        engine.module.zero_grad()
+        engine(torch.randn(2, 1024)).square().mean().backward()
+        return sent_bytes(traced) - before
+
+    (plain, _) = run_virtual(lambda comm: work(comm, None), 2)
+    (small, _) = run_virtual(lambda comm: work(comm, compressor("topk", ratio=ratio)), 2)
+    assert 4 * 2**20 <= plain <= 4 * 2**20 + 1024
+    assert plain / small >= least
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_sharded_strategies_refuse_it(strategy: str) -> None:
     def work(comm: Communicator) -> None:
         with pytest.raises(UsageError, match=f"compression with strategy = '{strategy}'"):

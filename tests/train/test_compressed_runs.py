@@ -10,6 +10,7 @@ import torch
 
 from paceline.checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from paceline.comm.base import Communicator
+from paceline.comm.objects import broadcast_object
 from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError
@@ -59,6 +60,46 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(compression: dict[str, Any], 
 
     for expected, found in run_virtual(work, 3):
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def hybrid(compression: dict[str, Any], **train: Any) -> Config:
+    parallel = {"parallel": {"strategy": "hybrid", "shard_ranks": 2}}
+    return config_from_dict(make_config(compression, **train).model_dump(mode="json", exclude_unset=True) | parallel)
+
+
+@pytest.mark.parametrize("policy", ["topk", "powersgd"])
+def test_a_hybrid_run_goes_on_as_if_it_had_not_stopped_and_as_data_parallelism(policy: str) -> None:
+    chosen = {"policy": policy}
+
+    def work(comm: Communicator) -> None:
+        whole, first, second = (build_trainer(hybrid(chosen), comm) for _ in range(3))
+        other = build_trainer(make_config(chosen), comm)
+        run_steps(whole, STEPS)
+        run_steps(first, STEPS // 2)
+        state = broadcast_object(comm, first.state())
+        second.load_state(state)
+        other.load_state(state)
+        owed = state.extra["compression"]["residuals"]
+        assert all(rows.shape[0] == 2 for rows in owed.values())
+        assert other.parts.compressor is not None
+        for name, residual in other.parts.compressor.residuals.items():
+            torch.testing.assert_close(residual, owed[name].mean(0))
+        run_steps(second, STEPS)
+        run_steps(other, STEPS)
+        expected, found = whole.parts.engine.full_state_dict(), second.parts.engine.full_state_dict()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+    run_virtual(work, 4)
+
+
+def test_the_search_for_a_microbatch_owes_nothing() -> None:
+    def work(comm: Communicator) -> tuple[int, int]:
+        trainer = build_trainer(hybrid({"policy": "topk"}, microbatch="auto"), comm)
+        assert trainer.parts.compressor is not None
+        trainer.parts.compressor.settle()
+        return trainer.parts.compressor.step, trainer.parts.compressor.held_bytes()
+
+    assert run_virtual(work, 4) == [(0, 0)] * 4
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -74,7 +74,7 @@ def bench_compression(
             f"{steps} steps on {ranks} ranks\n  a comparison needs 4 steps after the warm-up, and 2 ranks\n"
             "  ask for more"
         )
-    problems = check_ranks(_with(config, CompressionConfig()), ranks)
+    problems = check_ranks(with_compression(config, CompressionConfig()), ranks)
     if problems:
         raise ConfigError(problems)
     plain = _run(config, CompressionConfig(policy="none"), ranks, steps)
@@ -82,21 +82,22 @@ def bench_compression(
     rows = [_row(CompressionConfig(policy="none"), plain, base_loss, base_bytes, 0.0)]
     for asked in policies_to_try(config, numbers or {}, both=both):
         runs = _run(config, asked, ranks, steps)
-        compressor = build_compressor(_with(config, asked))
+        compressor = build_compressor(with_compression(config, asked))
         assert compressor is not None
         seconds = _compute_seconds(compressor.settings, plain[0], ranks)
         rows.append(_row(asked, runs, base_loss, base_bytes, seconds))
     return rows
 
 
-def _with(config: Config, compression: CompressionConfig) -> Config:
+def with_compression(config: Config, compression: CompressionConfig) -> Config:
+    """Returns a config that trains data-parallel with this compression, every collective traced."""
     comm = config.comm.model_copy(update={"compression": compression, "algorithm": "native"})  # which is traced whole
     parallel = config.parallel.model_copy(update={"strategy": "ddp"})
     return config.model_copy(update={"comm": comm, "parallel": parallel})
 
 
 def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int) -> list[_Run]:
-    wanted = _with(config, compression)
+    wanted = with_compression(config, compression)
     return run_virtual(lambda comm: _train(wanted, comm, steps), ranks, timeout_s=600.0)
 
 
@@ -109,7 +110,7 @@ def _train(config: Config, comm: Communicator, steps: int) -> _Run:
         losses.append((float(result.outcome.loss_sum), float(result.outcome.count)))
         norm = float(result.outcome.grad_norm)
         if number == counted_from:  # the first step also agrees on the order of gradients
-            first_bytes = _sent_bytes(traced)
+            first_bytes = sent_bytes(traced)
         if number == steps:
             break
     if trainer.parts.eval_loader is not None:
@@ -119,14 +120,14 @@ def _train(config: Config, comm: Communicator, steps: int) -> _Run:
     shape = BucketShape(names=tuple(named), layout=flat_layout([tuple(p.shape) for p in named.values()]))
     return _Run(
         losses=losses,
-        sent_bytes=(_sent_bytes(traced) - first_bytes) / max(1, len(losses) - counted_from),
+        sent_bytes=(sent_bytes(traced) - first_bytes) / max(1, len(losses) - counted_from),
         grad_norm=norm,
         residual_norm=0.0 if compressor is None else compressor.residual_norm(),
         shapes=(shape,),
     )
 
 
-def _sent_bytes(comm: TracedCommunicator) -> float:
+def sent_bytes(comm: TracedCommunicator) -> float:
     """Returns what this rank sent so far, by the bandwidth-optimal collectives."""
     share = (comm.size - 1) / comm.size
     return sum(share * factor * comm.trace.num_bytes[kind] for kind, factor in _FACTORS.items())
@@ -146,7 +147,7 @@ def _row(
     saved = base_bytes - sent
     return {
         "policy": asked.policy,
-        "setting": _setting(asked),
+        "setting": setting_text(asked),
         "error_feedback": asked.error_feedback and asked.policy != "none",
         "ranks": len(runs),
         "sent_bytes": sent,
@@ -160,7 +161,8 @@ def _row(
     }
 
 
-def _setting(asked: CompressionConfig) -> str:
+def setting_text(asked: CompressionConfig) -> str:
+    """Returns the number that a policy goes by, if it has one."""
     key = {"topk": "ratio", "randomk": "ratio", "threshold": "threshold", "powersgd": "factor_rank"}.get(asked.policy)
     return f"{key}={getattr(asked, key):g}" if key else ""
 

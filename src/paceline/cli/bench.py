@@ -182,6 +182,69 @@ def compression(
     _finish("compression", rows, settings, _show_compression if not as_json else None)
 
 
+@app.command()
+def comm(
+    ranks: int = typer.Option(2, help="Ranks on this machine, with one thread each.", min=2),
+    sizes: str = typer.Option(None, help="Comma-separated bytes, such as 1024,1048576; default: 1 KiB to 64 MiB."),
+    rounds: int = typer.Option(None, help="Rounds in which every arm takes a turn.", min=2),
+    output: Path = typer.Option(None, help="Also write the record to this file."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """Time all-reduce by every backend and algorithm, size by size, beside Gloo's own.
+
+    Gloo and shared memory as they are, and ring, tree, halving-doubling (and, on four ranks or more, hierarchical) on
+    the messages of each. The arms take turns in one run; how much faster than Gloo an arm is, is what counts.
+
+    Examples:
+
+      paceline bench comm --ranks 2 --json
+
+      paceline bench comm --ranks 4 --sizes 1024,1048576
+    """
+    from paceline.bench.comm import SIZES, bench_comm
+
+    wanted = _numbers("--sizes", sizes) or list(SIZES)
+    typer.echo(f"{len(wanted)} sizes on {ranks} ranks ...", err=True)
+    settings = {"device": "cpu", "ranks": ranks, "sizes": wanted, "dtype": "float32", "op": "avg"}
+    rows = bench_comm(ranks, wanted, rounds)
+    _write("comm", rows, settings, output)
+    _finish("comm", rows, settings, _show_comm if not as_json else None)
+
+
+@app.command()
+def convergence(
+    configs: list[Path] = typer.Argument(None, metavar="[CONFIG]...", help="YAML files; none: digits, a small GPT."),
+    ranks: int = typer.Option(2, help="Virtual ranks.", min=2),
+    seeds: int = typer.Option(3, help="Runs of each arm, with seeds of their own.", min=1),
+    workers: int = typer.Option(2, help="Runs at a time, each on one core.", min=1),
+    output: Path = typer.Option(None, help="Also write the record to this file, after every config."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """See where training ends under each gradient compression, with error feedback and without.
+
+    Trains each config to its end on virtual ranks: without compression, and with top-k 1 %, random-k 5 %, PowerSGD of
+    rank 4, 8 bits and signs, after a tenth of the steps without. The evaluation set says how far from the uncompressed
+    run each of them ends.
+
+    Examples:
+
+      paceline bench convergence
+
+      paceline bench convergence configs/digits.yaml --seeds 5 --json
+    """
+    from paceline.bench.convergence import bench_convergence
+    from paceline.config import load_config
+
+    chosen = list(configs or []) or [Path("configs/digits.yaml"), Path("configs/gpt_small.yaml")]
+    loaded = [load_config(each, []) for each in chosen]  # all of them before anything runs
+    settings = {"configs": [str(each) for each in chosen], "ranks": ranks, "seeds": seeds, "device": "cpu"}
+    rows: Rows = []
+    for config in loaded:
+        rows += bench_convergence(config, ranks, seeds, workers, lambda text: typer.echo(text, err=True))
+        _write("convergence", rows, settings, output)
+    _finish("convergence", rows, settings, _show_convergence if not as_json else None)
+
+
 def _check_device(device: str) -> None:
     import torch
 
@@ -197,6 +260,14 @@ def _check_models(wanted: list[str], known: list[str], device: str) -> None:
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise UsageError(f"--models {','.join(unknown)}: on {device} they are {', '.join(known)}")
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    from paceline.errors import UsageError
+
+    if wrong := [word for word in _words(text) if not word.isdigit()]:
+        raise UsageError(f"{option} {','.join(wrong)}: give whole numbers, with commas between them")
+    return [int(word) for word in _words(text)]
 
 
 def _words(text: str | None) -> list[str]:
@@ -270,6 +341,24 @@ def _show_memory(rows: Rows) -> None:
     _print_table(titles, cells, left=("option", "limit"))
 
 
+def _show_comm(rows: Rows) -> None:
+    from paceline.units import format_bytes
+
+    titles = ("ranks", "size", "arm", "time", "Gbit/s", "faster than Gloo")
+    cells = [
+        (
+            str(row["ranks"]),
+            format_bytes(row["bytes"]),
+            row["arm"],
+            f"{row['median_us']:,.1f} us",
+            f"{row['gbps']:.2f}",
+            f"{row['speedup']:.2f} x",
+        )
+        for row in rows
+    ]
+    _print_table(titles, cells, left=("ranks", "size", "arm"))
+
+
 def _show_compression(rows: Rows) -> None:
     from paceline.units import format_bytes
 
@@ -290,6 +379,26 @@ def _show_compression(rows: Rows) -> None:
         for row in rows
     ]
     _print_table(titles, cells, left=("policy", "setting", "feedback"))
+
+
+def _show_convergence(rows: Rows) -> None:
+    titles = ("config", "policy", "setting", "feedback", "fewer", "loss", "percent", "accuracy", "points", "close")
+    cells = [
+        (
+            row["config"],
+            row["policy"],
+            row["setting"],
+            "yes" if row["error_feedback"] else "no",
+            f"{row['bytes_ratio']:.1f} x" if row["bytes_ratio"] else "",
+            f"{row['loss']:.4f}",
+            f"{row['loss_percent']:+.2f}",
+            f"{row['accuracy']:.4f}" if row["accuracy"] is not None else "",
+            f"{row['accuracy_points']:+.2f}" if row["accuracy_points"] is not None else "",
+            f"{'yes' if row['is_close'] else 'no'}, by {row['judged_by']}",
+        )
+        for row in rows
+    ]
+    _print_table(titles, cells, left=("config", "policy", "setting", "feedback", "close"))
 
 
 def _print_table(titles: tuple[str, ...], cells: Sequence[Sequence[str]], left: tuple[str, ...]) -> None:

@@ -89,6 +89,7 @@ def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths)
         input_bytes=tokens * width * widths.stream,
         product_bytes=tokens * widths.compute * _gpt_product_features(shape),
         cast_bytes=2 * matrices if widths.is_autocast else 0,
+        columns=(6 if shape.mlp == "swiglu" else 5) * width + shape.mlp_width,
     )
     head = vocab_size * width
     learned = (shape.context or context) * width if shape.positions == "learned" else 0
@@ -99,6 +100,7 @@ def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths)
         parameters=(1 if shape.tied else 2) * head + learned + norm,
         saved_bytes=tokens * (outside + _dropout_bytes(shape.dropout, width, widths.stream, widths)),
         cast_bytes=2 * head if widths.is_autocast else 0,
+        columns=((1 if shape.tied else 2) + (1 if learned else 0)) * width,
     )
     # Backward begins with the gradient of the logits beside their log-probabilities.
     logits = vocab_size * (logit_bytes + (widths.compute if widths.compute < logit_bytes else 0))
@@ -185,6 +187,7 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         parameters=stem.parameters + channels * classes + classes,
         saved_bytes=widths.compute * (stem_saved + channels * size**2 + channels) + 4 * classes + _INDEX_BYTES,
         cast_bytes=2 * (stem.weights + channels * classes) if widths.is_autocast else 0,
+        columns=stem.columns + channels,
     )
     return ModelFacts(
         name=f"resnet-{model.depth}",
@@ -208,6 +211,11 @@ class Convolution:
     def weights(self) -> int:
         """Weights of the convolution."""
         return self.inputs * self.channels * self.kernel**2
+
+    @property
+    def columns(self) -> int:
+        """Columns of its weights as a matrix, a row for each channel that comes out."""
+        return self.inputs * self.kernel**2
 
     @property
     def parameters(self) -> int:
@@ -240,6 +248,7 @@ def _residual_block(layers: list[Convolution], shortcut: list[Convolution], inpu
         input_bytes=widths.compute * inputs,
         product_bytes=widths.compute * products,
         cast_bytes=2 * sum(layer.weights for layer in [*layers, *shortcut]) if widths.is_autocast else 0,
+        columns=sum(layer.columns for layer in [*layers, *shortcut]),
     )
 
 
@@ -263,5 +272,6 @@ def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Wid
         saved_bytes=widths.compute * saved + masks + logits + _INDEX_BYTES,
         # The first layer's is not kept: nobody asks for the gradient of the data.
         cast_bytes=2 * (weights - features * hidden) if widths.is_autocast else 0,
+        columns=features + hidden + half,
     )
     return ModelFacts(name="mlp", blocks=(), root=root, temporary_bytes=2 * widths.compute * hidden)

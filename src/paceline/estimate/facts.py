@@ -15,6 +15,7 @@ class BlockFacts:
     input_bytes: float = 0.0  # its inputs: what is left of it where it is checkpointed whole
     product_bytes: float = 0.0  # outputs of matrix products: what selective checkpointing keeps besides
     cast_bytes: int = 0  # copies of its weights in autocast's dtype, saved for backward too
+    columns: int = 0  # of its matrices, added up: what the right factors of low-rank gradients are long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,11 @@ class ModelFacts:
     def parameters(self) -> int:
         """How many parameters there are, a shared one once."""
         return self.root.parameters + sum(block.parameters for block in self.blocks)
+
+    @property
+    def columns(self) -> int:
+        """Columns of all matrices."""
+        return self.root.columns + sum(block.columns for block in self.blocks)
 
     @property
     def largest_block(self) -> int:

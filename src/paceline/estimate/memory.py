@@ -11,6 +11,9 @@ Bytes a parameter, for float32 (d = 4), and 2 for the parameters that bf16 maste
 
 and for fsdp, as temporary: the root and two units gathered (m each), and the gradients of two units (d each).
 
+Compression with error feedback keeps what each rank owes, of this step and of the one before: 2 d for each parameter
+that is averaged (of its slice, for hybrid), and PowerSGD of rank r the same two of its right factors: 2 d r a column.
+
 Offload moves its part to the host: ``optimizer`` masters, gradients and state; ``parameters`` the slices as well. On
 CPU ranks the host's memory is the device's, and nothing moves.
 
@@ -32,6 +35,7 @@ from paceline.config import FULLY_SHARDED, Config, OptimConfig
 from paceline.estimate.facts import BlockFacts, ModelFacts
 from paceline.units import MIB
 
+_LARGEST_BUCKET = 25 * MIB  # the default, and the most that ZeRO takes where buckets are chosen from what is measured
 _FRAMEWORK_BYTES = {"cpu": 350 * MIB, "cuda": 1000 * MIB}  # the process itself; the context, libraries and workspaces
 
 
@@ -49,8 +53,11 @@ class Setting:
     offload: tuple[str, ...] = ()
     reshard: bool | int = True
     prefetch: int = 1
-    bucket_bytes: int = 25 * MIB
+    bucket_bytes: int = _LARGEST_BUCKET
     device: str = "cuda"
+    compression: str = "none"
+    error_feedback: bool = True
+    factor_rank: int = 0  # of PowerSGD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,7 @@ class MemoryEstimate:
     temporary: int
     framework: int
     host: int = 0
+    compression: int = 0  # what ranks owe one another
 
     @property
     def device_bytes(self) -> int:
@@ -78,7 +86,7 @@ class MemoryEstimate:
 
 def setting_of(config: Config, *, group: int, microbatch: int, device: str) -> Setting:
     """Reads from a config how its model is trained; ``parallel.strategy`` is decided already."""
-    parallel, memory = config.parallel, config.memory
+    parallel, memory, compression = config.parallel, config.memory, config.comm.compression
     return Setting(
         strategy="fsdp" if parallel.strategy == "zero3" else parallel.strategy,
         group=group,
@@ -90,8 +98,11 @@ def setting_of(config: Config, *, group: int, microbatch: int, device: str) -> S
         offload=tuple(memory.offload),
         reshard=parallel.reshard_after_forward,
         prefetch=parallel.prefetch,
-        bucket_bytes=int(config.comm.bucket_mb * MIB),
+        bucket_bytes=_LARGEST_BUCKET if config.comm.bucket_mb == "auto" else int(config.comm.bucket_mb * MIB),
         device=device,
+        compression=compression.policy,
+        error_feedback=compression.error_feedback,
+        factor_rank=compression.factor_rank if compression.policy == "powersgd" else 0,
     )
 
 
@@ -128,6 +139,7 @@ def estimate_memory(model: ModelFacts, setting: Setting) -> MemoryEstimate:
         temporary=temporary,
         framework=_FRAMEWORK_BYTES[setting.device],
         host=host,
+        compression=_owed(model, setting),
     )
 
 
@@ -190,8 +202,29 @@ def _kept(block: BlockFacts, number: int, setting: Setting) -> tuple[float, floa
     return kept, max(everything - kept, 0.0)
 
 
+def _owed(model: ModelFacts, setting: Setting) -> int:
+    """Returns what compression keeps between steps. Norms and biases, which travel whole, are counted in."""
+    if setting.compression == "none":
+        return 0
+    numbers = 2 * model.parameters if setting.error_feedback else 0
+    numbers += 2 * setting.factor_rank * model.columns
+    return -(-numbers * setting.itemsize // setting.group)
+
+
 def _in_flight(model: ModelFacts, setting: Setting) -> int:
     """Returns what communication holds for a while: units that are gathered, gradients on their way."""
+    return _moving(model, setting) + _compressed(model, setting)
+
+
+def _compressed(model: ModelFacts, setting: Setting) -> int:
+    """Returns the vectors that are compressed, where they are not kept as what is owed, and one bucket's average."""
+    if setting.compression == "none":
+        return 0
+    whole = -(-model.parameters * setting.itemsize // setting.group)
+    return min(setting.bucket_bytes, whole) + (0 if setting.error_feedback else whole)
+
+
+def _moving(model: ModelFacts, setting: Setting) -> int:
     param_bytes, full = _param_bytes(setting), model.parameters
     has_copy = setting.group > 1 or param_bytes != setting.itemsize
     if setting.strategy not in FULLY_SHARDED:

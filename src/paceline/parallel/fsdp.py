@@ -19,6 +19,7 @@ whose memory came back with the same values.
   called, which backward needs first, and a unit that is called several times.
 - Every backward reduces, also inside ``no_sync``: accumulated gradients are sharded. Only the exchange between the
   replicas of a hybrid mesh, and the flags, wait for the last microbatch.
+- A compression (see comm/compress) takes the place of that exchange; inside the shard group gradients stay whole.
 - One rank whose masters are the parameters themselves has nothing to gather or reduce, and no hooks.
 """
 
@@ -32,19 +33,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator, Work
+from paceline.comm.base import BucketReduction, Communicator, GradientCompression, Work
 from paceline.errors import UsageError
 from paceline.parallel.agree import tensors_in
 from paceline.parallel.batchnorm import standing_in
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
 from paceline.parallel.engine import check_updates_only
 from paceline.parallel.face import EngineFace
+from paceline.parallel.flat import FlatGroup, gradient_scale
 from paceline.parallel.lane import Lane
 from paceline.parallel.matrixwise import check_elementwise
 from paceline.parallel.optimizer_state import gather_optimizer_state, load_optimizer_state
 from paceline.parallel.route import Route, gather_leg, reduce_leg
 from paceline.parallel.sharded import clip_pieces, gather_state, load_state
-from paceline.parallel.unit import Unit, world_scale
+from paceline.parallel.unit import Unit, slice_shape, world_scale
 from paceline.precision import Precision
 
 
@@ -106,8 +108,12 @@ class FullySharded(EngineFace):
         policy: ShardingPolicy,
         precision: Precision,
         buffers: BufferPolicy = "broadcast",
+        compression: GradientCompression | None = None,
     ) -> None:
-        """Takes units that are built already (``materialize.py``), the root last."""
+        """Takes units that are built already (``materialize.py``), the root last.
+
+        ``compression`` averages over the replicas.
+        """
         self.module = module
         self.comm = groups.world
         self.precision = precision
@@ -127,7 +133,11 @@ class FullySharded(EngineFace):
             for unit in self._units:
                 unit.use()
         self._pieces = [by_name[name] for name in self._names] if not self._is_plain else list(module.parameters())
-        self._scale = world_scale(groups.shards, groups.replicas)
+        self._compression = compression if groups.replicas.size > 1 else None
+        self._compressed = self._bind_compression()
+        # A compression averages by itself.
+        is_whole = self._compression is None
+        self._scale = world_scale(groups.shards, groups.replicas) if is_whole else gradient_scale(groups.shards)
         order = [gather_leg(self._root.index), *(gather_leg(unit.index) for unit in self._units[:-1])]
         self._training, self._evaluation = self._route(order), self._route(order)
         self._forward = self._training
@@ -142,6 +152,13 @@ class FullySharded(EngineFace):
         self._used: set[str] = set()
         self._flags: tuple[torch.Tensor, Work] | None = None
         self._all_used = torch.ones(len(self._names), dtype=torch.uint8, device=self.comm.device)
+
+    def _bind_compression(self) -> dict[FlatGroup, BucketReduction]:
+        """Returns what averages the slices over the replicas, where an all-reduce does not."""
+        if self._compression is None:
+            return {}
+        shapes = [slice_shape(group) for group in self._flat]
+        return dict(zip(self._flat, self._compression.bind(shapes, self._groups.replicas), strict=True))
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Hooks into the units' modules, the model itself last."""
@@ -188,6 +205,11 @@ class FullySharded(EngineFace):
             if with_backward:
                 self._begin_backward()
                 self._finish_backward()
+
+    def forget_pass(self) -> None:
+        """Takes back what the last pass has changed beside the gradients, which are dropped. All ranks call it."""
+        if self._compression is not None:
+            self._compression.roll_back()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""
@@ -422,7 +444,7 @@ class FullySharded(EngineFace):
         """Ends a step's gradients: those of the replicas are averaged, and a parameter that no rank used has none."""
         has_replicas = self._groups.replicas.size > 1
         for unit in self._units if has_replicas else ():
-            unit.start_replicate(self._groups.replicas)
+            unit.start_replicate(self._groups.replicas, self._compressed)
         unused = [place for place, name in enumerate(self._names) if name not in self._used]
         missing = [place for place in unused if self._pieces[place].requires_grad]
         for place in set(unused) - set(missing):
@@ -433,6 +455,10 @@ class FullySharded(EngineFace):
             self._pieces[place].grad = None
         for unit in self._units if has_replicas else ():
             unit.finish_replicate()
+        if self._compression is not None:
+            dropped = [name for name, piece in self.named_parameters() if piece.grad is None]
+            self._compression.withhold(dropped)
+            self._compression.end_pass(self._groups.shards)
         self._used.clear()
 
     def _ask_others(self, missing: list[int]) -> list[int]:

@@ -8,14 +8,14 @@ another shape and so a plain error, never stale values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, Communicator, Work
+from paceline.comm.base import DONE, BucketReduction, BucketShape, Communicator, Work
 from paceline.memory.offload import Offload
 from paceline.parallel.flat import FlatGroup, gradient_scale, reduction
 from paceline.precision import Precision
@@ -183,13 +183,19 @@ class Unit:
         for group in self.groups:
             group.finish_gradient()
 
-    def start_replicate(self, comm: Communicator) -> None:
-        """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh."""
+    def start_replicate(self, comm: Communicator, compressed: Mapping[FlatGroup, BucketReduction]) -> None:
+        """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh, or what replaces them."""
         for group in self.groups:
-            if group.gradient is not None:
-                on_device = group.gradient.to(comm.device)  # itself, unless it was offloaded
+            if group.gradient is None:
+                continue
+            on_device = group.gradient.to(comm.device)  # itself, unless it was offloaded
+            if group not in compressed:
                 work = comm.all_reduce(on_device, reduction(comm))
-                self._replications.append((group.gradient, on_device, work))
+            elif any(piece.grad is not None for piece in group.pieces):
+                work = compressed[group].start(on_device, comm)
+            else:  # left over from an earlier step: nothing of it may be added to what is owed
+                continue
+            self._replications.append((group.gradient, on_device, work))
 
     def finish_replicate(self) -> None:
         """Waits for these all-reduces."""
@@ -198,6 +204,11 @@ class Unit:
             if on_device is not gradient:
                 gradient.copy_(on_device)
         self._replications.clear()
+
+
+def slice_shape(group: FlatGroup) -> BucketShape:
+    """Returns what lies in this rank's slice of a group."""
+    return BucketShape(names=group.names, layout=group.layout, shard=(group.start, group.stop))
 
 
 def _reduce(

@@ -22,6 +22,7 @@ from paceline.memory.batch_search import Found, microbatch_sizes, search_microba
 from paceline.memory.room import MemoryGauge
 from paceline.parallel.ddp import DataParallel
 from paceline.parallel.engine import Engine
+from paceline.parallel.fsdp import FullySharded
 from paceline.train.loss import Loss
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.retry import can_fail_alone, drop_gradients, is_out_of_memory, release_memory
@@ -124,6 +125,8 @@ class _Trials:
         """Leaves the engine as it was."""
         if not isinstance(self._engine, DataParallel):
             self._engine.sit_out()  # a sharded engine notes which parameters were used until a pass that reduces
+        if isinstance(self._engine, FullySharded):
+            self._engine.forget_pass()
         drop_gradients(self._engine)
         release_memory(self._engine.comm.device)
 

@@ -19,17 +19,28 @@ from paceline.comm.base import Communicator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One tensor of the vector: its name, where it lies, and its shape as a matrix (its memory, row by row)."""
+    """One tensor of the vector, or a piece of one: its name, where it lies, and the matrix that it is.
+
+    The matrix is the tensor's memory, row by row. Of a piece that begins inside a row, the first ``lead`` elements of
+    that row are missing, and it may end before its last row does.
+    """
 
     name: str
     start: int
+    size: int
     rows: int
     columns: int
+    lead: int = 0
 
     @property
     def stop(self) -> int:
         """One past its last element."""
-        return self.start + self.rows * self.columns
+        return self.start + self.size
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether its first or last row is not whole."""
+        return self.size != self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

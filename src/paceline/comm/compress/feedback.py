@@ -9,6 +9,9 @@ are kept, old and new: a pass whose gradients are dropped (memory ran out, a gra
 
 The residuals are in units of the gradient's average over ranks: what N ranks owe the model together is the *mean* of
 their residuals. So another number of ranks goes on with that mean on every rank, and owes the same.
+
+Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket is a slice: a rank owes what it
+did not send of its slice, and the ranks that average are the replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress.exchange import Exchange, Part, Task
 from paceline.comm.compress.settings import Compression, make_policy
-from paceline.errors import CheckpointError
+from paceline.comm.compress.state import Piece, gather_factors, gather_residuals, own_factor, own_residual
 from paceline.layout import Slot
 
 
@@ -35,19 +38,32 @@ class Compressor:
         self.step = 0
         self.factors: dict[str, torch.Tensor] = {}
         self.residuals: dict[str, torch.Tensor] = {}  # by tensor, so that they outlive the buckets
-        self._buckets: list[_Bucket] = []
+        self._pieces: dict[str, Piece] = {}
+        self._is_sharded = False
+        self._replicas: Communicator | None = None
         self._pass = _Pass()
 
     # What engines call.
 
-    def bind(self, buckets: Sequence[BucketShape]) -> list[_Bucket]:
-        """Makes the reductions of an engine's buckets."""
-        self._buckets = [_Bucket(self, shape) for shape in buckets]
-        return self._buckets
+    def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> list[_Bucket]:
+        """Makes the reductions of an engine's buckets; ``replicas`` average, where these are not all ranks."""
+        bound = [_Bucket(self, shape) for shape in buckets]
+        self._pieces = {name: piece for bucket in bound for name, piece in bucket.pieces.items()}
+        self._is_sharded = any(shape.shard is not None for shape in buckets)
+        self._replicas = replicas
+        return bound
 
-    def end_pass(self) -> None:
-        """Ends a pass: what it changes comes into force when the next one begins."""
+    def end_pass(self, shards: Communicator | None = None) -> None:
+        """Ends a pass: what it changes comes into force when the next one begins.
+
+        A gradient that is not finite may lie in the slice of another of the ``shards``: they tell one another.
+        """
         self._pass.is_ended = True
+        if shards is not None and shards.size > 1:
+            known = self._pass.is_finite
+            flag = torch.ones(1, device=shards.device) if known is None else known.to(shards.device).float().view(1)
+            shards.all_reduce(flag, "min").wait()
+            self._pass.is_finite = None if known is None else flag[0] > 0
 
     def abandon_pass(self) -> None:
         """Forgets a pass that was broken off."""
@@ -71,51 +87,41 @@ class Compressor:
         found = [residual.double().square().sum() for residual in self.residuals.values()]
         return float(torch.stack(found).sum().sqrt()) if found else 0.0
 
-    def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        """Returns the residuals of all ranks, one row each, and the factors, on the CPU of rank 0; empty on the others.
+    def held_bytes(self) -> int:
+        """Returns what is kept between two passes: residuals and factors, of the last pass and of the one before."""
+        kept = [self.residuals, self._pass.residuals, self.factors, self._pass.factors]
+        return sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
 
-        All ranks call it.
+    def state_dict(self, comm: Communicator) -> dict[str, Any]:
+        """Returns what is owed, a row of whole tensors for each replica, and the factors, on the CPU of rank 0.
+
+        Empty on the others. All ranks call it; ``comm`` has all of them.
         """
         self.settle()
-        rows = {}
-        for name in sorted(self.residuals):
-            mine = self.residuals[name]
-            if comm.rank != 0:
-                comm.send(mine, 0).wait()
-                continue
-            found = [mine.to("cpu", copy=True)]
-            for source in range(1, comm.size):
-                other = torch.empty_like(mine)
-                comm.recv(other, source).wait()
-                found.append(other.cpu())
-            rows[name] = torch.stack(found)
-        if comm.rank != 0:
-            return {}
-        factors = {name: factor.to("cpu", copy=True) for name, factor in self.factors.items()}
-        return {"step": self.step, "residuals": rows, "factors": factors}
+        rows = gather_residuals(self.residuals, self._pieces, comm, self._replica(comm))
+        factors = gather_factors(self.factors, self._pieces, comm, self._replica(comm))
+        return {"step": self.step, "residuals": rows, "factors": factors} if comm.rank == 0 else {}
 
     def load_state_dict(self, state: dict[str, Any], comm: Communicator) -> None:
-        """Goes on from a state: each rank with its own row, or with the mean of all where the ranks are others.
+        """Goes on from a state: each replica with its own row, or with the mean of all where their number is another.
 
         Raises CheckpointError where a tensor has another size now; nothing is loaded then.
         """
+        rows = state["residuals"] if self.settings.error_feedback else {}
+        wanted = [name for name in rows if name in self._pieces or not self._is_sharded]
         residuals = {
-            name: (rows[comm.rank] if len(rows) == comm.size else rows.mean(dim=0)).to(comm.device, copy=True)
-            for name, rows in (state["residuals"].items() if self.settings.error_feedback else ())
+            name: own_residual(name, rows[name], self._pieces.get(name), self._replica(comm)).to(comm.device, copy=True)
+            for name in wanted
         }
-        self._check(residuals)
+        factors = {name: own_factor(found, self._pieces.get(name)) for name, found in state["factors"].items()}
         self._pass = _Pass()
         self.step, self.residuals = int(state["step"]), residuals
-        self.factors = {name: factor.to(comm.device, copy=True) for name, factor in state["factors"].items()}
+        self.factors = {name: factor.to(comm.device, copy=True) for name, factor in factors.items()}
 
-    def _check(self, residuals: dict[str, torch.Tensor]) -> None:
-        for part in (part for bucket in self._buckets for part in bucket.parts):
-            size = part.stop - part.start
-            if part.name in residuals and residuals[part.name].numel() != size:
-                raise CheckpointError(
-                    f"the residual of {part.name} has {residuals[part.name].numel()} elements, the tensor {size}\n"
-                    "  what compression owes belongs to one model\n  resume with the config of the run"
-                )
+    def _replica(self, comm: Communicator) -> tuple[int, int]:
+        """Returns which replica this rank belongs to, and how many there are."""
+        replicas = self._replicas or comm
+        return replicas.rank, replicas.size
 
     # One pass.
 
@@ -178,17 +184,24 @@ class _Bucket:
         self.owner = owner
         self.compressed: list[slice] = []  # of the bucket's buffer, one for each part
         self.whole: list[slice] = []
+        self.whole_names: list[str] = []
+        self.pieces: dict[str, Piece] = {}
         parts, length = [], 0
+        first, last = shape.shard or (0, shape.layout.length)
         for name, slot in zip(shape.names, shape.layout.slots, strict=True):
-            place = slice(slot.offset, slot.offset + slot.numel)
-            rows = _rows(slot)
-            columns = slot.numel // rows
-            if owner.settings.takes(name, slot.shape) and owner.policy.takes(rows, columns):
-                parts.append(Part(name=name, start=length, rows=rows, columns=columns))
+            begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
+            if begin >= end:
+                continue
+            place = slice(begin - first, end - first)
+            self.pieces[name] = Piece(begin=begin - slot.offset, size=end - begin, whole=slot.numel)
+            part = _part(name, slot, self.pieces[name], length)
+            if owner.settings.takes(name, slot.shape) and owner.policy.takes(part.rows, part.columns):
+                parts.append(part)
                 self.compressed.append(place)
-                length += slot.numel
-            elif slot.numel:
+                length += part.size
+            else:
                 self.whole.append(place)
+                self.whole_names.append(name)
         if shape.tail:
             self.whole.append(slice(shape.layout.length - shape.tail, shape.layout.length))
         self.parts = tuple(parts)
@@ -226,6 +239,7 @@ class _BucketWork:
         self._exchange: Exchange | None = None
         self._whole: torch.Tensor | None = None
         self._whole_work: Work | None = None
+        self._paid: dict[str, torch.Tensor] = {}
         self._is_done = False
 
     def send_whole(self, comm: Communicator) -> None:
@@ -238,6 +252,7 @@ class _BucketWork:
         """Hands what is compressed to the policy, and averages the rest."""
         bucket, owner, buffer = self.bucket, self.bucket.owner, self._buffer
         if bucket.whole:
+            self._pay_whole()
             self._whole = torch.cat([buffer[place] for place in bucket.whole])
             self._whole_work = comm.all_reduce(self._whole, "avg")
         narrow = buffer.dtype in (torch.float16, torch.bfloat16)
@@ -248,6 +263,14 @@ class _BucketWork:
         task = Task(parts=bucket.parts, step=owner.step, factors=owner.factors, new_factors=self.new_factors)
         self._vector = vector
         self._exchange = owner.policy.start(vector, task, comm)
+
+    def _pay_whole(self) -> None:
+        """Adds what is owed to tensors that travel whole: they did not, in the run that this one goes on from."""
+        for name, place in zip(self.bucket.whole_names, self.bucket.whole, strict=False):
+            owed = self.bucket.owner.residuals.get(name)
+            if owed is not None:
+                self._buffer[place] += owed
+                self._paid[name] = torch.zeros_like(owed)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -273,7 +296,7 @@ class _BucketWork:
             is_finite &= mean.sum().isfinite()
             _put(self._buffer, self.bucket.compressed, mean)
         left_over = {} if self._vector is None else self.bucket.split(self._vector)
-        self.bucket.owner.note(is_finite, left_over, self.new_factors)
+        self.bucket.owner.note(is_finite, left_over | self._paid, self.new_factors)
 
 
 def _put(buffer: torch.Tensor, places: Sequence[slice], values: torch.Tensor) -> None:
@@ -288,6 +311,14 @@ def _put(buffer: torch.Tensor, places: Sequence[slice], values: torch.Tensor) ->
 def _kept(is_finite: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """Returns the new values if the pass counts. On a CPU that is known here; a GPU decides without the host."""
     return new if is_finite.device.type == "cpu" else torch.where(is_finite, new, old)
+
+
+def _part(name: str, slot: Slot, piece: Piece, start: int) -> Part:
+    """Returns the part of the vector that a piece of a tensor is."""
+    columns = slot.numel // _rows(slot)
+    lead = piece.begin % columns
+    rows = -(-(lead + piece.size) // columns)
+    return Part(name=name, start=start, size=piece.size, rows=rows, columns=columns, lead=lead)
 
 
 def _rows(slot: Slot) -> int:

@@ -8,6 +8,8 @@ For a matrix of m x n float32 elements and rank r, two all-reduces carry 4 r (m 
 
 Compute: 4 m n r for the two products and 2 m n r for the result, and a thin QR of each P. Messages are sums, so that
 their size does not grow with the number of ranks. What is not sent is M less P Q', the same product on every rank.
+
+A piece of a matrix that begins or ends inside a row is filled up with zeros; what P Q' has there is left out.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class _LowRankExchange:
         self._task = task
         self._comm = comm
         self._rank = rank
-        self._matrices = [vector[part.start : part.stop].view(part.rows, part.columns) for part in task.parts]
+        self._matrices = [_matrix(vector[part.start : part.stop], part) for part in task.parts]
         starts = [_first_factor(part, task, rank, vector) for part in task.parts]
         # In one buffer each, so that a bucket takes two collectives, however many matrices it has.
         self._left_flat, self._left = _factors([part.rows for part in task.parts], rank, vector)
@@ -68,10 +70,23 @@ class _LowRankExchange:
         self._work.wait()
         mean = torch.empty_like(self._vector)
         for part, left, right in zip(self._task.parts, self._left, self._right, strict=True):
-            torch.mm(left, right.t(), out=mean[part.start : part.stop].view(part.rows, part.columns))
+            mine = mean[part.start : part.stop]
+            if part.is_ragged:
+                mine.copy_(torch.mm(left, right.t()).view(-1)[part.lead : part.lead + part.size])
+            else:
+                torch.mm(left, right.t(), out=mine.view(part.rows, part.columns))
             self._task.new_factors[part.name] = right.clone()
         self._vector.sub_(mean)
         return mean
+
+
+def _matrix(values: torch.Tensor, part: Part) -> torch.Tensor:
+    """Returns a part as a matrix; a copy where its first or last row is not whole."""
+    if part.is_ragged:
+        filled = values.new_zeros(part.rows * part.columns)
+        filled[part.lead : part.lead + part.size] = values
+        values = filled
+    return values.view(part.rows, part.columns)
 
 
 def _first_factor(part: Part, task: Task, rank: int, like: torch.Tensor) -> torch.Tensor:
