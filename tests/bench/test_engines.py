@@ -43,6 +43,10 @@ def test_every_engine_is_there_with_the_peer_that_it_is_judged_by() -> None:
         "paceline zero2": "paceline ddp",
         "paceline fsdp": "torch fsdp2",
         "paceline hybrid": "torch fsdp2 hybrid",
+        "paceline ddp shared memory": "torch ddp",
+        "paceline zero1 shared memory": "paceline ddp shared memory",
+        "paceline zero2 shared memory": "paceline ddp shared memory",
+        "paceline fsdp shared memory": "torch fsdp2",
     }
     assert "paceline hybrid" not in {arm.name for arm in arms_on_ranks(MLP, 2)}
     assert "torch fsdp2 root only" not in {arm.name for arm in arms_on_ranks(NANO, 2)}
@@ -50,8 +54,12 @@ def test_every_engine_is_there_with_the_peer_that_it_is_judged_by() -> None:
 
 def test_words_select_arms_and_bring_their_peers() -> None:
     arms = arms_on_ranks(MLP, 2)
-    assert [arm.name for arm in select(arms, ["zero1"])] == ["paceline ddp", "torch ddp", "paceline zero1"]
-    assert [arm.name for arm in select(arms, ["paceline fsdp"])] == ["paceline fsdp", "torch fsdp2"]
+    assert [arm.name for arm in select(arms, ["zero1 shared"])] == [
+        "torch ddp",
+        "paceline ddp shared memory",
+        "paceline zero1 shared memory",
+    ]
+    assert [arm.name for arm in select(arms, ["torch fsdp2 root"])] == ["torch fsdp2", "torch fsdp2 root only"]
     assert select(arms, None) == arms
     check_words(arms, ["zero", "fsdp2"])
     with pytest.raises(UsageError, match="--arms zero9: no arm is called so"):

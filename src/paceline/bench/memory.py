@@ -309,7 +309,7 @@ class _Tensors:
             if type(found) in (torch.Tensor, nn.Parameter) and found.device.type == self._kind:
                 gradient = found.grad if found.is_leaf else None  # which Python may not have seen yet
                 for tensor in (found, gradient):
-                    if tensor is not None:
+                    if tensor is not None and tensor.layout == torch.strided:
                         storage = tensor.untyped_storage()
                         yield storage.data_ptr(), storage.nbytes()
 

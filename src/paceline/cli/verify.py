@@ -41,7 +41,7 @@ def verify(
     checkpoint_activations: bool = typer.Option(False, "--checkpoint-activations", help="Compute blocks again."),
     checkpoint_policy: str = typer.Option(None, help="What is computed again: full, matmuls, every_2, ..."),
     batch: int = typer.Option(None, help="Global batch; by default a ragged one."),
-    backend: str = typer.Option("virtual", help="virtual: threads of this process; gloo, shared_memory: real processes."),
+    backend: str = typer.Option("virtual", help="virtual: threads of this process; gloo or shared_memory: processes."),
     tolerance: float = typer.Option(None, help="Largest difference allowed; by default as the precision needs."),
     model: str = typer.Option(None, "--model", help="The same as the argument CONFIG."),
     as_json: bool = typer.Option(False, "--json", help="Print the certificate as JSON."),
