@@ -27,7 +27,7 @@ from paceline.comm import board, letters
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import Communicator, ReduceOp, Work
 from paceline.comm.native import build
-from paceline.comm.native.collectives import CompiledCollectives
+from paceline.comm.native.collectives import MOST_RANKS, CompiledCollectives
 from paceline.comm.objects import gather_objects
 from paceline.comm.progress import Fence, Lane, Progress, Queue, Steps, Task
 from paceline.comm.segment import FOLDER, Process, Segment, Whereabouts
@@ -442,7 +442,9 @@ def _agree_on_code(inner: Communicator) -> ctypes.CDLL | None:
 
 
 def _collectives(means: _Means, made: board.Board) -> board.Collectives:
-    return board.Collectives(made) if means.code is None else CompiledCollectives(means.code, made, means.progress)
+    if means.code is None or made.size > MOST_RANKS:
+        return board.Collectives(made)
+    return CompiledCollectives(means.code, made, means.progress)
 
 
 def _establish(

@@ -28,7 +28,7 @@ _TYPES = {
     torch.int32: 5,
 }
 _BYTES = 8
-_MOST_RANKS = 1024
+MOST_RANKS = 1024  # of a group, as in the C++
 _MOST_BUFFERS = 4096
 _PLACE_BITS = 40
 _SMALL_BYTES = 32 * 1024
