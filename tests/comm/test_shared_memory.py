@@ -24,6 +24,7 @@ from paceline.comm.shared_memory import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.errors import CommunicationError, UsageError
+from paceline.launch.processes import run_processes
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the system has no /dev/shm")
 
@@ -124,6 +125,17 @@ def test_every_verb_in_large(gloo_pool: GlooPool, ranks: int, how: str) -> None:
     asked = [Case(verb, torch.float32, "avg", 1_400_001 // ranks, 1, False) for verb in VERBS]
     virtual = run_virtual(lambda comm: all_in_flight(comm, asked, "as they are"), ranks)
     same(gloo_pool.run(all_in_flight, asked, how, ranks=ranks), virtual)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("ranks", [5, 7, 9])
+def test_more_ranks_than_cores(ranks: int, how: str) -> None:
+    numels = (0, 1, ranks - 1, ranks, ranks + 1, 20_001)
+    dtypes = (torch.float64, torch.bfloat16)
+    asked = [Case(verb, dtype, "avg", n, 1, False) for verb in VERBS for dtype in dtypes for n in numels]
+    virtual = run_virtual(lambda comm: all_in_flight(comm, asked, "as they are"), ranks)
+    same(run_processes(all_in_flight, ranks, args=(asked, how), threads=1), virtual)
 
 
 def plain_sums(comm: Communicator, how: str) -> dict[int, bool]:

@@ -101,9 +101,7 @@ class Segment:
     def create(num_bytes: int) -> Segment:
         """Makes a new segment of zeros; raises CommunicationError where there is no room for it."""
         if not FOLDER.is_dir():
-            raise CommunicationError(
-                f"this machine has no {FOLDER}\n  ranks of one host share memory through it\n  use plain Gloo here"
-            )
+            raise CommunicationError(no_folder())
         remove_stale_segments()
         free = os.statvfs(FOLDER)
         if free.f_bavail * free.f_frsize < num_bytes:
@@ -172,6 +170,11 @@ def remove_stale_segments() -> None:
         if not Process(pid=int(pid), started=int(started)).is_alive():
             with contextlib.suppress(PermissionError, FileNotFoundError):  # another user's, or another start was faster
                 path.unlink()
+
+
+def no_folder() -> str:
+    """Says that the system has no memory to share by name."""
+    return f"this machine has no {FOLDER}\n  ranks of one host share memory through it\n  use plain Gloo here"
 
 
 def _no_room(needed: int, free: int) -> str:

@@ -29,18 +29,14 @@ from paceline.comm.base import Communicator, ReduceOp, Work
 from paceline.comm.native import build
 from paceline.comm.native.collectives import MOST_RANKS, CompiledCollectives
 from paceline.comm.objects import gather_objects
-from paceline.comm.progress import Fence, Lane, Progress, Queue, Steps, Task
-from paceline.comm.segment import FOLDER, Process, Segment, Whereabouts
+from paceline.comm.progress import Lane, Progress, Queue, Steps, Task
+from paceline.comm.segment import FOLDER, Process, Segment, Whereabouts, no_folder
+from paceline.comm.segment_layout import LINE_BYTES, SegmentLayout
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CollectiveMismatchError, CommunicationError, UsageError
 
 T = TypeVar("T")
 
-_LINE = 64  # bytes of a cache line
-_SLOT_BYTES = (256 * 1024, 1024 * 1024)  # a chunk: large against the cost of a round, small against the cache
-_ALL_SLOTS_BYTES = 32 * 2**20
-_CELL_BYTES = (4 * 1024, 256 * 1024)
-_ALL_CELLS_BYTES = 8 * 2**20
 # Far from the tags of users.
 _EXCHANGE_TAG = -(2**40)
 _SPLIT_TAG = -(2**41)
@@ -62,81 +58,6 @@ def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicato
     return SharedMemoryCommunicator.join(comm, timeout_s=timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where in a segment everything is, for a group of ``size`` ranks."""
-
-    size: int
-    is_quick: bool  # compiled code, and a core for each rank: rounds cost next to nothing
-
-    @property
-    def slot_bytes(self) -> int:
-        """The slots of a rank's area: smaller in larger groups."""
-        low, high = _SLOT_BYTES
-        if self.is_quick:
-            return low
-        return min(high, max(low, _ALL_SLOTS_BYTES // (self.size * board.SLOTS) // _LINE * _LINE))
-
-    @property
-    def cell_bytes(self) -> int:
-        """The cells of a ring: smaller in larger groups, which have a ring for each pair."""
-        low, high = _CELL_BYTES
-        return min(high, max(low, _ALL_CELLS_BYTES // (self.size**2 * letters.CELLS) // _LINE * _LINE))
-
-    @property
-    def counters(self) -> int:
-        """Offset of the rings' counters, after the words of each rank for the board and a line for its failure."""
-        return self._failures + self.size * _LINE
-
-    @property
-    def _failures(self) -> int:
-        return 8 * board.WORDS * self.size
-
-    @property
-    def headers(self) -> int:
-        """Offset of the headers of the cells."""
-        return self.counters + 8 * letters.COUNTER_WORDS * self.size**2
-
-    @property
-    def areas(self) -> int:
-        """Offset of the ranks' areas."""
-        end = self.headers + 8 * letters.HEADER_WORDS * letters.CELLS * self.size**2
-        return -(-end // 4096) * 4096
-
-    @property
-    def cells(self) -> int:
-        """Offset of the cells."""
-        return self.areas + self.size * board.SLOTS * self.slot_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """What the whole segment takes."""
-        return self.cells + self.size**2 * letters.CELLS * self.cell_bytes
-
-    def make_board(self, segment: Segment, rank: int, fence: Fence) -> board.Board:
-        """Returns the collectives' side of a segment."""
-        starts = [
-            [self.areas + (owner * board.SLOTS + slot) * self.slot_bytes for slot in range(board.SLOTS)]
-            for owner in range(self.size)
-        ]
-        areas = [[segment.bytes(start, self.slot_bytes) for start in row] for row in starts]
-        return board.Board(segment.words(0, board.WORDS * self.size), areas, rank, fence)
-
-    def failures(self, segment: Segment) -> memoryview:
-        """Returns a word for each rank, eight apart, that is set when it gives up."""
-        return segment.words(self._failures, self.size * _LINE // 8)
-
-    def make_ring(self, segment: Segment, source: int, to: int, fence: Fence) -> letters.Ring:
-        """Returns the ring of a pair."""
-        pair = source * self.size + to
-        counters = segment.words(self.counters + 8 * letters.COUNTER_WORDS * pair, letters.COUNTER_WORDS)
-        places = range(pair * letters.CELLS, (pair + 1) * letters.CELLS)
-        words = letters.HEADER_WORDS
-        headers = [segment.words(self.headers + 8 * words * place, words) for place in places]
-        cells = [segment.bytes(self.cells + self.cell_bytes * place, self.cell_bytes) for place in places]
-        return letters.Ring(counters, headers, cells, fence)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Means:
     """What all groups that were made from one another use."""
@@ -145,9 +66,9 @@ class _Means:
     code: ctypes.CDLL | None
     timeout_s: float
 
-    def layout(self, size: int) -> _Layout:
+    def layout(self, size: int) -> SegmentLayout:
         """Returns where everything is in the segment of a group."""
-        return _Layout(size, is_quick=self.code is not None and self.progress.may_spin)
+        return SegmentLayout(size, is_quick=self.code is not None and self.progress.may_spin)
 
 
 class _SharedWork:
@@ -223,6 +144,8 @@ class SharedMemoryCommunicator:
             raise UsageError(
                 f"shared memory for {inner.size} rank(s) on {inner.device}: it joins two or more ranks on CPUs"
             )
+        if not FOLDER.is_dir():
+            raise CommunicationError(no_folder())
         code = _agree_on_code(inner) if compiled else None
         progress = Progress(may_spin=inner.size <= len(os.sched_getaffinity(0)))
         means = _Means(progress=progress, code=code, timeout_s=timeout_s)
@@ -401,7 +324,7 @@ class SharedMemoryCommunicator:
             return
         if gone:
             self._give_up(task.kind, f"{self._name(gone)} gone (process ended)")
-        elif quitters := [rank for rank in missing if self._failures[rank * _LINE // 8]]:
+        elif quitters := [rank for rank in missing if self._failures[rank * LINE_BYTES // 8]]:
             others = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
             cause = f" ({self._name(others)} gone)" if others else ""
             self._give_up(task.kind, f"an operation failed on {self._name(quitters, verb=False)}{cause}")
@@ -427,7 +350,7 @@ class SharedMemoryCommunicator:
 
     def _end_all(self, error: CommunicationError) -> None:
         self._broken = error
-        self._failures[self._rank * _LINE // 8] = 1
+        self._failures[self._rank * LINE_BYTES // 8] = 1
         lanes: list[Lane] = [self._collectives, *self._outboxes, *self._inboxes]
         for lane in lanes:
             lane.fail(error)
