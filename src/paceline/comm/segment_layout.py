@@ -1,7 +1,7 @@
 """Where in a group's segment everything is: counters, failures, slots for collectives, rings for messages.
 
-For N ranks: N areas of a few slots, and N x N rings of a few cells. Both shrink as groups grow: up to 25 ranks a segment
-takes 40 MiB at most, and above that 1.25 MiB more with each rank.
+For N ranks: N areas of a few slots, and N x N rings of a few cells. Both shrink as groups grow: up to 25 ranks a
+segment takes 40 MiB at most, and above that 1.25 MiB more with each rank.
 """
 
 from __future__ import annotations
