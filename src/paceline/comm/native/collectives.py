@@ -85,7 +85,10 @@ class CompiledCollectives(plain.Collectives):
         if tensor.dtype not in self._types or tensor.numel() == 0:
             return super().all_reduce(tensor, op)
         stamp = plain.stamp_of("all_reduce", tensor, plain.OPS.index(op))
-        return self._steps("all_reduce", tensor, tensor, tensor.numel(), stamp, op=op)
+        # Asked now, as the ranks issue in one order: when the operation starts, a rank may have buffers that another
+        # has not made yet.
+        meets = self._num_buffers > 0
+        return self._steps("all_reduce", tensor, tensor, tensor.numel(), stamp, op=op, meets=meets)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
         """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
@@ -143,6 +146,7 @@ class CompiledCollectives(plain.Collectives):
         *,
         op: ReduceOp = "sum",
         source: int = 0,
+        meets: bool = False,
     ) -> Steps:
         board, item = self.board, tensor.element_size()
         num_bytes = length * item
@@ -151,7 +155,7 @@ class CompiledCollectives(plain.Collectives):
         per_round = plain.cell_of(board, item) if kind == "reduce_scatter" else board.slot_bytes // item
         rounds = -(-length // per_round)
         # Whether ranks meet first must not hang on where this rank's tensor lies: all of them count the same rounds.
-        meets = kind == "all_reduce" and self._num_buffers > 0 and not is_small
+        meets = meets and not is_small
         place = self._place(tensor.data_ptr(), num_bytes) if meets else 0
         first = board.take(rounds + meets)
         operation = _Operation(
