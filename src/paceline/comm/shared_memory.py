@@ -26,6 +26,7 @@ import torch
 from paceline.comm import board, letters
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.member import GroupMember
 from paceline.comm.native import build
 from paceline.comm.native.collectives import MOST_RANKS, CompiledCollectives
 from paceline.comm.objects import gather_objects
@@ -107,7 +108,7 @@ class _Together:
         self._works, self._finish = [], None
 
 
-class SharedMemoryCommunicator:
+class SharedMemoryCommunicator(GroupMember):
     """A group of ranks on one host. Made by ``join``, ``split`` and ``share_memory``."""
 
     def __init__(
@@ -119,8 +120,7 @@ class SharedMemoryCommunicator:
         means: _Means,
     ) -> None:
         layout, progress = means.layout(len(ranks)), means.progress
-        self._rank = rank
-        self._ranks = ranks
+        super().__init__(rank, ranks)
         self._processes = processes
         self._means = means
         self._failures = layout.failures(segment)
@@ -150,21 +150,6 @@ class SharedMemoryCommunicator:
         progress = Progress(may_spin=inner.size <= len(os.sched_getaffinity(0)))
         means = _Means(progress=progress, code=code, timeout_s=timeout_s)
         return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, means)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number within the group."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-        return len(self._ranks)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members by their rank in the world."""
-        return self._ranks
 
     @property
     def device(self) -> torch.device:

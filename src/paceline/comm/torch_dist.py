@@ -19,6 +19,7 @@ import torch.distributed as dist
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import Communicator, ReduceOp, Work
 from paceline.comm.exchange import exchange_pieces, exchange_slices
+from paceline.comm.member import GroupMember
 from paceline.comm.shared_memory import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CommunicationError
@@ -153,32 +154,16 @@ class _TorchWork:
         self._tensors = ()
 
 
-class TorchCommunicator:
+class TorchCommunicator(GroupMember):
     """A ``torch.distributed`` process group behind the communicator protocol."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
+        super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
         self._group = group
         self._device = device
         self._timeout_s = timeout_s
-        self._rank = dist.get_rank(group)
-        self._ranks = tuple(dist.get_process_group_ranks(group))
         self._exchanges = dist.get_backend(group) == "gloo" and device.type == "cpu"
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
-
-    @property
-    def rank(self) -> int:
-        """This rank's number within the group."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-        return len(self._ranks)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members by their rank in the world."""
-        return self._ranks
 
     @property
     def device(self) -> torch.device:
