@@ -78,7 +78,7 @@ def test_an_error_of_the_user_is_shown_from_the_users_lines_on(
         "  to go on from step 1:  paceline train runs/tiny/config.yaml --resume auto",
     ]
     assert "Traceback" in (project / "runs" / "tiny" / "logs" / "rank-1.log").read_text()
-    assert "step 1/3" in called.out
+    assert "step 1/3" in called.out or "step 2/3" in called.out  # the newest one that was there when it looked
     steps = [end.step for end in ends(project / "runs" / "tiny") if isinstance(end, EndRecord)]
     assert steps in ([2, 2], [1, 2])  # rank 0 may be ended before it has written its step 2
     assert len(all_gone()) == 2
