@@ -14,6 +14,7 @@ from paceline.cli.bench import app as bench_app
 from paceline.cli.config import app as config_app
 from paceline.cli.doctor import doctor
 from paceline.cli.report import report
+from paceline.cli.schedule import schedule
 from paceline.cli.train import train
 from paceline.cli.verify import verify
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(verify)
 app.command()(report)
+app.command()(schedule)
 app.command()(doctor)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")

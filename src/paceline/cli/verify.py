@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.parity.certificate import Certificate
+    from paceline.parallel.composition import Parallelism
+    from paceline.parallel.schedules import Schedule
     from paceline.parity.settings import Settings
 
 # Small enough for seconds, rich enough to have several buckets and units, norms, ties and convolutions.
@@ -35,7 +37,13 @@ def verify(
     ranks: int = typer.Option(4, help="How many ranks."),
     shard_ranks: int = typer.Option(None, help="hybrid: ranks of a shard group; by default half of them."),
     steps: int = typer.Option(3, help="Optimizer steps to compare."),
-    accumulate: int = typer.Option(1, help="Microbatches a step."),
+    accumulate: int = typer.Option(1, "--accumulate", "--microbatches", help="Microbatches a step."),
+    pipeline: int = typer.Option(1, help="Ranks that a pipeline of stages runs over."),
+    tensor: int = typer.Option(1, help="Ranks that split each layer."),
+    data: int = typer.Option(None, help="Ranks that share the batch; follows from the others."),
+    schedule: str = typer.Option("1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or a CSV file."),
+    chunks: int = typer.Option(None, help="Stages on each rank of the pipeline, where the schedule takes several."),
+    sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="tensor: split along the sequence too."),
     clip: str = typer.Option("1.0", help="Largest global gradient norm, or none."),
     precision: str = typer.Option("fp32", help="fp32 (verified in float64), bf16, bf16_master or fp16."),
     checkpoint_activations: bool = typer.Option(False, "--checkpoint-activations", help="Compute blocks again."),
@@ -58,6 +66,8 @@ def verify(
 
       paceline verify resnet --strategy zero2 --precision bf16 --checkpoint-activations
 
+      paceline verify gpt --pipeline 2 --tensor 2 --data 2 --strategy zero1 --ranks 8
+
       paceline verify configs/digits.yaml --backend gloo --ranks 2 --json
     """
     import json
@@ -79,10 +89,11 @@ def verify(
             precision=precision,
             shard_ranks=shard_ranks,
             checkpoint=checkpoint_policy or ("full" if checkpoint_activations else None),
+            spread=_spread(pipeline, tensor, data, schedule, chunks, sequence_parallel),
         )
     )
     check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
-    size = batch or 2 * ranks * accumulate + 1  # one over: no two shares weigh the same
+    size = batch or 2 * settings.data_ranks * accumulate + 1  # one over: no two shares weigh the same
     case = ConfigCase(loaded, batch=size, layers_as_blocks=name in BUILT_IN)
     certificate = certify(case, settings, backend=backend, tolerance=tolerance)  # type: ignore[arg-type]
     if as_json:
@@ -114,6 +125,19 @@ def _settings(config: Config, *, shard_ranks: int | None, checkpoint: str | None
         sync_batchnorm=parallel.sync_batchnorm,
         **values,
     )
+
+
+def _spread(
+    pipeline: int, tensor: int, data: int | None, schedule: str, chunks: int | None, sequence: bool
+) -> Parallelism:
+    from paceline.parallel.composition import Parallelism
+
+    made: str | Schedule = schedule
+    if schedule.endswith(".csv"):
+        from paceline.parallel.schedule_text import read_csv
+
+        made = read_csv(Path(schedule))
+    return Parallelism(pipeline=pipeline, tensor=tensor, data=data, schedule=made, chunks=chunks, sequence=sequence)
 
 
 def _clip_norm(text: str) -> float | None:

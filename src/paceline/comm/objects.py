@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, Work
 
 T = TypeVar("T")
 
@@ -38,6 +38,22 @@ def broadcast_object(comm: Communicator, value: T, source: int = 0) -> T:
     comm.broadcast(payload, source).wait()
     result: T = pickle.loads(payload.cpu().numpy().tobytes())
     return result
+
+
+def send_object(comm: Communicator, value: object, to: int, tag: int = 0) -> list[Work]:
+    """Sends ``value`` to one rank, which calls ``receive_object``; returns what is under way."""
+    payload = _to_bytes(value, comm.device)
+    length = torch.tensor([payload.numel()], dtype=torch.int64, device=comm.device)
+    return [comm.send(length, to, tag), comm.send(payload, to, tag)]
+
+
+def receive_object(comm: Communicator, source: int, tag: int = 0) -> Any:
+    """Returns what ``source`` sends."""
+    length = torch.empty(1, dtype=torch.int64, device=comm.device)
+    comm.recv(length, source, tag).wait()
+    payload = torch.empty(int(length.item()), dtype=torch.uint8, device=comm.device)
+    comm.recv(payload, source, tag).wait()
+    return pickle.loads(payload.cpu().numpy().tobytes())
 
 
 def _to_bytes(value: object, device: torch.device) -> torch.Tensor:

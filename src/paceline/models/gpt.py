@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from paceline.config.gpt_sizes import GPT_SIZES, GPTShape, gpt_shape
 from paceline.config.schema import GPTModelConfig
 from paceline.errors import ConfigError, Problem, UsageError
+from paceline.models.layers import PipelineLayer
 
 Norm = Literal["rms", "layer"]
 Mlp = Literal["swiglu", "gelu"]
@@ -105,6 +106,13 @@ class GPT(nn.Module):
 
         Raises UsageError for sequences that are longer than the context.
         """
+        x = self.embed(tokens)
+        for block in self.layers:
+            x = block(x)
+        return self.unembed(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the stream (batch, length, width) before the first block. Raises UsageError as ``forward`` does."""
         length = tokens.shape[1]
         if length > self.config.context:
             raise UsageError(
@@ -114,13 +122,28 @@ class GPT(nn.Module):
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(torch.arange(length, device=tokens.device))
-        x = self.dropout(x)
-        for block in self.layers:
-            x = block(x)
+        return cast("Tensor", self.dropout(x))
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """Returns the logits of the stream after the last block."""
         x = self.norm(x)
         if self.head is not None:
             return cast("Tensor", self.head(x))
-        return F.linear(x, self.token_embedding.weight)  # tied: see [Note: initialisation] in models/__init__.py
+        return self.token_embedding.project(x)  # tied: see [Note: initialisation] in models/__init__.py
+
+    def pipeline_layers(self) -> list[PipelineLayer]:
+        """Returns the embedding, the blocks, and the norm with the output layer: where a pipeline may cut."""
+        entry = [self.token_embedding, self.position_embedding, self.dropout]
+        exit_ = [self.norm, self.token_embedding if self.head is None else self.head]
+        return [
+            PipelineLayer(name="token_embedding", run=self.embed, modules=tuple(m for m in entry if m is not None)),
+            *(PipelineLayer(name=f"layers.{i}", run=block, modules=(block,)) for i, block in enumerate(self.layers)),
+            PipelineLayer(name="norm", run=self.unembed, modules=tuple(exit_)),
+        ]
+
+    def example_inputs(self) -> tuple[Tensor]:
+        """Returns arguments of ``forward`` for one sample, without values: the whole context."""
+        return (torch.empty(1, self.config.context, dtype=torch.int64, device="meta"),)
 
     def blocks(self) -> list[nn.Module]:
         """Returns the transformer blocks in order: what is compiled, checkpointed or sharded as one."""
@@ -129,6 +152,10 @@ class GPT(nn.Module):
     def ends(self) -> list[nn.Module]:
         """Returns the layers before and after the blocks, if they are called one by one: a tied head is not."""
         return [] if self.head is None else [self.token_embedding, self.head]
+
+    def apart(self) -> list[nn.Module]:
+        """Returns the modules whose weights are read apart from their calls: the embedding's, by a tied head."""
+        return [self.token_embedding] if self.head is None else []
 
 
 class Block(nn.Module):
@@ -259,6 +286,10 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Draws the weight."""
         nn.init.normal_(self.weight, std=_INIT_STD)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Returns the products of x with all rows: the logits of an output layer that is tied to the embedding."""
+        return F.linear(x, self.weight)
 
 
 def _make_norm(config: GPTConfig) -> nn.Module:

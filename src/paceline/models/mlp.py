@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.models.layers import PipelineLayer, sequential_layers
 
 
 class MLPClassifier(nn.Module):
@@ -39,3 +41,11 @@ class MLPClassifier(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns the logits of each class."""
         return cast("Tensor", self.layers(inputs))
+
+    def pipeline_layers(self) -> tuple[PipelineLayer, ...]:
+        """Returns the three linear layers, each with what follows it: where a pipeline may cut."""
+        return sequential_layers(self.layers, "layers.")
+
+    def example_inputs(self) -> tuple[Tensor]:
+        """Returns arguments of ``forward`` for one sample, without values."""
+        return (torch.empty(1, cast("nn.Linear", self.layers[1]).in_features, device="meta"),)

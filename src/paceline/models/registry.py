@@ -76,6 +76,15 @@ def model_ends(model: nn.Module) -> list[nn.Module]:
     return list(ends()) if callable(ends) and not isinstance(ends, nn.Module) else []
 
 
+def model_apart(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules whose weights are read apart from their calls, as that of an embedding by a tied head.
+
+    A model says so with a method ``apart()``. Such a weight must be there for as long as the model runs.
+    """
+    apart: object = getattr(model, "apart", None)
+    return list(apart()) if callable(apart) and not isinstance(apart, nn.Module) else []
+
+
 def num_parameters(model: nn.Module) -> int:
     """Counts the parameters, a shared one once."""
     return sum(parameter.numel() for parameter in model.parameters())

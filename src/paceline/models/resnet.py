@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from typing import Literal, cast, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.models.layers import PipelineLayer
 
 Norm = Literal["batch", "group"]
 Stem = Literal["imagenet", "small"]
@@ -59,7 +61,24 @@ class ResNet(nn.Module):
         x = self.stem(images)
         for block in self.layers:
             x = block(x)
+        return self.classify(x)
+
+    def classify(self, x: Tensor) -> Tensor:
+        """Returns the logits of the features after the last block."""
         return cast("Tensor", self.head(x.mean(dim=(2, 3))))
+
+    def pipeline_layers(self) -> list[PipelineLayer]:
+        """Returns the stem, the blocks, and the output layer: where a pipeline may cut."""
+        return [
+            PipelineLayer(name="stem", run=self.stem, modules=(self.stem,)),
+            *(PipelineLayer(name=f"layers.{i}", run=block, modules=(block,)) for i, block in enumerate(self.layers)),
+            PipelineLayer(name="head", run=self.classify, modules=(self.head,)),
+        ]
+
+    def example_inputs(self) -> tuple[Tensor]:
+        """Returns arguments of ``forward`` for one image, without values, of the size that the stem is meant for."""
+        size = 32 if len(self.stem) == 3 else 224
+        return (torch.empty(1, cast("Conv", self.stem[0]).in_channels, size, size, device="meta"),)
 
     def blocks(self) -> list[nn.Module]:
         """Returns the residual blocks in order: what is compiled, checkpointed or sharded as one."""

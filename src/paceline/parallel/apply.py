@@ -7,7 +7,7 @@ communication overlaps with backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.memory.checkpointing import checkpoint_blocks
 from paceline.memory.offload import Offload, check_offload
 from paceline.mesh import Mesh
-from paceline.models.registry import model_blocks, model_ends
+from paceline.models.registry import model_apart, model_blocks, model_ends
 from paceline.parallel.agree import broadcast_tensors, check_same_model
 from paceline.parallel.automatic import choose_for_module
 from paceline.parallel.batchnorm import synchronise_batchnorm
@@ -26,6 +26,7 @@ from paceline.parallel.bucket_choice import choose_for_link
 from paceline.parallel.bucket_tuner import probe_link
 from paceline.parallel.buckets import BucketPolicy
 from paceline.parallel.buffers import BufferPolicy
+from paceline.parallel.composition import Parallelism, combine, parallelism_of
 from paceline.parallel.ddp import DataParallel, DDPPolicy
 from paceline.parallel.engine import Engine
 from paceline.parallel.fsdp import FullySharded, Groups, ShardingPolicy
@@ -56,6 +57,7 @@ def parallelize(
     sharding: ShardingPolicy | None = None,
     sync_batchnorm: bool = True,
     compression: GradientCompression | None = None,
+    parallel: Parallelism | Mapping[str, Any] | None = None,
 ) -> Engine:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
 
@@ -67,11 +69,39 @@ def parallelize(
     ``Compressor``, makes gradients smaller on their way: between all ranks for ``ddp``, across groups for ``hybrid``.
     ``bucket_mb="auto"`` finds the size of buckets by measuring: for ``ddp`` the first steps, for ZeRO the link alone;
     ``engine.bucket_choice`` says what was found. Virtual ranks, whose times mean nothing, keep the default.
+    ``parallel`` spreads the model itself over ranks, ``{"pipeline": 2, "tensor": 2}``: the strategy, which may stand in
+    there too, is then that of the ranks that share the batch.
 
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another.
     """
     policy, offload = precision_named(precision), offload or Offload()
+    spread, said = parallelism_of(parallel)
+    strategy = said or strategy
     _check_strategy(strategy, sharding, offload)
+    if spread.is_any:
+        _check_model(model, may_be_meta=False)
+
+        def share(part: nn.Module, data: Communicator) -> Engine:
+            return parallelize(
+                part,
+                data,
+                strategy,
+                precision=policy,
+                bucket_mb=bucket_mb,
+                first_bucket_mb=first_bucket_mb,
+                buffers=buffers,
+                overlap=overlap,
+                compile_blocks=compile_blocks,
+                checkpoint_activations=checkpoint_activations,
+                offload=offload,
+                sharding=sharding,
+                sync_batchnorm=sync_batchnorm,
+                compression=compression,
+            )
+
+        engine = combine(model, comm, strategy, spread, share)
+        object.__setattr__(model, _MARK, True)
+        return engine
     if strategy == "auto":
         _check_model(model, may_be_meta=False)
         chosen = choose_for_module(model, comm, model_blocks(model), policy.name).chosen
@@ -136,7 +166,9 @@ def _shard(
     groups = _groups(comm, strategy, policy)
     blocks = model_blocks(model)
     unit_mb = policy.unit_mb or (None if blocks or policy.units else _LARGE_UNIT_MB)
-    named = choose_units(model, blocks, model_ends(model), names=policy.units, unit_mb=unit_mb)
+    named = choose_units(
+        model, blocks, model_ends(model), names=policy.units, unit_mb=unit_mb, apart=model_apart(model)
+    )
     units = build_units(model, named, comm, groups.shards, precision, offload)
     engine = FullySharded(model, groups, units, policy, precision, *rest)
     engine.watch([*(module for _, module in named), model])

@@ -85,6 +85,7 @@ class DataParallel(EngineFace):
         self.comm = comm
         self.policy = policy or DDPPolicy()
         self.precision = precision or Precision()
+        self.holds_first_copy = comm.rank == 0
         self._names = [name for name, _ in module.named_parameters()]
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)

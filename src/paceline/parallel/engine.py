@@ -6,9 +6,9 @@ What an engine updates may be the module's parameters themselves (data paralleli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from paceline.errors import UsageError
 from paceline.parallel.bucket_choice import BucketChoice
 from paceline.precision import Precision
 
+T = TypeVar("T")
+
 
 class Engine(Protocol):
     """A module that trains on the ranks of ``comm``, which share out every batch among them."""
@@ -27,6 +29,16 @@ class Engine(Protocol):
     comm: Communicator
     precision: Precision
     bucket_choice: BucketChoice | None  # where the size of buckets was asked to be found, and was
+
+    @property
+    def world(self) -> Communicator:
+        """All ranks that train together; ``comm`` are those of them that share out the batch."""
+
+    def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
+        """Returns ``compute(model, batch)`` without gradients; None where another rank of a pipeline has the result."""
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        """Adds what ``apply_loss`` gave over the ranks that share the batch, the same on every rank of the world."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. All ranks call it equally often; one without samples calls ``sit_out``."""
@@ -60,6 +72,12 @@ class Engine(Protocol):
 
         That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
         """
+
+    def sit_out_forward(self) -> None:
+        """Takes part in a forward for which this rank has no samples; ``sit_out_backward`` follows, later."""
+
+    def sit_out_backward(self) -> None:
+        """Takes part in the backward of a forward that was sat out."""
 
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0, where the policy says so."""

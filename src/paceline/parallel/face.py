@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from paceline.comm.base import Communicator
 from paceline.parallel.bucket_choice import BucketChoice
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.engine import loss_scale
+from paceline.parallel.flat import FlatGroup
+
+T = TypeVar("T")
 
 
 class EngineFace:
@@ -21,6 +24,8 @@ class EngineFace:
     module: nn.Module
     comm: Communicator
     bucket_choice: BucketChoice | None = None
+    flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
+    holds_first_copy: bool  # of its part of the gradients: no rank before this one has the same part
     _buffers: SharedBuffers
     _is_syncing: bool
 
@@ -32,6 +37,30 @@ class EngineFace:
     def eval(self) -> Self:
         """Puts the module into evaluation mode."""
         return self.train(False)
+
+    @property
+    def world(self) -> Communicator:
+        """All ranks that train together: without model parallelism, those that share the batch."""
+        return self.comm
+
+    def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
+        """Returns ``compute(model, batch)``."""
+        return compute(self, batch)
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        """Adds numbers over the ranks that share the batch."""
+        self.comm.all_reduce(sums).wait()
+
+    def sit_out_forward(self) -> None:
+        """Takes part in the forward of the others: they need nothing of this rank that backward does not give."""
+
+    def sit_out_backward(self) -> None:
+        """Takes part in the backward that belongs to a forward that was sat out."""
+        self.sit_out()
+
+    def sit_out(self) -> None:
+        """Takes part in a pass of the other ranks for which this rank has no samples."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ The optimizer gets one flat *piece* for each parameter: the part of it that lies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -26,6 +26,20 @@ from paceline.parallel.lane import Lane
 from paceline.precision import Precision
 
 _ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, whatever the dtype
+
+
+def mark_alone(parameters: Iterable[nn.Parameter]) -> None:
+    """Asks engines to keep each of these in a flat group of its own.
+
+    Another model part on other ranks has the same parameter: alone, its slices are the same wherever it lies.
+    """
+    for parameter in parameters:
+        parameter._paceline_alone = True  # type: ignore[attr-defined]
+
+
+def is_alone(parameter: nn.Parameter) -> bool:
+    """Says whether a parameter has a flat group of its own."""
+    return getattr(parameter, "_paceline_alone", False)
 
 
 class FlatGroup:

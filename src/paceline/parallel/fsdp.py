@@ -122,6 +122,8 @@ class FullySharded(EngineFace):
         self._units = list(units)
         self._root = self._units[-1]
         self._flat = [group for unit in self._units for group in unit.groups]
+        self.flat_groups = self._flat
+        self.holds_first_copy = groups.replicas.rank == 0
         self._buffers = SharedBuffers(module, self.comm, buffers)
         self._names = [name for name, _ in module.named_parameters()]
         by_name = {name: piece for group in self._flat for name, piece in zip(group.names, group.pieces, strict=True)}
@@ -194,17 +196,26 @@ class FullySharded(EngineFace):
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks for which this rank has no samples."""
+        with standing_in(self.module):
+            self.sit_out_forward()
+            if torch.is_grad_enabled():
+                self.sit_out_backward()
+
+    def sit_out_forward(self) -> None:
+        """Takes part in the gathers of a forward."""
         if self._is_plain or self.comm.size == 1:
             return
-        with_backward = torch.is_grad_enabled()
-        if with_backward and self._is_syncing and self.module.training:
+        if torch.is_grad_enabled() and self._is_syncing and self.module.training:
             self._buffers.share()
-        with standing_in(self.module):
-            self._begin_forward()
-            self._end_forward()
-            if with_backward:
-                self._begin_backward()
-                self._finish_backward()
+        self._begin_forward()
+        self._end_forward()
+
+    def sit_out_backward(self) -> None:
+        """Takes part in the gathers and reductions of a backward."""
+        if self._is_plain or self.comm.size == 1:
+            return
+        self._begin_backward()
+        self._finish_backward()
 
     def forget_pass(self) -> None:
         """Takes back what the last pass has changed beside the gradients, which are dropped. All ranks call it."""

@@ -25,17 +25,20 @@ def choose_units(
     *,
     names: Sequence[str] | None = None,
     unit_mb: float | None = None,
+    apart: Sequence[nn.Module] = (),
 ) -> list[Named]:
     """Returns the units below the root, outermost first, in the order of definition.
 
     By name where ``names`` are given; by size where ``unit_mb`` is: the largest modules that are not larger; otherwise
     the model's blocks, and those of its ``ends`` that are as large: all that is in the root stays gathered for long.
+    By size, modules that are read ``apart`` from their calls are left to the root.
     Raises UsageError for names that are not modules of the model.
     """
     if names is not None:
         return _by_name(model, names)
     if unit_mb is not None:
-        return [unit for unit in _by_size(model, unit_mb * MIB) if unit[1] is not model]
+        kept = frozenset(id(module) for module in apart)
+        return [unit for unit in _by_size(model, unit_mb * MIB, kept) if unit[1] is not model]
     chosen = {id(block) for block in blocks}
     largest = max((_num_bytes(block) for block in blocks), default=0)
     chosen |= {id(end) for end in ends if _num_bytes(end) >= largest > 0}
@@ -86,15 +89,17 @@ def _num_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def _by_size(module: nn.Module, limit: float, name: str = "") -> list[Named]:
+def _by_size(module: nn.Module, limit: float, apart: frozenset[int], name: str = "") -> list[Named]:
     num_bytes = _num_bytes(module)
-    if num_bytes == 0:
+    if num_bytes == 0 or id(module) in apart:
         return []
-    if name and num_bytes <= limit and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList):
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList)
+    is_whole = not is_list and not any(id(inner) in apart for inner in module.modules())
+    if name and num_bytes <= limit and is_whole:
         return [(name, module)]
     if name and isinstance(module, nn.MultiheadAttention):
         return [(name, module)]  # it reads its inner layer's weights without calling it
     prefix = f"{name}." if name else ""
-    inner = [unit for child, sub in module.named_children() for unit in _by_size(sub, limit, prefix + child)]
+    inner = [unit for child, sub in module.named_children() for unit in _by_size(sub, limit, apart, prefix + child)]
     is_leaf = not any(any(True for _ in child.parameters()) for child in module.children())
     return [(name, module)] if is_leaf and name else inner

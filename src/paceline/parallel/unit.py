@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline.comm.base import DONE, BucketReduction, BucketShape, Communicator, Work
 from paceline.memory.offload import Offload
-from paceline.parallel.flat import FlatGroup, gradient_scale, reduction
+from paceline.parallel.flat import FlatGroup, gradient_scale, is_alone, reduction
 from paceline.precision import Precision
 
 
@@ -52,13 +52,15 @@ class Unit:
         """Takes parameters by name; those in ``kept`` compute in the dtype they were built with."""
         self.index = index
         self.name = name
-        kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
-        for pair in named:
-            kinds.setdefault((pair[1].dtype, pair[1].requires_grad, pair[0] in kept), []).append(pair)
+        kinds: dict[tuple[torch.dtype, bool, bool, str], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in named:
+            own = name if is_alone(parameter) else ""
+            kind = (parameter.dtype, parameter.requires_grad, name in kept, own)
+            kinds.setdefault(kind, []).append((name, parameter))
         as_built = replace(precision, param_dtype=None)
         self.groups = [
             FlatGroup(members, comm, as_built if is_kept else precision, offload)
-            for (_, _, is_kept), members in kinds.items()
+            for (_, _, is_kept, _), members in kinds.items()
         ]
         self.places: list[tuple[Place, nn.Parameter, nn.Parameter]] = []
         self.in_use = False

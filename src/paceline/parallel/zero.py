@@ -43,7 +43,7 @@ from paceline.parallel.buckets import BucketPolicy, ParameterSize, bucket_parame
 from paceline.parallel.buffers import BufferPolicy, SharedBuffers
 from paceline.parallel.engine import check_updates_only
 from paceline.parallel.face import EngineFace
-from paceline.parallel.flat import FlatGroup, gradient_scale
+from paceline.parallel.flat import FlatGroup, gradient_scale, is_alone
 from paceline.parallel.gathering import Gathering
 from paceline.parallel.gradients import BufferPool, GradientBucket
 from paceline.parallel.matrixwise import check_elementwise
@@ -89,6 +89,8 @@ class ZeroParallel(EngineFace):
         if not self._is_plain:
             _check_offload(offload)
             self._groups = _make_groups(module, comm, self.policy.buckets, self.precision, offload)
+        self.flat_groups = self._groups
+        self.holds_first_copy = not self._is_plain or comm.rank == 0
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
         self._updated = {**self._named, **{n: p for g in self._groups for n, p in zip(g.names, g.pieces, strict=True)}}
         self._scale = gradient_scale(comm)
@@ -415,7 +417,10 @@ def parameters_to_bucket(module: nn.Module) -> tuple[list[ParameterSize], list[i
     """Returns the sizes of what is trainable, in the order of definition, and the order in which buckets fill."""
     kept = kept_parameters(module)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    sizes = [ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p in kept}") for p in trainable]
+    sizes = [
+        ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p in kept} {index * is_alone(p)}")
+        for index, p in enumerate(trainable, start=1)
+    ]
     return sizes, list(reversed(range(len(trainable))))
 
 

@@ -22,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.parity.case import Case, cut, num_samples
 from paceline.parity.runs import casts_cached, prepare
 from paceline.parity.settings import Settings
-from paceline.parity.values import Gradients, Recorder, StepValues, split_state
+from paceline.parity.values import Gradients, Recorder, StepValues, parameter_names, split_state
 from paceline.precision import Precision, kept_parameters
 from paceline.train.loss import Loss, LossValue
 from paceline.train.step import place
@@ -107,7 +107,7 @@ class _OneProcess:
         norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         if moves or norms:
             return settings.accumulate
-        return 1 if settings.is_exact else settings.accumulate * settings.ranks
+        return 1 if settings.is_exact else settings.accumulate * settings.data_ranks
 
     def start_from(self, values: StepValues) -> None:
         """Takes over parameters and buffers of the ranks, unless these are past following."""
@@ -158,7 +158,7 @@ class _OneProcess:
         """Returns copies of the parameters that are updated, under all their names, and of the buffers."""
         masters = {self._held[name]: parameter for name, parameter in self.updated.items()}
         whole = self.model.state_dict(keep_vars=True)
-        return split_state(self.model, {name: masters.get(value, value) for name, value in whole.items()})
+        return split_state(parameter_names(self.model), {name: masters.get(value, value) for name, value in whole.items()})
 
     def _forward(self, piece: Any) -> LossValue:
         with torch.no_grad():

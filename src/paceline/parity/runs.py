@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from paceline.parallel.apply import parallelize
 from paceline.parallel.engine import Engine
 from paceline.parity.case import Case, cut, num_samples
 from paceline.parity.settings import Settings
-from paceline.parity.values import Gradients, Recorder, StepValues, split_state
+from paceline.parity.values import Gradients, Recorder, StepValues, parameter_names, split_state
 from paceline.train.scaler import make_scaler
 from paceline.train.step import StepPolicy, train_step
 
@@ -40,7 +40,9 @@ def casts_cached(is_cached: bool) -> Iterator[None]:
 
 
 def _train(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
-    engine = _build(case, comm, settings)
+    model = prepare(case, settings.dtype)
+    names = parameter_names(model)
+    engine = _build(model, comm, settings)
     loss = case.make_loss()
     optimizer = case.make_optimizer(engine.named_parameters())
     engine.check_optimizer(optimizer)
@@ -51,13 +53,13 @@ def _train(comm: Communicator, case: Case, settings: Settings) -> list[StepValue
     history = []
     for step in range(settings.steps):
         gradients.clear()  # a step that is left out shows none
-        batch = share_of(case.make_batch(step), comm, settings.accumulate)
+        batch = share_of(case.make_batch(step), engine.comm, settings.accumulate)
         recorder = Recorder(engine.module) if settings.record_step == step else None
         outcome = train_step(engine, optimizer, batch, loss, policy, scaler=scaler)
         sums = torch.stack([outcome.loss_sum.double(), torch.as_tensor(outcome.count, dtype=torch.float64)])
-        comm.all_reduce(sums).wait()
+        engine.comm.all_reduce(sums).wait()
         present = [number for number, piece in enumerate(batch.microbatches) if piece is not None]
-        parameters, buffers = _state(engine)
+        parameters, buffers = _state(engine, names)
         history.append(
             StepValues(
                 loss=sums[0] / sums[1],
@@ -92,10 +94,10 @@ def share_of(batch: Any, comm: Communicator, accumulate: int) -> StepBatch:
     )
 
 
-def _build(case: Case, comm: Communicator, settings: Settings) -> Engine:
+def _build(model: nn.Module, comm: Communicator, settings: Settings) -> Engine:
     # Buckets far smaller than real ones: even a small model is cut into several.
     return parallelize(
-        prepare(case, settings.dtype),
+        model,
         comm,
         settings.strategy,
         precision=settings.precision,
@@ -104,17 +106,20 @@ def _build(case: Case, comm: Communicator, settings: Settings) -> Engine:
         checkpoint_activations=settings.checkpoint_activations,
         sharding=settings.sharding,
         sync_batchnorm=settings.sync_batchnorm,
+        parallel=settings.spread,
     )
 
 
-def _state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _state(
+    engine: Engine, names: Collection[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns parameters and buffers as an evaluation would have them: the buffers are those of rank 0.
 
     This rank then gets its own back: whether the next step shares them is part of what is verified.
     """
     own = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     engine.share_buffers()
-    state = split_state(engine.module, engine.full_state_dict())
+    state = split_state(names, engine.full_state_dict())
     for buffer, value in own:
         buffer.copy_(value)
     return state

@@ -13,6 +13,7 @@ import torch
 from paceline.errors import Problem, UsageError
 from paceline.memory.checkpointing import POLICIES
 from paceline.parallel.apply import STRATEGIES
+from paceline.parallel.composition import Parallelism
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.precision import PRECISIONS, Precision, check_precision
 
@@ -37,8 +38,14 @@ class Settings:
     checkpoint_activations: str = "none"
     sharding: ShardingPolicy = field(default_factory=ShardingPolicy)
     sync_batchnorm: bool = True
+    spread: Parallelism = field(default_factory=Parallelism)
     caches_casts: bool = True
     record_step: int | None = None
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks share the batch: those that are left when the model is spread."""
+        return max(1, self.ranks // (self.spread.pipeline * self.spread.tensor))
 
     @property
     def policy(self) -> Precision:
@@ -59,9 +66,9 @@ class Settings:
 def complete(settings: Settings) -> Settings:
     """Fills in what follows from the rest: without a size, hybrid shards over half of the ranks."""
     sharding = settings.sharding
-    if settings.strategy != "hybrid" or sharding.shard_ranks is not None or settings.ranks % 2:
+    if settings.strategy != "hybrid" or sharding.shard_ranks is not None or settings.data_ranks % 2:
         return settings
-    return dataclasses.replace(settings, sharding=dataclasses.replace(sharding, shard_ranks=settings.ranks // 2))
+    return dataclasses.replace(settings, sharding=dataclasses.replace(sharding, shard_ranks=settings.data_ranks // 2))
 
 
 def check_settings(
@@ -71,6 +78,7 @@ def check_settings(
     problems = [
         *_unknown_names(settings, backend),
         *_numbers(settings, tolerance, batch),
+        *_spread(settings),
         *_shards(settings),
         *_precision(settings),
     ]
@@ -111,8 +119,29 @@ def _numbers(settings: Settings, tolerance: float | None, batch: int | None) -> 
         )
 
 
+def _spread(settings: Settings) -> Iterator[Problem]:
+    spread = settings.spread
+    for name in ("pipeline", "tensor"):
+        if getattr(spread, name) < 1:
+            yield Problem(what=f"{name} = {getattr(spread, name)}", rule="there is at least one", fix="give 1 or more")
+            return
+    parts = spread.pipeline * spread.tensor
+    if settings.ranks % parts:
+        yield Problem(
+            what=f"pipeline = {spread.pipeline} and tensor = {spread.tensor} on {settings.ranks} ranks",
+            rule="their product divides the ranks, and what is left shares the batch",
+            fix=f"give ranks = {parts * max(1, settings.ranks // parts)}, or other degrees",
+        )
+    elif spread.data is not None and spread.data != settings.ranks // parts:
+        yield Problem(
+            what=f"data = {spread.data} with {spread.pipeline} x {spread.tensor} on {settings.ranks} ranks",
+            rule="the product of pipeline, tensor and data is the number of ranks",
+            fix=f"give ranks = {parts * spread.data}, or data = {settings.ranks // parts}",
+        )
+
+
 def _shards(settings: Settings) -> Iterator[Problem]:
-    ranks, shard_ranks = settings.ranks, settings.sharding.shard_ranks
+    ranks, shard_ranks = settings.data_ranks, settings.sharding.shard_ranks
     if settings.strategy != "hybrid":
         if shard_ranks is not None:
             yield Problem(

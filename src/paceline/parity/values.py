@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,15 @@ class StepValues:
     activations: dict[int, Calls] = field(default_factory=dict)
 
 
-def split_state(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the parameters of a state dict, a tied one under each of its names, and its buffers."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+def parameter_names(model: nn.Module) -> frozenset[str]:
+    """Returns the names of a model's parameters, a tied one under each of its names."""
+    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+
+
+def split_state(
+    parameters: Collection[str], state: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns the parameters of a state dict, by their names, and its buffers."""
     tensors = {name: value.detach().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
     return (
         {name: value for name, value in tensors.items() if name in parameters},

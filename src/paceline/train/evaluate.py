@@ -41,14 +41,16 @@ def evaluate(engine: Engine, loader: EvalLoader, loss: Loss, dtype: torch.dtype)
                 engine.sit_out()
                 continue
             with engine.precision.context(device):
-                value = loss.score(engine, place(batch, device, dtype))
+                value = engine.apply_loss(loss.score, place(batch, device, dtype))
+            if value is None:  # another stage of the pipeline has it
+                continue
             correct, unscored = (0.0, 1.0) if value.correct is None else (value.correct, 0.0)
             row = [value.total, value.count, correct, float(samples), unscored]
             sums += torch.stack([on_device(number, device) for number in row])
     finally:
         for module, was_training in modes:  # one by one: a frozen part may have been in evaluation mode all along
             module.training = was_training
-    engine.comm.all_reduce(sums).wait()
+    engine.add_up(sums)
     total, count, correct_sum, num_samples, num_unscored = sums.tolist()  # sync point
     return Evaluation(
         loss=total / max(count, 1.0),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from paceline.data.shape import DataShape
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
+from paceline.parallel.tensor_loss import SplitLogits
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
 _HALF = (torch.bfloat16, torch.float16)
@@ -46,7 +47,7 @@ class Loss(Protocol):
 
 
 class CrossEntropy:
-    """Cross entropy of classes (B, C) or tokens (B, T, V)."""
+    """Cross entropy of classes (B, C) or tokens (B, T, V), whose logits may be split by vocabulary over ranks."""
 
     def __init__(self, elements_per_sample: float | None) -> None:
         self._elements_per_sample = elements_per_sample
@@ -69,7 +70,9 @@ class CrossEntropy:
         correct = (logits.argmax(-1) == targets).sum()
         return LossValue(self._total(logits, targets), self._count(targets), correct)
 
-    def _total(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _total(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> torch.Tensor:
+        if isinstance(logits, SplitLogits):
+            return logits.cross_entropy(targets, IGNORED)
         rows = logits.reshape(-1, logits.shape[-1])
         if rows.dtype in _HALF:  # a module of bf16 parameters gives those; sums and exponentials need more digits
             rows = rows.float()

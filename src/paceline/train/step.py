@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from paceline.data.loader import StepBatch
+from paceline.parallel.combined import CombinedParallel
 from paceline.parallel.engine import Engine
 from paceline.train.loss import Loss, LossValue
 from paceline.train.scaler import LossScaler
@@ -146,7 +147,14 @@ def accumulate(
     dtype: torch.dtype | None,
     laps: Laps,
 ) -> list[LossValue]:
-    """Runs forward and backward over the microbatches; gradients are reduced with the last one."""
+    """Runs forward and backward over the microbatches; gradients are reduced with the last one.
+
+    A pipeline runs them itself, by its schedule.
+    """
+    if isinstance(engine, CombinedParallel) and engine.has_pipeline:
+        placed = [None if batch is None else place(batch, engine.comm.device, dtype) for batch in microbatches]
+        found = engine.run_microbatches(placed, loss, scale, laps.lap)
+        return [LossValue(value.total, value.count) for value in found]
     values = []
     last = len(microbatches) - 1
     context = engine.precision.context(engine.comm.device)

@@ -116,7 +116,7 @@ class EverySeconds:
         """Runs the hook if rank 0 says that it is due."""
         if result.step % self.ask_every:
             return
-        comm = trainer.parts.engine.comm
+        comm = trainer.parts.engine.world
         due = torch.tensor([float(time.monotonic() - self._last >= self.seconds)], device=comm.device)
         comm.broadcast(due).wait()
         if due.item():  # sync point, once in ask_every steps
@@ -208,7 +208,7 @@ class Trainer:
         self.flush(wait=True)  # a state with a loss that is not finite is not worth saving
         for bad in self.bad_steps.settle():
             self._note_bad(bad)
-        comm, engine = self.parts.engine.comm, self.parts.engine
+        comm, engine = self.parts.engine.world, self.parts.engine
         extra: dict[str, Any] = {"bad_steps": self.bad_steps.state_dict()}
         if self.scaler is not None:
             extra["scaler"] = self.scaler.state_dict()
@@ -228,7 +228,7 @@ class Trainer:
 
         With the same number of ranks the random states continue too; with another one each rank gets a fresh stream.
         """
-        comm = self.parts.engine.comm
+        comm = self.parts.engine.world
         try:
             self.parts.engine.load_full_state_dict(state.model)
             asked = [_settings(group) for group in self.parts.optimizer.param_groups]

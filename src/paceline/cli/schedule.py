@@ -1,0 +1,182 @@
+"""``paceline schedule``: who does what when in a pipeline, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.parallel.schedules import Schedule, ScheduleCosts, ScheduleMeasure
+
+_MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
+
+
+def schedule(
+    name: str = typer.Argument(
+        metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1 or zb-v; or a file with a schedule of your own."
+    ),
+    stages: int | None = typer.Option(
+        None, "--stages", "-s", min=1, help="Ranks of the pipeline; each holds --chunks stages.  [default: 4]"
+    ),
+    microbatches: int | None = typer.Option(
+        None, "--microbatches", "-m", min=1, help="Microbatches of a step.  [default: 8]"
+    ),
+    chunks: int | None = typer.Option(
+        None, "--chunks", min=1, help="Stages a rank.  [default: 2 for interleaved and zb-v, else 1]"
+    ),
+    costs: str | None = typer.Option(
+        None,
+        "--costs",
+        metavar="C,C,...",
+        help="What each stage takes, in any unit: its forward (1.5), forward:backward (1.5:3), or "
+        "forward:input:weights (1.5:2:1).  [default: equal stages, backward twice the forward]",
+    ),
+    communication: float = typer.Option(0.0, "--communication", min=0.0, help="What a message takes, in that unit."),
+    messages: bool = typer.Option(
+        False, "--messages", help="Show what each rank runs with its sends, receives and reduces; --csv has them too."
+    ),
+    csv: str | None = typer.Option(None, "--csv", metavar="FILE|-", help="Write the grid as CSV; - prints it alone."),
+    png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the grid; .svg and .pdf go too."),
+    as_json: bool = typer.Option(False, "--json", help="Print the grid and its measures as JSON."),
+) -> None:
+    """Show a pipeline schedule: its grid, its bubble, and how many microbatches each rank holds at once.
+
+    A schedule of your own is a CSV file, one line a rank, one cell a slot: F0.3 is the forward of microbatch 3 in stage
+    0, B0.3 its backward, or I0.3 and W0.3 its two parts (to the input, to the weights); an empty cell is idle. It is
+    checked first, and what is wrong is named by its cell. Write a ready one with --csv, and edit it.
+
+    Example:  paceline schedule 1f1b --stages 4 --microbatches 8
+
+    Example:  paceline schedule zb-v --stages 4 --microbatches 8 --png zb-v.png
+
+    Example:  paceline schedule 1f1b --stages 2 --microbatches 4 --costs 1,1.5:3 --csv mine.csv
+
+    Example:  paceline schedule mine.csv
+    """
+    from paceline.parallel.schedules import check_schedule, draw, measure_schedule
+
+    found = _find(name, stages, microbatches, chunks)
+    check_schedule(found)
+    measure = measure_schedule(found, _read_costs(costs, communication, found))
+    if csv is not None:
+        _write_csv(_with_messages(found) if messages else found, csv)
+    if png is not None:
+        draw(found, png, measure)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(_to_json(found, measure), indent=2))
+    elif csv != "-":
+        _show(found, measure, messages)
+
+
+def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
+    from paceline.errors import UsageError
+    from paceline.parallel.schedules import SCHEDULE_NAMES, make_schedule, read_csv
+
+    if name in SCHEDULE_NAMES or not (name.endswith(".csv") or Path(name).exists()):
+        ranks, microbatches = ranks or 4, microbatches or 8
+        if 3 * ranks * microbatches * (chunks or 1) > _MOST_ACTIONS:
+            raise UsageError(
+                f"{ranks} stages and {microbatches} microbatches with {chunks or 1} chunks make a very large grid\n"
+                f"  at most {_MOST_ACTIONS} actions are shown, three for each microbatch in each stage\n"
+                "  the bubble depends on microbatches over stages: show a smaller one with the same ratio"
+            )
+        return make_schedule(name, ranks, microbatches, chunks)
+    if given := [
+        f"--{key}"
+        for key, value in zip(("stages", "microbatches", "chunks"), (ranks, microbatches, chunks), strict=True)
+        if value
+    ]:
+        raise UsageError(
+            f"{', '.join(given)} beside {name}\n  the file says how many there are\n  leave {given[0]} out"
+        )
+    return read_csv(Path(name))
+
+
+def _read_costs(text: str | None, communication: float, found: Schedule) -> ScheduleCosts | None:
+    """Reads ``1,1.5:3,2:2:1``: a stage's forward; with its backward; or with the two parts of that."""
+    from dataclasses import replace
+
+    from paceline.errors import UsageError
+    from paceline.parallel.schedules import ScheduleCosts, StageCost, equal_costs
+
+    if text is None:
+        return replace(equal_costs(found), communication=communication)
+    stages = []
+    for stage, part in enumerate(text.split(",")):
+        try:
+            numbers = [float(number) for number in part.split(":")]
+        except ValueError:
+            numbers = []
+        match numbers:
+            case [forward]:
+                cost = StageCost(forward=forward, backward_input=forward, backward_weight=forward)
+            case [forward, backward]:
+                cost = StageCost(forward=forward, backward_input=backward / 2, backward_weight=backward / 2)
+            case [forward, inputs, weights]:
+                cost = StageCost(forward=forward, backward_input=inputs, backward_weight=weights)
+            case _:
+                raise UsageError(
+                    f"--costs: {part!r} for stage {stage} is not a cost\n"
+                    "  a stage's cost is forward, forward:backward or forward:input:weights\n"
+                    "  for four stages, the last one slower, write --costs 1,1,1,1.5:3"
+                )
+        stages.append(cost)
+    return ScheduleCosts(stages=tuple(stages), communication=communication)
+
+
+def _with_messages(found: Schedule) -> Schedule:
+    from dataclasses import replace
+
+    from paceline.parallel.schedules import lower
+
+    programs = lower(found)
+    slots = max(map(len, programs))
+    return replace(found, rows=tuple((*program, *[None] * (slots - len(program))) for program in programs))
+
+
+def _write_csv(found: Schedule, target: str) -> None:
+    from paceline.errors import UsageError
+    from paceline.parallel.schedules import format_csv, write_csv
+
+    if target == "-":
+        typer.echo(format_csv(found), nl=False)
+        return
+    try:
+        write_csv(found, Path(target))
+    except OSError as error:
+        raise UsageError(f"the schedule cannot be written to {target}: {error}") from error
+
+
+def _show(found: Schedule, measure: ScheduleMeasure, messages: bool) -> None:
+    import shutil
+
+    from paceline.parallel.schedules import lower, render_text
+
+    typer.echo(render_text(found, measure, width=max(60, shutil.get_terminal_size((120, 40)).columns)))
+    if messages:
+        for rank, program in enumerate(lower(found)):
+            typer.echo(f"\nrank {rank} runs  {' '.join(map(str, program))}")
+
+
+def _to_json(found: Schedule, measure: ScheduleMeasure) -> dict[str, Any]:
+    from paceline.parallel.schedules import lower
+
+    return {
+        "name": found.name,
+        "ranks": found.ranks,
+        "stages": found.stages,
+        "microbatches": found.microbatches,
+        "placement": list(found.placement),
+        "makespan": measure.makespan,
+        "bubble": measure.bubble,
+        "overhead": measure.overhead,
+        "busy": list(measure.busy),
+        "in_flight": list(measure.in_flight),
+        "in_flight_share": list(measure.in_flight_share),
+        "rows": [[str(action) if action else None for action in row] for row in found.rows],
+        "programs": [[str(action) for action in program] for program in lower(found)],
+    }

@@ -1,0 +1,173 @@
+"""A model as a row of layers: where a pipeline may cut it.
+
+A model says so with a method
+
+    def pipeline_layers(self) -> Sequence[PipelineLayer]
+
+whose layers, run one after another, compute what ``forward`` does: the first takes the model's inputs, each other what
+the one before it returned, and the last returns the model's output. Between two layers any cut is allowed. A plain
+``nn.Sequential`` needs no such method.
+
+What a layer uses it lists: all modules whose parameters, buffers or modes it reads. A module may be in several layers
+(a tied output layer reads the embedding's weight), and every parameter and buffer of the model is in at least one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLayer:
+    """One layer: a function of the layer's before, and the modules that it uses.
+
+    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it. ``run`` takes one
+    argument, what the layer before returned, or for the first layer the model's inputs.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    modules: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Modules that are called one after another. An object, not a closure: a deep copy of a model runs its own."""
+
+    modules: tuple[nn.Module, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns what the last module gives."""
+        first, *others = self.modules
+        x = first(*args)
+        for module in others:
+            x = module(x)
+        return x
+
+
+def model_layers(model: nn.Module) -> tuple[PipelineLayer, ...]:
+    """Returns the layers of a model: what it says itself, or the children of a plain Sequential.
+
+    Raises UsageError with an explanation for a model that does neither, and for layers that do not make up the model.
+    """
+    say: object = getattr(model, "pipeline_layers", None)
+    if callable(say) and not isinstance(say, nn.Module):
+        layers = tuple(say())
+    elif isinstance(model, nn.Sequential) and _is_plain(model):
+        layers = sequential_layers(model)
+    else:
+        raise UsageError(_explain(model))
+    _check(model, layers)
+    return layers
+
+
+def sequential_layers(sequential: nn.Sequential, prefix: str = "") -> tuple[PipelineLayer, ...]:
+    """Returns a layer for each child that has parameters, those without it (activations, dropout) joined to the last.
+
+    Plain Sequentials inside are opened. ``prefix`` is the name of ``sequential`` in the model, with a dot at its end.
+    """
+    rows: list[list[tuple[str, nn.Module]]] = []
+    waiting: list[tuple[str, nn.Module]] = []  # before the first layer: they join it
+    for name, module in _opened(sequential, prefix):
+        if any(True for _ in module.parameters()):
+            rows.append([*waiting, (name, module)])
+            waiting = []
+        elif rows:
+            rows[-1].append((name, module))
+        else:
+            waiting.append((name, module))
+    if waiting:
+        rows.append(waiting)
+    return tuple(_joined(row) for row in rows)
+
+
+def _joined(row: Sequence[tuple[str, nn.Module]]) -> PipelineLayer:
+    modules = tuple(module for _, module in row)
+    return PipelineLayer(name=row[0][0], run=modules[0] if len(modules) == 1 else Chain(modules), modules=modules)
+
+
+def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in sequential._modules.items():  # named_children() leaves out a module's second place
+        if isinstance(module, nn.Sequential) and _is_plain(module):
+            yield from _opened(module, f"{prefix}{name}.")
+        elif module is not None:
+            yield prefix + name, module
+
+
+def _is_plain(model: nn.Sequential) -> bool:
+    """Whether calling it is calling its children: no forward of its own, no hooks."""
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    return type(model).forward is nn.Sequential.forward and "forward" not in vars(model) and not any(hooks)
+
+
+def _explain(model: nn.Module) -> str:
+    """Says what a model lacks, with its own names as far as they can be guessed."""
+    kind = type(model).__name__
+    rows = [(n, m) for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
+    name = max(rows, key=lambda row: sum(p.numel() for p in row[1].parameters()), default=("layers", None))[0]
+    return (
+        f"{kind} cannot be cut into stages: it has no method pipeline_layers(), and is not a plain nn.Sequential\n"
+        "  a stage runs a part of the model's layers, and only the model knows in which order forward calls them\n"
+        "  split forward into embed(), a row of layers and the rest, and add, from paceline.models.layers:\n"
+        f"      def pipeline_layers(self):  # of {kind}\n"
+        '          first = PipelineLayer(name="embedding", run=self.embed, modules=(self.embedding,))\n'
+        f'          row = [PipelineLayer(name=f"{name}.{{i}}", run=layer, modules=(layer,))\n'
+        f"                 for i, layer in enumerate(self.{name})]\n"
+        '          last = PipelineLayer(name="head", run=self.unembed, modules=(self.head,))\n'
+        "          return [first, *row, last]\n"
+        "  every module with parameters is in the modules of a layer that uses it; see docs/splitting.md"
+    )
+
+
+def _check(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
+    kind = type(model).__name__
+    strange = [type(layer).__name__ for layer in layers if not isinstance(layer, PipelineLayer)]
+    if strange or not layers:
+        raise UsageError(
+            f"{kind} has {f'{strange[0]} among its' if strange else 'no'} pipeline layers\n"
+            "  they are a row of PipelineLayer, from paceline.models.layers\n  return one for each part of forward"
+        )
+    names = [layer.name for layer in layers]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(
+            f"two pipeline layers of {kind} are called {twice[0]!r}\n  split points are given by name\n"
+            "  name each after its first module"
+        )
+    inner = {id(module) for module in model.modules()} - {id(model)}
+    for layer in layers:
+        for module in layer.modules:
+            if id(module) not in inner:
+                is_model = module is model
+                raise UsageError(
+                    f"pipeline layer {layer.name!r} of {kind} uses "
+                    f"{'the model itself' if is_model else f'a {type(module).__name__} that is not in the model'}\n"
+                    "  a layer uses modules below the model\n"
+                    + ("  list those it reads, and give a parameter of the model itself a module of its own"
+                       if is_model else "  list modules that named_modules() has")
+                )  # fmt: skip
+    _check_complete(model, layers)
+
+
+def _check_complete(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
+    used = {id(inner) for layer in layers for module in layer.modules for inner in module.modules()}
+    left = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if id(module) not in used
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise UsageError(
+            f"{left[0]}{more} of {type(model).__name__} belong to no pipeline layer\n"
+            "  what no stage has would be neither trained nor saved\n"
+            "  name the module in the modules of the layer that uses it; a tensor of the model itself needs a module"
+        )

@@ -1,0 +1,184 @@
+"""A pipeline schedule as data: for each rank a row of actions, and how a row is walked.
+
+An action is one thing that a rank does with one microbatch in one stage. Written down it is its kind, its stage and its
+microbatch: ``F2.5`` is the forward of microbatch 5 in stage 2.
+
+    F   forward                           needs F of the stage before
+    B   backward, whole                   needs F of this stage, and B or I of the stage after
+    I   backward, to the stage's input    needs the same, and is all that the stage before waits for
+    W   backward, to the stage's weights  needs I of this stage; nobody waits for it
+    SF  sends the output to the next stage            RF  receives the input from the stage before
+    SB  sends its input's gradient to the stage before    RB  receives its output's gradient from the next stage
+    R   reduces the stage's gradients over its data-parallel ranks, once (``R2``: no microbatch)
+
+The order within a row is what a rank does; the slots of a row show about when, and an empty cell is idleness. Moving
+actions to other slots without changing their order changes how a schedule looks, not what it does.
+
+Pure functions over plain values: no torch, nothing to mock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from paceline.errors import UsageError
+
+Kind = Literal["F", "B", "I", "W", "SF", "RF", "SB", "RB", "R"]
+Times = dict["Action", tuple[float, float]]
+
+COMPUTE_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+MESSAGE_KINDS: tuple[Kind, ...] = ("SF", "RF", "SB", "RB")
+_FORM = re.compile(rf"({'|'.join(sorted(get_args(Kind), key=len, reverse=True))})(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does. ``microbatch`` is -1 for R, which is of the whole step."""
+
+    kind: Kind
+    stage: int
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}" if self.kind == "R" else f"{self.kind}{self.stage}.{self.microbatch}"
+
+    @property
+    def is_compute(self) -> bool:
+        return self.kind in COMPUTE_KINDS
+
+
+def parse_action(text: str) -> Action:
+    """Reads the text form, such as ``F0.3`` or ``R0``; raises UsageError for anything else."""
+    found = _FORM.fullmatch(text.strip())
+    if found is None or (found[1] == "R") != (found[3] is None):
+        raise UsageError(
+            f"{text.strip()!r} is not an action\n"
+            f"  an action is its kind ({', '.join(get_args(Kind))}), its stage, a dot and its microbatch\n"
+            "  write F0.3 for the forward of microbatch 3 in stage 0, R0 for the reduce of stage 0"
+        )
+    return Action(found[1], int(found[2]), -1 if found[3] is None else int(found[3]))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What every rank of a pipeline does, in order: one row a rank, one cell a slot, None where it is idle."""
+
+    name: str
+    rows: tuple[tuple[Action | None, ...], ...]
+    placement: tuple[int, ...]  # the rank of each stage
+    microbatches: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def slots(self) -> int:
+        return max(map(len, self.rows), default=0)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is done in two parts, I and W."""
+        return any(action.kind in ("I", "W") for row in self.rows for action in row if action)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the rows say when to send and receive; otherwise ``lower`` decides it."""
+        return any(action.kind in MESSAGE_KINDS for row in self.rows for action in row if action)
+
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """Returns each rank's actions, without the idle cells."""
+        return tuple(tuple(action for action in row if action) for row in self.rows)
+
+    def compute_orders(self) -> tuple[tuple[Action, ...], ...]:
+        """Returns each rank's F, B, I and W, without idle cells, messages and reduces."""
+        return tuple(tuple(action for action in row if action and action.is_compute) for row in self.rows)
+
+
+Needs = Callable[[Action], tuple[Action, ...]]
+
+
+def compute_needs(orders: Iterable[Iterable[Action]], stages: int) -> Needs:
+    """Returns the function that says which compute actions an action of these waits for."""
+    present = {action for order in orders for action in order}
+
+    def backward_of(stage: int, microbatch: int) -> Action:
+        """What makes the gradient of a stage's input."""
+        part = Action("I", stage, microbatch)
+        return part if part in present else Action("B", stage, microbatch)
+
+    def needs(action: Action) -> tuple[Action, ...]:
+        stage, microbatch = action.stage, action.microbatch
+        match action.kind:
+            case "F":
+                return (Action("F", stage - 1, microbatch),) if stage else ()
+            case "B" | "I":
+                own = (Action("F", stage, microbatch),)
+                return own if stage == stages - 1 else (*own, backward_of(stage + 1, microbatch))
+            case "W":
+                return (Action("I", stage, microbatch),)
+            case _:
+                return ()
+
+    return needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """When each action of a program ran, and where each rank stands: at its end, unless the ranks are stuck."""
+
+    times: Times
+    positions: tuple[int, ...]
+
+    def is_stuck(self, orders: Sequence[Sequence[Action]]) -> bool:
+        return any(position < len(order) for position, order in zip(self.positions, orders, strict=True))
+
+
+def walk(
+    orders: Sequence[Sequence[Action]],
+    needs: Needs,
+    duration: Callable[[Action], float] = lambda _: 1.0,
+    delay: Callable[[Action, Action], float] = lambda _before, _after: 0.0,
+) -> Walk:
+    """Runs each rank's actions in order, each as soon as its rank is free and what it needs is there.
+
+    ``delay`` is what lies between the end of an action and the start of one that needs it. Time is O(actions): a rank
+    is looked at again only when an action that it waits for has run.
+    """
+    times: Times = {}
+    positions = [0] * len(orders)
+    free = [0.0] * len(orders)
+    waiting: dict[Action, list[int]] = {}
+    ready = list(range(len(orders)))[::-1]
+    while ready:
+        rank = ready.pop()
+        while positions[rank] < len(orders[rank]):
+            action = orders[rank][positions[rank]]
+            before = needs(action)
+            if missing := next((each for each in before if each not in times), None):
+                waiting.setdefault(missing, []).append(rank)
+                break
+            start = max([free[rank], *(times[each][1] + delay(each, action) for each in before)])
+            free[rank] = start + duration(action)
+            times[action] = (start, free[rank])
+            positions[rank] += 1
+            ready += waiting.pop(action, [])
+    return Walk(times=times, positions=tuple(positions))
+
+
+def align(name: str, orders: Sequence[Sequence[Action]], placement: Sequence[int], microbatches: int) -> Schedule:
+    """Makes a schedule of each rank's order: an action stands in the first slot after all that it needs."""
+    times = walk(orders, compute_needs(orders, len(placement))).times
+    slots = max((round(end) for _, end in times.values()), default=0)
+    rows: list[list[Action | None]] = [[None] * slots for _ in orders]
+    for row, order in zip(rows, orders, strict=True):
+        for action in order:
+            row[round(times[action][0])] = action
+    return Schedule(name=name, rows=tuple(map(tuple, rows)), placement=tuple(placement), microbatches=microbatches)

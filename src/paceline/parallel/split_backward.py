@@ -1,0 +1,129 @@
+"""Backward in two parts: first what the stage before waits for, later what only the optimizer needs.
+
+    input part    the gradient of a stage's inputs: half of the work, and all that anybody waits for
+    weight part   the gradients of the weights of its linear layers, x^T g: whenever there is nothing better to do
+
+A linear layer under ``DeferredWeights`` leaves its weight's gradient out and notes the two factors. The gradients of all
+other parameters (norms, biases, embeddings) are cheap and fall out of the input part; they are kept beside the factors.
+The weight part multiplies the factors and hands all gradients to autograd at once, as one backward over the parameters:
+an engine's hooks see each microbatch's gradients together, as they would without the split.
+
+Memory: from the input part to the weight part a stage keeps x and g of its linear layers, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(slots=True)
+class WeightPart:
+    """What one forward leaves for the weight part of its backward."""
+
+    factors: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # weight, x, g
+    gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def finish(self) -> bool:
+        """Computes the gradients of the weights, and gives the parameters all of theirs; returns if there were any."""
+        for weight, x, gradient in self.factors:
+            product = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+            self._add(weight, product.to(weight.dtype))
+        self.factors.clear()
+        parameters, gradients = list(self.gradients), list(self.gradients.values())
+        self.gradients.clear()
+        if parameters:
+            torch.autograd.backward(parameters, gradients)
+        return bool(parameters)
+
+    def keep(self, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+        """Keeps gradients that the input part has computed besides."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                self._add(parameter, gradient)
+
+    def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        held = self.gradients.get(parameter)
+        self.gradients[parameter] = gradient if held is None else held + gradient
+
+
+class DeferredWeights(TorchFunctionMode):
+    """Under it, linear layers leave the gradients of their weights to ``part``.
+
+    It must be on in backward too: a checkpointed part runs again there, and has to save the same tensors.
+    """
+
+    def __init__(self, part: WeightPart) -> None:
+        super().__init__()
+        self._part = part
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.linear and torch.is_grad_enabled():
+            x, weight, bias = _linear_arguments(*args, **kwargs)
+            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                return self._linear(x, weight, bias)
+        return function(*args, **kwargs)
+
+    def _linear(self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None) -> torch.Tensor:
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        used = weight.detach().to(x.dtype)
+        apply: Callable[..., torch.Tensor] = _Linear.apply
+        return apply(x, used, bias, weight, self._part)
+
+
+def input_part(
+    roots: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    part: WeightPart,
+) -> list[torch.Tensor | None]:
+    """Runs the input part of a backward: returns the gradients of ``inputs``, and leaves the rest to ``part``."""
+    found = torch.autograd.grad(roots, [*inputs, *parameters], gradients, allow_unused=True)
+    part.keep(parameters, found[len(inputs) :])
+    return list(found[: len(inputs)])
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward notes what its weight's gradient is made of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        used: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: nn.Parameter,
+        part: WeightPart,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, used)
+        ctx.weight, ctx.part, ctx.has_bias = weight, part, bias is not None
+        return F.linear(x, used, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient: torch.Tensor = gradients[0]
+        x, used = ctx.saved_tensors
+        ctx.part.factors.append((ctx.weight, x, gradient))
+        gradient_x = gradient @ used if ctx.needs_input_grad[0] else None
+        gradient_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return gradient_x, None, gradient_bias, None, None
+
+
+def _linear_arguments(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return input, weight, bias

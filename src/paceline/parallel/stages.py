@@ -1,0 +1,315 @@
+"""Stages: a model cut into parts that run one after another, each under the whole model's names.
+
+    bounds = (0, 3, 6)        two stages: the first runs layers 0, 1, 2, the second 3, 4, 5 (see models/layers.py)
+
+A stage is a module of its own. It holds the model's own submodules, not copies, at the paths they have in the model,
+with empty modules in between. So its parameters, buffers and state dict have the whole model's names, the engines take
+it like any other module, and the state dicts of all stages together are that of the model. A rank holds the parameters
+of its stages: P / p of P parameters on p ranks, more where layers differ.
+
+Tied weights. A parameter that several stages use is in each of them that is on another rank, under its first name in
+the model; the gradients of its copies add up to that of the one parameter, and whoever runs the stages sums them
+(``tied_names``). Of a rank's own stages only the first owns it, and the others read it there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.models.layers import PipelineLayer, model_layers
+from paceline.models.registry import model_apart, model_blocks, model_ends
+
+Places = Sequence[tuple[nn.Module, str]]  # where parameters hang: a module and its attribute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRoles:
+    """What some modules are to a stage: see models/registry.py; ``around`` it are those that no layer has."""
+
+    blocks: tuple[nn.Module, ...]
+    ends: tuple[nn.Module, ...]
+    apart: tuple[nn.Module, ...]
+    around: tuple[nn.Module, ...]
+
+
+class Stage(nn.Module):
+    """Some consecutive layers of a model; ``forward`` takes the model's inputs, or what the stage before returned."""
+
+    def __init__(
+        self,
+        index: int,
+        num_stages: int,
+        layers: Sequence[PipelineLayer],
+        held: Sequence[tuple[str, nn.Module | nn.Parameter]],
+        roles: StageRoles,
+    ) -> None:
+        """Takes what it holds, by its names in the model."""
+        super().__init__()
+        self.index = index
+        self.num_stages = num_stages
+        self.layers = tuple(layers)
+        self._roles = roles
+        self._borrowed: Places = ()
+        for name, each in held:
+            path, _, last = name.rpartition(".")
+            # Not by setattr: a model may have a child called ``layers`` or ``index``, and so has a stage.
+            if isinstance(each, nn.Module):
+                self._container(path)._modules[last] = each
+            else:
+                self._container(path)._parameters[last] = each
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes the model's inputs."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it returns the model's output."""
+        return self.index == self.num_stages - 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layers in order."""
+        first, *others = self.layers
+        x = first.run(*args, **kwargs)
+        for layer in others:
+            x = layer.run(x)
+        return x
+
+    def blocks(self) -> list[nn.Module]:
+        """Returns the model's repeated blocks that are in this stage: what is compiled, checkpointed or sharded."""
+        return list(self._roles.blocks)
+
+    def ends(self) -> list[nn.Module]:
+        """Returns the layers before and after the blocks, if this stage has them and calls them one by one."""
+        return list(self._roles.ends)
+
+    def apart(self) -> list[nn.Module]:
+        """Returns the modules in this stage whose weights are read apart from their calls."""
+        return list(self._roles.apart)
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of this stage, and of the modules around it that layers may ask (``self.training``)."""
+        for module in self._roles.around:
+            module.training = mode
+        return super().train(mode)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over the parameters that this stage owns, in the model's order."""
+        borrowed = {id(module._parameters[name]) for module, name in self._borrowed}
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if id(parameter) not in borrowed:
+                yield name, parameter
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Returns the module of this name, also where the stage has an attribute of the same."""
+        module: nn.Module | None = self
+        for part in target.split(".") if target else ():
+            module = None if module is None else module._modules.get(part)
+        if module is None:
+            raise AttributeError(f"stage {self.index} has no module {target!r}")
+        return module
+
+    def _container(self, path: str) -> nn.Module:
+        """Returns the module at ``path``, and makes empty ones where there is none."""
+        module: nn.Module = self
+        for part in path.split(".") if path else ():
+            inner = module._modules.get(part)
+            if inner is None:
+                inner = module._modules[part] = nn.Module()
+            module = inner
+        return module
+
+    def extra_repr(self) -> str:
+        """Says which stage it is and what it runs."""
+        return f"stage {self.index} of {self.num_stages}: {', '.join(layer.name for layer in self.layers)}"
+
+
+def split_model(
+    model: nn.Module,
+    bounds: Sequence[int],
+    keep: Collection[int],
+    *,
+    layers: Sequence[PipelineLayer] | None = None,
+) -> dict[int, Stage]:
+    """Cuts a model: stage s runs layers ``bounds[s]`` to ``bounds[s + 1]``. Returns the stages in ``keep``, by number.
+
+    The stages share the model's modules. What no kept stage uses is replaced by meta tensors, which frees its memory;
+    so the model itself is of no use any more. A model on the meta device stays there (see ``initialise_stages``).
+
+    Raises UsageError for a model that cannot be cut, and for bounds or stages that it does not have.
+    """
+    layers = model_layers(model) if layers is None else tuple(layers)
+    _check_bounds(layers, bounds)
+    num_stages = len(bounds) - 1
+    wrong = sorted(index for index in keep if not 0 <= index < num_stages)
+    if wrong:
+        raise UsageError(f"stage {wrong[0]} of {num_stages}\n  stages are counted from 0 to {num_stages - 1}")
+    used = {id(module) for module in _modules_of(layers)}
+    roles = StageRoles(
+        blocks=tuple(model_blocks(model)),
+        ends=tuple(model_ends(model)),
+        apart=tuple(model_apart(model)),
+        around=tuple(module for module in model.modules() if id(module) not in used),
+    )
+    owned: set[int] = set()  # tensors of the stages so far
+    stages: dict[int, Stage] = {}
+    for index in sorted(set(keep)):
+        own = layers[bounds[index] : bounds[index + 1]]
+        stage = Stage(index, num_stages, own, list(_held(model, own, owned)), _roles_in(own, roles))
+        stage._borrowed = [place for place in _places(own) if id(place[0]._parameters[place[1]]) in owned]
+        owned |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+        stages[index] = stage
+    _free_others(model, stages.values())
+    for stage in stages.values():
+        stage.train(model.training)
+    return stages
+
+
+def tied_names(
+    model: nn.Module, bounds: Sequence[int], *, layers: Sequence[PipelineLayer] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters that several stages use, by their first name in the model, with those stages in order."""
+    layers = model_layers(model) if layers is None else tuple(layers)
+    _check_bounds(layers, bounds)
+    users: dict[int, list[int]] = {}
+    for index in range(len(bounds) - 1):
+        own = layers[bounds[index] : bounds[index + 1]]
+        for key in {id(module._parameters[name]) for module, name in _places(own)}:
+            users.setdefault(key, []).append(index)
+    return {
+        name: tuple(users[id(parameter)])
+        for name, parameter in model.named_parameters()
+        if len(users.get(id(parameter), ())) > 1
+    }
+
+
+@torch.no_grad()
+def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
+    """Gives stages of a model on the meta device, on the CPU, the values that one process would draw for them.
+
+    Every rank draws the whole model's numbers in order, and keeps those of its stages: at no moment is more than one
+    module beside them in memory. Raises UsageError for a module with tensors but without ``reset_parameters()``.
+    """
+    kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
+    real: dict[int, nn.Parameter] = {}  # by what stood in its place
+    alive = [*model.parameters(), *model.buffers()]  # to the end: the id of what is gone is used again
+    for name, module in model.named_modules():
+        before = {**module._parameters}, {**module._buffers}
+        if not any(tensor is not None for tensors in before for tensor in tensors.values()):
+            continue
+        if not callable(getattr(module, "reset_parameters", None)):
+            raise UsageError(
+                f"the model is on the meta device, and {name or type(module).__name__} cannot be initialised\n"
+                "  a module with parameters or buffers needs a method reset_parameters() that gives them values\n"
+                "  add it, or build the model on the CPU"
+            )
+        module.to_empty(device=torch.device("cpu"), recurse=False)
+        module.reset_parameters()
+        for attribute, old in before[0].items():
+            if old is not None:  # the second place of a tied parameter draws its numbers too, and drops them
+                is_kept, new = id(old) in kept, module._parameters[attribute]
+                assert new is not None
+                module._parameters[attribute] = real.setdefault(id(old), new) if is_kept else old
+        for attribute, buffer in before[1].items():
+            if id(buffer) not in kept:
+                module._buffers[attribute] = buffer
+    for stage in stages:
+        for module in stage.modules():
+            for attribute, held in module._parameters.items():
+                module._parameters[attribute] = real.get(id(held), held)
+    del alive
+
+
+def _roles_in(layers: Sequence[PipelineLayer], roles: StageRoles) -> StageRoles:
+    inside = {id(module) for module in _modules_of(layers)}
+    fields = ("blocks", "ends", "apart")
+    own = {name: tuple(module for module in getattr(roles, name) if id(module) in inside) for name in fields}
+    return replace(roles, **own)
+
+
+def _modules_of(layers: Sequence[PipelineLayer]) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+    for layer in layers:
+        for module in layer.modules:
+            for inner in module.modules():
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    yield inner
+
+
+def _places(layers: Sequence[PipelineLayer]) -> Places:
+    """Returns where the parameters of layers hang."""
+    return [
+        (module, name)
+        for module in _modules_of(layers)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _held(
+    model: nn.Module, layers: Sequence[PipelineLayer], owned: Collection[int]
+) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+    """Iterates over what a stage holds, by its names in the model and in the model's order.
+
+    That is the outermost modules that its layers use, except those whose tensors an earlier stage of this rank owns;
+    and a tied parameter under its first name, where the module of that name is not among them.
+    """
+    tops = {id(module) for layer in layers for module in layer.modules}
+    used = {id(module._parameters[name]) for module, name in _places(layers)} - set(owned)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    inside = "."  # no module is below it
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path.startswith(f"{inside}."):
+            continue
+        if id(module) not in tops:
+            for name, parameter in module._parameters.items():
+                full = f"{path}.{name}" if path else name
+                if parameter is not None and id(parameter) in used and first[id(parameter)] == full:
+                    yield full, parameter
+            continue
+        inside = path
+        tensors = [*module.parameters(), *module.buffers()]
+        if not tensors or any(id(tensor) not in owned for tensor in tensors):
+            yield path, module
+
+
+def _free_others(model: nn.Module, stages: Collection[Stage]) -> None:
+    """Replaces the tensors that no stage uses by meta tensors; tied ones stay tied."""
+    kept = {id(module) for stage in stages for module in _modules_of(stage.layers)}
+    tensors = [t for m in model.modules() if id(m) in kept for t in (*m._parameters.values(), *m._buffers.values())]
+    used = {id(tensor) for tensor in tensors if tensor is not None}
+    empty: dict[int, nn.Parameter] = {}
+    before: list[nn.Parameter] = []  # alive until all are replaced: an id is used again after that
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in used and not parameter.is_meta:
+                before.append(parameter)
+                if id(parameter) not in empty:
+                    shape = torch.empty_like(parameter, device="meta")
+                    empty[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
+                module._parameters[name] = empty[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in used:
+                module._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+def _check_bounds(layers: Sequence[PipelineLayer], bounds: Sequence[int]) -> None:
+    rises = all(begin < end for begin, end in itertools.pairwise(bounds))
+    if len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == len(layers) and rises:
+        return
+    raise UsageError(
+        f"bounds {tuple(bounds)} of {len(layers)} layers\n"
+        "  stage s runs the layers from bounds[s] to bounds[s + 1], at least one, and together they run all\n"
+        f"  begin with 0, end with {len(layers)}, and let them rise"
+    )

@@ -1,0 +1,109 @@
+"""Which part of each tensor a rank of a tensor-parallel group holds, by the names and shapes of the whole model.
+
+A tensor is cut along one dim into contiguous pieces, as equal as can be: the first ranks have one more where it does
+not divide. A fused one (queries, keys and values in one matrix) has several groups along that dim, each cut so:
+
+    whole   | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |      rank 1 of 2   | q2 q3 | k2 k3 | v2 v3 |
+
+What is not cut is the same on all ranks. Gathering one tensor takes one all-gather of its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.errors import UsageError
+
+
+def split_range(extent: int, size: int, rank: int) -> tuple[int, int]:
+    """Returns the first and the one-past-last of ``extent`` items that ``rank`` of ``size`` has."""
+    each, more = divmod(extent, size)
+    first = rank * each + min(rank, more)
+    return first, first + each + (rank < more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How one tensor of the whole model's ``shape`` is cut: along ``dim`` in each of ``groups``; None: it is not."""
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    groups: int = 1
+
+    def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
+        """Returns the shape of a rank's piece."""
+        if self.dim is None:
+            return self.shape
+        first, last = split_range(self.shape[self.dim] // self.groups, size, rank)
+        return (*self.shape[: self.dim], self.groups * (last - first), *self.shape[self.dim + 1 :])
+
+    def cut(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """Returns a rank's piece, in memory of its own."""
+        if self.dim is None:
+            return full.clone()
+        first, last = split_range(self.shape[self.dim] // self.groups, size, rank)
+        pieces = [group.narrow(self.dim, first, last - first) for group in full.chunk(self.groups, self.dim)]
+        return torch.cat(pieces, self.dim)
+
+    def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+        """Returns the whole from the pieces of all ranks, in rank order."""
+        assert self.dim is not None
+        groups = zip(*(piece.chunk(self.groups, self.dim) for piece in pieces), strict=True)
+        return torch.cat([part for group in groups for part in group], self.dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """The split of every parameter and buffer, by its name in the model; a tied one is listed under all its names."""
+
+    splits: Mapping[str, Split]
+
+    def is_split(self, name: str) -> bool:
+        """Whether ranks hold different parts of the tensor."""
+        return self._of(name).dim is not None
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """Returns the tensor's shape in the plain model."""
+        return self._of(name).shape
+
+    def local(self, name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """Returns a rank's piece of the whole tensor ``full``, in memory of its own."""
+        split = self._of(name)
+        if tuple(full.shape) != split.shape:
+            raise UsageError(
+                f"{name} has the shape {list(full.shape)}, but in the whole model it is {list(split.shape)}\n"
+                "  a rank's piece is cut from the whole tensor\n  give the tensor of a full state dict"
+            )
+        return split.cut(full, rank, size)
+
+    def full(self, name: str, local: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        """Returns the whole tensor from every rank's piece, in memory of its own; all ranks call it."""
+        split = self._of(name)
+        expected = split.local_shape(comm.rank, comm.size)
+        if tuple(local.shape) != expected:
+            raise UsageError(
+                f"{name} has the shape {list(local.shape)}, but rank {comm.rank} of {comm.size} holds {list(expected)}"
+                f" of {list(split.shape)}\n  the whole is put together from the ranks' pieces\n"
+                "  give the tensor of the split model, or its gradient or optimizer state"
+            )
+        if split.dim is None:
+            return local.detach().clone()
+        shapes = [split.local_shape(rank, comm.size) for rank in range(comm.size)]
+        longest = max(torch.Size(shape).numel() for shape in shapes)
+        padded = local.new_zeros(longest)  # the pieces of an all-gather have one length
+        padded[: local.numel()] = local.detach().reshape(-1)
+        everything = local.new_empty(comm.size, longest)
+        comm.all_gather(everything, padded).wait()
+        return split.join(
+            [row[: torch.Size(shape).numel()].view(shape) for row, shape in zip(everything, shapes, strict=True)]
+        )
+
+    def _of(self, name: str) -> Split:
+        split = self.splits.get(name)
+        if split is None:
+            raise UsageError(f"{name} is no tensor of the model; there are {', '.join(list(self.splits)[:5])}, ...")
+        return split

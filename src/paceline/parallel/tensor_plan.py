@@ -1,0 +1,174 @@
+"""Which layers of a model are split, and how: a plan of name patterns, as data.
+
+A pattern is compared with the last parts of a module's name, part by part, and ``*`` stands for any text within one:
+``layers.*.attention.query`` fits ``model.layers.3.attention.query``. A rule gives what it fits one of these roles:
+
+    input      a split part begins here: the module's first argument is the whole stream
+    column     a linear layer with some of the outputs       row        one with some of the inputs: a split part ends
+    shared     whole parameters inside a split part, that work on some of the heads
+    embedding  has some rows of the vocabulary               head       the output layer, with the same rows
+    between    whole parameters between split parts, that work on a part of the sequence under sequence parallelism
+    positions  an embedding of positions, between split parts
+    begin      before this module the sequence is whole, under sequence parallelism      end   behind it again
+
+A plan without begin and end splits the sequence from the embedding to the output layer. A model whose code between
+looks at the sequence's length has them around its blocks, and pays one all-reduce and one all-gather more in a step.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from paceline.errors import UsageError
+
+Role = Literal["input", "column", "row", "shared", "embedding", "head", "between", "positions", "begin", "end"]
+LAYER_ROLES: tuple[Role, ...] = ("column", "row", "shared", "embedding", "head", "between", "positions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What becomes of the modules that a pattern fits."""
+
+    pattern: str
+    role: Role
+    heads: str | None = None  # split between heads: the attribute of the module above that says how wide one is
+    groups: int = 1  # matrices that lie side by side in the weight, each of them split
+    resized: tuple[str, ...] = ()  # attributes that count what is split: a rank's are its share
+    is_optional: bool = False
+
+    def fits(self, name: str) -> bool:
+        """Whether a module of this name is meant."""
+        parts, wanted = name.split("."), self.pattern.split(".")
+        if len(parts) < len(wanted):
+            return False
+        return all(map(fnmatch.fnmatchcase, parts[-len(wanted) :], wanted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """Rules for a family of models. Of the rules for layers, the first that fits a module counts."""
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def has(self, role: Role) -> bool:
+        """Whether a rule has this role."""
+        return any(rule.role == role for rule in self.rules)
+
+    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
+        """Iterates over the layers that are changed, with their names and rules."""
+        rules = [rule for rule in self.rules if rule.role in LAYER_ROLES]
+        for name, module in model.named_modules():
+            found = next((rule for rule in rules if rule.fits(name)), None)
+            if found is not None:
+                yield name, module, found
+
+    def places(self, model: nn.Module, role: Role) -> Iterator[tuple[str, nn.Module, Rule]]:
+        """Iterates over the modules of the other roles."""
+        for name, module in model.named_modules():
+            found = next((rule for rule in self.rules if rule.role == role and rule.fits(name)), None)
+            if found is not None:
+                yield name, module, found
+
+    def missing(self, model: nn.Module) -> list[str]:
+        """Returns the patterns that fit no module, and are not optional."""
+        names = [name for name, _ in model.named_modules()]
+        return [
+            rule.pattern for rule in self.rules if not rule.is_optional and not any(rule.fits(name) for name in names)
+        ]
+
+
+def plan_for(model: nn.Module) -> TensorPlan:
+    """Returns the ready plan that fits a model. Raises UsageError that says what the nearest lacks."""
+    lacks = [(plan.missing(model), plan) for plan in READY_PLANS]
+    missing, plan = min(lacks, key=lambda row: len(row[0]) / len(row[1].rules))
+    if not missing:
+        return plan
+    known = ", ".join(plan.name for plan in READY_PLANS)
+    raise UsageError(
+        f"there is no tensor-parallel plan for {type(model).__name__}: the nearest is {plan.name!r}, and "
+        f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''} fit none of its modules\n"
+        f"  a plan says by name which layers are split; ready are those for {known}\n"
+        "  give a TensorPlan with a rule for each linear layer inside its blocks, or set parallel.tensor = 1"
+    )
+
+
+def _block(prefix: str, *, inputs: str, columns: str, rows: str, heads: str) -> tuple[Rule, ...]:
+    """Makes the rules of a block from names that are written as one text each."""
+    return (
+        *(Rule(pattern=f"{prefix}.{name}", role="input") for name in inputs.split()),
+        *(Rule(pattern=f"{prefix}.{name}", role="column", heads="head_dim") for name in heads.split()),
+        *(
+            Rule(pattern=f"{prefix}.{name.rstrip('?')}", role="column", is_optional=name.endswith("?"))
+            for name in columns.split()
+        ),
+        *(Rule(pattern=f"{prefix}.{name}", role="row") for name in rows.split()),
+    )
+
+
+GPT_PLAN = TensorPlan(
+    name="paceline GPT",
+    rules=(
+        *_block(
+            "layers.*",
+            inputs="attention mlp",
+            heads="attention.query attention.key attention.value",
+            columns="mlp.gate? mlp.up",
+            rows="attention.output mlp.down",
+        ),
+        Rule(pattern="token_embedding", role="embedding"),
+        Rule(pattern="position_embedding", role="positions", is_optional=True),
+        Rule(pattern="head", role="head", is_optional=True),
+        Rule(pattern="layers.*.attention_norm", role="between"),
+        Rule(pattern="layers.*.mlp_norm", role="between"),
+        Rule(pattern="norm", role="between"),
+    ),
+)
+
+LLAMA_PLAN = TensorPlan(
+    name="Llama",
+    rules=(
+        *_block(
+            "layers.*",
+            inputs="self_attn mlp",
+            heads="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+            columns="mlp.gate_proj mlp.up_proj",
+            rows="self_attn.o_proj mlp.down_proj",
+        ),
+        Rule(pattern="layers.*.self_attn.q_norm", role="shared", is_optional=True),
+        Rule(pattern="layers.*.self_attn.k_norm", role="shared", is_optional=True),
+        Rule(pattern="embed_tokens", role="embedding"),
+        Rule(pattern="lm_head", role="head", is_optional=True),
+        Rule(pattern="layers.*.input_layernorm", role="between"),
+        Rule(pattern="layers.*.post_attention_layernorm", role="between"),
+        Rule(pattern="norm", role="between"),
+        Rule(pattern="layers.0", role="begin"),
+        Rule(pattern="norm", role="end"),
+    ),
+)
+
+GPT2_PLAN = TensorPlan(
+    name="GPT-2",
+    rules=(
+        Rule(pattern="h.*.attn", role="input", resized=("num_heads", "embed_dim", "split_size")),
+        Rule(pattern="h.*.mlp", role="input"),
+        Rule(pattern="h.*.attn.c_attn", role="column", heads="head_dim", groups=3),
+        Rule(pattern="h.*.attn.c_proj", role="row"),
+        Rule(pattern="h.*.mlp.c_fc", role="column"),
+        Rule(pattern="h.*.mlp.c_proj", role="row"),
+        Rule(pattern="wte", role="embedding"),
+        Rule(pattern="lm_head", role="head", is_optional=True),
+        Rule(pattern="h.*.ln_1", role="between"),
+        Rule(pattern="h.*.ln_2", role="between"),
+        Rule(pattern="ln_f", role="between"),
+        Rule(pattern="h.0", role="begin"),
+        Rule(pattern="ln_f", role="end"),
+    ),
+)
+
+READY_PLANS = (GPT_PLAN, LLAMA_PLAN, GPT2_PLAN)
