@@ -150,3 +150,46 @@ def test_the_length_of_a_run_does_not_depend_on_the_ranks(
         plan(samples, ranks=each, global_batch=batch, last_batch=last_batch, **length) for each in (1, ranks, other)
     ]
     assert len({(p.total_steps, p.total_samples, p.steps_per_epoch) for p in plans}) == 1
+
+
+def split_config(**parallel: Any) -> Config:
+    return config_from_dict(
+        {
+            "model": {"kind": "gpt", "size": "gpt-nano"},
+            "data": {"kind": "synthetic_tokens", "context": 16},
+            "parallel": parallel,
+            "train": {"global_batch": 16},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "axes"),
+    [
+        ({}, 4, {"replicate": 4}),
+        ({"pipeline": 2}, 2, {"pipeline": 2, "replicate": 1}),
+        ({"tensor": 2}, 4, {"replicate": 2, "tensor": 2}),
+        (
+            {"pipeline": 2, "tensor": 2, "strategy": "zero1"},
+            8,
+            {"pipeline": 2, "replicate": 1, "shard": 2, "tensor": 2},
+        ),
+        (
+            {"pipeline": 2, "strategy": "hybrid", "shard_ranks": 2},
+            8,
+            {"pipeline": 2, "replicate": 2, "shard": 2},
+        ),
+    ],
+)
+def test_a_split_model_has_axes_of_its_own(parallel: dict[str, Any], ranks: int, axes: dict[str, int]) -> None:
+    config = split_config(**parallel)
+    made = make_plan(config, ranks=ranks, train_samples=64, eval_samples=8)
+    assert dict(made.mesh.axes) == axes
+    assert list(made.mesh.axes) == list(axes.items())
+    assert made.mesh.size == ranks
+    data = ranks // (parallel.get("pipeline", 1) * parallel.get("tensor", 1))
+    assert (made.batch.global_batch, made.batch.ranks) == (16, data)
+    assert made.batch.accumulate == parallel.get("pipeline", 1)
+    # What a part of a model needs is not estimated.
+    memory = with_memory(made, config, describe_model(config, "cpu"), "cpu").memory
+    assert (memory is None) == (data != ranks)

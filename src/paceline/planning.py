@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from paceline.config import BatchPlan, Config, batch_plan, shard_group
+from paceline.config import BatchPlan, Config, config_batch, data_ranks, is_split, shard_group
 from paceline.estimate.facts import ModelFacts
 from paceline.estimate.memory import MemoryEstimate, estimate_memory, setting_of
 from paceline.mesh import Mesh
@@ -41,7 +41,7 @@ def make_plan(
 
     ``node_ranks`` is how many ranks share a host; None: all.
     """
-    batch = batch_plan(config.train, ranks)
+    batch = config_batch(config, ranks)
     samples_per_epoch = train_samples
     if config.data.last_batch == "drop":
         samples_per_epoch -= train_samples % batch.global_batch
@@ -53,7 +53,7 @@ def make_plan(
     return Plan(
         name=config.name,
         strategy=config.parallel.strategy,
-        mesh=_mesh(shard_group(config.parallel, ranks, node_ranks), ranks),
+        mesh=plan_mesh(config, ranks, node_ranks),
         batch=batch,
         train_samples=train_samples,
         eval_samples=eval_samples,
@@ -64,8 +64,8 @@ def make_plan(
 
 
 def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: str) -> Plan:
-    """Returns the plan with an estimate of what a rank will hold, if the model is known."""
-    if model is None:
+    """Returns the plan with an estimate of what a rank will hold, if the model is known and not split itself."""
+    if model is None or is_split(config.parallel):
         return plan
     group = dict(plan.mesh.axes).get("shard", 1)
     setting = setting_of(config, group=group, microbatch=plan.batch.microbatch, device=device)
@@ -79,6 +79,19 @@ def with_microbatch(plan: Plan, microbatch: int) -> Plan:
     return dataclasses.replace(plan, batch=batch)
 
 
-def _mesh(group: int, ranks: int) -> Mesh:
-    """Ranks that share a copy of the model are neighbours; where every rank has its own there is one axis."""
-    return Mesh.of(replicate=ranks) if group == 1 else Mesh.of(replicate=ranks // group, shard=group)
+def plan_mesh(config: Config, ranks: int, node_ranks: int | None = None) -> Mesh:
+    """Returns the axes ``pipeline``, ``replicate``, ``shard`` and ``tensor``, without those of size 1 but replicas.
+
+    Tensor ranks, which talk the most, are neighbours, then those that share a copy of the model; stages, which talk
+    least, are farthest apart.
+    """
+    parallel = config.parallel
+    group = shard_group(parallel, ranks, node_ranks)
+    data = data_ranks(parallel, ranks)
+    sizes = {
+        "pipeline": parallel.pipeline,
+        "replicate": data // group,
+        "shard": group,
+        "tensor": parallel.tensor,
+    }
+    return Mesh.of(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "replicate"})

@@ -7,7 +7,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config
-from paceline.models.registry import model_blocks, model_ends
+from paceline.models.registry import model_apart, model_blocks, model_ends
 from paceline.parallel.partition import choose_units, owned_parameters
 
 
@@ -43,6 +43,13 @@ def test_units_by_size_are_the_largest_modules_that_are_small_enough() -> None:
         "head",
     ]
     assert names(choose_units(model, [], unit_mb=1e-9))[1:3] == ["rows.0.0", "rows.0.1"], "a leaf is not cut"
+
+
+def test_by_size_a_weight_that_is_read_apart_is_left_to_the_root() -> None:
+    tied = GPT(gpt_config("gpt-nano", tied=True))
+    found = names(choose_units(tied, [], unit_mb=64.0, apart=model_apart(tied)))
+    assert found == ["layers.0", "layers.1", "layers.2", "layers.3", "norm"]
+    assert names(choose_units(GPT(gpt_config("gpt-nano", tied=False)), [], unit_mb=64.0))[0] == "token_embedding"
 
 
 def test_attention_of_torch_is_not_cut() -> None:

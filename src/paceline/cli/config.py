@@ -120,10 +120,12 @@ def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
 
 
 def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
-    from paceline.config import ExplainRow, batch_plan, shard_group
+    from paceline.config import ExplainRow, batch_plan, is_split, shard_group
     from paceline.estimate.activations import describe_model
     from paceline.estimate.memory import estimate_memory, setting_of
 
+    if is_split(config.parallel):
+        return [ExplainRow(key="derived.memory", value=None, origin="derived: not estimated for a model that is split")]
     model = describe_model(config, device)
     if model is None:
         return [ExplainRow(key="derived.memory", value=None, origin="derived: only the model's own code can tell")]

@@ -55,4 +55,9 @@ from paceline.config.settings import exported_settings as exported_settings
 from paceline.config.settings import variables_of as variables_of
 from paceline.config.sharding import FULLY_SHARDED as FULLY_SHARDED
 from paceline.config.sharding import SHARDED as SHARDED
+from paceline.config.sharding import data_ranks as data_ranks
 from paceline.config.sharding import shard_group as shard_group
+from paceline.config.splitting import config_batch as config_batch
+from paceline.config.splitting import is_split as is_split
+from paceline.config.splitting import num_chunks as num_chunks
+from paceline.config.splitting import num_stages as num_stages

@@ -59,25 +59,36 @@ def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: 
     return BatchPlan(global_batch=asked.global_batch, microbatch=microbatch, accumulate=accumulate, ranks=ranks)
 
 
-def batch_plan(train: TrainConfig, ranks: int) -> BatchPlan:
+def batch_plan(train: TrainConfig, ranks: int, pipeline: int = 1) -> BatchPlan:
     """Resolves the batch of a config on this many ranks. Raises ConfigError as ``resolve_batch`` does.
 
     ``train.microbatch = auto`` counts as not given: one microbatch a step is where the search for a size that fits
-    begins.
+    begins. A ``pipeline`` of several ranks has at least as many microbatches, where nothing else is said.
     """
     microbatch = None if train.microbatch == "auto" else train.microbatch
-    return resolve_batch(train.global_batch, microbatch, train.accumulate, ranks)
+    accumulate = train.accumulate
+    if pipeline > 1 and microbatch is None and accumulate is None:
+        samples, rest = divmod(train.global_batch or DEFAULT_GLOBAL_BATCH, ranks)
+        accumulate = None if rest else min((n for n in _divisors(samples) if n >= pipeline), default=samples or None)
+    return resolve_batch(train.global_batch, microbatch, accumulate, ranks)
 
 
 def check_batch(
-    global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int | None
+    global_batch: int | None,
+    microbatch: int | None,
+    accumulate: int | None,
+    ranks: int | None,
+    ranks_key: str = "parallel.ranks",
 ) -> list[Problem]:
-    """Lists what is wrong with a batch; with ``ranks=None``, what is wrong whatever the number of ranks will be."""
+    """Lists what is wrong with a batch; with ``ranks=None``, what is wrong whatever the number of ranks will be.
+
+    ``ranks_key`` is what the messages call the ranks: where the model is split, only some of them share the batch.
+    """
     given = {"global_batch": global_batch, "microbatch": microbatch, "accumulate": accumulate, "ranks": ranks}
     too_small = [_too_small(name, value) for name, value in given.items() if value is not None and value < 1]
     if too_small:
         return too_small
-    asked = _Asked.complete(global_batch, microbatch, accumulate, ranks)
+    asked = replace(_Asked.complete(global_batch, microbatch, accumulate, ranks), ranks_key=ranks_key)
     if asked.fits():
         return []
     if ranks is not None and ranks > asked.global_batch:
@@ -94,6 +105,7 @@ class _Asked:
     accumulate: int | None
     ranks: int | None
     is_default_batch: bool = False
+    ranks_key: str = _KEYS["ranks"]
 
     @classmethod
     def complete(
@@ -129,7 +141,11 @@ class _Asked:
     def text(self, name: str) -> str:
         """Writes one value as it stands in a config: ``train.global_batch = 64 (the default)``."""
         is_default = name == "global_batch" and self.is_default_batch
-        return f"{_KEYS[name]} = {getattr(self, name)}" + (" (the default)" if is_default else "")
+        return f"{self.key(name)} = {getattr(self, name)}" + (" (the default)" if is_default else "")
+
+    def key(self, name: str) -> str:
+        """Returns what a value is called in a config."""
+        return self.ranks_key if name == "ranks" else _KEYS[name]
 
     def product_text(self) -> str:
         """Writes the given factors and what they make: ``train.microbatch = 8 x parallel.ranks = 3, which is 24``."""
@@ -169,7 +185,7 @@ def _uneven(asked: _Asked) -> Problem:
 def _fix(asked: _Asked) -> str:
     """Names, for each value that may be changed alone, the nearest ones that work."""
     options = [
-        f"{_KEYS[name]} = {' or '.join(str(value) for value in values)}"
+        f"{asked.key(name)} = {' or '.join(str(value) for value in values)}"
         for name in _KEYS
         if getattr(asked, name) is not None and (values := _nearest_valid(asked, name))
     ]

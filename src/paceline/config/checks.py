@@ -20,11 +20,25 @@ from paceline.config.schema import Config, GPTModelConfig, MLPModelConfig, Optim
 from paceline.config.setting_rules import settings_agree
 from paceline.config.sharding import (
     check_sharding,
+    data_ranks,
     offload_has_shards,
     one_way_to_cut,
     sharding_fits,
     sharding_keys_apply,
     units_are_names,
+)
+from paceline.config.splitting import (
+    check_split,
+    is_split,
+    microbatch_is_known,
+    schedule_file_fits,
+    schedule_fits,
+    split_fits,
+    split_keys_apply,
+    split_suits_the_rest,
+    stages_are_asked_once,
+    stages_fit,
+    tensor_fits,
 )
 from paceline.config.suggest import near_files
 from paceline.errors import Problem
@@ -61,7 +75,8 @@ def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> li
     For when ``parallel.ranks = auto`` has been resolved, and the hosts are known.
     """
     return [
-        *_check_batch(config.train, ranks),
+        *check_split(config, ranks),
+        *_check_batch(config, ranks),
         *check_sharding(config, ranks, node_ranks),
         *check_algorithm(config, ranks, node_ranks),
     ]
@@ -100,10 +115,11 @@ def one_length(config: Config) -> list[Problem]:
 def batch_fits(config: Config) -> list[Problem]:
     """The batch can be divided among the ranks; for ``auto``, among some number of them."""
     ranks = config.parallel.ranks
-    return _check_batch(config.train, None if ranks == "auto" else ranks)
+    return _check_batch(config, None if ranks == "auto" else ranks)
 
 
-def _check_batch(train: TrainConfig, ranks: int | None) -> list[Problem]:
+def _check_batch(config: Config, ranks: int | None) -> list[Problem]:
+    train, parallel = config.train, config.parallel
     if train.microbatch == "auto" and train.accumulate is not None:
         return [
             Problem(
@@ -113,7 +129,12 @@ def _check_batch(train: TrainConfig, ranks: int | None) -> list[Problem]:
             )
         ]
     microbatch = None if train.microbatch == "auto" else train.microbatch
-    return check_batch(train.global_batch, microbatch, train.accumulate, ranks)
+    if not is_split(parallel):
+        return check_batch(train.global_batch, microbatch, train.accumulate, ranks)
+    if ranks is not None and ranks % (parallel.pipeline * parallel.tensor):
+        return []  # said by the rules of the degrees
+    data = parallel.data if ranks is None else data_ranks(parallel, ranks)
+    return check_batch(train.global_batch, microbatch, train.accumulate, data, ranks_key="parallel.data")
 
 
 def model_suits_data(config: Config) -> list[Problem]:
@@ -429,6 +450,15 @@ CHECKS: tuple[Check, ...] = (
     Check(needs=("parallel",), run=one_way_to_cut),
     Check(needs=("parallel",), run=units_are_names),
     Check(needs=("parallel", "memory"), run=offload_has_shards),
+    Check(needs=("parallel",), run=split_fits),
+    Check(needs=("parallel",), run=split_keys_apply),
+    Check(needs=("parallel",), run=schedule_fits),
+    Check(needs=("parallel",), run=schedule_file_fits),
+    Check(needs=("parallel",), run=stages_are_asked_once),
+    Check(needs=("model", "parallel"), run=stages_fit),
+    Check(needs=("model", "data", "parallel"), run=tensor_fits),
+    Check(needs=("parallel", "comm", "memory"), run=split_suits_the_rest),
+    Check(needs=("parallel", "train"), run=microbatch_is_known),
     Check(needs=("model", "memory"), run=model_has_blocks),
     Check(needs=("train",), run=one_length),
     Check(needs=("train", "parallel"), run=batch_fits),

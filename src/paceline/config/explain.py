@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.batch import DEFAULT_GLOBAL_BATCH, BatchPlan, batch_plan
+from paceline.config.batch import DEFAULT_GLOBAL_BATCH, BatchPlan
 from paceline.config.fields import known_fields
 from paceline.config.gpt_sizes import gpt_shape
 from paceline.config.known_data import known_shape
@@ -14,7 +14,8 @@ from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.rates import peak_learning_rate
 from paceline.config.schema import Config, GPTModelConfig, TextDataConfig, TrainConfig
 from paceline.config.settings import config_settings
-from paceline.config.sharding import FULLY_SHARDED, shard_group
+from paceline.config.sharding import FULLY_SHARDED, data_ranks, shard_group
+from paceline.config.splitting import config_batch, is_split, num_chunks, num_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +119,27 @@ def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         known = parallel.node_ranks or None
         yield _row("parallel.shard_ranks", known, "parallel.node_ranks" + ("" if known else ", when the run starts"))
     if ranks is not None and parallel.strategy not in ("ddp", "auto"):
-        group = shard_group(parallel, ranks)
-        text = f"parallel.ranks / ranks of a shard group = {ranks} / {group}"
-        yield _row("derived.copies_of_the_model", ranks // group, text)
+        group, sharing = shard_group(parallel, ranks), data_ranks(parallel, ranks)
+        name = "parallel.data" if is_split(parallel) else "parallel.ranks"
+        text = f"{name} / ranks of a shard group = {sharing} / {group}"
+        yield _row("derived.copies_of_the_model", sharing // group, text)
+    yield from _split(config, ranks)
+
+
+def _split(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
+    parallel = config.parallel
+    if is_split(parallel) and parallel.data is None:
+        formula = "parallel.ranks / (parallel.pipeline x parallel.tensor)"
+        if ranks is None:
+            yield _row("parallel.data", None, formula + "; give the ranks to see it")
+        else:
+            formula += f" = {ranks} / ({parallel.pipeline} x {parallel.tensor})"
+            yield _row("parallel.data", data_ranks(parallel, ranks), formula)
+    if parallel.pipeline > 1 and parallel.schedule_file is None:
+        if parallel.chunks is None:
+            yield _row("parallel.chunks", num_chunks(parallel), f"parallel.schedule = {parallel.schedule}")
+        formula = f"parallel.pipeline x parallel.chunks = {parallel.pipeline} x {num_chunks(parallel)}"
+        yield _row("derived.stages", num_stages(parallel), formula)
 
 
 def _known_ranks(config: Config, ranks: int | None) -> int | None:
@@ -130,11 +149,11 @@ def _known_ranks(config: Config, ranks: int | None) -> int | None:
 def _batch(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     train = config.train
     ranks = _known_ranks(config, ranks)
-    plan = None if ranks is None else batch_plan(train, ranks)
+    plan = None if ranks is None else config_batch(config, ranks)
     if train.microbatch == "auto":
         yield from _searched_batch(train, plan)
         return
-    for key, formula in _batch_formulas(train, plan).items():
+    for key, formula in _batch_formulas(config, plan).items():
         if getattr(train, key) is None:
             pending = "" if plan else "; give the ranks to see it"
             yield _row(f"train.{key}", getattr(plan, key) if plan else None, formula + pending)
@@ -154,19 +173,23 @@ def _searched_batch(train: TrainConfig, plan: BatchPlan | None) -> Iterator[Expl
     yield _row("train.accumulate", None, "train.global_batch / (train.microbatch x parallel.ranks)")
 
 
-def _batch_formulas(train: TrainConfig, plan: BatchPlan | None) -> dict[str, str]:
-    product = "train.microbatch x train.accumulate x parallel.ranks"
-    micro = "train.global_batch / (train.accumulate x parallel.ranks)"
-    steps = "train.global_batch / (train.microbatch x parallel.ranks)"
+def _batch_formulas(config: Config, plan: BatchPlan | None) -> dict[str, str]:
+    train, sharing = config.train, "parallel.data" if is_split(config.parallel) else "parallel.ranks"
+    product = f"train.microbatch x train.accumulate x {sharing}"
+    micro = f"train.global_batch / (train.accumulate x {sharing})"
+    steps = f"train.global_batch / (train.microbatch x {sharing})"
     if plan:
         product += f" = {plan.microbatch} x {plan.accumulate} x {plan.ranks}"
         micro += f" = {plan.global_batch} / ({plan.accumulate} x {plan.ranks})"
         steps += f" = {plan.global_batch} / ({plan.microbatch} x {plan.ranks})"
     is_free = train.microbatch is None
+    alone = "1, as nothing asks for more"
+    if is_free and config.parallel.pipeline > 1:
+        alone = f"at least parallel.pipeline = {config.parallel.pipeline}, if the samples of a rank can be cut so"
     return {
         "global_batch": f"{DEFAULT_GLOBAL_BATCH}, as train.microbatch is not given either" if is_free else product,
         "microbatch": micro,
-        "accumulate": steps if None not in (train.global_batch, train.microbatch) else "1, as nothing asks for more",
+        "accumulate": steps if None not in (train.global_batch, train.microbatch) else alone,
     }
 
 
@@ -184,7 +207,7 @@ def _learning_rate(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     lr, formula = optim.lr, "optim.lr"
     if optim.lr_scaling != "none" and optim.lr_batch is not None:
         known = _known_ranks(config, ranks)
-        batch = config.train.global_batch if known is None else batch_plan(config.train, known).global_batch
+        batch = config.train.global_batch if known is None else config_batch(config, known).global_batch
         ratio = f"{batch} / {optim.lr_batch}" if batch else f"train.global_batch / {optim.lr_batch}"
         formula = f"optim.lr x {'sqrt' if optim.lr_scaling == 'sqrt' else ''}({ratio})"
         if batch is None:

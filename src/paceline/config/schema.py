@@ -24,6 +24,7 @@ NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 ImportPath: TypeAlias = Annotated[str, Field(pattern=IMPORT_PATH_PATTERN)]
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
+Counts: TypeAlias = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
 OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
 NcclAlgorithm: TypeAlias = Literal["Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"]
 NcclSubsystem: TypeAlias = Literal[
@@ -239,6 +240,29 @@ class ParallelConfig(Section):
     prefetch: Count = Field(default=1, description="fsdp: units that are gathered ahead of their use")
     sync_batchnorm: bool = Field(
         default=True, description="batch norm takes its statistics over all ranks, as one process would"
+    )
+    pipeline: Count = Field(default=1, description="ranks that run the model's layers one after another, in stages")
+    tensor: Count = Field(default=1, description="ranks that share each layer: heads, features, vocabulary")
+    data: Count | None = Field(
+        default=None, description="ranks that share the batch; null: ranks / (pipeline x tensor)"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
+        default="1f1b", description="pipeline: in which order microbatches run forward and backward"
+    )
+    chunks: Count | None = Field(
+        default=None, description="pipeline: stages of each rank; null: 1, or 2 for interleaved and zb-v"
+    )
+    stages: Literal["auto"] | Texts = Field(
+        default="auto", description="pipeline: auto cuts by cost, or names of the layers at which a new stage begins"
+    )
+    stage_layers: Counts | None = Field(
+        default=None, description="pipeline: how many blocks each stage runs; null: see stages"
+    )
+    sequence_parallel: bool = Field(
+        default=False, description="tensor: between split layers, each rank works on a part of the tokens"
+    )
+    schedule_file: str | None = Field(
+        default=None, description="pipeline: a CSV file with a schedule of your own; null: see schedule"
     )
 
 

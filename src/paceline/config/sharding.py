@@ -22,21 +22,34 @@ SHARDED = ("zero1", "zero2", *FULLY_SHARDED)
 _ONLY_FULLY = {"reshard_after_forward": True, "units": None, "unit_mb": None, "prefetch": 1}  # with their defaults
 
 
-def shard_group(parallel: ParallelConfig, ranks: int, node_ranks: int | None = None) -> int:
-    """Returns how many ranks share one copy of the model: 1 where every rank has its own.
+def data_ranks(parallel: ParallelConfig, ranks: int) -> int:
+    """Returns how many of the ranks share the batch: all, where the model itself is not split."""
+    return max(1, ranks // (parallel.pipeline * parallel.tensor))
 
-    ``node_ranks`` is how many ranks share a host, as detected; what the config says goes before it.
+
+def shard_group(parallel: ParallelConfig, ranks: int, node_ranks: int | None = None) -> int:
+    """Returns how many data ranks share one copy of the model, or of a part of it: 1 where every one has its own.
+
+    ``ranks`` are all ranks; ``node_ranks`` is how many of them share a host, as detected; what the config says goes
+    before it.
     """
     if parallel.strategy in ("ddp", "auto"):
         return 1
+    data = data_ranks(parallel, ranks)
+    if parallel.strategy == "hybrid" and parallel.shard_ranks is None:
+        local = parallel.node_ranks or node_ranks or ranks
+        # Tensor ranks are neighbours, and data ranks come next: those of one host, if it has all of a part.
+        return local if parallel.pipeline * parallel.tensor == 1 else min(data, max(1, local // parallel.tensor))
     if parallel.strategy == "hybrid":
-        return parallel.shard_ranks or parallel.node_ranks or node_ranks or ranks
-    return ranks
+        return parallel.shard_ranks or data
+    return data
 
 
 def check_sharding(config: Config, ranks: int, node_ranks: int | None = None) -> list[Problem]:
     """Lists what these ranks, ``node_ranks`` of them on a host (None: all), break about sharding."""
     parallel = config.parallel
+    if ranks % (parallel.pipeline * parallel.tensor):
+        return []  # said by the rules of the degrees
     problems = list(_groups_divide(parallel, ranks))
     if parallel.strategy == "hybrid" and not parallel.shard_ranks:
         problems += _hybrid_has_groups(parallel, ranks, parallel.node_ranks or node_ranks or ranks)
@@ -47,7 +60,7 @@ def check_sharding(config: Config, ranks: int, node_ranks: int | None = None) ->
             Problem(
                 what=f"parallel.reshard_after_forward = {reshard} does not divide the {group} ranks of a shard group",
                 rule="after forward, parameters are kept by equal parts of a group",
-                fix=f"try parallel.reshard_after_forward = {_nearest_divisor(group, reshard)}, or true",
+                fix=f"try parallel.reshard_after_forward = {nearest_divisor(group, reshard)}, or true",
             )
         )
     return problems
@@ -132,11 +145,13 @@ def offload_has_shards(config: Config) -> list[Problem]:
 def _groups_divide(parallel: ParallelConfig, ranks: int) -> Iterator[Problem]:
     for key in ("shard_ranks", "node_ranks"):
         size = getattr(parallel, key)
-        if size is None or ranks % size == 0:
+        whole = data_ranks(parallel, ranks) if key == "shard_ranks" else ranks
+        if size is None or whole % size == 0:
             continue
-        near, multiple = _nearest_divisor(ranks, size), max(round(ranks / size), 1) * size
+        near, multiple = nearest_divisor(whole, size), max(round(whole / size), 1) * size * (ranks // whole)
+        left = f"the {whole} data ranks of " if whole < ranks else ""
         yield Problem(
-            what=f"parallel.{key} = {size} does not divide parallel.ranks = {ranks}",
+            what=f"parallel.{key} = {size} does not divide {left}parallel.ranks = {ranks}",
             rule="groups of ranks are of equal size" if key == "shard_ranks" else "every host runs as many ranks",
             fix=f"try parallel.{key} = {near}, or parallel.ranks = {multiple}",
         )
@@ -153,7 +168,8 @@ def _hybrid_has_groups(parallel: ParallelConfig, ranks: int, node_ranks: int) ->
     )
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Returns the divisor of ``number`` that is nearest to ``wanted``, the larger of two."""
     divisors = [each for each in range(1, number + 1) if number % each == 0]
     return min(divisors, key=lambda each: (abs(each - wanted), -each))
 

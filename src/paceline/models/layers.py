@@ -165,9 +165,9 @@ def _check_complete(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
         if tensor is not None
     ]
     if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        more, verb = (f" and {len(left) - 1} more", "belong") if len(left) > 1 else ("", "belongs")
         raise UsageError(
-            f"{left[0]}{more} of {type(model).__name__} belong to no pipeline layer\n"
+            f"{left[0]}{more} of {type(model).__name__} {verb} to no pipeline layer\n"
             "  what no stage has would be neither trained nor saved\n"
             "  name the module in the modules of the layer that uses it; a tensor of the model itself needs a module"
         )

@@ -184,6 +184,11 @@ class CombinedParallel:
         for engine in self.stages.values():
             engine.sit_out()
 
+    def interleave(self) -> None:
+        """Prepares for passes that alternate, as each stage does."""
+        for engine in self.stages.values():
+            engine.interleave()
+
     def sit_out_forward(self) -> None:
         """Takes part in a forward."""
         for engine in self.stages.values():

@@ -27,6 +27,7 @@ from paceline.parallel.flat import mark_alone
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.schedules import Schedule, check_schedule, make_schedule
 from paceline.parallel.stage_bounds import bounds_from_layers, bounds_from_names, choose_bounds
+from paceline.parallel.stage_costs import estimate_layers
 from paceline.parallel.stages import split_model, tied_names
 from paceline.parallel.tensor_apply import apply_tensor_parallel
 from paceline.parallel.tensor_layout import TensorLayout
@@ -150,9 +151,7 @@ def _bounds(
     elif asked.stages != "auto":
         bounds = bounds_from_names(layers, asked.stages)
     else:
-        from paceline.parallel.stage_bounds import LayerCost
-        costs = [LayerCost(name=l.name, forward=float(sum(p.numel() for m in l.modules for p in m.parameters())), backward=0.0) for l in layers]
-        return choose_bounds(costs, stages)
+        return choose_bounds(estimate_layers(model, layers), stages)
     if len(bounds) - 1 != stages:
         raise UsageError(
             f"{len(bounds) - 1} stages are given for a schedule of {stages}\n"

@@ -73,6 +73,9 @@ class Engine(Protocol):
         That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
         """
 
+    def interleave(self) -> None:
+        """Prepares for passes that alternate: forwards of later microbatches come before the backward of one."""
+
     def sit_out_forward(self) -> None:
         """Takes part in a forward for which this rank has no samples; ``sit_out_backward`` follows, later."""
 

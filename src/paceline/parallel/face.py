@@ -51,6 +51,9 @@ class EngineFace:
         """Adds numbers over the ranks that share the batch."""
         self.comm.all_reduce(sums).wait()
 
+    def interleave(self) -> None:
+        """Prepares for passes that alternate: nothing to do where parameters stay whole."""
+
     def sit_out_forward(self) -> None:
         """Takes part in the forward of the others: they need nothing of this rank that backward does not give."""
 

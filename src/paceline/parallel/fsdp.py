@@ -78,10 +78,11 @@ class Groups:
 class _Crossing:
     """A tensor between units: backward leaves the units that read it, then enters the one that made it."""
 
-    __slots__ = ("begins", "ends", "engine", "handle")
+    __slots__ = ("begins", "ends", "engine", "forward", "handle")
 
-    def __init__(self, engine: FullySharded) -> None:
+    def __init__(self, engine: FullySharded, forward: int) -> None:
         self.engine = engine
+        self.forward = forward
         self.ends: list[_Call] = []
         self.begins: list[Unit] = []
         self.handle: Any = None
@@ -90,10 +91,11 @@ class _Crossing:
 class _Call:
     """One call of a unit in forward. Its backward has ended when the gradients of all its inputs are there."""
 
-    __slots__ = ("num_inputs", "unit")
+    __slots__ = ("forward", "num_inputs", "unit")
 
-    def __init__(self, unit: Unit, num_inputs: int) -> None:
+    def __init__(self, unit: Unit, forward: int, num_inputs: int) -> None:
         self.unit = unit
+        self.forward = forward
         self.num_inputs = num_inputs
 
 
@@ -146,6 +148,9 @@ class FullySharded(EngineFace):
         self._backwards: dict[int, Route] = {}  # by the number of forwards that one backward undoes
         self._backward = self._training
         self._num_forwards = 0
+        self._interleaves = False
+        self._forward_number = 0  # where each forward has a backward of its own: counts them
+        self._undone = 0  # the forward that this backward belongs to
         self._is_syncing = True
         self._pass_number = 0
         self._is_forward = self._is_backward = False
@@ -171,6 +176,13 @@ class FullySharded(EngineFace):
             leave = functools.partial(self._leave_root if unit is self._root else self._leave, unit)
             module.register_forward_pre_hook(lambda _, args, kwargs, enter=enter: enter(args, kwargs), with_kwargs=True)
             module.register_forward_hook(lambda _module, _args, output, leave=leave: leave(output))
+
+    def interleave(self) -> None:
+        """Prepares for a pipeline: forwards and backwards of several microbatches alternate, each with its own.
+
+        Then nothing stays gathered from a forward to its backward: others come in between.
+        """
+        self._interleaves = True
 
     # What users call.
 
@@ -265,7 +277,7 @@ class FullySharded(EngineFace):
 
     def _leave_root(self, unit: Unit, output: Any) -> None:
         self._end_forward()
-        if self._forward is self._evaluation:
+        if self._forward is self._evaluation or self._interleaves:
             unit.free()
         self._mark_outputs(unit, output)
 
@@ -282,16 +294,16 @@ class FullySharded(EngineFace):
         elif unit.pass_number != self._pass_number or not unit.in_use:
             self._reach(unit, self._forward)
         if torch.is_grad_enabled():
-            unit.num_open_calls += 1
+            unit.open_call(self._forward_number)
             self._watch_inputs(unit, args, kwargs)
         elif self._is_forward and self._forward is self._training:  # a re-entrant checkpoint: the graph comes later
-            unit.num_open_calls += 1
+            unit.open_call(self._forward_number)
             unit.num_blind_calls += 1
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """Asks to be called when the gradients of a call's inputs are there."""
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        call = _Call(unit, len(inputs))
+        call = _Call(unit, self._undone if self._is_backward else self._forward_number, len(inputs))
         for tensor in inputs:
             self._crossing(tensor).ends.append(call)
 
@@ -328,6 +340,8 @@ class FullySharded(EngineFace):
 
         The same on every rank; known after the first pass.
         """
+        if self._interleaves:
+            return False
         leg, legs = gather_leg(unit.index), self._training.legs
         is_last = legs is not None and legs[-1] == leg
         return self.policy.reshard_after_forward is False or is_last or leg in self._training.repeated
@@ -340,6 +354,7 @@ class FullySharded(EngineFace):
     def _begin_forward(self) -> None:
         self._forward = self._training if torch.is_grad_enabled() else self._evaluation
         self._num_forwards += self._forward is self._training
+        self._forward_number += self._interleaves
         self._pass_number += 1
         self._is_forward, self._is_backward = True, False
         for group in self._flat:
@@ -363,7 +378,7 @@ class FullySharded(EngineFace):
         found: _Crossing | None = getattr(tensor, "_paceline_crossing", None)
         if found is not None and found.engine is self and not tensor.is_leaf:
             return found
-        crossing = _Crossing(self)
+        crossing = _Crossing(self, self._forward_number)
         handle = tensor.register_hook(lambda _: self._cross(crossing))  # type: ignore[no-untyped-call]
         if tensor.is_leaf:
             crossing.handle = handle  # a leaf outlives the graph, and so would its hook
@@ -374,12 +389,13 @@ class FullySharded(EngineFace):
     def _cross(self, crossing: _Crossing) -> None:
         """Runs when the gradient of a tensor between units is there: they are left and entered in this order."""
         if not self._is_backward:
+            self._undone = next((call.forward for call in crossing.ends), crossing.forward)
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         for call in crossing.ends:
             call.num_inputs -= 1
             if call.num_inputs == 0:
-                self._close_call(call.unit, is_at_leaf=crossing.handle is not None)
+                self._close_call(call, is_at_leaf=crossing.handle is not None)
         if crossing.handle is not None:
             crossing.handle.remove()
         for unit in crossing.begins:
@@ -390,12 +406,15 @@ class FullySharded(EngineFace):
         self._pass_number += 1
         for unit in self._units:
             unit.is_complete = False
+        if self._interleaves:
+            self._num_forwards = 1
         if self._num_forwards not in self._backwards:
             # Backward goes the way of forward, from its end: who has come to a unit is done with those behind it.
             way = self._training.legs or [gather_leg(unit.index) for unit in self._units]
             inner = [leg // 2 for leg in reversed(way) if leg // 2 != self._root.index]
             legs = [leg for index in inner for leg in (gather_leg(index), reduce_leg(index))]
-            self._backwards[self._num_forwards] = self._route([*legs, reduce_leg(self._root.index)])
+            first = [gather_leg(self._root.index)] if self._interleaves else []
+            self._backwards[self._num_forwards] = self._route([*first, *legs, reduce_leg(self._root.index)])
         self._backward = self._backwards[self._num_forwards]
         self._backward.begin()
 
@@ -406,17 +425,17 @@ class FullySharded(EngineFace):
             # Not sooner: backward begins with the loss, when the memory is fullest.
             self._backward.look_ahead()
 
-    def _close_call(self, unit: Unit, *, is_at_leaf: bool = False) -> None:
+    def _close_call(self, call: _Call, *, is_at_leaf: bool = False) -> None:
         """Ends the backward of a call: with the last one open, the unit's gradients are all there.
 
         At a leaf (the input of a re-entrant checkpoint) they may still be on their way, until that backward ends.
         """
         if is_at_leaf:
-            later = functools.partial(self._close_call, unit)
+            later = functools.partial(self._close_call, call)
             torch.autograd.Variable._execution_engine.queue_callback(later)
             return
-        unit.num_open_calls -= 1
-        if unit.num_open_calls != 0 or not self._is_backward:
+        unit = call.unit
+        if not unit.close_call(call.forward) or not self._is_backward:
             return
         unit.is_complete = True
         if self._backward.is_learning:
@@ -434,7 +453,7 @@ class FullySharded(EngineFace):
         self._is_backward = False
         self._num_forwards = 0
         for unit in self._units:
-            unit.num_open_calls = unit.num_blind_calls = 0
+            unit.forget_calls(self._undone)
             unit.free()
         self._check_nothing_left()
         if self._is_syncing:

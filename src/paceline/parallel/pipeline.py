@@ -105,6 +105,9 @@ class Pipeline:
         self._programs: dict[int, _Program] = {}
         self._sent: deque[list[Work]] = deque()  # by evaluations
         self._kept: Any = None
+        for engine in self.stages.values():
+            if self.num_stages > 1:
+                engine.interleave()
         if self.splits_backward:
             for engine in self.stages.values():
                 engine.module.register_forward_hook(self._keep_output)

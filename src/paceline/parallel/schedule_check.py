@@ -8,7 +8,8 @@ to the whole, so that the first thing wrong is the one that is named:
     order       on one rank: nothing before what it needs
     messages    where the schedule has its own: each between two ranks, once, after what it carries, and received in the
                 order in which it was sent
-    deadlock    the program is walked, and each use of a message waits for its send; ranks that wait in a circle are named
+    deadlock    the program is walked, and each use of a message waits for its send; ranks that wait in a circle are
+                named
 
 Cost: O(actions).
 """
@@ -178,8 +179,10 @@ def _check_message(schedule: Schedule, cells: _Cells, maker: Action, send: Actio
                 f"  {send} carries what {maker} makes, and {receive} takes it\n"
                 f"  add {each}, or leave all messages out: they are then placed for you"
             )
-    user = user_of(receive, cells)
-    for first, then in ((maker, send), (receive, user)):
+    pairs = [(maker, send), (receive, user_of(receive, cells))]
+    if receive.kind == "RB":  # the output says how large its gradient will be
+        pairs.append((Action("F", receive.stage, receive.microbatch), receive))
+    for first, then in pairs:
         if cells[first][1] > cells[then][1]:
             _refuse(
                 schedule,
@@ -215,13 +218,12 @@ def _check_deadlock(schedule: Schedule, cells: _Cells) -> None:
     compute = compute_needs(orders, schedule.stages)
 
     def needs(action: Action) -> tuple[Action, ...]:
-        """What an action waits for: on another rank, the send of what it uses."""
-        found = ((each, messages_of(each, schedule.placement)) for each in compute(action))
-        elsewhere = [
-            messages[0] if schedule.has_messages and messages and messages[1].stage == action.stage else each
-            for each, messages in found
-        ]
-        return tuple(elsewhere)
+        found = []
+        for each in compute(action):
+            messages = messages_of(each, schedule.placement) if schedule.has_messages else None
+            comes_here = messages is not None and messages[1].stage == action.stage
+            found.append(messages[0] if messages and comes_here else each)
+        return tuple(found)
 
     _walk_or_refuse(schedule, cells, orders, needs)
 

@@ -1,14 +1,14 @@
 """From a grid of compute actions to the program of each rank: when it sends, receives and reduces.
 
 A rank sends right after it has made something. It posts a receive before the compute action that precedes the use, so
-that the message travels while that action runs; the gradient of an output not before the output is there, since it says
-how large the gradient will be. Only a use waits: a program whose compute actions do not wait in a circle cannot deadlock.
+that the message travels while that action runs; the gradient of an output not before the output is there, since that
+says how large the gradient will be. Only a use waits: a program gets stuck only where its compute actions alone would.
 
-The messages of one way across one boundary (forward from stage s to s + 1, or backward) are received in the order in which
-they are sent, so that they need no numbers; different ways and boundaries need channels of their own.
+The messages of one way across one boundary (forward from stage s to s + 1, or backward) are received in the order in
+which they are sent, so that they need no numbers; different ways and boundaries need channels of their own.
 
-Cost: O(actions), once a run. Between two ranks goes one message a microbatch and way; a receiver holds one or two that it
-does not use yet.
+Cost: O(actions), once a run. One message goes over each boundary, a microbatch and way; a receiver holds one or two
+that it does not use yet.
 """
 
 from __future__ import annotations
@@ -78,8 +78,6 @@ def _receives(
     for (_, stage), receives in channels.items():
         for receive, index in zip(receives, _indices(receives, places), strict=True):
             posted.setdefault((schedule.placement[stage], index), []).append(receive)
-    for each in posted.values():
-        each.sort(key=lambda receive: places[user_of(receive, places)])  # what is used first is first in line
     return posted
 
 

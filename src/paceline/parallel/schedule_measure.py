@@ -18,6 +18,7 @@ user sees as time lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,10 +123,13 @@ def check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
             "  each stage has a cost of its own, chunks too"
         )
     for stage, cost in enumerate(costs.stages):
-        if min(cost.forward, cost.backward_input, cost.backward_weight, costs.communication) < 0 or not cost.forward:
+        numbers = (cost.forward, cost.backward_input, cost.backward_weight, costs.communication)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not cost.forward:
             raise UsageError(
-                f"stage {stage} has {cost}, and communication takes {costs.communication}\n"
-                "  a forward takes some time, and nothing takes less than none"
+                "stage {} takes {} forward, {} and {} for the parts of backward, {} for a message".format(
+                    stage, *numbers
+                )
+                + "\n  a forward takes some time, and nothing takes less than none, or for ever"
             )
 
 

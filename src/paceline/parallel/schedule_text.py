@@ -37,7 +37,7 @@ def format_csv(schedule: Schedule) -> str:
     width = max((len(cell) for row in cells for cell in row), default=0)
     placement = ",".join(map(str, schedule.placement))
     header = f"# schedule={schedule.name} placement={placement} microbatches={schedule.microbatches}"
-    return "\n".join([header, *(",".join(cell.ljust(width) for cell in row) for row in cells)]) + "\n"
+    return "\n".join([header, *(",".join(cell.ljust(width) for cell in row).rstrip() for row in cells)]) + "\n"
 
 
 def read_csv(path: Path) -> Schedule:

@@ -1,8 +1,8 @@
 """Zero-bubble schedules: backward in two parts, and the part that nobody waits for fills the gaps.
 
 Of a backward, the next rank waits only for the gradient of the stage's input (I). The gradient of the weights (W) can
-be made whenever there is time, and until then its activations stay. With equal stages (F = I = W = 1
-for a p-th of the model), p ranks and m >= p microbatches:
+be made whenever there is time, and until then its activations stay. With equal stages (F = I = W = 1 for a p-th of the
+model), p ranks and m >= p microbatches:
 
     1f1b    idle 3 (p-1) a rank    p microbatches in flight at most, over the ranks
     zb-h1   idle   (p-1)           the same

@@ -10,8 +10,8 @@ p ranks hold the stages of a model, m microbatches pass through them; with equal
     zb-h1         p        (p-1) / (3 m)          p
     zb-v          2 p      (p-1) / (6 m)          p
 
-for m >= p (zb-v: 1.5 p); with fewer microbatches all of them fill and drain longer. A schedule is a pure function of
-these numbers; ``schedule_measure`` says what it comes to with the costs of real stages.
+gpipe and 1f1b for any m, the others for m >= p (zb-v: 1.5 p); with fewer microbatches those fill and drain longer. A
+schedule is a pure function of these numbers; ``schedule_measure`` says what it comes to with the costs of real stages.
 """
 
 from __future__ import annotations

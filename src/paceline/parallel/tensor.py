@@ -30,6 +30,7 @@ sequence parallelism), it goes through ``Region.share``, whose backward sums.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -37,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.base import Communicator, Work
 from paceline.errors import UsageError
@@ -53,6 +55,9 @@ class Region:
         self.comm = comm
         self.is_sequence = is_sequence
         self.late: dict[nn.Module, _LateWeight] = {}  # of layers that the stream has come to and not yet passed
+        # No compiler follows a conversation between ranks. Said here, as a decorator would load it with this file.
+        for name in ("enter", "leave", "take", "join", "share"):
+            setattr(self, name, cast("Any", torch.compiler).disable(getattr(self, name)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         return self
@@ -158,7 +163,8 @@ class _Sum(torch.autograd.Function):
         del ctx
         # Not in place: selective checkpointing keeps the product that came in.
         total = x.clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(total).wait()
+        with unwatched():
+            comm.all_reduce(total).wait()
         return total
 
     @staticmethod
@@ -175,7 +181,8 @@ class _ScatterSum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
         part, work = _start_scatter(x, comm)
-        work.wait()
+        with unwatched():
+            work.wait()
         return part
 
     @staticmethod
@@ -231,8 +238,9 @@ class _Share(torch.autograd.Function):
 
 def gather_sequence(x: Tensor, comm: Communicator) -> Tensor:
     """Returns the whole sequence from the ranks' equal parts; autograd does not see it."""
-    parts = x.new_empty(comm.size, *x.shape)
-    comm.all_gather(parts, x.detach().contiguous()).wait()
+    parts, part = x.new_empty(comm.size, *x.shape), x.detach().contiguous()
+    with unwatched():
+        comm.all_gather(parts, part).wait()
     return torch.cat(parts.unbind(0), _LENGTH)
 
 
@@ -240,7 +248,16 @@ def _start_scatter(x: Tensor, comm: Communicator) -> tuple[Tensor, Work]:
     """Starts a reduce-scatter along the sequence; returns where this rank's part will be."""
     parts = torch.stack(x.chunk(comm.size, _check_length(x, comm)))
     part = torch.empty_like(parts[0])
-    return part, comm.reduce_scatter(part, parts)
+    with unwatched():
+        return part, comm.reduce_scatter(part, parts)
+
+
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Surrounds what a communicator computes, which differs from rank to rank and from one run to the next.
+
+    Selective checkpointing compares the operators of a block's first run with those of its second.
+    """
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 def _check_length(x: Tensor, comm: Communicator) -> int:
@@ -389,7 +406,7 @@ class SplitLayer(nn.Module):
         return weight.t() if self.is_transposed else weight
 
     def _product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        late = self.region.late.pop(self, None)
+        late = None if torch.compiler.is_compiling() else self.region.late.pop(self, None)
         return F.linear(x, self.matrix, bias) if late is None else late.product(x, bias)
 
 

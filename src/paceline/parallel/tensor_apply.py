@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -201,7 +201,7 @@ def _cut(change: _Change, comm: Communicator, done: dict[int, Split]) -> None:
 def _convert(change: _Change, region: Region, *, gathers_logits: bool) -> None:
     """Makes a layer one of the split kinds, and still one of its own."""
     module, is_transposed = change.module, change.is_transposed
-    module.__class__ = _mixed(_KINDS[change.rule.role], type(module))
+    module.__class__ = _mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
     attributes: dict[str, Any] = {"region": region}
     if isinstance(module, SplitLayer):
         attributes["splits"] = {name: split for name, split in change.splits.items() if split.dim is not None}
@@ -212,7 +212,9 @@ def _convert(change: _Change, region: Region, *, gathers_logits: bool) -> None:
     _resize(change)
 
 
-def _mixed(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+@functools.cache
+def _mixed(kind: Any, own: Any) -> Any:
+    """Makes the class that is both; always the same, as compiled code looks at it."""
     return type(f"{kind.__name__}{own.__name__}", (kind, own), {})
 
 
@@ -234,7 +236,7 @@ def _place_hooks(model: nn.Module, plan: TensorPlan, region: Region) -> None:
     """Lets the stream enter the split parts, and under sequence parallelism be split and joined where the plan says."""
     for _, module, rule in plan.places(model, "input"):
         readers = tuple(inner for inner in module.modules() if isinstance(inner, ColumnLinear))
-        enter = functools.partial(region.enter, layers=readers)
+        enter = functools.partial(_enter, region, readers)
         module.register_forward_pre_hook(functools.partial(_before, enter), with_kwargs=True)
         for name in rule.resized:
             setattr(module, name, getattr(module, name) // region.comm.size)
@@ -243,6 +245,11 @@ def _place_hooks(model: nn.Module, plan: TensorPlan, region: Region) -> None:
             module.register_forward_pre_hook(functools.partial(_before, region.take), with_kwargs=True)
         for _, module, _ in plan.places(model, "end"):
             module.register_forward_hook(functools.partial(_behind, region.join))
+
+
+def _enter(region: Region, layers: tuple[SplitLayer, ...], x: Tensor) -> Tensor:
+    # Compiled code orders backward by itself.
+    return region.enter(x) if torch.compiler.is_compiling() else region.enter(x, layers)
 
 
 def _before(change: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -65,7 +65,7 @@ class Unit:
         self.places: list[tuple[Place, nn.Parameter, nn.Parameter]] = []
         self.in_use = False
         self.pass_number = -1  # the last pass in which it was gathered
-        self.num_open_calls = 0  # calls in forward whose backward has not ended
+        self._open_calls: dict[int, int] = {}  # calls in forward whose backward has not ended, by that forward
         self.num_blind_calls = 0  # those that had no graph, so that backward will run them again
         self.is_complete = False  # all its gradients of this backward are there
         self._works: list[Work] = []
@@ -81,6 +81,23 @@ class Unit:
                 self.places += [(place, parameter, piece) for place in places_of[name]]
         self.in_use = True
         self.free()
+
+    # Calls.
+
+    def open_call(self, forward: int) -> None:
+        """Notes a call in a forward: its backward will come."""
+        self._open_calls[forward] = self._open_calls.get(forward, 0) + 1
+
+    def close_call(self, forward: int) -> bool:
+        """Notes the end of a call's backward; returns whether it was the last one open of that forward."""
+        if forward in self._open_calls:
+            self._open_calls[forward] -= 1
+        return self._open_calls.get(forward) == 0
+
+    def forget_calls(self, forward: int) -> None:
+        """Ends the backward of a forward, whatever calls were not part of it."""
+        self._open_calls.pop(forward, None)
+        self.num_blind_calls = 0
 
     # Parameters.
 
