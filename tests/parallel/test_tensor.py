@@ -323,6 +323,73 @@ def test_weight_gradients_are_computed_while_the_inputs_gradient_is_summed() -> 
         ]
 
 
+# Models of others.
+
+
+class Perceptron(nn.Module):
+    """Plain linear layers with biases; one of them is called twice, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(6, 7), "never": nn.Linear(6, 7), "down": nn.Linear(7, 6)})
+        self.body = Body(self.mlp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(self.norm(x))
+
+
+class Body(nn.Module):
+    def __init__(self, mlp: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers["down"](torch.tanh(self.layers["up"](x)) * self.layers["up"](0.5 * x))
+
+
+PERCEPTRON = TensorPlan(
+    name="perceptron",
+    rules=(
+        Rule(pattern="body", role="input"),
+        Rule(pattern="up", role="column"),
+        Rule(pattern="never", role="column"),
+        Rule(pattern="down", role="row"),
+        Rule(pattern="norm", role="between"),
+    ),
+)
+
+
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_a_plan_of_ones_own_for_layers_with_biases(is_sequence: bool) -> None:
+    def run(model: Perceptron, part: slice) -> Values:
+        x = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+        weights = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        for _ in range(2):
+            (model(x[:, part]) * weights[:, part]).sum().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def build() -> Perceptron:
+        torch.manual_seed(2)
+        return Perceptron().double()
+
+    expected = run(build(), slice(None))
+
+    def work(comm: VirtualCommunicator) -> Values:
+        model = build()
+        layout = apply_tensor_parallel(model, comm, PERCEPTRON, sequence=is_sequence)
+        part = slice(2 * comm.rank, 2 * comm.rank + 2) if is_sequence else slice(None)
+        return {name: layout.full(name, gradient, comm) for name, gradient in run(model, part).items()}
+
+    for found in run_virtual(work, 2):
+        assert found.keys() == expected.keys()
+        assert "mlp.never.weight" not in found
+        for name, gradient in found.items():
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n} {m}"
+            )
+
+
 # Parts of the model.
 
 

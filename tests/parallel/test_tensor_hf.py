@@ -156,11 +156,13 @@ def test_the_ready_plans_are_found() -> None:
 
 
 def test_heads_that_do_not_divide() -> None:
+    models = [make("gpt2") for _ in range(3)]
+
     def work(comm: VirtualCommunicator) -> None:
         with pytest.raises(
             UsageError,
             match=r"h\.0\.attn\.c_attn has 4 heads of 4 features, which do not divide by the tensor degree 3",
         ):
-            apply_tensor_parallel(make("gpt2"), comm)
+            apply_tensor_parallel(models[comm.rank], comm)
 
     run_virtual(work, 3)

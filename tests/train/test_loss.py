@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.comm.virtual import VirtualCommunicator, run_virtual
 from paceline.config import config_from_dict
 from paceline.data.datasets import TensorPairs
 from paceline.data.registry import DataSplits
 from paceline.data.shape import DataShape
 from paceline.errors import UsageError
+from paceline.parallel.tensor_loss import SplitLogits
 from paceline.parity.case import ConfigCase
 from paceline.train.loss import IGNORED, CrossEntropy, CustomLoss, LossValue, build_loss
 
@@ -50,6 +52,24 @@ def test_tokens_count_one_by_one() -> None:
     expected = F.cross_entropy(outputs.reshape(-1, 5), targets.reshape(-1))
     torch.testing.assert_close(mean(value), expected, rtol=0, atol=1e-12)
     assert value.count == 18.0
+
+
+def test_logits_that_are_split_by_vocabulary_give_the_same() -> None:
+    outputs, targets = logits(3, 6, 5), torch.arange(18).reshape(3, 6) % 5
+    targets[1, 3:] = IGNORED
+    expected = CrossEntropy(None).score(pass_through, (outputs, targets))
+    assert expected.correct is not None
+
+    def work(comm: VirtualCommunicator) -> LossValue:
+        local = outputs.tensor_split(2, -1)[comm.rank]
+        split = SplitLogits(local, comm, 3 * comm.rank, 5)
+        return CrossEntropy(None).score(lambda _: split, (outputs, targets))
+
+    for value in run_virtual(work, 2):
+        torch.testing.assert_close(value.total, expected.total, rtol=0, atol=1e-12)
+        assert value.count == expected.count
+        assert value.correct is not None
+        assert torch.equal(value.correct, expected.correct)
 
 
 def test_ignored_tokens_do_not_count() -> None:

@@ -99,9 +99,9 @@ def parallelize(
                 compression=compression,
             )
 
-        engine = combine(model, comm, strategy, spread, share)
+        combined = combine(model, comm, strategy, spread, share)
         object.__setattr__(model, _MARK, True)
-        return engine
+        return combined
     if strategy == "auto":
         _check_model(model, may_be_meta=False)
         chosen = choose_for_module(model, comm, model_blocks(model), policy.name).chosen

@@ -398,7 +398,7 @@ class FullySharded(EngineFace):
                 self._close_call(call, is_at_leaf=crossing.handle is not None)
         if crossing.handle is not None:
             crossing.handle.remove()
-        for unit in crossing.begins:
+        for unit in sorted(crossing.begins, key=lambda unit: unit is not self._root):  # the root holds the others
             self._enter_backward(unit)
 
     def _begin_backward(self) -> None:

@@ -313,8 +313,9 @@ class _Step:
         gradients = self._take_gradients(action, flight)
         module = self._owner.stages[action.stage].module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        with DeferredWeights(flight.part):
-            found = input_part(flight.roots, gradients, flight.inputs, parameters, flight.part) if flight.roots else []
+        found: list[torch.Tensor | None] = []
+        if flight.roots:
+            found = input_part(flight.roots, gradients, flight.inputs, parameters, flight.part)
         self._give_gradients(action, flight, found or [None] * len(flight.inputs))
         flight.roots, flight.inputs, flight.gradients = [], [], None
 

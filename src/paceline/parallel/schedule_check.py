@@ -111,10 +111,8 @@ def _check_complete(schedule: Schedule, cells: _Cells) -> None:
                     f"is part of {whole}, which is in slot {cells[whole][1]}",
                     "a backward is either whole (B) or in two parts (I and W)",
                 )
-            if whole not in cells and inputs not in cells and weights not in cells:
-                wanted = (forward, whole)
-            else:
-                wanted = (forward, whole) if whole in cells else (forward, inputs, weights)
+            is_split = whole not in cells and (inputs in cells or weights in cells)
+            wanted = (forward, inputs, weights) if is_split else (forward, whole)
             if missing := next((each for each in wanted if each not in cells), None):
                 raise UsageError(
                     f"schedule {schedule.name!r}, rank {rank}: {missing} is missing\n"

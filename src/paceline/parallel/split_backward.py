@@ -55,10 +55,7 @@ class WeightPart:
 
 
 class DeferredWeights(TorchFunctionMode):
-    """Under it, linear layers leave the gradients of their weights to ``part``.
-
-    It must be on in backward too: a checkpointed part runs again there, and has to save the same tensors.
-    """
+    """Under it, linear layers leave the gradients of their weights to ``part``."""
 
     def __init__(self, part: WeightPart) -> None:
         super().__init__()
@@ -91,8 +88,15 @@ def input_part(
     parameters: Sequence[torch.Tensor],
     part: WeightPart,
 ) -> list[torch.Tensor | None]:
-    """Runs the input part of a backward: returns the gradients of ``inputs``, and leaves the rest to ``part``."""
-    found = torch.autograd.grad(roots, [*inputs, *parameters], gradients, allow_unused=True)
+    """Runs the input part of a backward: returns the gradients of ``inputs``, and leaves the rest to ``part``.
+
+    A checkpointed part runs again in there and has to save the same tensors, so linear layers are deferred again. The
+    engine is called itself: ``torch.autograd.grad`` would switch the mode off.
+    """
+    wanted = (*inputs, *parameters)
+    run: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
+    with DeferredWeights(part):
+        found = run(tuple(roots), tuple(gradients), False, False, wanted, allow_unreachable=True, accumulate_grad=False)
     part.keep(parameters, found[len(inputs) :])
     return list(found[: len(inputs)])
 
