@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.bench import arms as arms_module
 from paceline.bench.arms import Arm, Wrapped, arms_alone, arms_in_bf16, arms_on_ranks, check_words, select, sets_of
-from paceline.bench.engines import Measured, _check_losses, _measure, bench_bf16
+from paceline.bench.engines import Measured, _measure, bench_bf16, check_losses
 from paceline.bench.workloads import Protocol, Workload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
@@ -109,11 +109,11 @@ def test_an_arm_that_computes_something_else_is_named(what: str) -> None:
     protocol = dataclasses.replace(SHORT, warm_up=8)
     measured = _measure(arms, SoloCommunicator(CPU), workload, protocol)
     with pytest.raises(TrainingError, match=r"in step \d wrong has the loss .* and plain loop has"):
-        _check_losses(workload, measured, 1e-6)
+        check_losses(workload, measured, 1e-6)
 
 
 def test_a_loss_that_is_no_number_is_no_agreement() -> None:
     plain = _measure(arms_alone()[:1], SoloCommunicator(CPU), MLP, SHORT)[0]
     broken = Measured(timing=plain.timing, losses=[float("nan")] * 3)
     with pytest.raises(TrainingError, match="has the loss nan"):
-        _check_losses(MLP, [plain, broken], 1e-2)
+        check_losses(MLP, [plain, broken], 1e-2)

@@ -148,7 +148,7 @@ def all_gone(project: Path) -> Callable[[], list[int]]:
         records = [record for path in project.glob("*/*/records/*.jsonl") for record in read_records(path)]
         pids = {record.pid for record in records if isinstance(record, RunRecord)}
         pids |= {int(path.name.removeprefix("pid-")) for path in project.glob("pid-*")}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while any(map(_is_running, pids)):
             assert time.monotonic() < deadline, f"some of {pids} are still there"
             time.sleep(0.01)

@@ -150,7 +150,7 @@ def start(project: Path) -> Iterator[Start]:
 def test_ctrl_c_ends_everything(project: Path, start: Start, ends: Ends, all_gone: AllGone) -> None:
     launcher = start(ranks=2)
     launcher.send_signal(signal.SIGINT)
-    out, err = launcher.communicate(timeout=60)
+    out, err = launcher.communicate(timeout=500)
     assert launcher.returncode == 130
     assert err == "paceline: ended by SIGINT (Ctrl-C); no rank is left\n"
     assert "\x1b" not in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from gloo_pool import GlooPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.comm import segment as segment_module
 from paceline.comm.base import Communicator, ReduceOp, Work, shared_buffer
 from paceline.comm.segment import FOLDER, Process, Segment, remove_stale_segments
 from paceline.comm.shared_memory import SharedMemoryCommunicator, share_memory
@@ -214,6 +216,7 @@ def use_and_free_buffers(comm: Communicator) -> tuple[bool, list[float], list[in
     shared = SharedMemoryCommunicator.join(comm)
     if not shared.is_compiled:
         return False, [], []
+    gc.collect()  # what earlier tasks left must not go in between
     before = shared_mappings()
     made = [shared.new_buffer(100_000, torch.float32) for _ in range(3)]
     held = [shared_mappings() - before]
@@ -543,7 +546,16 @@ def test_the_name_is_gone_as_soon_as_all_have_joined(gloo_pool: GlooPool) -> Non
     assert gloo_pool.run(names_left) == [[], []]
 
 
-def die_while_joining(comm: Communicator, rank: int) -> tuple[int, str, list[str]]:
+# In a folder of the test's own: in the common one, whoever else starts removes the files of a killed creator.
+
+
+def join_in_folder(comm: Communicator, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment_module, "FOLDER", folder)
+        SharedMemoryCommunicator.join(comm)
+
+
+def die_while_joining(comm: Communicator, rank: int, folder: Path) -> tuple[int, str, list[str]]:
     pid = torch.tensor([os.getpid()])
     pids = torch.empty(2, dtype=torch.int64)
     comm.all_gather(pids, pid).wait()
@@ -556,28 +568,28 @@ def die_while_joining(comm: Communicator, rank: int) -> tuple[int, str, list[str
             os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(Segment, name, die)
-    message = message_of(CommunicationError, lambda: SharedMemoryCommunicator.join(comm))
-    return int(pids[0]), message, files_of(int(pids[0]))
+    message = message_of(CommunicationError, lambda: join_in_folder(comm, folder))
+    return int(pids[0]), message, files_of(int(pids[0]), folder)
 
 
-def test_a_rank_that_dies_while_joining_leaves_no_file(gloo_pool: GlooPool) -> None:
-    survivor, _ = gloo_pool.outcomes(die_while_joining, 1)
+def test_a_rank_that_dies_while_joining_leaves_no_file(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    survivor, _ = gloo_pool.outcomes(die_while_joining, 1, tmp_path)
     assert survivor.error is None
     assert survivor.value[2] == []
 
 
-def test_the_file_of_a_killed_creator_is_removed_at_the_next_start(gloo_pool: GlooPool) -> None:
-    _, survivor = gloo_pool.outcomes(die_while_joining, 0)
+def test_the_file_of_a_killed_creator_is_removed_at_the_next_start(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    _, survivor = gloo_pool.outcomes(die_while_joining, 0, tmp_path)
     assert survivor.error is None
     creator, _, files = survivor.value
     assert len(files) == 1
-    gloo_pool.run(names_left)
-    assert files_of(creator) == []
+    gloo_pool.run(join_in_folder, tmp_path)
+    assert files_of(creator, tmp_path) == []
 
 
 def test_files_of_the_living_and_of_others_are_left_alone() -> None:
     segment = Segment.create(4096)
-    foreign = FOLDER / "paceline-1-1-1-notours"
+    foreign = FOLDER / f"paceline-1-1-1-notours{os.getpid()}"
     odd = FOLDER / f"{segment.name.rsplit('-', 3)[0]}-x-y-z"
     foreign.touch()
     odd.touch()
@@ -676,8 +688,8 @@ def test_a_world_of_one_stays_as_it_is() -> None:
         SharedMemoryCommunicator.join(solo)
 
 
-def files_of(pid: int) -> list[str]:
-    return [path.name for path in FOLDER.glob(f"paceline-*-{pid}-*")]
+def files_of(pid: int, folder: Path = FOLDER) -> list[str]:
+    return [path.name for path in folder.glob(f"paceline-*-{pid}-*")]
 
 
 def message_of(kind: type[Exception], attempt: Callable[[], Any]) -> str:

@@ -201,7 +201,7 @@ def lose_the_other(comm: Communicator) -> dict[str, str]:
     store = dist.distributed_c10d._get_default_store()
     comm.barrier()
     if comm.rank == 1:
-        store.wait(["rank 0 has passed the barrier"], datetime.timedelta(seconds=20))
+        store.wait(["rank 0 has passed the barrier"], datetime.timedelta(seconds=100))
         os._exit(3)
     store.set("rank 0 has passed the barrier", "")
     tensor = torch.ones(4)
@@ -228,7 +228,7 @@ def come_alone(comm: Communicator) -> dict[str, str]:
     comm.barrier()
     messages: dict[str, str] = {}
     if comm.rank == 1:
-        store.wait(["rank 0 gave up"], datetime.timedelta(seconds=20))
+        store.wait(["rank 0 gave up"], datetime.timedelta(seconds=100))
         return messages
     # The timeout becomes short only now, so that a busy machine has time to start.
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), world)

@@ -64,7 +64,7 @@ def wait_until_gone(pids: list[int]) -> None:
         except psutil.NoSuchProcess:
             return False
 
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, f"{pids} are still there"
         time.sleep(0.01)
@@ -80,7 +80,7 @@ def test_a_rank_and_its_children_go_when_the_launcher_is_killed(start: Start) ->
 
 def test_a_rank_whose_launcher_went_before_it_started_does_not_stay(start: Start) -> None:
     rank = start(RANK, "1")  # its parent is this process
-    assert rank.wait(timeout=20) == 1
+    assert rank.wait(timeout=120) == 1
     assert rank.stdout is not None
     assert rank.stdout.read() == ""
 
@@ -88,7 +88,7 @@ def test_a_rank_whose_launcher_went_before_it_started_does_not_stay(start: Start
 def test_a_group_is_ended_also_when_its_leader_is_gone(start: Start) -> None:
     leader = start(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}])")
     (child,) = said(leader, 1)
-    assert leader.wait(timeout=20) == 0
+    assert leader.wait(timeout=120) == 0
     assert os.getpgid(child) == leader.pid
     end_groups([leader.pid])
     wait_until_gone([child])
@@ -97,7 +97,8 @@ def test_a_group_is_ended_also_when_its_leader_is_gone(start: Start) -> None:
 def test_one_that_does_not_listen_is_made_to_end(start: Start) -> None:
     stubborn, polite = start(STUBBORN), start(CHILD)
     pids = said(stubborn, 1) + said(polite, 1)
-    end_groups(pids, patience_s=0.05)
+    end_groups([polite.pid], patience_s=120.0)  # it returns when the group is gone, which takes a busy machine a while
+    end_groups([stubborn.pid], patience_s=0.05)
     wait_until_gone(pids)
     assert stubborn.wait() == -signal.SIGKILL
     assert polite.wait() == -signal.SIGTERM
@@ -105,7 +106,7 @@ def test_one_that_does_not_listen_is_made_to_end(start: Start) -> None:
 
 def test_groups_that_are_gone_are_no_matter(start: Start) -> None:
     process = start("")
-    process.wait(timeout=20)
+    process.wait(timeout=120)
     end_groups([process.pid])
 
 

@@ -112,7 +112,7 @@ def run_together(peaks: list[Callable[[int], int | None]], limit: int, first: li
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
     return found
 
 

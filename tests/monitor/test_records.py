@@ -223,7 +223,7 @@ def test_following_a_writer_in_another_thread(tmp_path: Path, step_record: StepR
                 line = to_line(record).encode()
                 file.write(line[:40])
                 file.write(line[40:])
-                assert was_seen.wait(30)  # so each record is found while the file is open and growing
+                assert was_seen.wait(120)  # so each record is found while the file is open and growing
                 was_seen.clear()
         is_written.set()
 
@@ -233,7 +233,7 @@ def test_following_a_writer_in_another_thread(tmp_path: Path, step_record: StepR
     for record in _limited(follow_records(path, is_written.is_set, poll_s=0.001)):
         found.append(record)
         was_seen.set()
-    writer.join(30)
+    writer.join(120)
     assert found == records
 
 

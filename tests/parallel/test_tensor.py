@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,21 @@ CHANGES: dict[str, Change] = {
 def test_models_that_are_changed_after_being_split(change: str, is_sequence: bool) -> None:
     found = run_virtual(lambda comm: work(comm, "current", is_sequence, False, CHANGES[change]), 2)
     assert_same(found, "current", CHANGES[change])
+
+
+def compiled_work(comm: Communicator, is_sequence: bool) -> tuple[list[float], Values, Values]:
+    def compile_blocks(model: GPT) -> None:
+        for block in model.blocks():
+            block.forward = torch.compile(block.forward, backend="aot_eager")  # type: ignore[method-assign]
+
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+    return work(comm, "current", is_sequence, False, compile_blocks)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_blocks_may_be_compiled(gloo_pool: GlooPool, is_sequence: bool) -> None:
+    assert_same(gloo_pool.run(compiled_work, is_sequence, ranks=2, timeout_s=120.0), "current")
 
 
 def test_evaluation_gives_the_logits_and_tokens_of_one_process() -> None:

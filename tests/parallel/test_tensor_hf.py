@@ -63,6 +63,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama, tied, biases": lambda: llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
     "llama, a key head a query head": lambda: llama(num_key_value_heads=4),
     "qwen3": lambda: build("Qwen3ForCausalLM", "Qwen3Config", **LLAMA, head_dim=8),
+    "qwen2": lambda: build("Qwen2ForCausalLM", "Qwen2Config", **LLAMA),
+    "mistral": lambda: build("MistralForCausalLM", "MistralConfig", **LLAMA),
     "gpt2": gpt2,
     "gpt2, untied": lambda: gpt2(tie_word_embeddings=False),
 }
@@ -109,6 +111,8 @@ def train(model: nn.Module) -> tuple[list[float], Values]:
         ("llama, tied, biases", 2),
         ("llama, a key head a query head", 4),
         ("qwen3", 2),
+        ("qwen2", 2),
+        ("mistral", 2),
         ("gpt2", 4),
         ("gpt2, untied", 2),
     ],

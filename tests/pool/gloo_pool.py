@@ -12,7 +12,7 @@ Starting a process that imports torch costs seconds, a new process group on a li
         assert gloo_pool.run(sum_of_ranks, 1.0, ranks=2) == [3.0, 3.0]
 
 The function is named by its file, not by its module: pytest imports test files under names that another process could
-not import. Each task gets a fresh group, made by ``connect()`` from a launcher's environment, with a short timeout, and
+not import. Each task gets a fresh group, made by ``connect()`` from a launcher's environment, with a timeout, and
 torch's generator seeded with 0. Arguments and results travel as pickles. Warnings are errors there as here.
 
 ``run`` returns what each rank returned, or raises what a rank raised. ``outcomes`` returns both as data, for tests of
@@ -92,7 +92,7 @@ class Worker:
         self.connection.send_bytes(pickle.dumps(task))
 
     def wait_until_ready(self) -> None:
-        """Returns when the worker has imported torch, so that a group's short timeout does not cover that."""
+        """Returns when the worker has imported torch, so that a group's timeout does not cover that."""
         if not self._is_ready:
             self.connection.recv_bytes()
             self._is_ready = True
@@ -126,8 +126,8 @@ class GlooPool:
         function: Callable[..., Any],
         *args: object,
         ranks: int = 2,
-        group_timeout_s: float = 10.0,
-        timeout_s: float = 30.0,
+        group_timeout_s: float = 60.0,
+        timeout_s: float = 120.0,
     ) -> list[Any]:
         """Runs ``function(comm, *args)`` on each rank and returns the results by rank.
 
@@ -144,8 +144,8 @@ class GlooPool:
         function: Callable[..., Any],
         *args: object,
         ranks: int = 2,
-        group_timeout_s: float = 10.0,
-        timeout_s: float = 30.0,
+        group_timeout_s: float = 60.0,
+        timeout_s: float = 120.0,
     ) -> list[Outcome]:
         """Runs ``function(comm, *args)`` on each rank and returns what became of each, errors included."""
         assert "<" not in function.__qualname__, f"{function.__qualname__} must stand at the top level of its file"

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,22 @@ def arms_in_bf16() -> list[Arm]:
     ]
 
 
-def select(arms: Sequence[Arm], wanted: Sequence[str] | None) -> list[Arm]:
+class Named(Protocol):
+    """What arms of any kind have."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in records."""
+
+    @property
+    def peer(self) -> str:
+        """The arm that its time is divided by."""
+
+
+A = TypeVar("A", bound=Named)
+
+
+def select(arms: Sequence[A], wanted: Sequence[str] | None) -> list[A]:
     """Returns the arms whose name contains one of the words, with their peers; all without words."""
     if not wanted:
         return list(arms)
@@ -162,7 +177,7 @@ def select(arms: Sequence[Arm], wanted: Sequence[str] | None) -> list[Arm]:
     return [arm for arm in arms if arm.name in names]
 
 
-def check_words(arms: Sequence[Arm], wanted: Sequence[str]) -> None:
+def check_words(arms: Sequence[Named], wanted: Sequence[str]) -> None:
     """Raises UsageError for words that are in no arm's name."""
     wrong = [word for word in wanted if not any(word in arm.name for arm in arms)]
     if wrong:

@@ -170,14 +170,14 @@ def _process_group(device: torch.device) -> Iterator[None]:
 def _rows(
     workload: Workload, measured: Sequence[Measured], ranks: int, backend: str, tolerance: float
 ) -> list[dict[str, Any]]:
-    _check_losses(workload, measured, tolerance)
+    check_losses(workload, measured, tolerance)
     return [
         _row(workload, each, ranks, "shared_memory" if each.timing.arm.endswith(SHARED) else backend)
         for each in measured
     ]
 
 
-def _check_losses(workload: Workload, measured: Sequence[Measured], tolerance: float) -> None:
+def check_losses(workload: Workload, measured: Sequence[Measured], tolerance: float) -> None:
     """Raises TrainingError if some arm's losses are not those of the first."""
     first = measured[0]
     for each in measured[1:]:

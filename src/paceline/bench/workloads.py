@@ -18,6 +18,7 @@ class Workload:
     model: str
     batch: int
     context: int = 0
+    tied: bool | None = None  # whether a GPT's output layer uses the embedding's weight; None: as its size has it
 
     @property
     def items(self) -> int:
@@ -30,7 +31,7 @@ class Workload:
         if self.model == "mlp":
             return MLPClassifier(784, 512, 10, dropout=0.0).to(device)
         with device:
-            return GPT(gpt_config(self.model, dropout=0.0))
+            return GPT(gpt_config(self.model, dropout=0.0, tied=self.tied))
 
     def make_batch(self, device: torch.device, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Makes a rank's batch."""

@@ -64,7 +64,7 @@ def resolve_config(config: Config) -> Config:
     device = config.parallel.device if config.parallel.device != "auto" else ("cuda" if num_gpus else "cpu")
     ranks = config.parallel.ranks if config.parallel.ranks != "auto" else (num_gpus if device == "cuda" else CPU_RANKS)
     problems: list[Problem] = _check_precision(config.train.precision, device)
-    if device == "cuda" and ranks > num_gpus:
+    if device == "cuda" and ranks > num_gpus and config.comm.backend != "virtual":
         problems.append(
             Problem(
                 what=f"parallel.ranks = {ranks} on {num_gpus} GPUs",
@@ -180,13 +180,15 @@ def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_jso
     if place.checkpoint is not None:
         command += ["--resume", str(place.checkpoint)]
     assert isinstance(config.parallel.ranks, int)
+    is_virtual = config.comm.backend == "virtual"
     with claim_folder(place.folder, dump_yaml(config), force=force, resume=place.is_continued) as claimed:
         try:
             with _Progress(place.folder, is_shown=config.monitor.console and not as_json):
                 launch_local(
                     command,
                     place.folder,
-                    ranks=config.parallel.ranks,
+                    ranks=1 if is_virtual else config.parallel.ranks,
+                    num_records=config.parallel.ranks,
                     threads=config.parallel.threads,
                     port=port,
                     variables=variables,

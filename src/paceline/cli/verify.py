@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.parity.certificate import Certificate
     from paceline.parallel.composition import Parallelism
-    from paceline.parallel.schedules import Schedule
     from paceline.parity.settings import Settings
 
 # Small enough for seconds, rich enough to have several buckets and units, norms, ties and convolutions.
@@ -38,10 +37,10 @@ def verify(
     shard_ranks: int = typer.Option(None, help="hybrid: ranks of a shard group; by default half of them."),
     steps: int = typer.Option(3, help="Optimizer steps to compare."),
     accumulate: int = typer.Option(1, "--accumulate", "--microbatches", help="Microbatches a step."),
-    pipeline: int = typer.Option(1, help="Ranks that a pipeline of stages runs over."),
-    tensor: int = typer.Option(1, help="Ranks that split each layer."),
+    pipeline: int = typer.Option(None, help="Ranks that a pipeline of stages runs over; by default the config's."),
+    tensor: int = typer.Option(None, help="Ranks that split each layer; by default the config's."),
     data: int = typer.Option(None, help="Ranks that share the batch; follows from the others."),
-    schedule: str = typer.Option("1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or a CSV file."),
+    schedule: str = typer.Option(None, help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or a CSV file."),
     chunks: int = typer.Option(None, help="Stages on each rank of the pipeline, where the schedule takes several."),
     sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="tensor: split along the sequence too."),
     clip: str = typer.Option("1.0", help="Largest global gradient norm, or none."),
@@ -89,7 +88,7 @@ def verify(
             precision=precision,
             shard_ranks=shard_ranks,
             checkpoint=checkpoint_policy or ("full" if checkpoint_activations else None),
-            spread=_spread(pipeline, tensor, data, schedule, chunks, sequence_parallel),
+            spread=_spread(loaded, pipeline, tensor, data, schedule, chunks, sequence_parallel),
         )
     )
     check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
@@ -128,16 +127,33 @@ def _settings(config: Config, *, shard_ranks: int | None, checkpoint: str | None
 
 
 def _spread(
-    pipeline: int, tensor: int, data: int | None, schedule: str, chunks: int | None, sequence: bool
+    config: Config,
+    pipeline: int | None,
+    tensor: int | None,
+    data: int | None,
+    schedule: str | None,
+    chunks: int | None,
+    sequence: bool,
 ) -> Parallelism:
-    from paceline.parallel.composition import Parallelism
+    """Puts the options on top of how the config spreads the model."""
+    from dataclasses import replace
 
-    made: str | Schedule = schedule
-    if schedule.endswith(".csv"):
-        from paceline.parallel.schedule_text import read_csv
+    from paceline.parallel.schedules import read_csv
+    from paceline.train.assemble import build_parallelism
 
-        made = read_csv(Path(schedule))
-    return Parallelism(pipeline=pipeline, tensor=tensor, data=data, schedule=made, chunks=chunks, sequence=sequence)
+    spread = build_parallelism(config)
+    if schedule is not None:  # another one may take other chunks
+        made = read_csv(Path(schedule)) if schedule.endswith(".csv") else schedule
+        spread = replace(spread, schedule=made, chunks=None)
+    if pipeline is not None and pipeline != spread.pipeline:  # a cut is for the stages it has
+        spread = replace(spread, pipeline=pipeline, stages="auto", stage_layers=None)
+    return replace(
+        spread,
+        tensor=spread.tensor if tensor is None else tensor,
+        data=data,
+        chunks=spread.chunks if chunks is None else chunks,
+        sequence=spread.sequence or sequence,
+    )
 
 
 def _clip_norm(text: str) -> float | None:

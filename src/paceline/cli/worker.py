@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import signal
 import socket
@@ -52,11 +51,32 @@ def main() -> None:
         from paceline.config import load_config
 
         config = load_config(config_of(folder))
+        if config.comm.backend == "virtual":
+            _run_virtual(config, folder, arguments.resume)
+            return
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
         attempt.run(config, comm, resume=arguments.resume)
         disconnect()
     except BaseException as error:
         attempt.leave(error)
+
+
+def _run_virtual(config: Config, folder: Path, resume: Path | None) -> None:
+    """Runs all ranks in this process, in turn. Where one fails, leaves with its error."""
+    from paceline.comm.virtual import run_virtual
+    from paceline.errors import RankFailedError
+
+    assert isinstance(config.parallel.ranks, int)
+    attempts = [Attempt(folder, rank) for rank in range(config.parallel.ranks)]
+    try:
+        run_virtual(
+            lambda comm: attempts[comm.rank].run(config, comm, resume=resume),
+            config.parallel.ranks,
+            device=config.parallel.device,
+            timeout_s=config.comm.timeout_s,
+        )
+    except RankFailedError as error:
+        attempts[error.rank].leave(error.__cause__ or error)
 
 
 class Attempt:
@@ -156,7 +176,7 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     from paceline.cli.train import find_place, show_decisions, show_result
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.config import check_ranks
-    from paceline.errors import ConfigError
+    from paceline.errors import ConfigError, UsageError
     from paceline.launch.settings import set_variables
     from paceline.monitor.console import ProgressView
     from paceline.train.resolve import resolve_together
@@ -167,6 +187,11 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     place = find_place(asked, force=force, resume=resume)
     set_variables(asked, uses_nccl=_uses_nccl(asked))
     device = None if asked.parallel.device == "auto" else asked.parallel.device
+    if asked.comm.backend == "virtual":
+        raise UsageError(
+            "comm.backend = virtual under a launcher of processes\n  virtual ranks take turns in one process\n"
+            "  start it with paceline train alone, or set comm.backend = auto"
+        )
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     problems = check_ranks(asked, comm.size, _node_ranks(asked))
     if problems:
@@ -253,7 +278,6 @@ def _run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> 
     from paceline import __version__
     from paceline.comm.torch_dist import backend_of
     from paceline.monitor.records import RunRecord
-    from paceline.parallel.flat import full_shape
 
     plan = None if trainer is None else trainer.parts.plan
     device = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu"
@@ -267,11 +291,8 @@ def _run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> 
         python=platform.python_version(),
         torch=torch.__version__,
         paceline=__version__,
-        # Whole parameters: those of a sharded module are this rank's pieces.
-        num_parameters=0
-        if trainer is None
-        else sum(math.prod(full_shape(parameter)) for parameter in trainer.parts.engine.parameters()),
-        strategy=config.parallel.strategy,
+        num_parameters=0 if trainer is None else trainer.parts.engine.num_parameters,
+        strategy=_strategy(config, comm.size),
         backend=backend_of(comm),
         global_batch=config.train.global_batch or 0 if plan is None else plan.batch.global_batch,
         microbatch=0 if plan is None else plan.batch.microbatch,
@@ -279,6 +300,14 @@ def _run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> 
         total_steps=0 if plan is None else plan.total_steps,
         time=time.time(),
     )
+
+
+def _strategy(config: Config, ranks: int) -> str:
+    """Names the strategy, and the mesh where the model is spread: ``pipeline 2 x tensor 2 x zero1``."""
+    parallel = config.parallel
+    degrees = [f"{name} {size}" for name in ("pipeline", "tensor") if (size := getattr(parallel, name)) > 1]
+    has_data = ranks > parallel.pipeline * parallel.tensor
+    return " x ".join([*degrees, parallel.strategy]) if has_data or not degrees else " x ".join(degrees)
 
 
 def _write_settings(config: Config, trainer: Trainer) -> None:
@@ -300,7 +329,7 @@ def _write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
 
     from paceline.comm.traced import TracedCommunicator
 
-    comm = trainer.parts.engine.comm
+    comm = trainer.parts.engine.world
     assert isinstance(comm, TracedCommunicator)
     path = folder / "trace" / f"rank-{comm.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
-from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.base import Communicator, ReduceOp, Work, takes_real_time
 from paceline.comm.exchange import exchange_pieces, exchange_slices
 from paceline.comm.member import GroupMember
 from paceline.comm.shared_memory import SharedMemoryCommunicator, share_memory
@@ -68,6 +68,8 @@ def backend_of(comm: Communicator) -> str:
     """Returns by what name the ranks of ``connect()`` talk; ``none`` for a world of one."""
     if isinstance(comm, SharedMemoryCommunicator):
         return "shared_memory"
+    if not takes_real_time(comm):
+        return "virtual"
     if comm.size == 1:
         return "none"
     return "nccl" if comm.device.type == "cuda" else "gloo"

@@ -360,8 +360,10 @@ class NcclConfig(Section):
 class CommConfig(Section):
     """How gradients travel between ranks."""
 
-    backend: Literal["auto", "nccl", "gloo", "shared_memory"] = Field(
-        default="auto", description="auto: nccl on GPUs; on CPUs shared memory if the ranks share a host, else gloo"
+    backend: Literal["auto", "nccl", "gloo", "shared_memory", "virtual"] = Field(
+        default="auto",
+        description="auto: nccl on GPUs; on CPUs shared memory if the ranks share a host, else gloo; virtual: all ranks "
+        "take turns in one process, on one device",
     )
     algorithm: Literal["native", "ring", "tree", "halving_doubling", "hierarchical", "auto"] = Field(
         default="native",

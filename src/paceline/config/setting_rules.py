@@ -57,7 +57,7 @@ def settings_agree(config: Config) -> list[Problem]:
     settings = config_settings(comm)
     unread = [each for each in settings.values() if (each.key or "").startswith("comm.nccl.")]
     problems = [*_interface_once(config), *contradictions(settings)]
-    if comm.backend in ("gloo", "shared_memory") and unread:
+    if comm.backend in ("gloo", "shared_memory", "virtual") and unread:
         shown = ", ".join(str(each) for each in unread)
         problems.append(
             Problem(

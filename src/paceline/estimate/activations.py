@@ -36,6 +36,7 @@ from paceline.estimate.facts import BlockFacts, ModelFacts
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
 _RESNET_STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 _INDEX_BYTES = 8
+_OPERATIONS_PER_NUMBER = 64.0  # of 4 bytes that is written, as in ``parallel/stage_costs.py``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,38 +81,97 @@ def describe_model(config: Config, device: str) -> ModelFacts | None:
 
 def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths) -> ModelFacts:
     """Returns the facts of a GPT on samples of ``context`` tokens."""
-    width, tokens = shape.width, context
-    matrices = _gpt_matrices(shape)
-    norm = width
-    block = BlockFacts(
-        parameters=matrices + 2 * norm,
-        saved_bytes=tokens * _gpt_block_bytes(shape, tokens, widths),
-        input_bytes=tokens * width * widths.stream,
-        product_bytes=tokens * widths.compute * _gpt_product_features(shape),
-        cast_bytes=2 * matrices if widths.is_autocast else 0,
-        columns=(6 if shape.mlp == "swiglu" else 5) * width + shape.mlp_width,
-    )
-    head = vocab_size * width
-    learned = (shape.context or context) * width if shape.positions == "learned" else 0
-    rotary = 0 if learned else 2 * 4 * (shape.context or context) * (width // shape.heads // 2) * shape.layers
-    logit_bytes = max(widths.stream, 4)  # the loss wants digits
-    outside = _norm_bytes(shape, widths, readers=1) + vocab_size * logit_bytes + 2 * _INDEX_BYTES
+    block = _gpt_block(shape, context, widths)
+    first = _gpt_embedding(shape, vocab_size, context, widths)
+    last = _gpt_head(shape, vocab_size, context, widths)
+    tied = vocab_size * shape.width if shape.tied else 0
     root = BlockFacts(
-        parameters=(1 if shape.tied else 2) * head + learned + norm,
-        saved_bytes=tokens * (outside + _dropout_bytes(shape.dropout, width, widths.stream, widths)),
-        cast_bytes=2 * head if widths.is_autocast else 0,
-        columns=((1 if shape.tied else 2) + (1 if learned else 0)) * width,
+        parameters=first.parameters + last.parameters - tied,
+        saved_bytes=first.saved_bytes + last.saved_bytes,
+        cast_bytes=last.cast_bytes,
+        columns=first.columns + last.columns - (shape.width if shape.tied else 0),
     )
-    # Backward begins with the gradient of the logits beside their log-probabilities.
-    logits = vocab_size * (logit_bytes + (widths.compute if widths.compute < logit_bytes else 0))
-    inner = 3 * shape.mlp_width * widths.compute
     return ModelFacts(
         name=f"gpt of {shape.layers} layers",
         blocks=(block,) * shape.layers,
         root=root,
-        buffer_bytes=rotary,
-        temporary_bytes=tokens * max(logits, inner),
+        buffer_bytes=shape.layers * block.buffer_bytes,
+        temporary_bytes=max(last.temporary_bytes, block.temporary_bytes),
+        entry=(first,),
+        exit=(last,),
+        tied_parameters=tied,
     )
+
+
+def _gpt_block(shape: GPTShape, tokens: int, widths: Widths) -> BlockFacts:
+    width, matrices = shape.width, _gpt_matrices(shape)
+    inside = _gpt_inner_bytes(shape, tokens, widths)
+    readers = 2 if shape.mlp == "swiglu" else 1
+    norms = [_norm_bytes(shape, widths, readers=each) for each in (3, readers)]
+    between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
+    products = _gpt_product_features(shape)
+    rotary = 2 * 4 * (shape.context or tokens) * (width // shape.heads // 2) if shape.positions == "rotary" else 0
+    return BlockFacts(
+        parameters=matrices + 2 * width,
+        saved_bytes=tokens * (inside + between + sum(outputs for _, outputs in norms)),
+        input_bytes=tokens * width * widths.stream,
+        product_bytes=tokens * widths.compute * products,
+        cast_bytes=2 * matrices if widths.is_autocast else 0,
+        columns=(6 if shape.mlp == "swiglu" else 5) * width + shape.mlp_width,
+        buffer_bytes=rotary,
+        temporary_bytes=tokens * 3 * shape.mlp_width * widths.compute,
+        operations=_gpt_block_operations(shape, shape.context or tokens),
+        split_parameters=matrices,
+        split_bytes=tokens * inside,
+        stream_bytes=tokens * between,
+        split_products=tokens * widths.compute * (products - 2 * width),  # sums over the ranks are whole
+    )
+
+
+def _gpt_embedding(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths) -> BlockFacts:
+    width, length = shape.width, shape.context or tokens
+    learned = length * width if shape.positions == "learned" else 0
+    masks = tokens * _dropout_bytes(shape.dropout, width, widths.stream, widths)
+    return BlockFacts(
+        parameters=vocab_size * width + learned,
+        saved_bytes=tokens * _INDEX_BYTES + masks,
+        columns=width + (width if learned else 0),
+        operations=_OPERATIONS_PER_NUMBER * length * (3 if learned else 1) * width,
+        split_parameters=vocab_size * width,
+        stream_bytes=masks,
+    )
+
+
+def _gpt_head(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths) -> BlockFacts:
+    """The last norm, the output layer, and the loss."""
+    head = vocab_size * shape.width
+    logit_bytes = max(widths.stream, 4)  # the loss wants digits
+    inputs, outputs = _norm_bytes(shape, widths, readers=1)
+    length = shape.context or tokens
+    return BlockFacts(
+        parameters=head + shape.width,
+        saved_bytes=tokens * (inputs + outputs + vocab_size * logit_bytes + _INDEX_BYTES),
+        input_bytes=tokens * shape.width * widths.stream,
+        cast_bytes=2 * head if widths.is_autocast else 0,
+        columns=shape.width,
+        # Backward begins with the gradient of the logits beside their log-probabilities.
+        temporary_bytes=tokens
+        * vocab_size
+        * (logit_bytes + (widths.compute if widths.compute < logit_bytes else 0)),
+        operations=length * (2 * head + _OPERATIONS_PER_NUMBER * (2 * vocab_size + 2 * shape.width)),
+        split_parameters=head,
+        split_bytes=tokens * vocab_size * logit_bytes,
+        stream_bytes=tokens * inputs,
+    )
+
+
+def _gpt_block_operations(shape: GPTShape, tokens: int) -> float:
+    """Products, attention over all tokens, and what is written: every product twice, scores about four times."""
+    width, mlp = shape.width, shape.mlp_width * (2 if shape.mlp == "swiglu" else 1)
+    turned = 5 * width if shape.positions == "rotary" else 0
+    norms = (6 if shape.norm == "rms" else 2) * width
+    written = 2 * (_gpt_product_features(shape) - width) + 4.5 * shape.heads * tokens + mlp + norms + 2 * width + turned
+    return tokens * (2 * _gpt_matrices(shape) + 4 * tokens * width + _OPERATIONS_PER_NUMBER * written)
 
 
 def _gpt_matrices(shape: GPTShape) -> int:
@@ -121,7 +181,8 @@ def _gpt_matrices(shape: GPTShape) -> int:
     return 2 * shape.width**2 + 2 * shape.width * kv_width + mlp
 
 
-def _gpt_block_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
+def _gpt_inner_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
+    """What attention and the MLP save, but for their inputs: what tensor parallelism splits."""
     width = shape.width
     if shape.dropout and widths.device == "cpu":
         # Step by step, and in float32 at least: probabilities, the mask, and what it leaves.
@@ -130,10 +191,7 @@ def _gpt_block_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
     else:
         copies = 2 if shape.positions == "rotary" else 1
         attention = (3 + copies) * width * widths.compute + 4 * shape.heads
-    mlp = (4 if shape.mlp == "swiglu" else 2) * shape.mlp_width * widths.compute
-    readers = 2 if shape.mlp == "swiglu" else 1
-    norms = _norm_bytes(shape, widths, readers=3) + _norm_bytes(shape, widths, readers=readers)
-    return attention + mlp + norms + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
+    return attention + (4 if shape.mlp == "swiglu" else 2) * shape.mlp_width * widths.compute
 
 
 def _gpt_product_features(shape: GPTShape) -> int:
@@ -142,12 +200,12 @@ def _gpt_product_features(shape: GPTShape) -> int:
     return 2 * shape.width + 2 * kv_width + shape.width + mlp
 
 
-def _norm_bytes(shape: GPTShape, widths: Widths, *, readers: int) -> float:
-    """A norm's input and output; autocast makes one copy of the output for each of its readers."""
+def _norm_bytes(shape: GPTShape, widths: Widths, *, readers: int) -> tuple[float, float]:
+    """A norm's input with its statistics, and its output, of which autocast makes a copy for each reader."""
     inputs = 2 * max(widths.stream, 4) if shape.norm == "rms" and widths.device == "cpu" else widths.stream
     outputs = readers * widths.compute if widths.is_autocast else widths.stream
     statistics = 4 if shape.norm == "rms" else 8
-    return shape.width * (inputs + outputs) + statistics
+    return shape.width * inputs + statistics, shape.width * outputs
 
 
 def _dropout_bytes(dropout: float, features: int, itemsize: int, widths: Widths) -> float:

@@ -16,6 +16,14 @@ class BlockFacts:
     product_bytes: float = 0.0  # outputs of matrix products: what selective checkpointing keeps besides
     cast_bytes: int = 0  # copies of its weights in autocast's dtype, saved for backward too
     columns: int = 0  # of its matrices, added up: what the right factors of low-rank gradients are long
+    buffer_bytes: int = 0
+    temporary_bytes: float = 0.0  # bytes a sample that live only while one operation runs
+    operations: float = 0.0  # what its forward costs for a sample, in the unit of ``parallel/stage_costs.py``
+    # What the ranks of a tensor group share of the figures above; nothing, where its layers have no plan.
+    split_parameters: int = 0
+    split_bytes: float = 0.0  # of ``saved_bytes``
+    stream_bytes: float = 0.0  # of ``saved_bytes``: shared only under sequence parallelism
+    split_products: float = 0.0  # of ``product_bytes``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +36,20 @@ class ModelFacts:
     buffer_bytes: int = 0
     temporary_bytes: float = 0.0  # bytes a sample that live only while one operation runs, at the worst moment
     source: Literal["formula", "measured"] = "formula"
+    # The layers before and after the blocks, where a pipeline may cut; none: only the model's own code knows them.
+    entry: tuple[BlockFacts, ...] = ()
+    exit: tuple[BlockFacts, ...] = ()
+    tied_parameters: int = 0  # that the first and the last layer both use
 
     @property
     def parameters(self) -> int:
         """How many parameters there are, a shared one once."""
         return self.root.parameters + sum(block.parameters for block in self.blocks)
+
+    @property
+    def layers(self) -> tuple[BlockFacts, ...]:
+        """The layers in the order in which they run, where a pipeline may cut; none: it cannot be cut."""
+        return (*self.entry, *self.blocks, *self.exit) if self.entry else ()
 
     @property
     def columns(self) -> int:

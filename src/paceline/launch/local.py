@@ -49,26 +49,30 @@ def launch_local(
     folder: Path,
     *,
     ranks: int,
+    num_records: int | None = None,
     threads: int | None = None,
     port: int = 0,
     variables: Mapping[str, str] | None = None,
 ) -> None:
     """Runs ``python -m <command>`` on ``ranks`` processes until all are done, with ``variables`` in their environment.
 
+    ``num_records`` is how many ranks write records, where processes have several each; None: one each.
+
     Raises LaunchError with the cause when a rank fails, UsageError when it refuses what was asked for, and
     RunStoppedError when a signal ends the run. In each case the records get an end, and no rank is left.
     """
     clear_failures(folder)
     forget_processes(folder)
-    started = time.time()
+    started, written = time.time(), range(num_records or ranks)
     with _signals(), _environment({**_settings(ranks, threads), **(variables or {})}), _quiet_agent():
         try:
             with tempfile.TemporaryDirectory() as scratch:
-                _run_agent(command, folder, Path(scratch), ranks=ranks, port=port, started=started)
+                agent = _agent_config(ranks, port, Path(scratch))
+                _run_agent(command, folder, agent, Path(scratch), written=written, started=started)
         except SignalException as error:
             with _deaf():
                 end_groups(noted_processes(folder).values())
-                end_records(folder, range(ranks), "stopped", f"ended by {error.sigval.name}", since=started)
+                end_records(folder, written, "stopped", f"ended by {error.sigval.name}", since=started)
             raise RunStoppedError(error.sigval) from None
         except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
             raise LaunchError(_explain_start(error, port)) from error
@@ -87,15 +91,17 @@ def check_port(port: int) -> None:
             raise LaunchError(_explain_port(error, port)) from error
 
 
-def _run_agent(command: Sequence[str], folder: Path, scratch: Path, *, ranks: int, port: int, started: float) -> None:
+def _run_agent(
+    command: Sequence[str], folder: Path, agent: LaunchConfig, scratch: Path, *, written: range, started: float
+) -> None:
     try:
-        elastic_launch(_agent_config(ranks, port, scratch), sys.executable)("-u", "-m", *command)
+        elastic_launch(agent, sys.executable)("-u", "-m", *command)
     except ChildFailedError as error:
         with _deaf():
             end_groups(failure.pid for failure in error.failures.values())
-            failures = _failures(error, folder, scratch, open_attempts(folder, range(ranks), since=started))
+            failures = _failures(error, folder, scratch, open_attempts(folder, written, since=started))
             cause = str(first_cause(failures)).splitlines()[0]
-            end_records(folder, range(ranks), "failed", cause, since=started)
+            end_records(folder, written, "failed", cause, since=started)
             problem = explain_failures(failures, folder)
             if isinstance(problem, UsageError):
                 clear_failures(folder)  # refused: the folder of a resumed run stays as it was

@@ -6,9 +6,11 @@ goes through ``launch/local.py``, which supervises.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -18,6 +20,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError, UsageError
+
+# Below those that Linux and macOS hand out to whoever asks for any.
+_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +90,15 @@ def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def free_port() -> int:
-    """Returns a TCP port of the loopback interface that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a TCP port of the loopback interface that nobody uses now.
+
+    It lies below those that systems hand out by themselves: nobody is given it before the ranks meet there.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):  # in use
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise LaunchError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free, of 100 tried\n  ranks meet at one")
 
 
 def loopback_interface() -> str:

@@ -79,8 +79,10 @@ class CombinedParallel:
         names: Sequence[str],
         tied: Mapping[str, Sequence[int]],
         layout: TensorLayout | None,
+        num_parameters: int,
     ) -> None:
         """Takes the names of the whole model's state in order, and the stages that share a tied parameter."""
+        self.num_parameters = num_parameters
         self.axes = axes
         self.comm = axes.data
         self.pipeline = pipeline
@@ -93,6 +95,16 @@ class CombinedParallel:
         self._tied = dict(tied)
         self._layout = layout if axes.tensor.size > 1 else None
         self._tie_comms = {name: comm for name, comm in self._split_ties() if comm is not None}
+
+    @property
+    def random_stream(self) -> int:
+        """One for each stage and share of the batch: what tensor ranks do not split, they compute alike."""
+        return self.axes.pipe.rank * self.comm.size + self.comm.rank
+
+    @property
+    def reports_samples(self) -> bool:
+        """Whether this rank is the first of those that have the same samples."""
+        return self.axes.pipe.rank == 0 and self.axes.tensor.rank == 0
 
     @property
     def world(self) -> Communicator:

@@ -87,7 +87,7 @@ def combine(
     _check(strategy, asked, schedule)
     check_same_model(model, comm)
     _take_first_values(model, comm)
-    names = tuple(model.state_dict())
+    names, num_parameters = tuple(model.state_dict()), sum(p.numel() for p in model.parameters())
     layers = model_layers(model) if schedule.stages > 1 else ()
     bounds = _bounds(model, layers, asked, schedule.stages) if layers else (0, 1)
     layout: TensorLayout | None = None
@@ -102,7 +102,7 @@ def combine(
     parts = split_model(model, bounds, mine, layers=layers) if layers else {0: model}
     engines = {stage: share(part, axes.data) for stage, part in parts.items()}
     pipeline = Pipeline(engines, axes.pipe, schedule, lambda microbatches: _schedule(asked, microbatches))
-    return CombinedParallel(axes, pipeline, names, tied, layout)
+    return CombinedParallel(axes, pipeline, names, tied, layout, num_parameters)
 
 
 def _axes(comm: Communicator, asked: Parallelism) -> Axes:

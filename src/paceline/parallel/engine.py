@@ -34,6 +34,18 @@ class Engine(Protocol):
     def world(self) -> Communicator:
         """All ranks that train together; ``comm`` are those of them that share out the batch."""
 
+    @property
+    def random_stream(self) -> int:
+        """Which stream of random numbers this rank draws from: ranks that compute the same draw the same."""
+
+    @property
+    def reports_samples(self) -> bool:
+        """Whether this rank's samples count, or are those of another rank that has another part of the model."""
+
+    @property
+    def num_parameters(self) -> int:
+        """How many parameters the whole model has."""
+
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
         """Returns ``compute(model, batch)`` without gradients; None where another rank of a pipeline has the result."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -13,7 +14,7 @@ from paceline.comm.base import Communicator
 from paceline.parallel.bucket_choice import BucketChoice
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.engine import loss_scale
-from paceline.parallel.flat import FlatGroup
+from paceline.parallel.flat import FlatGroup, full_shape
 
 T = TypeVar("T")
 
@@ -37,6 +38,25 @@ class EngineFace:
     def eval(self) -> Self:
         """Puts the module into evaluation mode."""
         return self.train(False)
+
+    @property
+    def random_stream(self) -> int:
+        """Which stream of random numbers this rank draws from: one of its own."""
+        return self.comm.rank
+
+    @property
+    def reports_samples(self) -> bool:
+        """Whether this rank's samples count: no other rank has the same ones."""
+        return True
+
+    @property
+    def num_parameters(self) -> int:
+        """How many parameters the whole model has; those of a sharded module are this rank's pieces."""
+        return sum(math.prod(full_shape(parameter)) for parameter in self.parameters())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what this rank updates."""
+        raise NotImplementedError
 
     @property
     def world(self) -> Communicator:

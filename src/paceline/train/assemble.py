@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from paceline.comm.tables import share_table
 from paceline.comm.topology import detect_topology
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.two_levels import TwoLevelCommunicator, join_hosts
-from paceline.config import FULLY_SHARDED, Config, peak_learning_rate, shard_group
+from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, peak_learning_rate, shard_group
 from paceline.data.datasets import check_enough
 from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from paceline.data.order import DataOrder
@@ -29,8 +30,10 @@ from paceline.models.registry import build_model, model_context
 from paceline.monitor.meter import StepMeter
 from paceline.monitor.sinks import Sink
 from paceline.parallel.apply import parallelize
+from paceline.parallel.composition import Parallelism
 from paceline.parallel.engine import Engine
 from paceline.parallel.fsdp import ShardingPolicy
+from paceline.parallel.schedules import read_csv
 from paceline.planning import Plan, make_plan, with_memory, with_microbatch
 from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
@@ -59,6 +62,7 @@ def build_workload(config: Config) -> Workload:
     seed_everything(seed)
     # What no rank holds whole is made without values, and gets them unit by unit: the same, drawn in the same order.
     is_late = config.parallel.strategy in FULLY_SHARDED and config.model.kind != "factory"
+    is_late = is_late and not is_split(config.parallel)  # cut into parts first, and those would draw other numbers
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
         model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
     return Workload(data=data, model=model)
@@ -85,12 +89,12 @@ def build_trainer(
     plan = make_plan(
         config, ranks=comm.size, train_samples=len(work.data.train), eval_samples=num_eval, node_ranks=node_ranks
     )
-    check_enough(plan.train_samples, comm.size)
+    check_enough(plan.train_samples, data_ranks(config.parallel, comm.size))
     trace = Trace(comm.device, keep=config.monitor.trace)
     seed_everything(config.train.seed)  # a model without values draws them now
     compressor = build_compressor(config)
     engine = build_engine(config, work.model, _build_comm(config, comm, trace, node_ranks), node_ranks, compressor)
-    seed_everything(config.train.seed, comm.rank)  # from here on every rank draws numbers of its own
+    seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     loss = build_loss(config.train.loss, work.data.shape, may_ignore=config.data.kind == "factory")
     if config.train.microbatch == "auto":
         plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
@@ -106,8 +110,8 @@ def build_trainer(
         plan=plan,
         engine=engine,
         optimizer=build_optimizer(optim, engine.named_parameters()),
-        loader=_train_loader(config, plan, work.data, comm, options),
-        eval_loader=_eval_loader(plan, work.data, comm, options),
+        loader=_train_loader(config, plan, work.data, engine.comm, options),
+        eval_loader=_eval_loader(plan, work.data, engine.comm, options),
         loss=loss,
         schedule=build_schedule(config, plan),
         policy=build_policy(config),
@@ -191,6 +195,24 @@ def build_engine(
         ),
         sync_batchnorm=parallel.sync_batchnorm,
         compression=compression,
+        parallel=build_parallelism(config),
+    )
+
+
+def build_parallelism(config: Config) -> Parallelism:
+    """Returns how a config spreads the model itself."""
+    parallel = config.parallel
+    own = parallel.schedule_file
+    return Parallelism(
+        pipeline=parallel.pipeline,
+        tensor=parallel.tensor,
+        data=parallel.data,
+        schedule=parallel.schedule if own is None else read_csv(Path(own)),
+        chunks=parallel.chunks,
+        stages=parallel.stages,
+        stage_layers=parallel.stage_layers,
+        sequence=parallel.sequence_parallel,
+        gathers_logits=config.train.loss != "auto",  # a loss of one's own expects whole logits
     )
 
 

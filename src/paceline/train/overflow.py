@@ -24,6 +24,7 @@ from paceline.train.loss import Loss
 from paceline.train.step import NoLaps, Passes, accumulate
 
 _DATA, _PARAMETER, _FORWARD, _LOSS, _GRADIENT = range(5)
+_MANY = 2**40  # more calls than a step has
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,7 +53,8 @@ def find_overflow(
     None where the repetition is finite, because it drew other random numbers, say. ``passes`` takes the place of
     ``accumulate``, as in a step. Leaves no gradients.
     """
-    rank = engine.comm.rank
+    rank = engine.world.rank
+    first = engine.random_stream // engine.comm.size * _MANY  # earlier stages of a pipeline are called before later ones
     watch = _Watch(engine.module)
     try:
         values = (passes or accumulate)(engine, microbatches, loss, scale, dtype, NoLaps())
@@ -61,13 +63,13 @@ def find_overflow(
     findings = [
         *(Finding(_DATA, place, rank, what) for place, what in enumerate(_bad_data(microbatches))),
         *(Finding(_PARAMETER, place, rank, what) for place, what in enumerate(_bad_parameters(engine))),
-        *([] if watch.found is None else [Finding(_FORWARD, watch.place, rank, watch.found)]),
+        *([] if watch.found is None else [Finding(_FORWARD, watch.place + first, rank, watch.found)]),
         *(Finding(_LOSS, 0, rank, f"the loss is {v.total.item()}") for v in values if not v.total.isfinite()),
         *_bad_gradients(engine, watch),
     ]
     for parameter in engine.parameters():
         parameter.grad = None
-    everyone = gather_objects(engine.comm, min(findings, default=None))
+    everyone = gather_objects(engine.world, min(findings, default=None))
     return min((finding for finding in everyone if finding is not None), default=None)
 
 
@@ -159,7 +161,7 @@ def _bad_gradients(engine: Engine, watch: _Watch) -> Iterator[Finding]:
         problem = "" if parameter.grad is None else _describe(parameter.grad)
         if problem:
             place = -watch.calls.get(name.rpartition(".")[0], 0)
-            yield Finding(_GRADIENT, place, engine.comm.rank, f"the gradient of {name} in backward: {problem}")
+            yield Finding(_GRADIENT, place, engine.world.rank, f"the gradient of {name} in backward: {problem}")
 
 
 def _title(name: str, module: nn.Module) -> str:

@@ -137,6 +137,7 @@ class Trainer:
         self.scaler = make_scaler(parts.engine.precision, parts.engine.comm.device, parts.policy.loss_scale)
         self.bad_steps = BadSteps()
         self._has_constant_rate = parts.schedule.is_constant
+        self._reports_samples = parts.engine.reports_samples
         if parts.passes is not None:
             parts.passes.on_cut = self._note_cut
 
@@ -252,7 +253,7 @@ class Trainer:
         if len(state.random) == comm.size:
             restore_random_states(state.random[comm.rank], comm.device)
         else:
-            seed_everything(self.parts.seed, comm.rank, state.step)
+            seed_everything(self.parts.seed, self.parts.engine.random_stream, state.step)
 
     def _note_cut(self, microbatch: int) -> None:
         """Records that memory ran out, and that microbatches are smaller from here on."""
@@ -290,7 +291,8 @@ class Trainer:
         )
         self.step, self.position = step, batch.next_position
         is_last = step == plan.total_steps
-        return StepResult(step, batch.next_position, batch.local_samples, lr, outcome, plan.steps_per_epoch, is_last)
+        samples = batch.local_samples if self._reports_samples else []
+        return StepResult(step, batch.next_position, samples, lr, outcome, plan.steps_per_epoch, is_last)
 
     def _set_learning_rate(self, batch: StepBatch) -> float:
         """Sets the rates of the step and returns the first group's. A constant schedule leaves them alone."""

@@ -1,0 +1,119 @@
+"""Our pipeline beside torch.distributed.pipelining: the time of a training step, schedule by schedule; and bubbles.
+
+All arms take turns in the same processes. A step is forward and backward of all microbatches and the optimizer's update;
+its time is that of rank 0, whose last backward is the last of the step under GPipe and 1F1B. The losses of the first
+steps are compared: they agree to 1e-5, or there is no record.
+
+The bubbles need no processes: every schedule against a clock, with equal stages, beside the formula that it should meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.bench.arms import select
+from paceline.bench.engines import Measured, check_losses
+from paceline.bench.interleave import interleave
+from paceline.bench.pipeline_arms import PipelineArm, PipelineStep, pipeline_arms, set_up_pipeline
+from paceline.bench.workloads import Protocol, Workload
+from paceline.comm.base import Communicator
+from paceline.launch.processes import run_processes
+from paceline.parallel.schedules import SCHEDULE_NAMES, make_schedule, measure_schedule
+
+TOLERANCE = 1e-5
+_TIMEOUT_S = 3600.0
+_CHUNKS = {"interleaved": 2, "zb-v": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineWorkload:
+    """What all arms train on, and in how many microbatches. Untied: torch's stages share no weights."""
+
+    workload: Workload = Workload(model="gpt-11m", batch=8, context=128, tied=False)
+    microbatches: int = 8
+    protocol: Protocol = Protocol(rounds=12, steps_per_turn=2, warm_up=3)
+
+
+def bench_speed(asked: PipelineWorkload, ranks: int, wanted: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Times our schedules against torch's on real Gloo ranks with one thread each."""
+    arms = select(pipeline_arms(), wanted)
+    by_rank = run_processes(_measure, ranks, args=(asked, arms), threads=1, timeout_s=_TIMEOUT_S)
+    measured = [_with_losses(each) for each in zip(*by_rank, strict=True)]
+    check_losses(asked.workload, measured, TOLERANCE)
+    return [_row(asked, arm, each, ranks) for arm, each in zip(arms, measured, strict=True)]
+
+
+def bench_bubbles(ranks: Sequence[int] = range(2, 9), shares: Sequence[int] = (1, 2, 4)) -> list[dict[str, Any]]:
+    """Runs every schedule of p ranks and p, 2p, 4p microbatches against a clock, beside its formula."""
+    return [_bubble(name, p, share * p) for name in SCHEDULE_NAMES for p in ranks for share in shares]
+
+
+def ideal_overhead(schedule: str, ranks: int, microbatches: int) -> float | None:
+    """Returns idle time over work as the formula has it, None where it does not hold: too few microbatches."""
+    parts = {"gpipe": 1, "1f1b": 1, "interleaved": _CHUNKS["interleaved"], "zb-h1": 3, "zb-v": 6}[schedule]
+    if schedule == "zb-v" and microbatches < 1.5 * ranks:
+        return None
+    return (ranks - 1) / (parts * microbatches)
+
+
+def _measure(comm: Communicator, asked: PipelineWorkload, arms: Sequence[PipelineArm]) -> list[Measured]:
+    steps: dict[str, PipelineStep] = {}
+    protocol = asked.protocol
+    for arm in arms:
+        steps[arm.name] = set_up_pipeline(arm, asked.workload, asked.microbatches, comm, protocol.warm_up)
+    timings = interleave(
+        dict(steps),
+        baseline={arm.name: arm.peer for arm in arms},
+        rounds=protocol.rounds,
+        steps_per_turn=protocol.steps_per_turn,
+        warm_up=protocol.warm_up,
+        device=comm.device,
+        meet=comm.barrier,
+    )
+    return [Measured(timing=timing, losses=steps[timing.arm].losses) for timing in timings]
+
+
+def _with_losses(by_rank: Sequence[Measured]) -> Measured:
+    """Takes the times of rank 0, and the losses of a rank that knows them: torch's are on that of the last stage."""
+    return dataclasses.replace(by_rank[0], losses=next(each.losses for each in by_rank if each.losses))
+
+
+def _row(asked: PipelineWorkload, arm: PipelineArm, measured: Measured, ranks: int) -> dict[str, Any]:
+    timing, workload = dataclasses.asdict(measured.timing), asked.workload
+    return {
+        "part": "speed",
+        "model": workload.model,
+        "ranks": ranks,
+        "backend": "shared_memory" if arm.runner == "shared memory" else "gloo",
+        "schedule": arm.schedule,
+        "batch": workload.batch,
+        "microbatches": asked.microbatches,
+        "context": workload.context,
+        **{name: round(value, 4) if isinstance(value, float) else value for name, value in timing.items()},
+        "items_per_s": round(workload.items / (measured.timing.median_ms / 1e3), 1),
+        "loss": round(measured.losses[-1], 6),
+        "loss_step": len(measured.losses),
+    }
+
+
+def _bubble(name: str, ranks: int, microbatches: int) -> dict[str, Any]:
+    chunks = _CHUNKS.get(name, 1)
+    measure = measure_schedule(make_schedule(name, ranks, microbatches, chunks))
+    formula = ideal_overhead(name, ranks, microbatches)
+    return {
+        "part": "bubbles",
+        "kind": "on the virtual clock, equal stages",
+        "schedule": name,
+        "ranks": ranks,
+        "chunks": chunks,
+        "microbatches": microbatches,
+        "bubble": round(measure.bubble, 6),
+        "bubble_formula": None if formula is None else round(formula / (1 + formula), 6),
+        "overhead": round(measure.overhead, 6),
+        "overhead_formula": None if formula is None else round(formula, 6),
+        "most_in_flight": max(measure.in_flight),
+        "most_in_flight_share": max(measure.in_flight_share),
+    }

@@ -1,0 +1,183 @@
+"""The arms of the pipeline benchmark: our pipeline on Gloo and on shared memory, and torch.distributed.pipelining.
+
+Every arm trains a copy of its own of one model, from the same values, cut at the same layers, on the same microbatches,
+with the same loss and optimizer, without clipping: what differs is who runs the schedule and carries the messages. The
+peer of an arm is torch's schedule of the same kind:
+
+    gpipe         ScheduleGPipe                      1f1b     Schedule1F1B
+    interleaved   ScheduleInterleaved1F1B            zb-h1    ScheduleInterleavedZeroBubble, one stage a rank
+    zb-v          ScheduleZBVZeroBubble
+
+torch is set up as fast as it goes: it gathers no outputs, and its loss divides by the number of tokens, so that no
+gradient is scaled afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import pipelining
+
+from paceline.bench.arms import SHARED
+from paceline.bench.workloads import Workload
+from paceline.comm.base import Communicator
+from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.models.layers import model_layers
+from paceline.parallel.apply import parallelize
+from paceline.parallel.combined import CombinedParallel
+from paceline.parallel.composition import Parallelism
+from paceline.parallel.schedules import make_schedule
+from paceline.parallel.stage_bounds import choose_bounds
+from paceline.parallel.stage_costs import estimate_layers
+from paceline.parallel.stages import split_model
+from paceline.train.loss import CrossEntropy
+
+Runner = Literal["torch", "gloo", "shared memory"]
+
+_TORCH = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zb-h1": pipelining.ScheduleInterleavedZeroBubble,
+    "zb-v": pipelining.ScheduleZBVZeroBubble,
+}
+_SINGLE = ("gpipe", "1f1b")  # in torch these take one stage, the others a list
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineArm:
+    """One schedule, and who runs it."""
+
+    name: str
+    peer: str
+    schedule: str
+    runner: Runner
+
+
+class PipelineStep(Protocol):
+    """One training step over all microbatches. ``losses`` of the first steps, where this rank knows them."""
+
+    losses: list[float]
+
+    def __call__(self) -> None:
+        """Trains on the batch once."""
+
+
+def pipeline_arms() -> list[PipelineArm]:
+    """Returns the arms: torch's schedules, each followed by ours."""
+    arms: list[PipelineArm] = []
+    for name in _TORCH:
+        peer = f"torch {name}"
+        arms += [
+            PipelineArm(name=peer, peer=peer, schedule=name, runner="torch"),
+            PipelineArm(name=f"paceline {name}", peer=peer, schedule=name, runner="gloo"),
+            PipelineArm(name=f"paceline {name} {SHARED}", peer=peer, schedule=name, runner="shared memory"),
+        ]
+    return arms
+
+
+def set_up_pipeline(
+    arm: PipelineArm, workload: Workload, microbatches: int, comm: Communicator, num_losses: int
+) -> PipelineStep:
+    """Builds an arm's model, cuts it over the ranks of ``comm``, and returns its training step."""
+    model = workload.make_model(comm.device)
+    batch = workload.make_batch(comm.device, 0)
+    if arm.runner == "torch":
+        return _TorchStep(arm.schedule, model, batch, microbatches, num_losses, comm)
+    if arm.runner == "shared memory":
+        comm = SharedMemoryCommunicator.join(comm)
+    engine = parallelize(model, comm, "ddp", parallel=Parallelism(pipeline=comm.size, schedule=arm.schedule))
+    assert isinstance(engine, CombinedParallel)
+    return _OurStep(engine, batch, microbatches, num_losses)
+
+
+class _OurStep:
+    """A step of our pipeline."""
+
+    def __init__(
+        self,
+        engine: CombinedParallel,
+        batch: tuple[torch.Tensor, torch.Tensor],
+        microbatches: int,
+        num_losses: int,
+    ) -> None:
+        self.losses: list[float] = []
+        inputs, targets = batch
+        self._engine = engine
+        self._microbatches = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+        self._loss = CrossEntropy(float(targets.shape[1]))
+        self._scale = 1 / targets.numel()
+        self._optimizer = make_optimizer(engine.parameters())
+        self._num_losses = num_losses
+
+    def __call__(self) -> None:
+        """Trains on the batch once."""
+        (value,) = self._engine.run_microbatches(self._microbatches, self._loss, self._scale)
+        if len(self.losses) < self._num_losses:
+            self.losses.append(float(value.total / value.count))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+class _TorchStep:
+    """A step of torch's pipeline."""
+
+    def __init__(
+        self,
+        schedule: str,
+        model: nn.Module,
+        batch: tuple[torch.Tensor, torch.Tensor],
+        microbatches: int,
+        num_losses: int,
+        comm: Communicator,
+    ) -> None:
+        self.losses: list[float] = []
+        self._inputs, self._targets = batch
+        placement = make_schedule(schedule, comm.size, microbatches).placement
+        mine = [stage for stage, rank in enumerate(placement) if rank == comm.rank]
+        layers = model_layers(model)
+        bounds = choose_bounds(estimate_layers(model, layers), len(placement))  # as ours are cut
+        parts = split_model(model, bounds, mine, layers=layers)
+        stages = [pipelining.PipelineStage(parts[stage], stage, len(placement), comm.device) for stage in mine]
+        self._is_first, self._is_last = 0 in mine, len(placement) - 1 in mine
+        self._schedule = _make_torch_schedule(schedule, stages, microbatches, self._targets.numel())
+        self._options = _without_outputs(self._schedule.step)
+        self._optimizer = make_optimizer(p for part in parts.values() for p in part.parameters())
+        self._num_losses = num_losses
+
+    def __call__(self) -> None:
+        """Trains on the batch once."""
+        inputs = (self._inputs,) if self._is_first else ()
+        target = self._targets if self._is_last else None
+        losses: list[torch.Tensor] = []
+        self._schedule.step(*inputs, target=target, losses=losses, **self._options)
+        if losses and len(self.losses) < self._num_losses:
+            self.losses.append(float(torch.stack(losses).detach().sum()))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Returns the optimizer of every arm."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def _make_torch_schedule(name: str, stages: Sequence[Any], microbatches: int, num_tokens: int) -> Any:
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        rows = logits.reshape(-1, logits.shape[-1])
+        return F.cross_entropy(rows, targets.reshape(-1), reduction="sum") / num_tokens
+
+    make: Any = _TORCH[name]
+    held = stages[0] if name in _SINGLE else list(stages)
+    return make(held, microbatches, loss_fn=loss, scale_grads=False)
+
+
+def _without_outputs(step: Callable[..., Any]) -> dict[str, Any]:
+    """Older versions gather the outputs of all microbatches, whether or not they are wanted."""
+    return {"return_outputs": False} if "return_outputs" in inspect.signature(step).parameters else {}
