@@ -107,6 +107,7 @@ NOT_ENGINES = {
     "parallel.sharded",
     "parallel.tensor",
     "parallel.tensor_apply",
+    "parallel.tensor_late",
     "parallel.tensor_layout",
     "parallel.tensor_loss",
     "parallel.tensor_plan",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from paceline.config import BatchPlan, Config, config_batch, data_ranks, is_split, shard_group
+from paceline.config import BatchPlan, Config, config_batch, data_ranks, shard_group
 from paceline.estimate.facts import ModelFacts
-from paceline.estimate.memory import MemoryEstimate, estimate_memory, setting_of
+from paceline.estimate.memory import MemoryEstimate, estimate_memory, setting_of, spread_of
 from paceline.mesh import Mesh
 
 
@@ -64,11 +64,12 @@ def make_plan(
 
 
 def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: str) -> Plan:
-    """Returns the plan with an estimate of what a rank will hold, if the model is known and not split itself."""
-    if model is None or is_split(config.parallel):
+    """Returns the plan with an estimate of what a rank will hold, if the model is known: the rank with the most."""
+    spread = None if model is None else spread_of(config, model, plan.batch.accumulate)
+    if model is None or spread is None:
         return plan
     group = dict(plan.mesh.axes).get("shard", 1)
-    setting = setting_of(config, group=group, microbatch=plan.batch.microbatch, device=device)
+    setting = setting_of(config, group=group, microbatch=plan.batch.microbatch, device=device, spread=spread)
     return dataclasses.replace(plan, memory=estimate_memory(model, setting))
 
 

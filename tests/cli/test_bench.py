@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from paceline.bench.workloads import CPU_WORKLOADS
 
 Call = Callable[..., Any]
 
@@ -22,6 +25,14 @@ MEMORY_ROW = {
 }
 
 
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of few steps: how long they last is no matter here."""
+    workload, protocol = CPU_WORKLOADS["mlp"]
+    monkeypatch.setitem(CPU_WORKLOADS, "mlp", (workload, replace(protocol, steps_per_turn=2, warm_up=4)))
+
+
+@pytest.mark.usefixtures("short_turns")
 def test_engines_prints_and_writes_one_record_in_which_all_arms_agree(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     called = call("bench", "engines", "--models", "mlp", "--rounds", "2", "--json", "--output", str(file))
@@ -54,6 +65,7 @@ def test_engines_prints_and_writes_one_record_in_which_all_arms_agree(call: Call
     assert all(row["ratio"] == 1.0 for row in record["rows"] if row["arm"] == row["peer"])
 
 
+@pytest.mark.usefixtures("short_turns")
 def test_engines_shows_a_table_of_the_arms_asked_for(call: Call) -> None:
     called = call("bench", "engines", "--models", "mlp", "--rounds", "2", "--arms", "plain")
     assert called.code == 0, called.err

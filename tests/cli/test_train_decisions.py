@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.train import resolve_config, resolve_strategy, show_decisions
+from paceline.cli.train import resolve_config, resolve_strategy, show_decisions, show_result
 from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.estimate.choice import Room
@@ -19,9 +19,14 @@ MLP = ["model.kind=mlp", "data.kind=digits", "parallel.device=cpu"]
 Call = Callable[..., Any]
 
 
+def check_choice(choice: Any) -> None:
+    assert choice["chosen"] == "ddp"
+    assert [each["strategy"] for each in choice["ladder"]] == ["ddp", "zero1", "zero2", "fsdp"]
+
+
 @pytest.mark.timeout(600)  # a machine under load takes its time to start processes
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_a_run_that_decides_for_itself(project: Path, call: Call) -> None:
+def test_a_run_that_decides_for_itself(project: Path, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     called = call("train", "tiny.yaml", "parallel.strategy=auto", "train.microbatch=auto")
     assert (called.code, called.err) == (0, "")
     text = " ".join(called.out.split())
@@ -36,11 +41,19 @@ def test_a_run_that_decides_for_itself(project: Path, call: Call) -> None:
     assert isinstance(first, RunRecord)
     assert (first.strategy, first.microbatch) == ("ddp", 4)
 
-    called = call("train", "tiny.yaml", "name=other", "parallel={strategy: auto, ranks: 2, device: cpu}", "--json")
+    asked = load_config(project / "tiny.yaml", ["parallel={strategy: auto, ranks: 2, device: cpu}"])
+    show_result(folder, config, as_json=True, choice=resolve_strategy(resolve_config(asked))[1])
+    check_choice(json.loads(capsys.readouterr().out)["choice"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.usefixtures("project")
+def test_a_run_that_decides_for_itself_says_so_in_json(call: Call) -> None:
+    called = call("train", "tiny.yaml", "parallel={strategy: auto, ranks: 2, device: cpu}", "--json")
     assert called.code == 0
-    choice = json.loads(called.out)["choice"]
-    assert choice["chosen"] == "ddp"
-    assert [each["strategy"] for each in choice["ladder"]] == ["ddp", "zero1", "zero2", "fsdp"]
+    check_choice(json.loads(called.out)["choice"])
 
 
 def test_hybrid_on_one_host_needs_a_size() -> None:

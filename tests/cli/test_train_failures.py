@@ -37,12 +37,16 @@ def check_message(err: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "arguments"),
     [
-        (1, ["data.args.plot=data:SIGKILL"]),
-        (1, ["model.args.plot=backward:SIGKILL", "data.workers=1"]),
-        (1, ["optim.kind=user_code:Optimizer", "optim.args.plot=optimizer:SIGKILL"]),
-        (0, ["optim.kind=user_code:Optimizer", "optim.args.plot=checkpoint:SIGKILL"]),
+        pytest.param(1, ["data.args.plot=data:SIGKILL"], id="data", marks=pytest.mark.exhaustive),
+        pytest.param(1, ["model.args.plot=backward:SIGKILL", "data.workers=1"], id="backward"),
+        pytest.param(
+            1,
+            ["optim.kind=user_code:Optimizer", "optim.args.plot=optimizer:SIGKILL"],
+            id="optimizer",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(0, ["optim.kind=user_code:Optimizer", "optim.args.plot=checkpoint:SIGKILL"], id="checkpoint"),
     ],
-    ids=["data", "backward", "optimizer", "checkpoint"],
 )
 def test_a_rank_that_is_killed_in_any_phase_is_named(
     project: Path, call: Call, ends: Ends, all_gone: AllGone, rank: int, arguments: list[str]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from gloo_pool import GlooPool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,8 +172,7 @@ def cut(shares: Shares, ranks: int) -> Shares:
 # Parity.
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+@covering(always={"ranks": [3]}, name=list(MODELS), ranks=[1, 2, 3, 4])
 def test_training_is_that_of_one_process(name: str, ranks: int) -> None:
     shares = cut(RAGGED if ranks % 2 else EVEN, ranks)
     expected = train_alone(make(name), shares)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -243,8 +244,7 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES.keys())
-@pytest.mark.parametrize("model", MODELS)
+@covering(always={"shares": ["ragged accumulation"]}, model=MODELS, shares=SHARES)
 def test_training_equals_one_process(model: type[nn.Module], shares: list[list[int]]) -> None:
     expected = reference(model, steps=4, clip=0.5)
     results = run_virtual(lambda comm: distributed(comm, model, steps=4, clip=0.5, shares=shares), ranks=len(shares))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from engine_cases import MODELS, SHARES, Recipe, assert_same, make, run_engine, run_single, train
 from gloo_pool import GlooPool
 from torch import nn
@@ -84,27 +85,25 @@ class Stack(nn.Module):
 # Parity with one process.
 
 
-@pytest.mark.parametrize(
-    "shares",
-    [pytest.param(name, marks=() if name in ("ragged", "one rank") else pytest.mark.exhaustive) for name in SHARES],
-)
-@pytest.mark.parametrize("case", [case for case in MODELS if case != "borrowed"])
+@covering(always={"shares": ["ragged"]}, case=[case for case in MODELS if case != "borrowed"], shares=list(SHARES))
 def test_every_case_trains_as_one_process(case: str, shares: str) -> None:
     recipe = Recipe(shares=SHARES[shares])
     for result in run_engine(make_sharded, case, recipe):
         assert_same(result, single(case, recipe))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", ["plain", "reused", "reentrant", "branches", "unused"])
+@covering(
+    always={"case": ["branches"]},
+    case=["plain", "reused", "reentrant", "branches", "unused"],
+    policy=list(POLICIES),
+)
 def test_every_policy_trains_as_one_process(case: str, policy: str) -> None:
     recipe = Recipe(shares=SHARES["ragged"], clip=None, optimizer="groups")
     for result in run_engine(lambda module, comm: shard_layers(module, comm, POLICIES[policy]), case, recipe):
         assert_same(result, single(case, recipe))
 
 
-@pytest.mark.parametrize("reshard", [1, 2, 4])
-@pytest.mark.parametrize("case", ["plain", "reused", "branches"])
+@covering(always={"case": ["branches"]}, case=["plain", "reused", "branches"], reshard=[1, 2, 4])
 def test_a_smaller_group_may_keep_what_backward_needs(case: str, reshard: int) -> None:
     recipe, policy = Recipe(shares=SHARES["ragged"]), ShardingPolicy(reshard_after_forward=reshard)
     for result in run_engine(lambda module, comm: shard_layers(module, comm, policy), case, recipe):

@@ -16,6 +16,7 @@ from typing import Any
 import engine_cases
 import pytest
 import torch
+from covering import covering
 from engine_cases import (
     MODELS,
     SHARES,
@@ -89,9 +90,12 @@ def test_without_clipping(stage: int, shares: str) -> None:
         assert_same(outcome, expected("tied", shares, None))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "foreach", "fused", "groups"])
-@pytest.mark.parametrize("case", ["branches", "odd shapes"])
-@STAGES
+@covering(
+    always={"case": ["odd shapes"]},
+    stage=[1, 2],
+    case=["branches", "odd shapes"],
+    optimizer=["groups", "sgd", "foreach", "fused"],
+)
 def test_plain_optimizers_with_parameter_groups(stage: int, case: str, optimizer: str) -> None:
     recipe = Recipe(shares=SHARES["ragged"], optimizer=optimizer)
     for outcome in run_engine(stage_maker(stage), case, recipe):
@@ -112,9 +116,9 @@ def train_on_real_ranks(comm: Communicator, stage: int, case: str, recipe: Recip
     return engine_cases.train(comm, stage_maker(stage), case, recipe)
 
 
-@pytest.mark.parametrize(("case", "shares"), [("tied", "two ranks"), ("branches", "ragged"), ("reentrant", "ragged")])
-@STAGES
-def test_real_ranks(gloo_pool: GlooPool, stage: int, case: str, shares: str) -> None:
+@covering(always={"case": ["branches"]}, stage=[1, 2], case=["tied", "reentrant", "branches"])
+def test_real_ranks(gloo_pool: GlooPool, stage: int, case: str) -> None:
+    shares = "two ranks" if case == "tied" else "ragged"
     recipe, patience = Recipe(shares=SHARES[shares]), {"group_timeout_s": 60.0, "timeout_s": 120.0}
     for outcome in gloo_pool.run(train_on_real_ranks, stage, case, recipe, ranks=recipe.ranks, **patience):
         assert_same(outcome, expected(case, shares))

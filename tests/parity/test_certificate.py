@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from gloo_pool import GlooPool
 from torch import nn
 
@@ -90,17 +91,16 @@ def test_built_in_cases_pass(name: str, strategy: str, ranks: int, accumulate: i
     assert 0.0 < found.max_abs_error < 1e-12  # not zero: two runs were compared, not one with itself
 
 
-@pytest.mark.parametrize("strategy", VERIFIED)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 3},
-        {"ranks": 6, "accumulate": 2, "clip": None, "steps": 2},  # 12 parts for 11 samples
-        {"clip": 1e-3, "checkpoint_activations": "full", "steps": 2},
-        {"ranks": 1},
-        {"ranks": 2, "make_optimizer": make_sgd, "steps": 5},
-    ],
-    ids=["accumulate", "more parts than samples", "checkpointed", "one rank", "momentum"],
+@covering(
+    always={"options": ["more parts than samples"]},
+    options={
+        "accumulate": {"accumulate": 3},
+        "more parts than samples": {"ranks": 6, "accumulate": 2, "clip": None, "steps": 2},  # 12 parts for 11 samples
+        "checkpointed": {"clip": 1e-3, "checkpoint_activations": "full", "steps": 2},
+        "one rank": {"ranks": 1},
+        "momentum": {"ranks": 2, "make_optimizer": make_sgd, "steps": 5},
+    },
+    strategy=VERIFIED,
 )
 def test_every_strategy_passes(strategy: str, options: dict[str, Any]) -> None:
     shards = {"shard_ranks": 1} if strategy == "hybrid" and options.get("ranks") == 1 else {}
@@ -127,22 +127,19 @@ def test_hybrid_shards_over_half_of_the_ranks(ranks: int, expected: int) -> None
     assert found.shard_ranks == expected
 
 
-@pytest.mark.parametrize("loss", [F.cross_entropy, summed], ids=["mean", "sum and count"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"ranks": 1},
-        {"ranks": 3, "accumulate": 4},
-        {"ranks": 7, "accumulate": 2},  # 14 parts for 11 samples
-        {"clip": None},
-        {"clip": 1e-3},
-        {"steps": 1},
-        {"make_optimizer": make_sgd},
-    ],
-    ids=lambda options: (
-        " ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "default"
-    ),
+@covering(
+    always={"options": ["default", "many parts"]},
+    options={
+        "default": {},
+        "one rank": {"ranks": 1},
+        "many parts": {"ranks": 3, "accumulate": 4},
+        "more parts than samples": {"ranks": 7, "accumulate": 2},  # 14 parts for 11 samples
+        "no clipping": {"clip": None},
+        "tight clipping": {"clip": 1e-3},
+        "one step": {"steps": 1},
+        "momentum": {"make_optimizer": make_sgd},
+    },
+    loss={"mean": F.cross_entropy, "sum and count": summed},
 )
 def test_a_users_functions_pass(options: dict[str, Any], loss: Callable[..., Any]) -> None:
     found = paceline.verify(make_model, make_batch, loss, **options)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from torch import nn
 
 from paceline.comm.base import Communicator
@@ -131,9 +132,12 @@ def make_model() -> nn.Module:
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 
 
-@pytest.mark.parametrize("elements", [1.0, None], ids=["count known", "count exchanged"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("bad_rank", [0, 2])
+@covering(
+    always={"bad_rank": [2]},
+    bad_rank=[0, 2],
+    strategy=STRATEGIES,
+    elements={"count known": 1.0, "count exchanged": None},
+)
 def test_ranks_take_the_same_decision_when_one_of_them_overflows(
     bad_rank: int, strategy: str, elements: float | None
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from torch import nn
 
 from paceline.comm.base import Communicator
@@ -24,7 +25,7 @@ from paceline.train.loss import IGNORED, CrossEntropy, Loss
 from paceline.train.step import StepOutcome, StepPolicy, place, train_step
 
 TOLERANCE = 1e-12
-CUTS = [(ranks, accumulate) for ranks in (1, 2, 4) for accumulate in (1, 2, 4)]
+CUTS = {f"{ranks} ranks, {parts} parts": (ranks, parts) for ranks in (1, 2, 4) for parts in (1, 2, 4)}
 CLIP = 0.05  # far below the norms here, so that clipping bites
 Gradients = dict[str, torch.Tensor]
 
@@ -90,12 +91,15 @@ def train_ranks(
     return seen, norms, engine.module
 
 
-@pytest.mark.parametrize("batch", [8, 5], ids=["the last of 3", "the last of 4"])  # 19 = 8 + 8 + 3 = 5 + 5 + 5 + 4
-@pytest.mark.parametrize("loss", [CrossEntropy(5.0), CrossEntropy(None)], ids=["count known", "count exchanged"])
-@pytest.mark.parametrize(("ranks", "accumulate"), CUTS)
-def test_gradients_do_not_depend_on_the_cut(ranks: int, accumulate: int, loss: Loss, batch: int) -> None:
+@covering(
+    always={"cut": ["4 ranks, 4 parts", "1 ranks, 4 parts"]},
+    cut=CUTS,
+    loss={"count known": CrossEntropy(5.0), "count exchanged": CrossEntropy(None)},
+    batch={"the last of 3": 8, "the last of 4": 5},  # 19 = 8 + 8 + 3 = 5 + 5 + 5 + 4
+)
+def test_gradients_do_not_depend_on_the_cut(cut: tuple[int, int], loss: Loss, batch: int) -> None:
     """Ragged batches of 8, 3, 5 and 4 samples in up to 16 parts: some ranks have none of a microbatch, or of a step."""
-    steps = 5
+    steps, (ranks, accumulate) = 5, cut
     gradients, norms, model = train_plain(loss, batch, steps)
     for found, found_norms, found_model in run_virtual(
         lambda comm: train_ranks(comm, loss, batch, steps, accumulate), ranks
@@ -362,9 +366,12 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
-@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+@covering(
+    always={"slots": ["the last of one rank"]},
+    slots=SLOTS,
+    strategy=["ddp", "zero1", "zero2", "fsdp"],
+    precision=["fp32", "bf16_master"],
+)
 def test_slots_without_samples_are_sat_out_under_every_strategy(
     slots: list[list[int]], strategy: str, precision: str
 ) -> None:

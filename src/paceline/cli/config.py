@@ -12,6 +12,7 @@ from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.config import Config, ExplainRow, LoadedConfig
+    from paceline.estimate.choice import Choice
 
 app = typer.Typer(
     name="config",
@@ -52,14 +53,14 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
     from paceline.config import explain as explain_config
 
     loaded = _load(config, overrides)
-    rows = explain_config(loaded, ranks) + _memory_rows(loaded.config, ranks)
+    rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _memory_rows(loaded.config, ranks)
     if as_json:
         typer.echo(_to_json([{"key": row.key, "value": row.value, "origin": row.origin} for row in rows]))
     else:
         _print_table([row for row in rows if row.key != _LADDER])
         for row in rows:
             if row.key == _LADDER:
-                typer.echo("\nparallel.strategy = auto: candidates, the cheapest first")
+                typer.echo(f"\n{row.origin.removeprefix('derived: ')}")
                 typer.echo("\n".join(f"  {line}" for line in row.value))
 
 
@@ -94,6 +95,29 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
     typer.echo(_to_json({"source": str(config), "ok": True, "problems": []}) if as_json else f"{config}: no problems")
 
 
+def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
+    """Returns all rows of a config that leaves the mesh open, as it is decided; none where ranks or mesh are given."""
+    from paceline.config import ExplainRow, LoadedConfig, leaf_values
+    from paceline.config import explain as explain_config
+
+    config = loaded.config
+    known = config.parallel.ranks if ranks is None else ranks
+    if config.parallel.sharding_strategy == "manual" or known == "auto":
+        return []
+    decided, choice = _decide(config, known)
+    kept = {name: getattr(config.parallel, name) for name in ("device", "ranks")}
+    settled = decided.model_copy(update={"parallel": decided.parallel.model_copy(update=kept)})
+    before, after = leaf_values(config), leaf_values(settled)
+    key, origin = "parallel.sharding_strategy", "derived: chosen, as parallel.sharding_strategy = auto"
+    chosen = {path: value for path, value in after.items() if value != before.get(path)}
+    chosen["derived.mesh"] = choice.chosen.mesh
+    changed = {path: ExplainRow(key=path, value=value, origin=origin) for path, value in chosen.items()}
+    changed[key] = ExplainRow(key=key, value="auto", origin=loaded.sources[key])
+    rows = explain_config(LoadedConfig(config=settled, sources=loaded.sources), ranks)
+    rows = [changed.pop(row.key, row) for row in rows]
+    return [*rows, *changed.values(), *_choice_rows(choice), *_estimate_rows(decided, known, decided.parallel.device)]
+
+
 def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
     """Returns what the run will need of memory and, for ``parallel.strategy: auto``, what was decided by it."""
     from paceline.config import ExplainRow
@@ -104,38 +128,54 @@ def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
     device = "cuda" if config.parallel.device == "cuda" else "cpu"
     if config.parallel.strategy != "auto":
         return _estimate_rows(config, known, device)
+    decided, choice = _decide(config, known)
+    return [*_choice_rows(choice), *_estimate_rows(decided, known, decided.parallel.device)]
+
+
+def _decide(config: Config, ranks: int) -> tuple[Config, Choice]:
+    """Decides what is open, for this machine and a number of ranks."""
     from paceline.cli.train import resolve_config, resolve_strategy
 
-    parallel = config.parallel.model_copy(update={"ranks": known})
+    parallel = config.parallel.model_copy(update={"ranks": ranks})
     decided, choice = resolve_strategy(resolve_config(config.model_copy(update={"parallel": parallel})))
     assert choice is not None
+    return decided, choice
+
+
+def _choice_rows(choice: Choice) -> list[ExplainRow]:
+    from paceline.config import ExplainRow
+
     ladder = [
         f"{each.label}: {each.rejected or 'fits, ' + format_bytes(each.memory.device_bytes)}" for each in choice.ladder
     ]
-    rows = [
+    ladder += [f"impossible: {reason}" for reason in choice.left_out]
+    return [
         ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
-        ExplainRow(key=_LADDER, value=ladder, origin="derived: candidates, the cheapest first"),
+        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {choice.key} = auto: candidates, the cheapest first"),
     ]
-    return rows + _estimate_rows(decided, known, decided.parallel.device)
 
 
 def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
-    from paceline.config import ExplainRow, batch_plan, is_split, shard_group
+    from paceline.config import ExplainRow, config_batch, shard_group
     from paceline.estimate.activations import describe_model
-    from paceline.estimate.memory import estimate_memory, setting_of
+    from paceline.estimate.memory import estimate_memory, setting_of, spread_of
 
-    if is_split(config.parallel):
-        return [ExplainRow(key="derived.memory", value=None, origin="derived: not estimated for a model that is split")]
+    batch = config_batch(config, ranks)
     model = describe_model(config, device)
-    if model is None:
-        return [ExplainRow(key="derived.memory", value=None, origin="derived: only the model's own code can tell")]
-    group = shard_group(config.parallel, ranks)
+    spread = None if model is None else spread_of(config, model, batch.accumulate)
+    if model is None or spread is None:
+        who = "a schedule of your own is read when the run starts" if model else "only the model's own code can tell"
+        return [ExplainRow(key="derived.memory", value=None, origin=f"derived: {who}")]
     is_open = config.train.microbatch == "auto"
-    microbatch = 1 if is_open else batch_plan(config.train, ranks).microbatch
-    need = estimate_memory(model, setting_of(config, group=group, microbatch=microbatch, device=device)).to_json()
+    microbatch = 1 if is_open else batch.microbatch
+    setting = setting_of(
+        config, group=shard_group(config.parallel, ranks), microbatch=microbatch, device=device, spread=spread
+    )
+    need = estimate_memory(model, setting).to_json()
     total = need.pop("device_bytes")
     parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in need.items() if value)
-    formula = f"an estimate for a {device} rank and a microbatch of {microbatch}: {parts}"
+    which = f"the {device} rank that needs most" if spread.pipeline > 1 else f"a {device} rank"
+    formula = f"an estimate for {which} and a microbatch of {microbatch}: {parts}"
     return [ExplainRow(key="derived.memory", value=total, origin=f"derived: {formula}")]
 
 

@@ -83,7 +83,7 @@ def resolve_config(config: Config) -> Config:
 
 
 def resolve_strategy(config: Config) -> tuple[Config, Choice | None]:
-    """Decides ``parallel.strategy: auto`` for a config whose ranks are settled; says why, if there was a choice.
+    """Decides ``strategy`` or ``sharding_strategy: auto`` of a config whose ranks are settled; says why, if it did.
 
     Raises ConfigError where nothing fits into memory.
     """

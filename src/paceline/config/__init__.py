@@ -20,6 +20,7 @@ from paceline.config.gpt_sizes import gpt_shape as gpt_shape
 from paceline.config.load import LoadedConfig as LoadedConfig
 from paceline.config.load import config_from_dict as config_from_dict
 from paceline.config.load import dump_yaml as dump_yaml
+from paceline.config.load import leaf_values as leaf_values
 from paceline.config.load import load_config as load_config
 from paceline.config.load import load_config_with_sources as load_config_with_sources
 from paceline.config.rates import peak_learning_rate as peak_learning_rate

@@ -30,6 +30,7 @@ from paceline.config.sharding import (
 from paceline.config.splitting import (
     check_split,
     is_split,
+    mesh_is_asked_once,
     microbatch_is_known,
     schedule_file_fits,
     schedule_fits,
@@ -129,6 +130,8 @@ def _check_batch(config: Config, ranks: int | None) -> list[Problem]:
             )
         ]
     microbatch = None if train.microbatch == "auto" else train.microbatch
+    if parallel.sharding_strategy == "auto":  # how many ranks share the batch is not decided yet
+        return check_batch(train.global_batch, microbatch, train.accumulate, None)
     if not is_split(parallel):
         return check_batch(train.global_batch, microbatch, train.accumulate, ranks)
     if ranks is not None and ranks % (parallel.pipeline * parallel.tensor):
@@ -452,6 +455,7 @@ CHECKS: tuple[Check, ...] = (
     Check(needs=("parallel", "memory"), run=offload_has_shards),
     Check(needs=("parallel",), run=split_fits),
     Check(needs=("parallel",), run=split_keys_apply),
+    Check(needs=("parallel",), run=mesh_is_asked_once),
     Check(needs=("parallel",), run=schedule_fits),
     Check(needs=("parallel",), run=schedule_file_fits),
     Check(needs=("parallel",), run=stages_are_asked_once),

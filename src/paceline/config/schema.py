@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, model_validator
 
 IMPORT_PATH_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 
@@ -218,6 +218,11 @@ class ParallelConfig(Section):
         description="ddp: every rank holds the whole model; zero1, zero2, zero3 (the same as fsdp): the ranks share "
         "optimizer state, gradients too, parameters too; hybrid: fsdp inside groups; auto: the cheapest that fits",
     )
+    sharding_strategy: Literal["manual", "auto"] = Field(
+        default="manual",
+        description="manual: strategy, pipeline and tensor are as given; auto: the cheapest of all that fit is chosen, "
+        "and checkpointing with it",
+    )
     ranks: Literal["auto"] | Count = Field(
         default="auto", description="number of ranks; auto: one for each GPU, or chosen for the CPU"
     )
@@ -264,6 +269,14 @@ class ParallelConfig(Section):
     schedule_file: str | None = Field(
         default=None, description="pipeline: a CSV file with a schedule of your own; null: see schedule"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _open_strategy(cls, values: Any) -> Any:
+        """Where all of it is chosen and no strategy is given, that is open too."""
+        if isinstance(values, dict) and values.get("sharding_strategy") == "auto":
+            return {"strategy": "auto", **values}
+        return values
 
 
 class MemoryConfig(Section):

@@ -89,6 +89,8 @@ def split_fits(config: Config) -> list[Problem]:
 def split_keys_apply(config: Config) -> list[Problem]:
     """No key of a pipeline is changed without one, and none of tensor parallelism."""
     parallel, defaults = config.parallel, type(config.parallel)()
+    if parallel.sharding_strategy == "auto":
+        return []  # said by ``mesh_is_asked_once``
     unread = dict.fromkeys(_OF_A_PIPELINE, "pipeline") if parallel.pipeline == 1 else {}
     if parallel.tensor == 1:
         unread["sequence_parallel"] = "tensor"
@@ -100,6 +102,24 @@ def split_keys_apply(config: Config) -> list[Problem]:
         )
         for key, owner in unread.items()
         if getattr(parallel, key) != getattr(defaults, key)
+    ]
+
+
+def mesh_is_asked_once(config: Config) -> list[Problem]:
+    """What ``parallel.sharding_strategy = auto`` chooses is not given as well."""
+    parallel = config.parallel
+    if parallel.sharding_strategy == "manual":
+        return []
+    open_values = {name: field.default for name, field in type(parallel).model_fields.items()} | {"strategy": "auto"}
+    return [
+        Problem(
+            what=f"parallel.sharding_strategy = auto with parallel.{key} = {_text(value)}",
+            rule="auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs",
+            fix=f"{'set parallel.strategy = auto' if key == 'strategy' else f'remove parallel.{key}'}, or set "
+            "parallel.sharding_strategy = manual",
+        )
+        for key in ("strategy", "pipeline", "tensor", "data", *_OF_A_PIPELINE, "sequence_parallel")
+        if (value := getattr(parallel, key)) != open_values[key]
     ]
 
 
@@ -209,12 +229,12 @@ def split_suits_the_rest(config: Config) -> list[Problem]:
     parallel, degrees, problems = config.parallel, _degrees(config.parallel), list[Problem]()
     if not is_split(parallel):
         return []
-    if parallel.strategy == "auto":
+    if parallel.strategy == "auto" and parallel.sharding_strategy == "manual":
         problems.append(
             Problem(
                 what=f"parallel.strategy = auto with {degrees}",
                 rule="it chooses for models that each rank, or all ranks together, hold whole",
-                fix="set parallel.strategy = zero1 or ddp",
+                fix="set parallel.strategy = zero1 or ddp; or leave all of it to parallel.sharding_strategy = auto",
             )
         )
     policy = config.comm.compression.policy

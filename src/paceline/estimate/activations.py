@@ -19,7 +19,7 @@ Known error: within 1 % of what autograd saves, on a CPU (tests/estimate/test_es
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config import (
     Config,
@@ -155,9 +155,7 @@ def _gpt_head(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths) -> 
         cast_bytes=2 * head if widths.is_autocast else 0,
         columns=shape.width,
         # Backward begins with the gradient of the logits beside their log-probabilities.
-        temporary_bytes=tokens
-        * vocab_size
-        * (logit_bytes + (widths.compute if widths.compute < logit_bytes else 0)),
+        temporary_bytes=tokens * vocab_size * (logit_bytes + (widths.compute if widths.compute < logit_bytes else 0)),
         operations=length * (2 * head + _OPERATIONS_PER_NUMBER * (2 * vocab_size + 2 * shape.width)),
         split_parameters=head,
         split_bytes=tokens * vocab_size * logit_bytes,
@@ -229,7 +227,17 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         size = _half(size)
         # What the pooling reads, and where it found its maximum.
         stem_saved += stem.outputs + width * size**2 * _INDEX_BYTES // widths.compute
-    blocks, channels, normed = [], width, [width]
+    has_statistics = model.norm == "batch"
+    first = BlockFacts(
+        parameters=stem.parameters,
+        saved_bytes=widths.compute * stem_saved,
+        cast_bytes=2 * stem.weights if widths.is_autocast else 0,
+        columns=stem.columns,
+        buffer_bytes=stem.buffer_bytes if has_statistics else 0,
+        temporary_bytes=2 * widths.compute * stem.outputs,
+        operations=stem.operations,
+    )
+    blocks, channels = [], width
     for stage, count in enumerate(_RESNET_STAGES[model.depth]):
         for index in range(count):
             before, size = size, _half(size) if stage > 0 and index == 0 else size
@@ -237,22 +245,30 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
             layers = list(_basic(channels, inner, size) if is_basic else _bottleneck(channels, inner, before, size))
             out = inner if is_basic else 4 * inner
             shortcut = [Convolution(channels, out, 1, size)] if (before, channels) != (size, out) else []
-            inputs = channels * before**2
-            normed += [layer.channels for layer in [*layers, *shortcut]]
-            blocks.append(_residual_block(layers, shortcut, inputs, widths))
+            block = _residual_block(layers, shortcut, channels * before**2, widths)
+            blocks.append(block if has_statistics else replace(block, buffer_bytes=0))
             channels = out
-    root = BlockFacts(
-        parameters=stem.parameters + channels * classes + classes,
-        saved_bytes=widths.compute * (stem_saved + channels * size**2 + channels) + 4 * classes + _INDEX_BYTES,
-        cast_bytes=2 * (stem.weights + channels * classes) if widths.is_autocast else 0,
-        columns=stem.columns + channels,
+    last = BlockFacts(
+        parameters=channels * classes + classes,
+        saved_bytes=widths.compute * (channels * size**2 + channels) + 4 * classes + _INDEX_BYTES,
+        input_bytes=widths.compute * channels * size**2,
+        cast_bytes=2 * channels * classes if widths.is_autocast else 0,
+        columns=channels,
+        operations=2 * channels * classes + _OPERATIONS_PER_NUMBER * (channels + classes),
     )
     return ModelFacts(
         name=f"resnet-{model.depth}",
         blocks=tuple(blocks),
-        root=root,
-        buffer_bytes=sum(8 * channels + _INDEX_BYTES for channels in normed) if model.norm == "batch" else 0,
-        temporary_bytes=2 * widths.compute * stem.outputs,
+        root=BlockFacts(
+            parameters=first.parameters + last.parameters,
+            saved_bytes=first.saved_bytes + last.saved_bytes,
+            cast_bytes=first.cast_bytes + last.cast_bytes,
+            columns=first.columns + last.columns,
+        ),
+        buffer_bytes=first.buffer_bytes + sum(block.buffer_bytes for block in blocks),
+        temporary_bytes=first.temporary_bytes,
+        entry=(first,),
+        exit=(last,),
     )
 
 
@@ -285,6 +301,16 @@ class Convolution:
         """Numbers that come out for one image."""
         return self.channels * self.size**2
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The running statistics of a batch norm."""
+        return 8 * self.channels + _INDEX_BYTES
+
+    @property
+    def operations(self) -> float:
+        """What it costs with its norm and activation, each of which writes its outputs."""
+        return 2 * self.weights * self.size**2 + 3 * _OPERATIONS_PER_NUMBER * self.outputs
+
 
 def _basic(channels: int, inner: int, size: int) -> Iterator[Convolution]:
     yield Convolution(channels, inner, 3, size)
@@ -307,6 +333,9 @@ def _residual_block(layers: list[Convolution], shortcut: list[Convolution], inpu
         product_bytes=widths.compute * products,
         cast_bytes=2 * sum(layer.weights for layer in [*layers, *shortcut]) if widths.is_autocast else 0,
         columns=sum(layer.columns for layer in [*layers, *shortcut]),
+        buffer_bytes=sum(layer.buffer_bytes for layer in [*layers, *shortcut]),
+        temporary_bytes=2 * widths.compute * max(layer.outputs for layer in layers),
+        operations=sum(layer.operations for layer in [*layers, *shortcut]),
     )
 
 
@@ -318,18 +347,36 @@ def _half(size: int) -> int:
 
 
 def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a perceptron: it has no repeated blocks."""
-    hidden, half = model.hidden_dim, model.hidden_dim // 2
-    weights = features * hidden + hidden * half + half * classes
-    kept = 2 if model.dropout else 1  # the ReLU's output, and what dropout makes of it
-    saved = features + kept * (hidden + half)
-    masks = _dropout_bytes(model.dropout, hidden + half, widths.compute, widths)
-    logits = classes * max(widths.stream, 4)
+    """Returns the facts of a perceptron: it has three layers, and no repeated blocks."""
+    sizes = (features, model.hidden_dim, model.hidden_dim // 2, classes)
+    layers = tuple(_linear(number, sizes[number : number + 2], model.dropout, widths) for number in range(3))
     root = BlockFacts(
-        parameters=weights + hidden + half + classes,
-        saved_bytes=widths.compute * saved + masks + logits + _INDEX_BYTES,
-        # The first layer's is not kept: nobody asks for the gradient of the data.
-        cast_bytes=2 * (weights - features * hidden) if widths.is_autocast else 0,
-        columns=features + hidden + half,
+        parameters=sum(layer.parameters for layer in layers),
+        saved_bytes=sum(layer.saved_bytes for layer in layers),
+        cast_bytes=sum(layer.cast_bytes for layer in layers),
+        columns=sum(layer.columns for layer in layers),
     )
-    return ModelFacts(name="mlp", blocks=(), root=root, temporary_bytes=2 * widths.compute * hidden)
+    return ModelFacts(
+        name="mlp", blocks=(), root=root, temporary_bytes=2 * widths.compute * model.hidden_dim, entry=layers
+    )
+
+
+def _linear(number: int, sizes: tuple[int, ...], dropout: float, widths: Widths) -> BlockFacts:
+    """Layer 0, 1 or 2 of a perceptron, the last with the loss."""
+    inputs, outputs = sizes
+    if number == 2:
+        after = float(outputs * max(widths.stream, 4) + _INDEX_BYTES)
+    else:  # the ReLU's output, and what dropout makes of it
+        after = outputs * (2 if dropout else 1) * widths.compute + _dropout_bytes(
+            dropout, outputs, widths.compute, widths
+        )
+    return BlockFacts(
+        parameters=inputs * outputs + outputs,
+        saved_bytes=after + (inputs * widths.compute if number == 0 else 0),
+        input_bytes=inputs * widths.compute,
+        # The first layer's is not kept: nobody asks for the gradient of the data.
+        cast_bytes=2 * inputs * outputs if widths.is_autocast and number else 0,
+        columns=inputs,
+        temporary_bytes=2 * widths.compute * outputs,
+        operations=2 * inputs * outputs + 2 * _OPERATIONS_PER_NUMBER * outputs,
+    )

@@ -9,14 +9,15 @@ Candidates stand in the order of what they cost; the first that fits is taken:
     offload        none, optimizer, + gradients and parameters    the host's memory and its bus, in every step
 
 Recomputation costs time on every rank and offload more still, so that every strategy is tried before the next of them.
-A margin of the device's memory is kept free: allocators lose some, and estimates are estimates.
+A margin of the device's memory is kept free: allocators lose some, and estimates are estimates. Models that are split
+themselves are chosen among in ``mesh_choice.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +52,25 @@ class Candidate:
     checkpoint: str
     offload: tuple[str, ...]
     memory: MemoryEstimate
+    microbatch: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1  # ranks that share the batch
+    overhead: float = 0.0  # of a split model: time beside computing, in parts of it, by a rule of thumb
     rejected: str = ""
+
+    @property
+    def mesh(self) -> str:
+        """The axes in a few words: ``pipeline 2 x tensor 4 x data 8``, ``data 64``."""
+        degrees = {"pipeline": self.pipeline, "tensor": self.tensor}
+        return " x ".join([*(f"{name} {size}" for name, size in degrees.items() if size > 1), f"data {self.data}"])
 
     @property
     def label(self) -> str:
         """The options in a few words: ``fsdp, checkpoint full``."""
         name = f"hybrid in groups of {self.group}" if self.strategy == "hybrid" else self.strategy
-        parts = [name]
+        is_split = self.pipeline * self.tensor > 1
+        parts = [self.mesh, *([name] if self.data > 1 else [])] if is_split else [name]
         if self.checkpoint != "none":
             parts.append(f"checkpoint {self.checkpoint}")
         if self.offload:
@@ -75,6 +88,8 @@ class Choice:
     budget_bytes: int
     microbatch: int
     parameters: int
+    key: str = "parallel.strategy"  # what was auto
+    left_out: tuple[str, ...] = ()  # what cannot be done here, and why
 
     @property
     def tried(self) -> tuple[Candidate, ...]:
@@ -86,7 +101,7 @@ class Choice:
         need, room = format_bytes(self.chosen.memory.device_bytes), format_bytes(self.room.device_bytes)
         ranks = "1 rank" if self.room.ranks == 1 else f"{self.room.ranks} ranks"
         first = (
-            f"parallel.strategy = auto: {self.chosen.label}, about {need} of {format_bytes(self.budget_bytes)} a rank "
+            f"{self.key} = auto: {self.chosen.label}, about {need} of {format_bytes(self.budget_bytes)} a rank "
             f"(all but {MARGIN:.0%} of {room}) for {format_count(self.parameters)} parameters on {ranks}, "
             f"microbatch {self.microbatch}"
         )
@@ -95,11 +110,13 @@ class Choice:
             return f"{first}; it is the cheapest, and fits"
         reasons = "; ".join(f"{each.label} {each.rejected}" for each in rejected[:4])
         more = f"; and {len(rejected) - 4} more" if len(rejected) > 4 else ""
-        return f"{first}; not {reasons}{more}"
+        impossible = f"; impossible: {'; '.join(self.left_out[:2])}" if self.left_out else ""
+        return f"{first}; not {reasons}{more}{impossible}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the choice as plain data, the whole ladder with it."""
         return {
+            "key": self.key,
             "chosen": self.chosen.label,
             "budget_bytes": self.budget_bytes,
             "microbatch": self.microbatch,
@@ -108,6 +125,7 @@ class Choice:
                 dataclasses.asdict(each) | {"label": each.label, "memory": each.memory.to_json()}
                 for each in self.ladder
             ],
+            "left_out": list(self.left_out),
         }
 
 
@@ -127,48 +145,84 @@ def choose_strategy(model: ModelFacts, asked: Setting, room: Room, keep: frozens
     ``keep`` names what stays as asked: ``checkpoint_activations``, ``offload``. A group of more than one rank in
     ``asked`` is that of hybrid sharding. Raises ConfigError where nothing fits, with what would come nearest.
     """
-    budget = round(room.device_bytes * (1 - MARGIN))
-    ladder = [_judge(model, setting, budget, room) for setting in _candidates(model, asked, room, keep)]
+    ladder = [judge(model, setting, room) for setting in data_settings(model, asked, room, keep)]
+    return take_first(ladder, model, room)
+
+
+def take_first(
+    ladder: Sequence[Candidate],
+    model: ModelFacts,
+    room: Room,
+    *,
+    key: str = "parallel.strategy",
+    left_out: tuple[str, ...] = (),
+) -> Choice:
+    """Takes the first candidate that fits, of at least one. Raises ConfigError where none does."""
     chosen = next((candidate for candidate in ladder if not candidate.rejected), None)
     if chosen is None:
-        raise ConfigError([_nothing_fits(ladder, model, room, budget, asked.microbatch)], source="config")
+        raise ConfigError([_nothing_fits(ladder, model, room, key)], source="config")
     return Choice(
         chosen=chosen,
         ladder=tuple(ladder),
         room=room,
-        budget_bytes=budget,
-        microbatch=asked.microbatch,
+        budget_bytes=budget_of(room),
+        microbatch=chosen.microbatch,
         parameters=model.parameters,
+        key=key,
+        left_out=left_out,
     )
+
+
+def budget_of(room: Room) -> int:
+    """Returns the bytes that a candidate may take of a rank's device."""
+    return round(room.device_bytes * (1 - MARGIN))
 
 
 def apply_choice(config: Config, choice: Choice) -> Config:
     """Returns the config with what was chosen in the place of ``auto``."""
     chosen = choice.chosen
-    shard_ranks = chosen.group if chosen.strategy == "hybrid" else None
-    parallel = config.parallel.model_copy(update={"strategy": chosen.strategy, "shard_ranks": shard_ranks})
+    parallel = config.parallel.model_copy(
+        update={
+            "strategy": chosen.strategy,
+            "shard_ranks": chosen.group if chosen.strategy == "hybrid" else None,
+            "pipeline": chosen.pipeline,
+            "tensor": chosen.tensor,
+            "sharding_strategy": "manual",
+        }
+    )
     memory = config.memory.model_copy(
         update={"checkpoint_activations": chosen.checkpoint, "offload": tuple(chosen.offload)}
     )
     return config.model_copy(update={"parallel": parallel, "memory": memory})
 
 
-def _judge(model: ModelFacts, setting: Setting, budget: int, room: Room) -> Candidate:
-    memory = estimate_memory(model, setting)
+def judge(model: ModelFacts, setting: Setting, room: Room, overhead: float = 0.0) -> Candidate:
+    """Returns a way to train as a candidate: rejected, with the reason, if there is no room for it."""
+    memory, spread = estimate_memory(model, setting), setting.spread
     return Candidate(
         strategy=setting.strategy,
         group=setting.group,
         checkpoint=setting.checkpoint,
         offload=setting.offload,
         memory=memory,
-        rejected=_rejection(memory, budget, room),
+        microbatch=setting.microbatch,
+        pipeline=spread.pipeline,
+        tensor=spread.tensor,
+        data=room.ranks // (spread.pipeline * spread.tensor),
+        overhead=overhead,
+        rejected=_rejection(memory, budget_of(room), room),
     )
 
 
-def _candidates(model: ModelFacts, asked: Setting, room: Room, keep: frozenset[str]) -> Iterator[Setting]:
+def checkpoints_for(model: ModelFacts, asked: Setting, keep: frozenset[str]) -> tuple[str, ...]:
+    """Returns the checkpointing to try, the cheapest first."""
     checkpoints = (asked.checkpoint,) if "checkpoint_activations" in keep else _CHECKPOINTS
-    if not model.blocks:  # there is nothing to checkpoint block by block
-        checkpoints = checkpoints[:1]
+    return checkpoints if model.blocks else checkpoints[:1]  # there is nothing to checkpoint block by block
+
+
+def data_settings(model: ModelFacts, asked: Setting, room: Room, keep: frozenset[str]) -> Iterator[Setting]:
+    """Iterates over the ways to train whole models, the cheapest first."""
+    checkpoints = checkpoints_for(model, asked, keep)
     offloads = (asked.offload,) if "offload" in keep else _OFFLOADS if room.device == "cuda" else ((),)
     for offload, checkpoint in itertools.product(offloads, checkpoints):
         for strategy, group in _strategies(asked, room):
@@ -205,9 +259,15 @@ def _rejection(memory: MemoryEstimate, budget: int, room: Room) -> str:
     return ""
 
 
-def _nothing_fits(ladder: list[Candidate], model: ModelFacts, room: Room, budget: int, microbatch: int) -> Problem:
+def _keys(candidate: Candidate) -> str:
+    """Names the keys of a candidate, as one would set them."""
+    keys = {"strategy": candidate.strategy, "pipeline": candidate.pipeline, "tensor": candidate.tensor}
+    return ", ".join(f"parallel.{name} = {value}" for name, value in keys.items() if value != 1)
+
+
+def _nothing_fits(ladder: Sequence[Candidate], model: ModelFacts, room: Room, key: str) -> Problem:
     least = min(ladder, key=lambda candidate: candidate.memory.device_bytes)
-    need = least.memory
+    need, microbatch = least.memory, least.microbatch
     parts = ", ".join(
         f"{name} {format_bytes(value)}"
         for name, value in sorted(dataclasses.asdict(need).items(), key=lambda item: -item[1])
@@ -218,8 +278,8 @@ def _nothing_fits(ladder: list[Candidate], model: ModelFacts, room: Room, budget
         "; the host's memory is too small for more offload" if any("host" in each.rejected for each in ladder) else ""
     )
     return Problem(
-        what=f"parallel.strategy = auto: nothing fits into {format_bytes(budget)} of memory a rank; {least.label} "
+        what=f"{key} = auto: nothing fits into {format_bytes(budget_of(room))} of memory a rank; {least.label} "
         f"comes nearest with {format_bytes(need.device_bytes)} ({parts}){host}",
         rule=f"{format_count(model.parameters)} parameters, {room.ranks} ranks, and {MARGIN:.0%} of memory kept free",
-        fix=f"try more ranks, or {smaller}; to try anyway, set parallel.strategy = {least.strategy}",
+        fix=f"try more ranks, or {smaller}; to try anyway, set {_keys(least)}",
     )

@@ -17,6 +17,10 @@ that is averaged (of its slice, for hybrid), and PowerSGD of rank r the same two
 Offload moves its part to the host: ``optimizer`` masters, gradients and state; ``parameters`` the slices as well. On
 CPU ranks the host's memory is the device's, and nothing moves.
 
+Of a model that is split, all of this holds for the part of a rank (``parts.py``): P is what its stage and its share of
+each layer come to, and N the data ranks that hold the same part. Activations count once for each microbatch in flight,
+and the estimate is that of the rank that needs the most.
+
 Activations come from the model's facts. Checkpointing keeps the inputs of a block (and its matrix products, for
 ``matmuls``) and computes the rest again, one block at a time.
 
@@ -31,8 +35,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import FULLY_SHARDED, Config, OptimConfig
+from paceline.config import FULLY_SHARDED, Config, OptimConfig, num_chunks
 from paceline.estimate.facts import BlockFacts, ModelFacts
+from paceline.estimate.parts import Part, Spread, bounds_asked, parts_of
 from paceline.units import MIB
 
 _LARGEST_BUCKET = 25 * MIB  # the default, and the most that ZeRO takes where buckets are chosen from what is measured
@@ -58,6 +63,7 @@ class Setting:
     compression: str = "none"
     error_feedback: bool = True
     factor_rank: int = 0  # of PowerSGD
+    spread: Spread = dataclasses.field(default_factory=Spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,29 @@ class MemoryEstimate:
         return dataclasses.asdict(self) | {"device_bytes": self.device_bytes}
 
 
-def setting_of(config: Config, *, group: int, microbatch: int, device: str) -> Setting:
+def spread_of(config: Config, model: ModelFacts, microbatches: int) -> Spread | None:
+    """Reads from a config how a model is spread; None where that takes more than the config and the facts.
+
+    ``microbatches`` are those of a step. A schedule of the user's own, and layers of models of other code, are read
+    only when the run starts.
+    """
+    parallel = config.parallel
+    if parallel.pipeline * parallel.tensor == 1:
+        return Spread()
+    if not model.layers or parallel.schedule_file is not None:
+        return None
+    return Spread(
+        pipeline=parallel.pipeline,
+        tensor=parallel.tensor,
+        is_sequence=parallel.sequence_parallel,
+        schedule=parallel.schedule,
+        chunks=num_chunks(parallel) if parallel.pipeline > 1 else 1,
+        microbatches=microbatches,
+        bounds=bounds_asked(config, model) if parallel.pipeline > 1 else None,
+    )
+
+
+def setting_of(config: Config, *, group: int, microbatch: int, device: str, spread: Spread | None = None) -> Setting:
     """Reads from a config how its model is trained; ``parallel.strategy`` is decided already."""
     parallel, memory, compression = config.parallel, config.memory, config.comm.compression
     return Setting(
@@ -103,6 +131,7 @@ def setting_of(config: Config, *, group: int, microbatch: int, device: str) -> S
         compression=compression.policy,
         error_feedback=compression.error_feedback,
         factor_rank=compression.factor_rank if compression.policy == "powersgd" else 0,
+        spread=spread or Spread(),
     )
 
 
@@ -114,11 +143,25 @@ def optimizer_slots(optim: OptimConfig) -> int:
 
 
 def estimate_memory(model: ModelFacts, setting: Setting) -> MemoryEstimate:
-    """Estimates what one rank holds at the worst moment of a step."""
+    """Estimates what one rank holds at the worst moment of a step; of a split model, the rank that holds the most."""
+    if not setting.spread.is_any:
+        return _estimate_part(Part(model=model), setting)
+    return max(estimate_ranks(model, setting), key=lambda need: need.device_bytes)
+
+
+def estimate_ranks(model: ModelFacts, setting: Setting) -> tuple[MemoryEstimate, ...]:
+    """Estimates what the ranks of a pipeline hold, one after another; one estimate where there is no pipeline."""
+    return tuple(_estimate_part(part, setting) for part in parts_of(model, setting.spread))
+
+
+def _estimate_part(part: Part, setting: Setting) -> MemoryEstimate:
+    model = part.model
     offload = setting.offload if setting.device == "cuda" else ()
     states = _States.of(model.parameters, setting)
-    activations = round(activation_bytes(model, setting))
-    temporary = round(setting.microbatch * model.temporary_bytes) + _in_flight(model, setting)
+    kept, again = _activations(model, setting)
+    activations = round(part.in_flight * kept + again)
+    # What is received is posted early: the next input and the next gradient.
+    temporary = round(setting.microbatch * (model.temporary_bytes + 2 * part.edge_bytes)) + _in_flight(model, setting)
     host = 0
     if "optimizer" in offload or "parameters" in offload:
         host = states.masters + states.optimizer + states.gradients
@@ -181,13 +224,17 @@ class _States:
 
 def activation_bytes(model: ModelFacts, setting: Setting) -> float:
     """Returns what forward leaves for backward, and what is computed again beside it, for one microbatch."""
+    return sum(_activations(model, setting))
+
+
+def _activations(model: ModelFacts, setting: Setting) -> tuple[float, float]:
+    """Returns what stays of a microbatch until backward, and what is computed again beside it, a block at a time."""
     kept = recomputed = 0.0
     for number, block in enumerate(model.blocks):
         part_kept, part_again = _kept(block, number, setting)
         kept += part_kept
         recomputed = max(recomputed, part_again)
-    whole = setting.microbatch * model.root.saved_bytes + model.root.cast_bytes
-    return whole + kept + recomputed
+    return setting.microbatch * model.root.saved_bytes + model.root.cast_bytes + kept, recomputed
 
 
 def _kept(block: BlockFacts, number: int, setting: Setting) -> tuple[float, float]:

@@ -21,7 +21,8 @@ output layer has the same rows, and its logits stay split (``tensor_loss.py``).
 [Note: overlap] The sum of the input's gradient is needed by what lies before the split part, but not by the weight
 gradients of the column layers. Autograd runs what was recorded last first. So entering the split part records, in this
 order: a node that waits, a node for each column layer that computes its weight gradient, a node that starts the sum.
-Backward meets them the other way round: the sum is on its way while the weight gradients are computed.
+Backward meets them the other way round: the sum is on its way while the weight gradients are computed
+(``tensor_late.py``).
 
 [Note: complete gradients] Every parameter's gradient is complete when autograd delivers it, and for one that is not
 split the same on all ranks, to the bit. Where a whole parameter works on a part of the stream (norms between, under
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.base import Communicator, Work
 from paceline.errors import UsageError
+from paceline.parallel.tensor_late import LateWeight, may_split_backward
 from paceline.parallel.tensor_layout import Split, split_range
 from paceline.parallel.tensor_loss import SplitLogits
 
@@ -54,7 +56,7 @@ class Region:
     def __init__(self, comm: Communicator, *, is_sequence: bool) -> None:
         self.comm = comm
         self.is_sequence = is_sequence
-        self.late: dict[nn.Module, _LateWeight] = {}  # of layers that the stream has come to and not yet passed
+        self.late: dict[nn.Module, LateWeight] = {}  # of layers that the stream has come to and not yet passed
         # No compiler follows a conversation between ranks. Said here, as a decorator would load it with this file.
         for name in ("enter", "leave", "take", "join", "share"):
             setattr(self, name, cast("Any", torch.compiler).disable(getattr(self, name)))
@@ -67,13 +69,15 @@ class Region:
 
         ``layers`` read the stream: while it is summed, their weight gradients are computed. See [Note: overlap].
         """
+        for layer in layers:
+            self.late.pop(layer, None)  # of a pass that did not come to the layer
         if not (torch.is_grad_enabled() and x.requires_grad):
             return gather_sequence(x, self.comm) if self.is_sequence else x
         flight = _Flight()
         x = _apply(_Await, x, flight)
-        for layer in layers if _may_split_backward() else ():
+        for layer in layers if may_split_backward() else ():
             if cast("Tensor", layer.weight).requires_grad:
-                self.late[layer] = _LateWeight.record(layer.matrix)
+                self.late[layer] = LateWeight.record(layer.matrix)
         return _apply(_StartScatter if self.is_sequence else _StartSum, x, flight, self.comm)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -273,96 +277,6 @@ def _check_length(x: Tensor, comm: Communicator) -> int:
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     run: Callable[..., Tensor] = function.apply
     return run(*args)
-
-
-# Weight gradients behind the sum of the input's: see [Note: overlap].
-
-
-class LateGradient:
-    """What a product's node leaves for the node that computes its weight's gradient."""
-
-    def __init__(self) -> None:
-        self._left: list[tuple[int, Tensor, Tensor]] = []
-
-    def leave(self, x: Tensor, gradient: Tensor) -> None:
-        """Keeps the factors of the gradient for this pass of backward."""
-        self._left.append((torch._C._current_graph_task_id(), x, gradient))
-
-    def compute(self) -> Tensor:
-        """Returns the gradient. What a pass left that asked for no weight gradients is dropped."""
-        task = torch._C._current_graph_task_id()
-        left, self._left = self._left, []
-        terms = [_rows(gradient).t() @ _rows(x) for each, x, gradient in left if each == task]
-        return sum(terms[1:], terms[0])
-
-
-class _LateWeight(NamedTuple):
-    """A weight with a node of its own. Nobody else holds it: the node would keep itself alive."""
-
-    matrix: Tensor
-    gradient: LateGradient
-    is_cast: bool
-
-    @staticmethod
-    def record(matrix: Tensor) -> _LateWeight:
-        """Records the node. Under autocast the product reads a copy of lower precision, as torch's own would."""
-        kind = matrix.device.type
-        is_cast = (
-            torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and matrix.dtype != torch.float64
-        )
-        if is_cast:
-            matrix = matrix.to(torch.get_autocast_dtype(kind))
-        gradient = LateGradient()
-        return _LateWeight(_apply(_ComputeLate, matrix, gradient), gradient, is_cast)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns what ``F.linear`` would."""
-        if self.is_cast:
-            x, bias = x.to(self.matrix.dtype), None if bias is None else bias.to(self.matrix.dtype)
-        return _apply(_LateProduct, x, self.matrix, bias, self.gradient)
-
-
-class _ComputeLate(torch.autograd.Function):
-    """The weight itself; backward computes its gradient, whatever comes in."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, late: LateGradient) -> Tensor:
-        ctx.late = late
-        return matrix.view_as(matrix)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        del gradient
-        return ctx.late.compute(), None
-
-
-class _LateProduct(torch.autograd.Function):
-    """A linear layer; backward gives the gradients of input and bias, and leaves that of the weight for later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, late: LateGradient) -> Tensor:
-        ctx.save_for_backward(x, matrix)
-        ctx.late = late
-        return F.linear(x, matrix, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, matrix = ctx.saved_tensors
-        ctx.late.leave(x, gradient)
-        nothing = gradient.new_zeros(()).expand_as(matrix)  # takes no memory; autograd wants the shape
-        bias = _rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        return gradient @ matrix if ctx.needs_input_grad[0] else None, nothing, bias, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _may_split_backward() -> bool:
-    """Whether nobody else watches for ``F.linear``: a schedule that computes weight gradients later does by itself."""
-    return torch._C._len_torch_function_stack() == 0
 
 
 # Layers. Each is mixed into the class of the layer that it replaces, which knows how it is initialised.

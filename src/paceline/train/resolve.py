@@ -18,6 +18,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.estimate.activations import describe_model
 from paceline.estimate.choice import Choice, Room, apply_choice, choose_for_config
 from paceline.estimate.facts import ModelFacts
+from paceline.estimate.mesh_choice import choose_mesh
 from paceline.memory.activations import measure_model
 from paceline.memory.room import measure_room
 from paceline.models.registry import build_model, model_blocks, model_context
@@ -26,12 +27,13 @@ from paceline.train.loss import build_loss
 
 
 def resolve_strategy(config: Config, room: Room) -> tuple[Config, Choice]:
-    """Decides ``parallel.strategy: auto``; returns the config with the decision, and why.
+    """Decides ``parallel.strategy: auto`` or ``parallel.sharding_strategy: auto``; returns the config, and why.
 
     Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
     """
     model = describe_model(config, room.device) or measure_config(config, room.device)
-    choice = choose_for_config(config, model, room)
+    choose = choose_mesh if config.parallel.sharding_strategy == "auto" else choose_for_config
+    choice = choose(config, model, room)
     return apply_choice(config, choice), choice
 
 
