@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +191,18 @@ def test_a_split_model_has_axes_of_its_own(parallel: dict[str, Any], ranks: int,
     data = ranks // (parallel.get("pipeline", 1) * parallel.get("tensor", 1))
     assert (made.batch.global_batch, made.batch.ranks) == (16, data)
     assert made.batch.accumulate == parallel.get("pipeline", 1)
-    # What a part of a model needs is not estimated.
-    memory = with_memory(made, config, describe_model(config, "cpu"), "cpu").memory
-    assert (memory is None) == (data != ranks)
+    model = describe_model(config, "cpu")
+    whole = split_config()
+    plain = make_plan(whole, ranks=1, train_samples=64, eval_samples=8)
+    memory, most = (with_memory(*each, model, "cpu").memory for each in ((made, config), (plain, whole)))
+    assert memory is not None
+    assert most is not None
+    assert (memory.parameters < most.parameters) == (data != ranks)
+
+
+def test_a_schedule_of_ones_own_is_not_estimated(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("F0.0,B0.0\n")
+    config = split_config(pipeline=2, schedule_file=str(path))
+    made = make_plan(config, ranks=2, train_samples=64, eval_samples=8)
+    assert with_memory(made, config, describe_model(config, "cpu"), "cpu").memory is None

@@ -76,6 +76,31 @@ def test_explain_shows_how_a_strategy_is_chosen() -> None:
     assert "parallel.strategy = auto: candidates, the cheapest first\n  ddp: fits" in text
 
 
+def test_explain_shows_how_a_mesh_is_chosen() -> None:
+    model = "model={kind: gpt, layers: 4, heads: 4, width: 32, context: 16}"
+    asked = ["explain", DIGITS, model, "data={kind: synthetic_tokens, context: 16}", "parallel.device=cpu"]
+    asked += ["parallel.sharding_strategy=auto", "train={global_batch: 2, steps: 1}", "--ranks", "8"]
+    rows = {row["key"]: row for row in json.loads(invoke(*asked, "--json"))}
+    assert rows["parallel.sharding_strategy"]["value"] == "auto"
+    degrees = [rows[f"parallel.{name}"]["value"] for name in ("pipeline", "tensor", "data")]
+    assert degrees[0] * degrees[1] * degrees[2] == 8
+    assert degrees[2] <= 2  # a batch of two samples
+    split = next(name for name, degree in zip(("pipeline", "tensor"), degrees, strict=False) if degree > 1)
+    assert rows[f"parallel.{split}"]["origin"] == "derived: chosen, as parallel.sharding_strategy = auto"
+    assert rows["derived.mesh"]["value"] in rows["derived.strategy"]["value"]
+    assert rows["derived.memory"]["value"] > 2**20
+    assert rows["parallel.ranks"]["value"] == 8
+    text = invoke(*asked)
+    assert "parallel.sharding_strategy = auto: candidates, the cheapest first" in text
+    assert "impossible: data 8: parallel.ranks = 8 is more than train.global_batch = 2" in text
+
+
+def test_explain_estimates_a_split_model() -> None:
+    split = str(Path(DIGITS).parent / "gpt_3d.yaml")
+    rows = {row["key"]: row for row in json.loads(invoke("explain", split, "--json"))}
+    assert "the cpu rank that needs most" in rows["derived.memory"]["origin"]
+
+
 def test_schema() -> None:
     assert json.loads(invoke("schema")) == json_schema()
 

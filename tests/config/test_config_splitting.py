@@ -30,6 +30,25 @@ PIPE = [*GPT, "parallel.pipeline=2"]
 CASES: list[tuple[list[str], list[str], str | None]] = [
     (PIPE, [], None),
     (GPT, ["parallel.tensor=2", "parallel.sequence_parallel=true"], None),
+    # all of it is chosen
+    (GPT, ["parallel.sharding_strategy=auto"], None),
+    (GPT, ["parallel.sharding_strategy=auto", "parallel.strategy=auto", "parallel.ranks=8"], None),
+    (
+        GPT,
+        ["parallel.sharding_strategy=auto", "parallel.strategy=zero1"],
+        "parallel.sharding_strategy = auto with parallel.strategy = zero1",
+    ),
+    (PIPE, ["parallel.sharding_strategy=auto"], "parallel.sharding_strategy = auto with parallel.pipeline = 2"),
+    (
+        GPT,
+        ["parallel.sharding_strategy=auto", "parallel.tensor=2"],
+        "parallel.sharding_strategy = auto with parallel.tensor = 2",
+    ),
+    (
+        GPT,
+        ["parallel.sharding_strategy=auto", "parallel.schedule=gpipe"],
+        "parallel.sharding_strategy = auto with parallel.schedule = gpipe",
+    ),
     # degrees and ranks
     (PIPE, ["parallel.ranks=3"], "parallel.pipeline = 2 does not divide parallel.ranks = 3"),
     (PIPE, ["parallel.ranks=6", "parallel.tensor=2"], "parallel.pipeline = 2 x parallel.tensor = 2 do not divide"),
@@ -203,3 +222,17 @@ def test_the_examples_are_sound(name: str, ranks: int, data: int) -> None:
     assert config.parallel.ranks == ranks
     assert check_ranks(config, ranks) == []
     assert config_batch(config, ranks).ranks == data
+
+
+def test_an_open_mesh_leaves_the_strategy_open() -> None:
+    config = make(*GPT, "parallel.sharding_strategy=auto")
+    assert config.parallel.strategy == "auto"
+    assert check_ranks(config, 1024) == []  # how many of them share the batch is not decided yet
+    with pytest.raises(ConfigError) as caught:
+        make(*GPT, "parallel={sharding_strategy: auto, strategy: ddp, pipeline: 2, tensor: 2}")
+    assert [problem.what.rpartition("parallel.")[2] for problem in caught.value.problems] == [
+        "strategy = ddp",
+        "pipeline = 2",
+        "tensor = 2",
+    ]
+    assert all(problem.fix.endswith("or set parallel.sharding_strategy = manual") for problem in caught.value.problems)

@@ -266,7 +266,9 @@ MESHES: list[tuple[int, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(MESHES[i], MESHES[j], marks=() if (i, j) in ((0, 3), (5, 2), (3, 4), (2, 5), (5, 1)) else exhaustive)
+        pytest.param(
+            MESHES[i], MESHES[j], marks=() if (i, j) in ((0, 3), (5, 2), (3, 4), (2, 5), (5, 1)) else exhaustive
+        )
         for i in range(6)
         for j in range(6)
     ],

@@ -17,6 +17,7 @@ from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, RankFailedError, UsageError
 from paceline.estimate.choice import Room
+from paceline.train.assemble import build_trainer
 from paceline.train.resolve import measure_config, resolve_strategy, resolve_together
 from paceline.units import MIB
 
@@ -108,3 +109,39 @@ def test_all_ranks_hear_of_a_problem(own_module: str) -> None:
     with pytest.raises(RankFailedError) as caught:
         run_virtual(functools.partial(decide, config=config), ranks=2)
     assert isinstance(caught.value.error, UsageError)
+
+
+def test_an_open_mesh_is_decided_and_trained() -> None:
+    """One sample a step cannot be shared: both ranks hold parts of the model."""
+    config = config_from_dict(
+        {
+            "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8},
+            "data": {"kind": "synthetic_tokens", "context": 8, "vocab_size": 32, "samples": 16},
+            "parallel": {"sharding_strategy": "auto", "device": "cpu"},
+            "train": {"global_batch": 1, "steps": 1},
+        }
+    )
+
+    def train(comm: Communicator) -> tuple[dict[str, int], bool]:
+        trainer = build_trainer(config, comm)
+        trainer.run()
+        return dict(trainer.parts.plan.mesh.axes), trainer.parts.plan.memory is not None
+
+    assert run_virtual(train, ranks=2) == [({"replicate": 1, "tensor": 2}, True)] * 2
+    decided, choice = resolve_strategy(config, room(600, ranks=2))
+    parallel = decided.parallel
+    assert (parallel.sharding_strategy, parallel.strategy, parallel.pipeline, parallel.tensor) == (
+        "manual",
+        "ddp",
+        1,
+        2,
+    )
+    assert choice.left_out[0].startswith("data 2: parallel.ranks = 2 is more than train.global_batch = 1")
+
+
+def test_a_model_of_the_users_own_stays_whole(own_module: str) -> None:
+    config = make_config(own_module)
+    parallel = config.parallel.model_copy(update={"sharding_strategy": "auto"})
+    decided, choice = resolve_strategy(config.model_copy(update={"parallel": parallel}), room(470))
+    assert (decided.parallel.strategy, decided.parallel.pipeline, decided.parallel.tensor) == ("zero1", 1, 1)
+    assert "only the model's own code knows its layers" in choice.reason()

@@ -237,7 +237,7 @@ class _CudaMeter:
 
     def __init__(self, device: torch.device, budget: Budget) -> None:
         self._device = device
-        self._host = _Tensors("cpu")
+        self._host = LiveTensors("cpu")
         total = torch.cuda.get_device_properties(device).total_memory
         # Segments that grow lose next to nothing between blocks of different sizes, as long runs set it, too.
         _set_allocator("expandable_segments:True")
@@ -266,7 +266,7 @@ class _TensorMeter:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._tensors = _Tensors("cpu")
+        self._tensors = LiveTensors("cpu")
 
     def start(self) -> None:
         """Forgets the peak so far."""
@@ -286,7 +286,7 @@ class _TensorMeter:
         """Does nothing: the budget was counted, not enforced."""
 
 
-class _Tensors:
+class LiveTensors:
     """Counts the storages of all tensors on a kind of device that have come to life since ``start``."""
 
     def __init__(self, kind: str) -> None:

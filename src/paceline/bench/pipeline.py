@@ -1,10 +1,12 @@
 """Our pipeline beside torch.distributed.pipelining: the time of a training step, schedule by schedule; and bubbles.
 
-All arms take turns in the same processes. A step is forward and backward of all microbatches and the optimizer's update;
-its time is that of rank 0, whose last backward is the last of the step under GPipe and 1F1B. The losses of the first
-steps are compared: they agree to 1e-5, or there is no record.
+All arms take turns in the same processes. A step is forward and backward of all microbatches and the optimizer's
+update; its time is that of rank 0, whose last backward is the last of the step under GPipe and 1F1B. The losses of the
+first steps are compared: they agree to 1e-5, or there is no record.
 
-The bubbles need no processes: every schedule against a clock, with equal stages, beside the formula that it should meet.
+A record has three parts besides: what each way to spread a model gives (``features.py``), the same on four GPUs by
+formulas (``modelled.py``), and bubbles. These need no processes: every schedule runs against a clock, with equal
+stages, beside the formula that it should meet.
 """
 
 from __future__ import annotations
@@ -16,14 +18,22 @@ from typing import Any
 
 from paceline.bench.arms import select
 from paceline.bench.engines import Measured, check_losses
+from paceline.bench.features import FeatureProtocol, bench_features
 from paceline.bench.interleave import interleave
+from paceline.bench.modelled import model_features
 from paceline.bench.pipeline_arms import PipelineArm, PipelineStep, pipeline_arms, set_up_pipeline
 from paceline.bench.workloads import Protocol, Workload
 from paceline.comm.base import Communicator
+from paceline.errors import UsageError
 from paceline.launch.processes import run_processes
+from paceline.models.gpt import gpt_config
 from paceline.parallel.schedules import SCHEDULE_NAMES, make_schedule, measure_schedule
 
+PARTS = ("speed", "features", "modelled", "bubbles")
 TOLERANCE = 1e-5
+_WORKLOAD = Workload(model="gpt-11m", batch=8, context=128, tied=False)
+_PROTOCOL = Protocol(rounds=12, steps_per_turn=2, warm_up=3)
+_FEATURE_PROTOCOL = FeatureProtocol()
 _TIMEOUT_S = 3600.0
 _CHUNKS = {"interleaved": 2, "zb-v": 2}
 
@@ -32,9 +42,43 @@ _CHUNKS = {"interleaved": 2, "zb-v": 2}
 class PipelineWorkload:
     """What all arms train on, and in how many microbatches. Untied: torch's stages share no weights."""
 
-    workload: Workload = Workload(model="gpt-11m", batch=8, context=128, tied=False)
+    workload: Workload = _WORKLOAD
     microbatches: int = 8
-    protocol: Protocol = Protocol(rounds=12, steps_per_turn=2, warm_up=3)
+    protocol: Protocol = _PROTOCOL
+    feature_protocol: FeatureProtocol = _FEATURE_PROTOCOL
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the settings as plain data."""
+        return dataclasses.asdict(self)
+
+
+def make_workload(
+    model: str, context: int, microbatches: int, *, rounds: int | None = None, steps: int | None = None
+) -> PipelineWorkload:
+    """Returns what to train: one sample a microbatch. Raises UsageError for a size, or a context, that is not there."""
+    longest = gpt_config(model).context
+    if context > longest:
+        raise UsageError(f"--context {context}: {model} reads {longest} tokens at most")
+    default = PipelineWorkload()
+    return PipelineWorkload(
+        workload=Workload(model=model, batch=microbatches, context=context, tied=False),
+        microbatches=microbatches,
+        protocol=dataclasses.replace(default.protocol, rounds=rounds or default.protocol.rounds),
+        feature_protocol=dataclasses.replace(default.feature_protocol, steps=steps or default.feature_protocol.steps),
+    )
+
+
+def bench_part(part: str, asked: PipelineWorkload, wanted: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Returns the rows of one part."""
+    match part:
+        case "speed":
+            return bench_speed(asked, 2, wanted)
+        case "features":
+            return bench_features(asked.workload, asked.microbatches, asked.feature_protocol)
+        case "modelled":
+            return model_features()
+        case _:
+            return bench_bubbles()
 
 
 def bench_speed(asked: PipelineWorkload, ranks: int, wanted: Sequence[str] | None = None) -> list[dict[str, Any]]:

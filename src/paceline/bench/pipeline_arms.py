@@ -147,7 +147,7 @@ class _TorchStep:
         stages = [pipelining.PipelineStage(parts[stage], stage, len(placement), comm.device) for stage in mine]
         self._is_first, self._is_last = 0 in mine, len(placement) - 1 in mine
         self._schedule = _make_torch_schedule(schedule, stages, microbatches, self._targets.numel())
-        self._options = _without_outputs(self._schedule.step)
+        self._options = _known_to(self._schedule.step, return_outputs=False)
         self._optimizer = make_optimizer(p for part in parts.values() for p in part.parameters())
         self._num_losses = num_losses
 
@@ -175,9 +175,10 @@ def _make_torch_schedule(name: str, stages: Sequence[Any], microbatches: int, nu
 
     make: Any = _TORCH[name]
     held = stages[0] if name in _SINGLE else list(stages)
-    return make(held, microbatches, loss_fn=loss, scale_grads=False)
+    return make(held, microbatches, loss_fn=loss, **_known_to(make, scale_grads=False))
 
 
-def _without_outputs(step: Callable[..., Any]) -> dict[str, Any]:
-    """Older versions gather the outputs of all microbatches, whether or not they are wanted."""
-    return {"return_outputs": False} if "return_outputs" in inspect.signature(step).parameters else {}
+def _known_to(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Returns the options that a function has: older versions of torch have fewer."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in names}

@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from paceline.cli import bench_tables as tables
+
 app = typer.Typer(no_args_is_help=True, help="Time ours beside the best of the others, and see how large a model fits.")
 
 Rows = list[dict[str, Any]]
@@ -69,7 +71,7 @@ def engines(
             typer.echo(f"{name} at world size 1 ...", err=True)
             rows += bench_alone(workload, protocol, words)
         _write("engines", rows, {"device": device, "protocols": protocols}, output)
-    _finish("engines", rows, {"device": device, "protocols": protocols}, _show if not as_json else None)
+    _finish("engines", rows, {"device": device, "protocols": protocols}, tables.show_steps if not as_json else None)
 
 
 @app.command()
@@ -96,7 +98,7 @@ def loop(
         typer.echo(f"{name} ...", err=True)
         rows += bench_loop(name, protocol, ranks)
     _write("loop", rows, {"device": "cpu", "protocols": protocols}, output)
-    _finish("loop", rows, {"device": "cpu", "protocols": protocols}, _show if not as_json else None)
+    _finish("loop", rows, {"device": "cpu", "protocols": protocols}, tables.show_steps if not as_json else None)
 
 
 @app.command()
@@ -144,7 +146,7 @@ def memory(
         typer.echo(f"{option.name} ...", err=True)
         rows.append(bench_memory(option, family, budget, where))
         _write("memory", rows, config, output)
-    _finish("memory", rows, config, _show_memory if not as_json else None)
+    _finish("memory", rows, config, tables.show_memory if not as_json else None)
 
 
 @app.command()
@@ -179,7 +181,7 @@ def compression(
     settings = {"config": str(config), "overrides": overrides or [], "ranks": ranks, "steps": steps, "device": "cpu"}
     rows = bench_compression(loaded, ranks, steps, {k: v for k, v in numbers.items() if v is not None}, both=both)
     _write("compression", rows, settings, output)
-    _finish("compression", rows, settings, _show_compression if not as_json else None)
+    _finish("compression", rows, settings, tables.show_compression if not as_json else None)
 
 
 @app.command()
@@ -208,7 +210,7 @@ def comm(
     settings = {"device": "cpu", "ranks": ranks, "sizes": wanted, "dtype": "float32", "op": "avg"}
     rows = bench_comm(ranks, wanted, rounds)
     _write("comm", rows, settings, output)
-    _finish("comm", rows, settings, _show_comm if not as_json else None)
+    _finish("comm", rows, settings, tables.show_comm if not as_json else None)
 
 
 @app.command()
@@ -242,7 +244,51 @@ def convergence(
     for config in loaded:
         rows += bench_convergence(config, ranks, seeds, workers, lambda text: typer.echo(text, err=True))
         _write("convergence", rows, settings, output)
-    _finish("convergence", rows, settings, _show_convergence if not as_json else None)
+    _finish("convergence", rows, settings, tables.show_convergence if not as_json else None)
+
+
+@app.command()
+def pipeline(
+    parts: str = typer.Option(None, help="Comma-separated: speed, features, modelled, bubbles; default: all."),
+    arms: str = typer.Option(None, help="Speed: only arms whose name contains one of these words, and their peers."),
+    model: str = typer.Option("gpt-11m", help="The GPT that is cut over two ranks."),
+    context: int = typer.Option(128, help="Tokens of a sample.", min=2),
+    microbatches: int = typer.Option(8, help="Microbatches of a step, of one sample each.", min=2),
+    rounds: int = typer.Option(None, help="Speed: rounds in which every arm takes a turn.", min=2),
+    steps: int = typer.Option(None, help="Features: steps that are timed.", min=2),
+    output: Path = typer.Option(None, help="Also write the record to this file, after every part."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """Time our pipeline beside torch.distributed.pipelining, and see what each way to spread a model gives.
+
+    Speed: a training step under every schedule on two Gloo ranks, ours on Gloo and on shared memory; the arms take
+    turns in one run, and their losses must agree. Features: throughput and memory of one rank, a pipeline, ZeRO 2 and
+    data parallelism. Modelled: the same on four GPUs, by formulas. Bubbles: every schedule against a clock, beside its
+    formula.
+
+    Examples:
+
+      paceline bench pipeline --json
+
+      paceline bench pipeline --parts speed --arms gpipe,1f1b --rounds 24
+
+      paceline bench pipeline --parts modelled,bubbles
+    """
+    from paceline.bench.arms import check_words
+    from paceline.bench.pipeline import PARTS, bench_part, make_workload
+    from paceline.bench.pipeline_arms import pipeline_arms
+
+    wanted, words = _words(parts) or list(PARTS), _words(arms)
+    _check_parts(wanted, PARTS)
+    check_words(pipeline_arms(), words)
+    asked = make_workload(model, context, microbatches, rounds=rounds, steps=steps)
+    settings = {"device": "cpu", "ranks": 2, "parts": wanted, **asked.to_json()}
+    rows: Rows = []
+    for part in wanted:
+        typer.echo(f"{part} ...", err=True)
+        rows += bench_part(part, asked, words)
+        _write("pipeline", rows, settings, output)
+    _finish("pipeline", rows, settings, tables.show_pipeline if not as_json else None)
 
 
 def _check_device(device: str) -> None:
@@ -260,6 +306,13 @@ def _check_models(wanted: list[str], known: list[str], device: str) -> None:
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise UsageError(f"--models {','.join(unknown)}: on {device} they are {', '.join(known)}")
+
+
+def _check_parts(wanted: list[str], known: Sequence[str]) -> None:
+    from paceline.errors import UsageError
+
+    if unknown := [name for name in wanted if name not in known]:
+        raise UsageError(f"--parts {','.join(unknown)}: they are {', '.join(known)}")
 
 
 def _numbers(option: str, text: str | None) -> list[int]:
@@ -299,118 +352,3 @@ def _command(argv: list[str]) -> str:
         at = words.index("--output")
         words = words[:at] + words[at + 2 :]
     return " ".join(["paceline", *words])
-
-
-def _show(rows: Rows) -> None:
-    from paceline.units import format_bytes
-
-    titles = ("model", "ranks", "arm", "step", "ratio", "quartiles", "of", "items/s", "peak")
-    cells = [
-        (
-            row["model"],
-            str(row["ranks"]),
-            row["arm"],
-            f"{row['median_ms']:.2f} ms",
-            f"{row['ratio']:.3f}",
-            f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}",
-            row["peer"],
-            f"{row['items_per_s']:,.0f}" if "items_per_s" in row else "",
-            format_bytes(row["peak_bytes"]) if row.get("peak_bytes") else "",
-        )
-        for row in rows
-    ]
-    _print_table(titles, cells, left=("model", "ranks", "arm", "of"))
-
-
-def _show_memory(rows: Rows) -> None:
-    from paceline.units import format_bytes, format_count
-
-    titles = ("option", "layers", "parameters", "device", "host", "tokens/s", "limit")
-    cells = [
-        (
-            row["row"],
-            str(row["layers"]),
-            format_count(row["parameters"]),
-            format_bytes(row["device_bytes"] or 0),
-            format_bytes(row["host_bytes"] or 0),
-            f"{row['tokens_per_s'] or 0:,.0f}",
-            row["limit"],
-        )
-        for row in rows
-    ]
-    _print_table(titles, cells, left=("option", "limit"))
-
-
-def _show_comm(rows: Rows) -> None:
-    from paceline.units import format_bytes
-
-    titles = ("ranks", "size", "arm", "time", "Gbit/s", "faster than Gloo")
-    cells = [
-        (
-            str(row["ranks"]),
-            format_bytes(row["bytes"]),
-            row["arm"],
-            f"{row['median_us']:,.1f} us",
-            f"{row['gbps']:.2f}",
-            f"{row['speedup']:.2f} x",
-        )
-        for row in rows
-    ]
-    _print_table(titles, cells, left=("ranks", "size", "arm"))
-
-
-def _show_compression(rows: Rows) -> None:
-    from paceline.units import format_bytes
-
-    titles = ("policy", "setting", "feedback", "sent", "fewer", "loss", "difference", "owed", "compute", "pays below")
-    cells = [
-        (
-            row["policy"],
-            row["setting"],
-            "yes" if row["error_feedback"] else "no",
-            format_bytes(round(row["sent_bytes"])),
-            f"{row['bytes_ratio']:.1f} x" if row["bytes_ratio"] else "",
-            f"{row['loss']:.4f}",
-            f"{row['loss_difference']:+.4f}",
-            f"{row['residual_norm']:.3g}",
-            f"{row['compute_ms']:.2f} ms",
-            f"{row['pays_below_gbps']:.2f} Gbit/s" if row["pays_below_gbps"] else "",
-        )
-        for row in rows
-    ]
-    _print_table(titles, cells, left=("policy", "setting", "feedback"))
-
-
-def _show_convergence(rows: Rows) -> None:
-    titles = ("config", "policy", "setting", "feedback", "fewer", "loss", "percent", "accuracy", "points", "close")
-    cells = [
-        (
-            row["config"],
-            row["policy"],
-            row["setting"],
-            "yes" if row["error_feedback"] else "no",
-            f"{row['bytes_ratio']:.1f} x" if row["bytes_ratio"] else "",
-            f"{row['loss']:.4f}",
-            f"{row['loss_percent']:+.2f}",
-            f"{row['accuracy']:.4f}" if row["accuracy"] is not None else "",
-            f"{row['accuracy_points']:+.2f}" if row["accuracy_points"] is not None else "",
-            f"{'yes' if row['is_close'] else 'no'}, by {row['judged_by']}",
-        )
-        for row in rows
-    ]
-    _print_table(titles, cells, left=("config", "policy", "setting", "feedback", "close"))
-
-
-def _print_table(titles: tuple[str, ...], cells: Sequence[Sequence[str]], left: tuple[str, ...]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(title, justify="left" if title in left else "right")
-    for row in cells:
-        table.add_row(*row)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # nobody to fold the lines for
-    console.print(table)

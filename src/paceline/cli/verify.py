@@ -30,7 +30,9 @@ _EXACT = {"dtype": "float64", "precision": "fp32"}
 
 
 def verify(
-    config: str = typer.Argument("mlp", help="A YAML file, or a built-in case: mlp, gpt, resnet."),
+    config: str = typer.Argument(
+        None, help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors."
+    ),
     overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
     strategy: str = typer.Option(None, help="ddp, zero1, zero2, zero3, fsdp or hybrid; by default the config's."),
     ranks: int = typer.Option(4, help="How many ranks."),
@@ -75,8 +77,10 @@ def verify(
     from paceline.parity.certificate import certify
     from paceline.parity.settings import check_settings, complete
 
-    name = model or config
-    loaded = _load(name, overrides or [])
+    is_spread = any(degree is not None and degree > 1 for degree in (pipeline, tensor))
+    name = model or config or ("gpt" if is_spread else "mlp")
+    roomy = _with_room(name, pipeline or 1, tensor or 1, schedule or "", chunks)
+    loaded = _load(name, [*roomy, *(overrides or [])])
     settings = complete(
         _settings(
             loaded,
@@ -101,6 +105,15 @@ def verify(
         _show(certificate, name)
     if not certificate.passed:
         raise typer.Exit(1)
+
+
+def _with_room(name: str, pipeline: int, tensor: int, schedule: str, chunks: int | None) -> list[str]:
+    """Returns what makes the built-in GPT deep and wide enough for so many stages and ranks of a layer."""
+    if name != "gpt":
+        return []
+    stages = pipeline * (chunks or (2 if schedule in ("interleaved", "zb-v") else 1))
+    changes = [f"model.layers={stages}"] if stages > 4 else []
+    return changes + ([f"model.heads={tensor}", f"model.kv_heads={tensor}"] if tensor > 2 else [])
 
 
 def _settings(config: Config, *, shard_ranks: int | None, checkpoint: str | None, **values: Any) -> Settings:
@@ -207,7 +220,10 @@ def _show(certificate: Certificate, name: str) -> None:
     console = Console()
     verdict = "[bold green]passed[/]" if certificate.passed else "[bold red]FAILED[/]"
     groups = "" if certificate.shard_ranks is None else f" in shard groups of {certificate.shard_ranks}"
-    what = f"{certificate.strategy} on {certificate.ranks} {certificate.backend} ranks{groups}"
+    degrees = [f"{axis} {n}" for axis in ("pipeline", "tensor") if (n := getattr(certificate, axis)) > 1]
+    spread = " x ".join([*degrees, certificate.strategy])
+    schedule = "" if certificate.schedule is None else f", schedule {certificate.schedule}"
+    what = f"{spread} on {certificate.ranks} {certificate.backend} ranks{groups}{schedule}"
     console.print(f"{verdict}   {name}: {what}", highlight=False)
     console.print(f"against {certificate.reference}", highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))

@@ -257,8 +257,10 @@ class ParallelConfig(Section):
     chunks: Count | None = Field(
         default=None, description="pipeline: stages of each rank; null: 1, or 2 for interleaved and zb-v"
     )
-    stages: Literal["auto"] | Texts = Field(
-        default="auto", description="pipeline: auto cuts by cost, or names of the layers at which a new stage begins"
+    stages: Literal["auto", "measured"] | Texts = Field(
+        default="auto",
+        description="pipeline: auto cuts by estimated cost, measured by timing the layers first; or names of the layers "
+        "at which a new stage begins",
     )
     stage_layers: Counts | None = Field(
         default=None, description="pipeline: how many blocks each stage runs; null: see stages"

@@ -202,7 +202,8 @@ def stages_fit(config: Config) -> list[Problem]:
     problems = list(_enough_layers(config, stages))
     if parallel.stage_layers is not None and not problems:
         problems += _counts_fit(config, parallel.stage_layers, stages)
-    if parallel.stages != "auto":
+    if parallel.stages not in ("auto", "measured"):
+        assert isinstance(parallel.stages, tuple)
         problems += _names_fit(parallel.stages, stages)
     return problems
 

@@ -53,7 +53,6 @@ _ELSEWHERE = {
     "nproc_per_node": "parallel.ranks",
     "num_processes": "parallel.ranks",
     "zero_stage": "parallel.strategy",
-    "sharding_strategy": "parallel.strategy",
     "forward_prefetch": "parallel.prefetch",
     "gpus_per_node": "parallel.node_ranks",
     "sync_bn": "parallel.sync_batchnorm",

@@ -106,11 +106,11 @@ class Choice:
             f"microbatch {self.microbatch}"
         )
         rejected = [candidate for candidate in self.tried if candidate.rejected]
+        impossible = f"; impossible: {'; '.join(self.left_out[:2])}" if self.left_out else ""
         if not rejected:
-            return f"{first}; it is the cheapest, and fits"
+            return f"{first}; it is the cheapest, and fits{impossible}"
         reasons = "; ".join(f"{each.label} {each.rejected}" for each in rejected[:4])
         more = f"; and {len(rejected) - 4} more" if len(rejected) > 4 else ""
-        impossible = f"; impossible: {'; '.join(self.left_out[:2])}" if self.left_out else ""
         return f"{first}; not {reasons}{more}{impossible}"
 
     def to_json(self) -> dict[str, Any]:

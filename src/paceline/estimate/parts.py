@@ -123,7 +123,7 @@ def bounds_asked(config: Config, model: ModelFacts) -> tuple[int, ...] | None:
     parallel, entry = config.parallel, len(model.entry) if model.blocks else 0
     if parallel.stage_layers is not None:
         return (0, *(entry + done for done in list(accumulate(parallel.stage_layers))[:-1]), len(model.layers))
-    if parallel.stages == "auto" or not model.blocks:
+    if not isinstance(parallel.stages, tuple) or not model.blocks:
         return None
     places = {f"layers.{number}": entry + number for number in range(len(model.blocks))}
     cuts = sorted(places.get(name, len(model.layers) - 1) for name in parallel.stages)

@@ -130,7 +130,11 @@ class CombinedParallel:
         return merge_over(self.axes.pipe, {} if output is None else {"output": output})["output"]
 
     def run_microbatches(
-        self, microbatches: Sequence[Any], loss: Compute, scale: float | torch.Tensor | None = None, note: Note = _ignore
+        self,
+        microbatches: Sequence[Any],
+        loss: Compute,
+        scale: float | torch.Tensor | None = None,
+        note: Note = _ignore,
     ) -> list[Value]:
         """Runs forward and backward of a step's microbatches, None for those that have no samples on this rank.
 
@@ -373,5 +377,3 @@ def _face(engine: Engine) -> EngineFace:
 
 def _has_shape(value: Any, shape: tuple[int, ...] | None) -> bool:
     return isinstance(value, torch.Tensor) and shape is not None and tuple(value.shape) == shape and value.ndim > 0
-
-

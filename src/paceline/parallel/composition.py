@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
+from paceline.comm.objects import broadcast_object
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.models.layers import PipelineLayer, model_layers
@@ -26,8 +27,8 @@ from paceline.parallel.engine import Engine
 from paceline.parallel.flat import mark_alone
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.schedules import Schedule, check_schedule, make_schedule
-from paceline.parallel.stage_bounds import bounds_from_layers, bounds_from_names, choose_bounds
-from paceline.parallel.stage_costs import estimate_layers
+from paceline.parallel.stage_bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds
+from paceline.parallel.stage_costs import estimate_layers, measure_layers
 from paceline.parallel.stages import split_model, tied_names
 from paceline.parallel.tensor_apply import apply_tensor_parallel
 from paceline.parallel.tensor_layout import TensorLayout
@@ -38,8 +39,8 @@ class Parallelism:
     """How a model is spread over ranks besides its batch.
 
     ``data`` follows from the number of ranks; where it is given it must agree. ``schedule`` is a name or a schedule of
-    one's own. ``stages`` are found automatically, or are the names of the layers that begin one; ``stage_layers`` counts
-    the blocks of each stage instead. ``gathers_logits`` makes a split output layer return whole logits.
+    one's own. ``stages`` are found by estimated or measured cost, or are the names of the layers that begin one;
+    ``stage_layers`` counts the blocks of each stage instead. ``gathers_logits`` makes a split output layer return whole logits.
     """
 
     pipeline: int = 1
@@ -47,7 +48,7 @@ class Parallelism:
     data: int | None = None
     schedule: str | Schedule = "1f1b"
     chunks: int | None = None
-    stages: Literal["auto"] | tuple[str, ...] = "auto"
+    stages: Literal["auto", "measured"] | tuple[str, ...] = "auto"
     stage_layers: tuple[int, ...] | None = None
     sequence: bool = False
     gathers_logits: bool = False
@@ -89,12 +90,10 @@ def combine(
     _take_first_values(model, comm)
     names, num_parameters = tuple(model.state_dict()), sum(p.numel() for p in model.parameters())
     layers = model_layers(model) if schedule.stages > 1 else ()
-    bounds = _bounds(model, layers, asked, schedule.stages) if layers else (0, 1)
+    bounds = _bounds(model, layers, asked, schedule, comm) if layers else (0, 1)
     layout: TensorLayout | None = None
     if asked.tensor > 1:
-        layout = apply_tensor_parallel(
-            model, axes.tensor, sequence=asked.sequence, gathers_logits=asked.gathers_logits
-        )
+        layout = apply_tensor_parallel(model, axes.tensor, sequence=asked.sequence, gathers_logits=asked.gathers_logits)
         layers = model_layers(model) if layers else ()
     mine = [stage for stage, rank in enumerate(schedule.placement) if rank == axes.pipe.rank]
     tied = tied_names(model, bounds, layers=layers) if layers else {}
@@ -144,14 +143,22 @@ def _schedule(asked: Parallelism, microbatches: int) -> Schedule:
 
 
 def _bounds(
-    model: nn.Module, layers: tuple[PipelineLayer, ...], asked: Parallelism, stages: int
+    model: nn.Module,
+    layers: tuple[PipelineLayer, ...],
+    asked: Parallelism,
+    schedule: Schedule,
+    comm: Communicator,
 ) -> tuple[int, ...]:
+    stages = schedule.stages
     if asked.stage_layers is not None:
         bounds = bounds_from_layers(layers, asked.stage_layers, model_blocks(model))
-    elif asked.stages != "auto":
+    elif isinstance(asked.stages, tuple):
         bounds = bounds_from_names(layers, asked.stages)
-    else:
+    elif asked.stages == "auto":
         return choose_bounds(estimate_layers(model, layers), stages)
+    else:  # times differ between ranks
+        costs = broadcast_object(comm, _measure(model, layers, comm) if comm.rank == 0 else ())
+        return choose_bounds(costs, stages)
     if len(bounds) - 1 != stages:
         raise UsageError(
             f"{len(bounds) - 1} stages are given for a schedule of {stages}\n"
@@ -159,6 +166,26 @@ def _bounds(
             f"  give {stages} counts, or {stages - 1} split points; or leave them out"
         )
     return bounds
+
+
+def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communicator) -> tuple[LayerCost, ...]:
+    """Times the layers on this rank's device, where the whole model must fit for that long."""
+    say = getattr(model, "example_inputs", None)
+    if say is None:
+        raise UsageError(
+            f"stages = 'measured', and {type(model).__name__} has no method example_inputs()\n"
+            "  its layers are timed on what that returns: the arguments of forward, as a tuple\n"
+            "  add it, or take stages = 'auto', which estimates"
+        )
+    before, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    inputs = [  # whatever their values: zeros are tokens, too
+        torch.zeros(value.shape, dtype=dtype if value.is_floating_point() else value.dtype, device=comm.device)
+        for value in say()
+    ]
+    try:
+        return measure_layers(model.to(comm.device), inputs, layers)
+    finally:
+        model.to(before)
 
 
 def _check(strategy: str, asked: Parallelism, schedule: Schedule) -> None:

@@ -179,5 +179,3 @@ def _shape_of(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return TensorShape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad and leaf.is_floating_point())
-
-

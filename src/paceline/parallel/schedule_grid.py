@@ -71,6 +71,9 @@ class Schedule:
     placement: tuple[int, ...]  # the rank of each stage
     microbatches: int
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def ranks(self) -> int:
         return len(self.rows)

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from paceline.comm.shared_memory import share_memory
 from paceline.comm.virtual import run_virtual
 from paceline.errors import RankFailedError, UsageError
 from paceline.launch.processes import run_processes
+from paceline.parallel.composition import Parallelism, parallelism_of
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.parity.case import Case, FunctionCase
 from paceline.parity.locate import Divergence, locate
@@ -55,6 +56,9 @@ class Certificate:
     strategy: str
     shard_ranks: int | None
     ranks: int
+    pipeline: int
+    tensor: int
+    schedule: str | None
     backend: str
     steps: int
     accumulate: int
@@ -89,20 +93,23 @@ def verify(
     tolerance: float | None = None,
     make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     sharding: ShardingPolicy | None = None,
+    parallel: Parallelism | Mapping[str, Any] | None = None,
 ) -> Certificate:
     """Verifies that ``strategy`` on ``ranks`` ranks trains ``make_model()`` exactly as one process would.
 
     ``make_batch(step)`` gives the global batch as (inputs, targets); ``loss_fn(outputs, targets)`` a mean over samples,
     or (sum, count) where elements weigh otherwise. Dropout modules are switched off, as their numbers depend on the
     rank. ``precision="fp32"`` is verified in float64, any other against one process of the same policy. Without
-    ``shard_ranks`` hybrid shards over half of the ranks. The backends ``gloo`` and ``shared_memory`` are real
+    ``shard_ranks`` hybrid shards over half of the ranks. ``parallel`` spreads the model itself, as for ``parallelize``:
+    ``{"pipeline": 2, "schedule": "zb-h1"}``, with ``accumulate`` microbatches. The backends ``gloo`` and ``shared_memory`` are real
     processes, and need functions that can be pickled. Raises UsageError, before anything starts, with all that is wrong
     with the arguments.
     """
     case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=make_optimizer)
     policy = sharding or ShardingPolicy()
+    spread, said = parallelism_of(parallel)
     settings = Settings(
-        strategy=strategy,
+        strategy=said or strategy,
         ranks=ranks,
         steps=steps,
         accumulate=accumulate,
@@ -111,6 +118,7 @@ def verify(
         checkpoint_activations=checkpoint_activations,
         sharding=policy if shard_ranks is None else dataclasses.replace(policy, shard_ranks=shard_ranks),
         sync_batchnorm=sync_batchnorm,
+        spread=spread,
     )
     return certify(case, settings, backend=backend, tolerance=tolerance)
 
@@ -153,6 +161,7 @@ def certify(
 
 
 def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bound, **found: Any) -> Certificate:
+    spread = settings.spread
     pieces = "whole batches" if reference.pieces == 1 else f"batches in {reference.pieces} pieces"
     what = f"one process on {pieces}"
     if not settings.is_exact:
@@ -166,6 +175,9 @@ def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bo
         strategy=settings.strategy,
         shard_ranks=settings.sharding.shard_ranks,
         ranks=settings.ranks,
+        pipeline=spread.pipeline,
+        tensor=spread.tensor,
+        schedule=None if spread.pipeline == 1 else str(spread.schedule),
         steps=settings.steps,
         accumulate=settings.accumulate,
         clip=settings.clip,

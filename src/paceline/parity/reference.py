@@ -158,7 +158,9 @@ class _OneProcess:
         """Returns copies of the parameters that are updated, under all their names, and of the buffers."""
         masters = {self._held[name]: parameter for name, parameter in self.updated.items()}
         whole = self.model.state_dict(keep_vars=True)
-        return split_state(parameter_names(self.model), {name: masters.get(value, value) for name, value in whole.items()})
+        return split_state(
+            parameter_names(self.model), {name: masters.get(value, value) for name, value in whole.items()}
+        )
 
     def _forward(self, piece: Any) -> LossValue:
         with torch.no_grad():

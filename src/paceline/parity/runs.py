@@ -110,9 +110,7 @@ def _build(model: nn.Module, comm: Communicator, settings: Settings) -> Engine:
     )
 
 
-def _state(
-    engine: Engine, names: Collection[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _state(engine: Engine, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns parameters and buffers as an evaluation would have them: the buffers are those of rank 0.
 
     This rank then gets its own back: whether the next step shares them is part of what is verified.

@@ -54,7 +54,9 @@ def find_overflow(
     ``accumulate``, as in a step. Leaves no gradients.
     """
     rank = engine.world.rank
-    first = engine.random_stream // engine.comm.size * _MANY  # earlier stages of a pipeline are called before later ones
+    first = (
+        engine.random_stream // engine.comm.size * _MANY
+    )  # earlier stages of a pipeline are called before later ones
     watch = _Watch(engine.module)
     try:
         values = (passes or accumulate)(engine, microbatches, loss, scale, dtype, NoLaps())

@@ -1,0 +1,35 @@
+"""Runs on virtual ranks from the command line: one process, the records of many, and failures that name the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.monitor.records import EndRecord, Record, RunRecord, read_records
+
+# torch leaves the files of redirected output to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+Call = Callable[..., Any]
+Ends = Callable[[Path], list[Record]]
+
+
+def test_virtual_ranks_train_in_one_process(project: Path, call: Call, ends: Ends) -> None:
+    called = call("train", "tiny.yaml", "comm.backend=virtual", "parallel.ranks=4")
+    assert called.code == 0, called.err
+    assert "ddp on 4 ranks (virtual, cpu)" in called.out
+    folder = project / "runs" / "tiny"
+    assert [(end.status, end.step) for end in ends(folder) if isinstance(end, EndRecord)] == [("done", 3)] * 4
+    records = [next(iter(read_records(path))) for path in (folder / "records").iterdir()]
+    assert len({record.pid for record in records if isinstance(record, RunRecord)}) == 1
+
+
+def test_a_virtual_rank_that_fails_is_named(project: Path, call: Call, ends: Ends) -> None:
+    bomb = ["optim.kind=user_code:Optimizer", "optim.args.plot=checkpoint:raise"]  # goes off when rank 0 saves
+    called = call("train", "tiny.yaml", "comm.backend=virtual", *bomb)
+    assert called.code == 1
+    assert called.err.splitlines()[0] == "paceline: rank 0 failed: ValueError: a mistake of the user"
+    assert [end.status for end in ends(project / "runs" / "tiny") if isinstance(end, EndRecord)] == ["failed"] * 2

@@ -1,0 +1,125 @@
+"""Runs whose model is spread over ranks: the trainer's losses, evaluations, samples and checkpoints are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint import TrainingState
+from paceline.comm.base import Communicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import Config, config_from_dict
+from paceline.monitor.records import EvalRecord, EventRecord, Record, StepRecord
+from paceline.train.assemble import build_trainer
+from paceline.train.hooks import EvaluateHook
+from paceline.train.trainer import Every
+
+STEPS = 4
+
+
+def make_config(*, dropout: float = 0.0, **parallel: Any) -> Config:
+    return config_from_dict(
+        {
+            "model": {
+                "kind": "gpt", "layers": 4, "heads": 2, "width": 16, "context": 8, "tied": True, "dropout": dropout,
+            },
+            "data": {"kind": "synthetic_tokens", "samples": 40, "vocab_size": 24, "context": 8, "eval_fraction": 0.2},
+            "train": {"steps": STEPS, "global_batch": 12, "accumulate": 3, "dtype": "float64", "eval_every": 2},
+            "optim": {"lr": 0.01, "clip_norm": 0.5, "schedule": {"kind": "cosine", "warmup": 2}},
+            "parallel": parallel,
+        }
+    )  # fmt: skip
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, *records: Record) -> None:
+        self.records += records
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def train(
+    config: Config, ranks: int, *, until: int = STEPS, state: TrainingState | None = None
+) -> tuple[list[list[Record]], TrainingState]:
+    """Trains up to a step; returns the records of each rank, and the state of rank 0."""
+
+    def work(comm: Communicator) -> tuple[list[Record], TrainingState]:
+        sink = Kept()
+        trainer = build_trainer(config, comm, hooks=[Every(2, EvaluateHook())], sink=sink)
+        if state is not None:
+            trainer.load_state(state)
+        for result in trainer.steps():
+            for hook in trainer.hooks:
+                hook(trainer, result)
+            if result.step == until:
+                break
+        trainer.flush(wait=True)
+        return sink.records, trainer.state()
+
+    found = run_virtual(work, ranks)
+    return [records for records, _ in found], found[0][1]
+
+
+def losses(records: list[Record]) -> list[float]:
+    return [record.loss for record in records if isinstance(record, StepRecord) and record.loss is not None]
+
+
+def evaluations(records: list[Record]) -> list[tuple[float, float | None, int]]:
+    return [(r.loss, r.accuracy, r.samples) for r in records if isinstance(r, EvalRecord)]
+
+
+MESHES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"pipeline": 2, "schedule": "zb-h1"}),
+    (4, {"pipeline": 2, "strategy": "zero2"}),
+    (2, {"tensor": 2}),
+    (8, {"pipeline": 2, "tensor": 2, "data": 2, "strategy": "zero1"}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), MESHES, ids=str)
+def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any]) -> None:
+    (alone,), _ = train(make_config(), 1)
+    everyone, _ = train(make_config(ranks=ranks, **parallel), ranks)
+    steps = [[record for record in records if isinstance(record, StepRecord)] for records in everyone]
+    for number, expected in enumerate(record for record in alone if isinstance(record, StepRecord)):
+        counted = [records[number] for records in steps]
+        assert sum(record.samples for record in counted) == expected.samples
+        # Each share of the batch has its own loss, known to all ranks that have this share.
+        shares = {round(record.loss_sum, 9): record for record in counted}
+        total = sum(record.loss_sum for record in shares.values()) / sum(r.count for r in shares.values())
+        assert total == pytest.approx(expected.loss, abs=1e-9)
+        assert [record.grad_norm for record in counted] == pytest.approx([expected.grad_norm] * ranks, abs=1e-9)
+    for records in everyone:
+        for found, expected_row in zip(evaluations(records), evaluations(alone), strict=True):
+            assert found == pytest.approx(expected_row, abs=1e-9)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, MESHES[3]), (MESHES[3], MESHES[0]), (MESHES[1], None)], ids=str)
+def test_a_checkpoint_goes_on_with_another_mesh(before: Any, after: Any) -> None:
+    (alone,), _ = train(make_config(), 1)
+    ranks, parallel = before or (1, {})
+    _, state = train(make_config(ranks=ranks, **parallel), ranks, until=2)
+    ranks, parallel = after or (1, {})
+    everyone, _ = train(make_config(ranks=ranks, **parallel), ranks, state=state)
+    for records in everyone:
+        assert evaluations(records) == [pytest.approx(evaluations(alone)[-1], abs=1e-9)]
+
+
+def test_dropout_is_the_same_on_the_ranks_of_a_layer_and_differs_between_stages() -> None:
+    config = make_config(ranks=4, tensor=2, pipeline=2, dropout=0.3)
+    everyone, _ = train(config, 4)
+    # Ranks of a layer that dropped other features would each go on with weights of their own, and disagree.
+    assert evaluations(everyone[0]) == evaluations(everyone[1]) == evaluations(everyone[3])
+    streams = run_virtual(lambda comm: build_trainer(config, comm).parts.engine.random_stream, 4)
+    assert streams == [0, 0, 1, 1]
+    assert not any(isinstance(record, EventRecord) for records in everyone for record in records)
