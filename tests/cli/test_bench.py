@@ -87,12 +87,28 @@ def test_memory_writes_a_record_of_the_rows_asked_for(call: Call, tmp_path: Path
     assert f"{row['parameters'] / 1e3:.1f}k" in called.out
 
 
+def test_pipeline_writes_the_parts_asked_for(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    called = call("bench", "pipeline", "--parts", "modelled,bubbles", "--output", str(file))
+    assert called.code == 0, called.err
+    record = json.loads(file.read_text())
+    assert set(record) == RECORD
+    assert record["command"] == "paceline bench pipeline --parts modelled,bubbles"
+    assert record["config"]["workload"]["model"] == "gpt-11m"
+    assert {row["part"] for row in record["rows"]} == {"modelled", "bubbles"}
+    assert "on the virtual clock, modelled" in called.out
+    assert "zb-h1" in called.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["engines", "--device", "tpu"], "--device tpu is not here"),
         (["engines", "--models", "gpt-9t"], "--models gpt-9t: on cpu they are mlp, gpt-11m"),
         (["engines", "--arms", "deepspeed"], "--arms deepspeed: no arm is called so"),
+        (["pipeline", "--parts", "sped"], "--parts sped: they are speed, features, modelled, bubbles"),
+        (["pipeline", "--arms", "2f2b"], "--arms 2f2b: no arm is called so"),
+        (["pipeline", "--model", "gpt-9t"], "there is no GPT size 'gpt-9t'"),
         (["memory", "--device", "cpu", "--options", "zero9"], "--options zero9: no row is called so"),
         (["memory", "--device", "cpu", "--budget-gb", "0"], "--budget-gb is needed on a CPU"),
         (["memory", "--device", "cpu", "--size", "gpt-9t"], "there is no GPT size 'gpt-9t'"),

@@ -139,10 +139,13 @@ def wait_until_gone(pids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("deeds", "message"),
     [
-        (("wait", "raise"), "rank 1 failed: ValueError: bad pixel"),
+        pytest.param(("wait", "raise"), "rank 1 failed: ValueError: bad pixel", marks=pytest.mark.exhaustive),
         (("lose", "raise"), "rank 1 failed: ValueError: bad pixel"),
         (("lose", "kill:SIGKILL", "wait"), "rank 1 was killed by SIGKILL"),
-        (("wait", "kill:SIGTERM"), "rank 1 was ended by SIGTERM, which did not come from here"),
+        pytest.param(
+            *(("wait", "kill:SIGTERM"), "rank 1 was ended by SIGTERM, which did not come from here"),
+            marks=pytest.mark.exhaustive,
+        ),
         (("lose", "kill:SIGTERM"), "rank 1 was ended by SIGTERM, which did not come from here"),
         (("lose", "leave:7"), "rank 1 left with exit code 7 and no error\n\nso long\n"),
     ],
@@ -195,7 +198,7 @@ def answered(number: signal.Signals, how: signal.Handlers) -> Iterator[None]:
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", pytest.param("SIGTERM", marks=pytest.mark.exhaustive)])
 def test_a_signal_to_the_launcher_ends_all_ranks(launch: Launch, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     with (
         answered(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run with nohup

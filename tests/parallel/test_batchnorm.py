@@ -252,8 +252,10 @@ def train_engine(comm: Communicator, name: str, shares: Shares, strategy: str) -
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hybrid"])
-@pytest.mark.parametrize("shares", [SOME_SIT_OUT, [(None, 6, 2, 2), (3, None, None, None), (2, 4, 1, 1)]])
+@covering(
+    strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"],
+    shares={"some sit out": SOME_SIT_OUT, "most sit out": [(None, 6, 2, 2), (3, None, None, None), (2, 4, 1, 1)]},
+)
 def test_every_engine_with_ranks_that_sit_out(strategy: str, shares: Shares) -> None:
     """The layers' messages and the engine's collectives go their own ways: in the first pass too, none waits."""
     expected = train_alone(make("plain"), shares)

@@ -179,8 +179,11 @@ def loops(model: Any, x: torch.Tensor, step: int) -> Any:
     return (model(x, times=2 + step % 2) ** 2).mean()
 
 
-@pytest.mark.parametrize("call", [two_forwards, sometimes_evaluates, skips, calls_a_part, loops])
-@pytest.mark.parametrize("reshard", [True, False, 2])
+@covering(
+    always={"reshard": [True]},
+    call=[two_forwards, sometimes_evaluates, skips, calls_a_part, loops],
+    reshard=[2, False, True],
+)
 def test_passes_of_all_kinds_give_the_losses_of_one_process(call: Any, reshard: bool | int) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)

@@ -76,8 +76,7 @@ def expected(case: str, shares: str, clip: float | None = 0.5, optimizer: str = 
 @pytest.mark.parametrize(
     "shares", ["ragged", *(pytest.param(shares, marks=pytest.mark.exhaustive) for shares in OTHERS)]
 )
-@pytest.mark.parametrize("case", MODELS)
-@STAGES
+@covering(always={"case": ["branches", "tied", "reentrant"]}, stage=[1, 2], case=list(MODELS))
 def test_training_equals_one_process(stage: int, case: str, shares: str) -> None:
     for outcome in run_engine(stage_maker(stage), case, Recipe(shares=SHARES[shares])):
         assert_same(outcome, expected(case, shares))
