@@ -70,6 +70,17 @@ def seconds_between(start: Mark | float, end: Mark | float) -> float:
     return end - start if isinstance(end, float) else end.seconds_since(start)  # type: ignore[operator, arg-type]
 
 
+class Clock(Protocol):
+    """What takes marks: a device's own time, or a virtual rank's."""
+
+    @property
+    def take(self) -> Callable[[], Mark | float]:
+        """Takes a mark, perhaps a bare number."""
+
+    def mark(self) -> Mark:
+        """Takes a mark now."""
+
+
 class DeviceClock:
     """Takes marks on one device.
 

@@ -152,7 +152,7 @@ def _show_modelled(rows: Rows) -> None:
             f"{row['samples_per_s']:,.1f}" if row["samples_per_s"] else "",
             f"{row['step_ms']:.2f} ms" if row["step_ms"] else "",
             format_bytes(row["state_bytes"]) if row["state_bytes"] else "",
-            row.get("missing", row["kind"]),
+            str(row.get("missing", row["kind"])),
         )
         for row in rows
     ]

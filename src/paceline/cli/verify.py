@@ -9,8 +9,8 @@ import typer
 
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.parity.certificate import Certificate
     from paceline.parallel.composition import Parallelism
+    from paceline.parity.certificate import Certificate
     from paceline.parity.settings import Settings
 
 # Small enough for seconds, rich enough to have several buckets and units, norms, ties and convolutions.

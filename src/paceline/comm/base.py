@@ -21,6 +21,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
+from paceline.clock import Clock, DeviceClock
 from paceline.layout import FlatLayout
 
 ReduceOp = Literal["sum", "avg", "min", "max"]
@@ -107,6 +108,15 @@ def takes_real_time(comm: Communicator) -> bool:
     while (inner := getattr(comm, "inner", None)) is not None:
         comm = inner
     return bool(getattr(comm, "takes_real_time", True))
+
+
+def clock_of(comm: Communicator) -> Clock:
+    """Returns what a rank's time is read from: its virtual clock, where it has one, and else that of its device."""
+    inmost = comm
+    while (inner := getattr(inmost, "inner", None)) is not None:
+        inmost = inner
+    clock: Clock | None = getattr(inmost, "clock", None)
+    return DeviceClock(comm.device) if clock is None else clock
 
 
 @runtime_checkable

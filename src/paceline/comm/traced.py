@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.clock import DeviceClock, Mark
+from paceline.clock import Clock, DeviceClock, Mark
 from paceline.comm.around import AroundCommunicator
 from paceline.comm.base import Communicator, ReduceOp, Work
 
@@ -34,12 +34,14 @@ class Operation:
 class Trace:
     """What a rank's communicators did: totals always, single operations on request."""
 
-    def __init__(self, device: torch.device, *, keep: bool = False) -> None:
+    def __init__(self, device: torch.device, *, keep: bool = False, clock: Clock | None = None) -> None:
+        """Reads the time of ``clock``; None: of the device."""
         self.keep = keep
+        self.clock = clock
         self.operations: list[Operation] = []
         self.num_operations: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
-        self._clock = DeviceClock(device)
+        self._clock = DeviceClock(device) if clock is None else clock
         self._is_waiting = False
         self.times_calls = device.type == "cpu"  # elsewhere they take time of the host, and none of the device
         self.waits: list[tuple[Mark, Mark]] = []  # always the same list: a meter looks at its length

@@ -6,10 +6,13 @@ that call different operations get an error that names them and what each called
 come get a verdict, never a silent hang.
 
     results = run_virtual(work, ranks=4)      # work(comm) on each rank; what they returned, by rank
+
+With ``timing`` every rank has a clock of its own (see ``virtual_clock.py``), ``comm.clock``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +24,7 @@ import torch
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import ReduceOp, Work
 from paceline.comm.baton import Baton, Wait, call_site
+from paceline.comm.virtual_clock import VirtualClock, VirtualTime
 from paceline.errors import CollectiveMismatchError, UsageError
 
 T = TypeVar("T")
@@ -33,11 +37,13 @@ def run_virtual(
     device: str | torch.device = "cpu",
     timeout_s: float = 60.0,
     seed: int = 0,
+    timing: VirtualTime | None = None,
 ) -> list[T]:
     """Runs ``work(comm)`` on each of ``ranks`` virtual ranks and returns what they returned, by rank.
 
     Every rank starts with the random states of a process just seeded with ``seed``; the caller's are left as they
-    were. ``timeout_s`` limits how long a rank may go without calling its communicator.
+    were. ``timeout_s`` limits how long a rank may go without calling its communicator. ``timing`` gives every rank a
+    clock, and says what things cost there; results are the same with it and without.
 
     Raises RankFailedError with a failing rank's traceback, CollectiveMismatchError, or StuckRankError.
     """
@@ -47,9 +53,17 @@ def run_virtual(
     if str(where) == "cuda":
         where = torch.device("cuda", torch.cuda.current_device())
     baton = Baton(ranks, where, timeout_s=timeout_s, seed=seed)
-    world = _World(baton)
+    if timing is not None:
+        timing.start(ranks, where)
+    world = _World(baton, timing)
     group = world.group(tuple(range(ranks)))
-    return baton.run([lambda rank=rank: work(VirtualCommunicator(group, rank)) for rank in range(ranks)])  # type: ignore[misc]
+
+    def live(rank: int) -> T:
+        comm = VirtualCommunicator(group, rank)
+        with contextlib.nullcontext() if comm.clock is None else comm.clock.running():
+            return work(comm)
+
+    return baton.run([lambda rank=rank: live(rank) for rank in range(ranks)])  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +97,7 @@ class _Arrival:
     tensors: tuple[torch.Tensor, ...]
     splits: tuple[list[int], list[int]] | None = None
     ready: _Moment | None = None
+    at_s: float = 0.0
 
 
 class _Meeting:
@@ -92,6 +107,7 @@ class _Meeting:
         self.arrivals: dict[int, _Arrival] = {}
         self.is_done = False
         self.done: _Moment | None = None
+        self.end_s = 0.0
 
 
 @dataclass(slots=True)
@@ -103,13 +119,16 @@ class _Letter:
     is_done: bool = False
     ready: _Moment | None = None
     done: _Moment | None = None
+    at_s: float = 0.0
+    end_s: float = 0.0
 
 
 class _World:
-    """Everything that virtual ranks share: the baton, and groups by their members."""
+    """Everything that virtual ranks share: the baton, their time if they have one, and groups by their members."""
 
-    def __init__(self, baton: Baton) -> None:
+    def __init__(self, baton: Baton, timing: VirtualTime | None) -> None:
         self.baton = baton
+        self.timing = timing
         self._groups: dict[tuple[int, ...], list[_Group]] = {}
         self._asked: dict[tuple[tuple[int, ...], int], int] = {}
 
@@ -130,6 +149,15 @@ class _World:
         group.is_split = True
         return group
 
+    def clock(self, world_rank: int) -> VirtualClock | None:
+        """Returns a rank's clock, if the ranks have any."""
+        return None if self.timing is None else self.timing.clocks[world_rank]
+
+    def paused(self, world_rank: int) -> contextlib.AbstractContextManager[None]:
+        """Stops a rank's clock."""
+        clock = self.clock(world_rank)
+        return contextlib.nullcontext() if clock is None else clock.paused()
+
 
 class _Group:
     """A group's operations in flight, matched by the order in which each member issued them."""
@@ -142,10 +170,18 @@ class _Group:
         self._meetings: dict[int, _Meeting] = {}
         self._sends: dict[tuple[int, int, int], deque[_Letter]] = {}
         self._receives: dict[tuple[int, int, int], deque[_Letter]] = {}
+        self._free_s = 0.0  # when the last collective ends, on the clocks
+        self._pair_free_s: dict[tuple[int, int], float] = {}  # and the last message of a sender to a receiver
 
     def meet(self, rank: int, arrival: _Arrival, carry_out: Callable[[list[_Arrival]], None]) -> Work:
         """Adds a rank to its next collective; the last one to arrive carries it out."""
-        baton = self.world.baton
+        with self.world.paused(self.ranks[rank]):
+            return self._meet(rank, arrival, carry_out)
+
+    def _meet(self, rank: int, arrival: _Arrival, carry_out: Callable[[list[_Arrival]], None]) -> Work:
+        baton, clock = self.world.baton, self.world.clock(self.ranks[rank])
+        if clock is not None:
+            arrival.at_s = clock.now_s
         baton.sign_of_life()
         number = self._issued[rank]
         self._issued[rank] += 1
@@ -164,28 +200,61 @@ class _Group:
                     each.ready.order()
             with torch.no_grad():
                 carry_out([meeting.arrivals[r] for r in range(len(self.ranks))])
+            self._time_meeting(meeting)
             meeting.is_done = True
             meeting.done = _Moment() if is_cuda else None
             meeting.arrivals = {}  # lets go of the tensors
         wait = Wait(lambda: meeting.is_done, lambda: self._describe(number, meeting))
-        return _VirtualWork(baton, self.ranks[rank], wait, lambda: meeting.done)
+        kind = arrival.call.kind
+        return _VirtualWork(self.world, self.ranks[rank], wait, lambda: (meeting.done, meeting.end_s, kind))
 
     def post(self, letter: _Letter, key: tuple[int, int, int], *, is_send: bool) -> Work:
         """Matches a send with the oldest receive of the same two ranks and tag, or the other way round."""
+        with self.world.paused(self.ranks[key[0] if is_send else key[1]]):
+            return self._post(letter, key, is_send=is_send)
+
+    def _post(self, letter: _Letter, key: tuple[int, int, int], *, is_send: bool) -> Work:
         baton = self.world.baton
         baton.sign_of_life()
         if baton.device.type == "cuda":
             letter.ready = _Moment()
+        rank = self.ranks[key[0] if is_send else key[1]]
+        clock = self.world.clock(rank)
+        if clock is not None:
+            letter.at_s = clock.now_s
         own, other = (self._sends, self._receives) if is_send else (self._receives, self._sends)
         waiting = other.get(key)
         if waiting:
-            self._deliver(letter, waiting.popleft(), is_send=is_send)
+            match = waiting.popleft()
+            self._deliver(letter, match, is_send=is_send)
+            self._time_letters(letter, match, key[:2])
         else:
             own.setdefault(key, deque()).append(letter)
-        rank = self.ranks[key[0] if is_send else key[1]]
         peer = self.ranks[key[1] if is_send else key[0]]
         wait = Wait(lambda: letter.is_done, lambda: f"rank {peer} to match {letter.call}")
-        return _VirtualWork(baton, rank, wait, lambda: letter.done)
+        return _VirtualWork(self.world, rank, wait, lambda: (letter.done, letter.end_s, letter.call.kind))
+
+    def _time_meeting(self, meeting: _Meeting) -> None:
+        """Prices a collective: from the latest arrival on, or from the end of the one before it."""
+        timing = self.world.timing
+        if timing is None:
+            return
+        arrivals = meeting.arrivals.values()
+        start_s = max(self._free_s, *(arrival.at_s for arrival in arrivals))
+        # Of output and input the larger is the whole; ranks exchange different amounts in an all-to-all at most.
+        num_bytes = max(max((_bytes(t) for t in arrival.tensors), default=0) for arrival in arrivals)
+        kind = next(iter(arrivals)).call.kind
+        meeting.end_s = self._free_s = timing.carry_out(kind, num_bytes, self.ranks, start_s)
+
+    def _time_letters(self, letter: _Letter, match: _Letter, pair: tuple[int, int]) -> None:
+        """Prices a message: from when both sides are there, and the one before it has arrived."""
+        timing = self.world.timing
+        if timing is None:
+            return
+        start_s = max(letter.at_s, match.at_s, self._pair_free_s.get(pair, 0.0))
+        ranks = (self.ranks[pair[0]], self.ranks[pair[1]])
+        end_s = timing.carry_out("send", _bytes(letter.tensor), ranks, start_s)
+        letter.end_s = match.end_s = self._pair_free_s[pair] = end_s
 
     def _deliver(self, letter: _Letter, match: _Letter, *, is_send: bool) -> None:
         sent, received = (letter, match) if is_send else (match, letter)
@@ -222,20 +291,27 @@ class _Group:
 class _VirtualWork:
     """An operation of a virtual rank; waiting for it passes the baton on."""
 
-    __slots__ = ("_baton", "_done", "_rank", "_wait")
+    __slots__ = ("_outcome", "_rank", "_wait", "_world")
 
-    def __init__(self, baton: Baton, rank: int, wait: Wait, done: Callable[[], _Moment | None]) -> None:
-        self._baton = baton
+    def __init__(
+        self, world: _World, rank: int, wait: Wait, outcome: Callable[[], tuple[_Moment | None, float, str]]
+    ) -> None:
+        """Takes what to wait for, and what tells how it ended: on the device, on the clocks, and what it was."""
+        self._world = world
         self._rank = rank
         self._wait = wait
-        self._done = done
+        self._outcome = outcome
 
     def wait(self) -> None:
         """Lets the other ranks run until the operation is done."""
-        self._baton.wait(self._rank, self._wait)
-        moment = self._done()
-        if moment is not None:
-            moment.order()
+        with self._world.paused(self._rank):
+            self._world.baton.wait(self._rank, self._wait)
+            moment, end_s, kind = self._outcome()
+            if moment is not None:
+                moment.order()
+            clock = self._world.clock(self._rank)
+            if clock is not None:
+                clock.wait_until(end_s, kind)
 
 
 class VirtualCommunicator:
@@ -266,6 +342,11 @@ class VirtualCommunicator:
     def device(self) -> torch.device:
         """The device that all virtual ranks share."""
         return self._group.world.baton.device
+
+    @property
+    def clock(self) -> VirtualClock | None:
+        """This rank's clock, if the run has any."""
+        return self._group.world.clock(self.ranks[self._rank])
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
@@ -390,6 +471,10 @@ def _reduce(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     if op == "avg":
         total /= len(tensors)
     return total
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _dtype(tensor: torch.Tensor) -> str:

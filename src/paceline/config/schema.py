@@ -259,8 +259,8 @@ class ParallelConfig(Section):
     )
     stages: Literal["auto", "measured"] | Texts = Field(
         default="auto",
-        description="pipeline: auto cuts by estimated cost, measured by timing the layers first; or names of the layers "
-        "at which a new stage begins",
+        description="pipeline: auto cuts by estimated cost, measured by timing the layers; or names of the layers at "
+        "which a new stage begins",
     )
     stage_layers: Counts | None = Field(
         default=None, description="pipeline: how many blocks each stage runs; null: see stages"
@@ -377,8 +377,8 @@ class CommConfig(Section):
 
     backend: Literal["auto", "nccl", "gloo", "shared_memory", "virtual"] = Field(
         default="auto",
-        description="auto: nccl on GPUs; on CPUs shared memory if the ranks share a host, else gloo; virtual: all ranks "
-        "take turns in one process, on one device",
+        description="auto: nccl on GPUs; on CPUs shared memory if the ranks share a host, else gloo; virtual: all "
+        "ranks take turns in one process, on one device",
     )
     algorithm: Literal["native", "ring", "tree", "halving_doubling", "hierarchical", "auto"] = Field(
         default="native",

@@ -238,6 +238,14 @@ def split_suits_the_rest(config: Config) -> list[Problem]:
                 fix="set parallel.strategy = zero1 or ddp; or leave all of it to parallel.sharding_strategy = auto",
             )
         )
+    if config.model.compile and parallel.pipeline > 1 and parallel.schedule in _SPLIT_BACKWARD:
+        problems.append(
+            Problem(
+                what=f"model.compile = true with parallel.schedule = {parallel.schedule}",
+                rule="it runs backward in two parts, which a compiled block does in one",
+                fix="set parallel.schedule = 1f1b or interleaved, or model.compile = false",
+            )
+        )
     policy = config.comm.compression.policy
     if policy != "none":
         problems.append(
@@ -260,13 +268,13 @@ def split_suits_the_rest(config: Config) -> list[Problem]:
 
 
 def microbatch_is_known(config: Config) -> list[Problem]:
-    """A pipeline's schedule is made for a number of microbatches."""
-    if config.parallel.pipeline == 1 or config.train.microbatch != "auto":
+    """Trials of a microbatch are for a model that each rank runs by itself."""
+    if not is_split(config.parallel) or config.train.microbatch != "auto":
         return []
     return [
         Problem(
-            what=f"train.microbatch = auto with parallel.pipeline = {config.parallel.pipeline}",
-            rule="how many microbatches are in flight, and so their memory, depends on the stage and the schedule",
+            what=f"train.microbatch = auto with {_degrees(config.parallel)}",
+            rule="a pass is one of several ranks together, so that one of them cannot try how much fits",
             fix=f"set train.accumulate = {4 * config.parallel.pipeline}, or train.microbatch",
         )
     ]

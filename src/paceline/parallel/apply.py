@@ -8,6 +8,7 @@ communication overlaps with backward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -74,34 +75,51 @@ def parallelize(
 
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another.
     """
-    policy, offload = precision_named(precision), offload or Offload()
     spread, said = parallelism_of(parallel)
     strategy = said or strategy
-    _check_strategy(strategy, sharding, offload)
-    if spread.is_any:
-        _check_model(model, may_be_meta=False)
+    options = _Options(
+        precision=precision_named(precision),
+        bucket_mb=bucket_mb,
+        first_bucket_mb=first_bucket_mb,
+        buffers=buffers,
+        overlap=overlap,
+        compile_blocks=compile_blocks,
+        checkpoint_activations=checkpoint_activations,
+        offload=offload or Offload(),
+        sharding=sharding,
+        sync_batchnorm=sync_batchnorm,
+        compression=compression,
+    )
+    _check_strategy(strategy, sharding, options.offload)
+    if not spread.is_any:
+        return _share(model, comm, strategy, options)
+    _check_model(model, may_be_meta=False)
+    _check_spread(spread, options)
+    engine = combine(model, comm, strategy, spread, lambda part, data: _share(part, data, strategy, options))
+    object.__setattr__(model, _MARK, True)
+    return engine
 
-        def share(part: nn.Module, data: Communicator) -> Engine:
-            return parallelize(
-                part,
-                data,
-                strategy,
-                precision=policy,
-                bucket_mb=bucket_mb,
-                first_bucket_mb=first_bucket_mb,
-                buffers=buffers,
-                overlap=overlap,
-                compile_blocks=compile_blocks,
-                checkpoint_activations=checkpoint_activations,
-                offload=offload,
-                sharding=sharding,
-                sync_batchnorm=sync_batchnorm,
-                compression=compression,
-            )
 
-        combined = combine(model, comm, strategy, spread, share)
-        object.__setattr__(model, _MARK, True)
-        return combined
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What was asked of an engine besides its strategy."""
+
+    precision: Precision
+    bucket_mb: float | Literal["auto"]
+    first_bucket_mb: float
+    buffers: BufferPolicy
+    overlap: bool
+    compile_blocks: bool
+    checkpoint_activations: str
+    offload: Offload
+    sharding: ShardingPolicy | None
+    sync_batchnorm: bool
+    compression: GradientCompression | None
+
+
+def _share(model: nn.Module, comm: Communicator, strategy: str, options: _Options) -> Engine:
+    """Makes the engine of a model, or of a stage of one, over the ranks that share the batch."""
+    policy, offload, compression = options.precision, options.offload, options.compression
     if strategy == "auto":
         _check_model(model, may_be_meta=False)
         chosen = choose_for_module(model, comm, model_blocks(model), policy.name).chosen
@@ -113,32 +131,43 @@ def parallelize(
     check_offload(offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
-    if sync_batchnorm and comm.size > 1:
-        synchronise_batchnorm(model, comm)
-    blocks = model_blocks(model)
-    if checkpoint_activations != "none":
-        checkpoint_blocks(blocks, checkpoint_activations)
-    # One rank has no communication to overlap: one graph loses nothing.
-    is_whole = comm.size == 1 and strategy == "ddp" and policy.param_dtype is None and checkpoint_activations == "none"
-    if compile_blocks:
-        compile_model(model, whole=is_whole)
+    _prepare_blocks(model, comm, strategy, options)
     if strategy in ("zero3", "fsdp", "hybrid"):
-        return _shard(model, comm, strategy, sharding or ShardingPolicy(), policy, offload, (buffers, compression))
+        sharding = options.sharding or ShardingPolicy()
+        return _shard(model, comm, strategy, sharding, policy, offload, (options.buffers, compression))
     model.to(comm.device)
     broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    tunes = bucket_mb == "auto" and comm.size > 1 and takes_real_time(comm)
-    buckets = _default_buckets(bucket_mb, first_bucket_mb)
+    return _replicate(model, comm, strategy, options, offload)
+
+
+def _prepare_blocks(model: nn.Module, comm: Communicator, strategy: str, options: _Options) -> None:
+    """Synchronises batch norm, checkpoints and compiles blocks, in this order."""
+    if options.sync_batchnorm and comm.size > 1:
+        synchronise_batchnorm(model, comm)
+    is_plain = options.checkpoint_activations == "none"
+    if not is_plain:
+        checkpoint_blocks(model_blocks(model), options.checkpoint_activations)
+    if options.compile_blocks:
+        # One rank has no communication to overlap: one graph loses nothing.
+        is_whole = comm.size == 1 and strategy == "ddp" and options.precision.param_dtype is None and is_plain
+        compile_model(model, whole=is_whole)
+
+
+def _replicate(model: nn.Module, comm: Communicator, strategy: str, options: _Options, offload: Offload) -> Engine:
+    """Makes an engine whose ranks compute with whole parameters."""
+    tunes = options.bucket_mb == "auto" and comm.size > 1 and takes_real_time(comm)
+    buckets = _default_buckets(options.bucket_mb, options.first_bucket_mb)
     if strategy == "ddp":
-        replicas = DDPPolicy(buckets=buckets, buffers=buffers, overlap=overlap, tunes_buckets=tunes)
-        return DataParallel(model, comm, replicas, policy, compression)
+        replicas = DDPPolicy(buckets=buckets, buffers=options.buffers, overlap=options.overlap, tunes_buckets=tunes)
+        return DataParallel(model, comm, replicas, options.precision, options.compression)
     choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm)) if tunes else None
     zero = ZeroPolicy(
         stage=1 if strategy == "zero1" else 2,
         buckets=buckets if choice is None else choice.policy,
-        buffers=buffers,
-        overlap=overlap,
+        buffers=options.buffers,
+        overlap=options.overlap,
     )
-    engine = ZeroParallel(model, comm, zero, policy, offload)
+    engine = ZeroParallel(model, comm, zero, options.precision, offload)
     engine.bucket_choice = choice
     return engine
 
@@ -224,6 +253,30 @@ def _check_strategy(strategy: str, sharding: ShardingPolicy | None, offload: Off
         )
     if sharding is not None and sharding.prefetch < 0:
         problems.append(f"prefetch = {sharding.prefetch}\n  units are gathered that many ahead\n  give 0 or more")
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def _check_spread(spread: Parallelism, options: _Options) -> None:
+    problems = []
+    if options.compile_blocks and spread.splits_backward:
+        problems.append(
+            f"compile_blocks with schedule = {str(spread.schedule)!r}\n"
+            "  it runs backward in two parts, which a compiled block does in one\n"
+            "  take schedule = '1f1b', or leave compile_blocks out"
+        )
+    if options.compression is not None:
+        problems.append(
+            "compression with pipeline or tensor\n"
+            "  a tensor that several ranks or stages hold must get the same gradient on all of them\n"
+            "  leave compression out"
+        )
+    if options.offload.is_any:
+        problems.append(
+            "offload with pipeline or tensor\n"
+            "  gradients that stages or tensor ranks share are exchanged on the device\n"
+            "  leave offload out, and take strategy = 'zero2' for more room"
+        )
     if problems:
         raise UsageError("\n".join(problems))
 

@@ -2,14 +2,14 @@
 
     world = pipeline x data x tensor        data: the ranks that hold the same part of the model and share the batch
 
-Tensor-parallel layers exchange activations inside of a stage, the pipeline sends them between stages, and the stage's own
-engine reduces gradients over the data axis. What is left to do here is what concerns the whole model: the global norm,
-tied weights, losses that one rank knows, and states under the whole model's names. Per step that is one all-reduce of one
-number over the world for the norm, one broadcast of two along the pipeline, and an all-reduce of each tied gradient
-between the ranks that use it.
+Tensor-parallel layers exchange activations inside of a stage, the pipeline sends them between stages, and the stage's
+own engine reduces gradients over the data axis. What is left to do here is what concerns the whole model: the global
+norm, tied weights, losses that one rank knows, and states under the whole model's names. Per step that is one
+all-reduce of one number over the world for the norm, one broadcast of two along the pipeline, and an all-reduce of
+each tied gradient between the ranks that use it.
 
-- Of a gradient that several ranks hold (replicas; layers that tensor parallelism does not split; a tied weight) the norm
-  counts one copy.
+- Of a gradient that several ranks hold (replicas; layers that tensor parallelism does not split; a tied weight) the
+  norm counts one copy.
 - A tied weight is a flat group by itself in sharded engines, so that its stages hold the same slices of it.
 - A state is gathered along the data axis, then the tensor axis, then the pipeline, one tensor at a time.
 """

@@ -1,7 +1,8 @@
 """States of a model whose parts lie on several ranks, by name: how they are collected, numbered and handed out.
 
-An optimizer numbers its parameters in the order of its groups. One process has all of them; a rank of a pipeline has those
-of its stages. Groups with the same settings on several ranks are one group of the whole model, in the model's order.
+An optimizer numbers its parameters in the order of its groups. One process has all of them; a rank of a pipeline has
+those of its stages. Groups with the same settings on several ranks are one group of the whole model, in the model's
+order.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class Parallelism:
 
     ``data`` follows from the number of ranks; where it is given it must agree. ``schedule`` is a name or a schedule of
     one's own. ``stages`` are found by estimated or measured cost, or are the names of the layers that begin one;
-    ``stage_layers`` counts the blocks of each stage instead. ``gathers_logits`` makes a split output layer return whole logits.
+    ``stage_layers`` counts the blocks of each stage instead. ``gathers_logits`` makes a split output layer return
+    whole logits.
     """
 
     pipeline: int = 1
@@ -52,6 +53,13 @@ class Parallelism:
     stage_layers: tuple[int, ...] | None = None
     sequence: bool = False
     gathers_logits: bool = False
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs backward in two parts."""
+        if self.pipeline == 1:
+            return False
+        return self.schedule.splits_backward if isinstance(self.schedule, Schedule) else self.schedule.startswith("zb-")
 
     @property
     def is_any(self) -> bool:
@@ -85,7 +93,7 @@ def combine(
     """Spreads a model over the ranks of ``comm``; ``share`` makes the engine of a stage over its data axis."""
     axes = _axes(comm, asked)
     schedule = _schedule(asked, 1)
-    _check(strategy, asked, schedule)
+    _check(strategy, schedule)
     check_same_model(model, comm)
     _take_first_values(model, comm)
     names, num_parameters = tuple(model.state_dict()), sum(p.numel() for p in model.parameters())
@@ -188,7 +196,7 @@ def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communic
         model.to(before)
 
 
-def _check(strategy: str, asked: Parallelism, schedule: Schedule) -> None:
+def _check(strategy: str, schedule: Schedule) -> None:
     if strategy == "auto":
         raise UsageError(
             "strategy = 'auto' with pipeline or tensor\n  it chooses how the batch is shared, for a model on one rank\n"

@@ -3,9 +3,9 @@
     forward   stage s --outputs--> stage s + 1          backward   stage s --gradients of its inputs--> stage s - 1
 
 What a stage returns may be a tensor, or tuples, lists and dicts of tensors, numbers, strings and None. The first time
-that a microbatch of some shape passes a boundary, a description goes ahead of the tensors; both sides know when that is,
-since all stages see the shapes of the microbatch. From then on only the tensors travel, into memory that waits for them.
-Gradients need no description: they look as the outputs did.
+that a microbatch of some shape passes a boundary, a description goes ahead of the tensors; both sides know when that
+is, since all stages see the shapes of the microbatch. From then on only the tensors travel, into memory that waits for
+them. Gradients need no description: they look as the outputs did.
 """
 
 from __future__ import annotations

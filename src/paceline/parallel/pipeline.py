@@ -10,10 +10,10 @@ One executor runs any schedule: it walks this rank's row of actions (see schedul
 
 - A receive is posted when the schedule says so, ahead of its use; a send is forgotten until something that comes back
   tells that it has arrived. Nothing but the use of what is missing waits.
-- A stage is an engine of its own (replicated, or sharded in any way, over the ranks that share the batch), which reduces
-  with the last backward of the step and accumulates in those before it.
-- The loss is called on every rank that needs it: on the first stage as far as its call of the model, which tells what the
-  inputs are; on the last stage with a model that returns what came through the pipeline.
+- A stage is an engine of its own (replicated, or sharded in any way, over the ranks that share the batch), which
+  reduces with the last backward of the step and accumulates in those before it.
+- The loss is called on every rank that needs it: on the first stage as far as its call of the model, which tells what
+  the inputs are; on the last stage with a model that returns what came through the pipeline.
 - Schedules with I and W run backward in two parts, see split_backward.py.
 - A microbatch without samples, on this rank and so on all its stages, is sat out.
 """
@@ -342,7 +342,7 @@ class _Step:
             raise UsageError(
                 f"microbatch {action.microbatch} has no samples on this rank, and stage {action.stage} has "
                 "synchronised batch norms\n"
-                "  those exchange statistics in the order of the schedule, in which a rank without samples has no part\n"
+                "  those exchange statistics in the order of the schedule, where a rank without samples has no part\n"
                 "  set data.last_batch = drop, or a global batch that every rank has a share of"
             )
         with self._syncing(action):

@@ -3,10 +3,10 @@
     input part    the gradient of a stage's inputs: half of the work, and all that anybody waits for
     weight part   the gradients of the weights of its linear layers, x^T g: whenever there is nothing better to do
 
-A linear layer under ``DeferredWeights`` leaves its weight's gradient out and notes the two factors. The gradients of all
-other parameters (norms, biases, embeddings) are cheap and fall out of the input part; they are kept beside the factors.
-The weight part multiplies the factors and hands all gradients to autograd at once, as one backward over the parameters:
-an engine's hooks see each microbatch's gradients together, as they would without the split.
+A linear layer under ``DeferredWeights`` leaves its weight's gradient out and notes the two factors. The gradients of
+all other parameters (norms, biases, embeddings) are cheap and fall out of the input part; they are kept beside the
+factors. The weight part multiplies the factors and hands all gradients to autograd at once, as one backward over the
+parameters: an engine's hooks see each microbatch's gradients together, as they would without the split.
 
 Memory: from the input part to the weight part a stage keeps x and g of its linear layers, and nothing else.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +66,7 @@ class DeferredWeights(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function is F.linear and torch.is_grad_enabled():
-            x, weight, bias = _linear_arguments(*args, **kwargs)
+            x, weight, bias = _Arguments(*args, **kwargs)
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
                 return self._linear(x, weight, bias)
         return function(*args, **kwargs)
@@ -101,6 +101,14 @@ def input_part(
     return list(found[: len(inputs)])
 
 
+class _Arguments(NamedTuple):
+    """The arguments of ``F.linear``, by its own names."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
 class _Linear(torch.autograd.Function):
     """A linear layer whose backward notes what its weight's gradient is made of."""
 
@@ -125,9 +133,3 @@ class _Linear(torch.autograd.Function):
         gradient_x = gradient @ used if ctx.needs_input_grad[0] else None
         gradient_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return gradient_x, None, gradient_bias, None, None
-
-
-def _linear_arguments(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    return input, weight, bias

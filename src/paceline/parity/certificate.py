@@ -97,13 +97,13 @@ def verify(
 ) -> Certificate:
     """Verifies that ``strategy`` on ``ranks`` ranks trains ``make_model()`` exactly as one process would.
 
-    ``make_batch(step)`` gives the global batch as (inputs, targets); ``loss_fn(outputs, targets)`` a mean over samples,
-    or (sum, count) where elements weigh otherwise. Dropout modules are switched off, as their numbers depend on the
-    rank. ``precision="fp32"`` is verified in float64, any other against one process of the same policy. Without
-    ``shard_ranks`` hybrid shards over half of the ranks. ``parallel`` spreads the model itself, as for ``parallelize``:
-    ``{"pipeline": 2, "schedule": "zb-h1"}``, with ``accumulate`` microbatches. The backends ``gloo`` and ``shared_memory`` are real
-    processes, and need functions that can be pickled. Raises UsageError, before anything starts, with all that is wrong
-    with the arguments.
+    ``make_batch(step)`` gives the global batch as (inputs, targets); ``loss_fn(outputs, targets)`` a mean over
+    samples, or (sum, count) where elements weigh otherwise. Dropout modules are switched off, as their numbers depend
+    on the rank. ``precision="fp32"`` is verified in float64, any other against one process of the same policy. Without
+    ``shard_ranks`` hybrid shards over half of the ranks. ``parallel`` spreads the model itself, as for
+    ``parallelize``: ``{"pipeline": 2, "schedule": "zb-h1"}``, with ``accumulate`` microbatches. The backends ``gloo``
+    and ``shared_memory`` are real processes, and need functions that can be pickled. Raises UsageError, before
+    anything starts, with all that is wrong with the arguments.
     """
     case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=make_optimizer)
     policy = sharding or ShardingPolicy()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.comm.algorithms import AlgorithmCommunicator
-from paceline.comm.base import Communicator, GradientCompression
+from paceline.comm.base import Communicator, GradientCompression, clock_of
 from paceline.comm.compress import Compression, Compressor
 from paceline.comm.tables import share_table
 from paceline.comm.topology import detect_topology
@@ -90,7 +90,7 @@ def build_trainer(
         config, ranks=comm.size, train_samples=len(work.data.train), eval_samples=num_eval, node_ranks=node_ranks
     )
     check_enough(plan.train_samples, data_ranks(config.parallel, comm.size))
-    trace = Trace(comm.device, keep=config.monitor.trace)
+    trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
     seed_everything(config.train.seed)  # a model without values draws them now
     compressor = build_compressor(config)
     engine = build_engine(config, work.model, _build_comm(config, comm, trace, node_ranks), node_ranks, compressor)

@@ -32,7 +32,7 @@ from paceline.checkpoint import TrainingState, copy_checkpoint, list_checkpoints
 from paceline.checkpoint import load_checkpoint as read_checkpoint
 from paceline.checkpoint import save_checkpoint as write_checkpoint
 from paceline.clock import on_device
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, clock_of
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
@@ -114,7 +114,7 @@ class DistributedTrainer:
         self.checkpoint_dir = Path(checkpoint_dir)
         self.log_dir = Path(log_dir)
         ranks = connect() if comm is None else comm
-        trace = Trace(ranks.device)
+        trace = Trace(ranks.device, clock=clock_of(ranks))
         precision = usual_mixed_precision(ranks.device) if mixed_precision is True else mixed_precision or "fp32"
         self.engine = parallelize(
             model,

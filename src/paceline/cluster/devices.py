@@ -1,0 +1,388 @@
+"""What there is to run on: devices, links, nodes, networks and clusters as values, by the names people use.
+
+    load_cluster("4x dgx-h100")                    4 nodes of that kind
+    load_cluster("32x h100-sxm")                   32 devices: as few equal nodes of the usual kind as hold them
+    load_cluster("p4d.24xlarge x 2")               the same, the count behind
+    load_cluster("8x dgx-a100 over roce-4x100g")   on another network than the usual
+    load_cluster("2x ./mine.yaml")                 the node of a file that ``paceline calibrate`` wrote
+
+All is in seconds, bytes, bytes per second and FLOP per second. Figures are in ``catalog/``, each with its source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paceline.cluster.entries import (
+    DeviceEntry,
+    Entries,
+    Generation,
+    LinkKind,
+    NodeEntry,
+    find_name,
+    near_names,
+    read_catalog,
+    shipped,
+)
+from paceline.errors import UsageError
+from paceline.units import GIB
+
+# The least share of the dense peak that products reached on A100, H100 and B200: for devices that nobody measured.
+UNMEASURED_SHARE = 0.78
+_COUNT_FIRST = re.compile(r"^\s*(\d+)\s*[x*]\s*(\S.*)$", re.IGNORECASE)
+_COUNT_LAST = re.compile(r"^(.*\S)\s+[x*]\s*(\d+)\s*$", re.IGNORECASE)
+_OVER = re.compile(r"^(.*\S)\s+(?:over|on)\s+(\S.*)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeRate:
+    """FLOP per second that one shape reached: (rows, inner, columns) of a product, or of attention
+    (batch, heads, sequence, head size)."""
+
+    kind: str
+    dtype: str
+    sizes: tuple[int, ...]
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU, or the processors of a host.
+
+    ``peak_flops`` are dense, by dtype; ``matmul_ceiling`` the most that products were measured to reach;
+    ``memory_share`` what streaming kernels reach of the bandwidth; ``launch_s`` what the host pays for one eager kernel
+    and ``compiled_launch_s`` for one of a compiled block; ``shapes`` what ``paceline calibrate`` measured.
+    """
+
+    name: str
+    vendor: str
+    generation: Generation
+    memory_bytes: float
+    memory_bandwidth: float
+    memory_share: float
+    peak_flops: Mapping[str, float] = field(hash=False)
+    matmul_ceiling: Mapping[str, float] = field(hash=False)
+    launch_s: float
+    compiled_launch_s: float
+    sm_count: int
+    shapes: tuple[ShapeRate, ...] = ()
+
+    def peak(self, dtype: str) -> float:
+        """Returns the dense peak of a dtype. Where the device has no units for it, that of what it is computed in."""
+        for each in (dtype, *_COMPUTED_AS.get(dtype, ())):
+            if each in self.peak_flops:
+                return self.peak_flops[each]
+        known = ", ".join(self.peak_flops)
+        raise UsageError(
+            f"{self.name} has no figure for {dtype}\n  dtypes are fp32, tf32, fp16, bf16 and fp8\n  take one of {known}"
+        )
+
+    def ceiling(self, dtype: str) -> float:
+        """Returns the most that a product reaches: as measured, else the usual share of the peak."""
+        for each in (dtype, *_COMPUTED_AS.get(dtype, ())):
+            if each in self.matmul_ceiling:
+                return self.matmul_ceiling[each]
+            if each in self.peak_flops:
+                return self.peak_flops[each] * (UNMEASURED_SHARE if each != "fp32" or self.is_cpu else 0.9)
+        return self.peak(dtype)
+
+    @property
+    def is_cpu(self) -> bool:
+        """True for the processors of a host."""
+        return self.generation == "cpu"
+
+
+# What a dtype is computed in where there are no units for it, in order.
+_COMPUTED_AS = {
+    "fp8": ("bf16", "fp16", "fp32"),
+    "bf16": ("fp32",),  # V100 and T4: emulated, at the rate of fp32 at best
+    "fp16": ("bf16", "fp32"),
+    "tf32": ("fp32",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins the devices of a node: bytes per second one way per device, and what a ring reaches of them.
+
+    ``ring`` and ``nvls_ring`` are measured bus bandwidths by the number of devices that take part, where known.
+    """
+
+    name: str
+    kind: LinkKind
+    bandwidth: float
+    efficiency: float
+    latency_s: float
+    nvls: bool
+    ring: Mapping[int, float] = field(default_factory=dict, hash=False)
+    nvls_ring: Mapping[int, float] = field(default_factory=dict, hash=False)
+
+    def ring_bandwidth(self, devices: int) -> float:
+        """Returns the bus bandwidth of a ring: as measured for the nearest count not above, else by efficiency."""
+        return _by_count(self.ring, devices, self.bandwidth * self.efficiency)
+
+    def nvls_bandwidth(self, devices: int) -> float:
+        """Returns the bus bandwidth of an all-reduce in the switch; a ring's where there is none."""
+        return _by_count(self.nvls_ring, devices, self.ring_bandwidth(devices)) if self.nvls else 0.0
+
+
+def _by_count(table: Mapping[int, float], devices: int, otherwise: float) -> float:
+    known = [count for count in table if count <= devices]
+    return table[max(known)] if known else otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A host: so many devices of one kind, and the link between them."""
+
+    name: str
+    device: Device
+    devices: int
+    inside: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What joins nodes: bytes per second one way per NODE, the share that collectives reach, and a message's latency."""
+
+    name: str
+    kind: str
+    bandwidth: float
+    efficiency: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes on a network; ``between`` may be None where there is one."""
+
+    name: str
+    node: Node
+    nodes: int
+    between: Network | None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.node.devices < 1 or (self.nodes > 1 and self.between is None):
+            raise UsageError(
+                f"{self.nodes} nodes of {self.node.devices} devices on {self.between and self.between.name}: a cluster "
+                "has one of each at least, and several nodes need a network\n  name one: 'NAME over infiniband-ndr-8x'"
+            )
+
+    @property
+    def device(self) -> Device:
+        """The device that all nodes have."""
+        return self.node.device
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are on all nodes."""
+        return self.nodes * self.node.devices
+
+    @property
+    def memory_bytes(self) -> float:
+        """The memory of all devices together."""
+        return self.devices * self.device.memory_bytes
+
+    @property
+    def network_per_device(self) -> float:
+        """Bytes per second one way that a device has of its node's network; infinite on one node."""
+        return float("inf") if self.between is None else self.between.bandwidth / self.node.devices
+
+
+def device_named(name: str) -> Device:
+    """Returns a device of the catalog. Raises UsageError with the nearest names."""
+    return _Catalog(entries=shipped()).device(name)
+
+
+def network_named(name: str) -> Network:
+    """Returns a network of the catalog. Raises UsageError with the nearest names."""
+    return _Catalog(entries=shipped()).network(name)
+
+
+def node_named(name: str) -> Node:
+    """Returns a node of the catalog, or a device's usual one. Raises UsageError with the nearest names."""
+    return _Catalog(entries=shipped()).node(name)
+
+
+def load_cluster(text: str) -> Cluster:
+    """Reads a cluster from a name and a count, as the top of this file shows; without a count, one.
+
+    Raises UsageError for a name that is not known, with the nearest, and for counts that no equal nodes hold.
+    """
+    written, _, network = _split_over(text)
+    count, name = _split_count(written)
+    catalog = _Catalog(entries=shipped())
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        found = read_catalog(path)
+        catalog = _Catalog(entries=catalog.entries.with_file(found))
+        name = _main_name(path, found.nodes or found.devices)
+    return catalog.cluster(name, count, network or None)
+
+
+def build_cluster(device: str, devices: int, *, node_devices: int | None = None, network: str | None = None) -> Cluster:
+    """Returns so many devices in nodes of ``node_devices`` (None: the usual), on ``network`` (None: the usual)."""
+    return _Catalog(entries=shipped()).of_devices(device, devices, node_devices, network)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Catalog:
+    """Entries made into values."""
+
+    entries: Entries
+
+    def cluster(self, name: str, count: int, network: str | None) -> Cluster:
+        found = find_name(name, self.entries.nodes)
+        if found is None:
+            if find_name(name, self.entries.devices) is None:
+                raise _unknown(name, "cluster", [*self.entries.nodes, *self.entries.devices])
+            return self.of_devices(name, count, None, network)
+        entry = self.entries.nodes[found]
+        between = self._between(network or entry.network, count)
+        return Cluster(name=f"{count}x {found}", node=self._node(found, entry), nodes=count, between=between)
+
+    def of_devices(self, name: str, count: int, node_devices: int | None, network: str | None) -> Cluster:
+        if count < 1:
+            raise UsageError(f"{count} devices: a cluster has one at least\n  say how many: '8x {name}'")
+        node, usual = self._usual_node(name)
+        nodes, each = _equal_nodes(count, node_devices or node.devices, node.device.name)
+        between = self._between(network or usual, nodes)
+        node = replace(node, devices=each)
+        return Cluster(name=f"{count}x {node.device.name}", node=node, nodes=nodes, between=between)
+
+    def device(self, name: str) -> Device:
+        found = find_name(name, self.entries.devices)
+        if found is None:
+            raise _unknown(name, "device", self.entries.devices)
+        return _device(found, self.entries.devices[found])
+
+    def node(self, name: str) -> Node:
+        found = find_name(name, self.entries.nodes)
+        if found is not None:
+            return self._node(found, self.entries.nodes[found])
+        if find_name(name, self.entries.devices) is None:
+            raise _unknown(name, "node", [*self.entries.nodes, *self.entries.devices])
+        return self._usual_node(name)[0]
+
+    def link(self, name: str) -> Link:
+        found = find_name(name, self.entries.links)
+        if found is None:
+            raise _unknown(name, "link", self.entries.links)
+        entry = self.entries.links[found]
+        return Link(
+            name=found,
+            kind=entry.kind,
+            bandwidth=entry.gb_per_s * 1e9,
+            efficiency=entry.efficiency,
+            latency_s=entry.latency_us * 1e-6,
+            nvls=entry.nvls,
+            ring={count: rate * 1e9 for count, rate in entry.ring_gb_per_s.items()},
+            nvls_ring={count: rate * 1e9 for count, rate in entry.nvls_gb_per_s.items()},
+        )
+
+    def network(self, name: str) -> Network:
+        found = find_name(name, self.entries.networks)
+        if found is None:
+            raise _unknown(name, "network", self.entries.networks)
+        entry = self.entries.networks[found]
+        return Network(
+            name=found,
+            kind=entry.kind,
+            bandwidth=entry.gb_per_s * 1e9,
+            efficiency=entry.efficiency,
+            latency_s=entry.latency_us * 1e-6,
+        )
+
+    def _node(self, name: str, entry: NodeEntry) -> Node:
+        return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=self.link(entry.inside))
+
+    def _usual_node(self, device: str) -> tuple[Node, str | None]:
+        """The node that a device is usually in, with this very device, and its network's name."""
+        found = self.device(device)
+        name = self.entries.devices[found.name].node
+        if name is None or name not in self.entries.nodes:
+            raise UsageError(
+                f"no node is known with {found.name}\n  a cluster is made of nodes\n"
+                "  name one of them: paceline cluster ls"
+            )
+        entry = self.entries.nodes[name]
+        return replace(self._node(name, entry), device=found), entry.network
+
+    def _between(self, name: str | None, nodes: int) -> Network | None:
+        if name is None and nodes > 1:
+            raise UsageError(
+                f"{nodes} nodes, and no network is known between them\n  several nodes need one\n"
+                f"  name it: 'NAME over NETWORK', one of {', '.join(self.entries.networks)}"
+            )
+        return None if name is None else self.network(name)
+
+
+def _device(name: str, entry: DeviceEntry) -> Device:
+    compiled = entry.compiled_launch_us if entry.compiled_launch_us is not None else entry.launch_us
+    return Device(
+        name=name,
+        vendor=entry.vendor,
+        generation=entry.generation,
+        memory_bytes=entry.memory_gib * GIB,
+        memory_bandwidth=entry.memory_gb_per_s * 1e9,
+        memory_share=entry.memory_share,
+        peak_flops={dtype: rate * 1e12 for dtype, rate in entry.peak_tflops.items()},
+        matmul_ceiling={dtype: rate * 1e12 for dtype, rate in entry.measured_tflops.items()},
+        launch_s=entry.launch_us * 1e-6,
+        compiled_launch_s=compiled * 1e-6,
+        sm_count=entry.multiprocessors,
+        shapes=tuple(
+            ShapeRate(kind=each.kind, dtype=each.dtype, sizes=each.sizes, flops=each.tflops * 1e12)
+            for each in entry.shapes
+        ),
+    )
+
+
+def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:
+    """The fewest equal nodes of ``most`` devices or fewer; refused where they would stand mostly empty."""
+    least = -(-count // most)
+    for nodes in range(least, 2 * least + 1):
+        if count % nodes == 0:
+            return nodes, count // nodes
+    raise UsageError(
+        f"{count}x {name}: no equal nodes of up to {most} devices hold {count}\n  nodes of a cluster are equal\n"
+        f"  take {most * (count // most)} or {most * least}"
+    )
+
+
+def _split_over(text: str) -> tuple[str, str, str]:
+    found = _OVER.match(text)
+    return (found[1], " over ", found[2].strip()) if found else (text.strip(), "", "")
+
+
+def _split_count(text: str) -> tuple[int, str]:
+    if found := _COUNT_FIRST.match(text):
+        count, name = int(found[1]), found[2].strip()
+    elif found := _COUNT_LAST.match(text):
+        count, name = int(found[2]), found[1].strip()
+    else:
+        count, name = 1, text.strip()
+    if count < 1 or not name:
+        raise UsageError(
+            f"{text!r} is no cluster: it has {count} of {name or 'nothing'}\n  a cluster is a count and a name\n"
+            "  write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
+        )
+    return count, name
+
+
+def _main_name(path: Path, entries: Mapping[str, object]) -> str:
+    if not entries:
+        raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
+    return next(iter(entries))
+
+
+def _unknown(name: str, what: str, known: Mapping[str, object] | list[str]) -> UsageError:
+    near = near_names(name, known)
+    hint = f"did you mean {', '.join(near)}?" if near else "none is like it"
+    return UsageError(
+        f"no {what} is called {name!r}: {hint}\n  names are those of the catalog, or a YAML file of your own\n"
+        "  list them: paceline cluster ls; measure this machine: paceline calibrate --output mine.yaml"
+    )

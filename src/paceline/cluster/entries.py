@@ -1,0 +1,198 @@
+"""The catalog as it is written: YAML entries of devices, links, nodes and networks, strictly checked, found by name.
+
+A name is looked up as people write it: case, order and punctuation do not count, nor do words such as ``NVIDIA``. So
+``H100-80GB-SXM``, ``H100 SXM5 80GB`` and ``h100_sxm_80gb`` are one. What sources call a thing otherwise is an alias.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.errors import UsageError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Generation = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cpu"]
+LinkKind = Literal["nvlink", "pcie", "network", "shared_memory", "loopback"]
+DtypeName = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+
+# Words of a name that tell nothing: makers, and what every entry of a kind is.
+_NOISE = frozenset({"nvidia", "tesla", "gpu", "aws", "gcp", "google", "geforce", "the"})
+_SAME = {"sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "sxm6": "sxm", "hbm2e": "hbm2", "16g": "16gb", "32g": "32gb"}
+_SAME |= {"40g": "40gb", "80g": "80gb", "141g": "141gb", "ib": "infiniband", "gbe": "gb-ethernet"}
+
+
+class Entry(BaseModel):
+    """What every entry has: other names, and nothing that is not known here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    aliases: tuple[str, ...] = ()
+
+
+class ShapeEntry(BaseModel):
+    """A measured rate: of a product of (rows x inner) by (inner x columns), or of attention over a sequence."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["matmul", "attention"]
+    dtype: DtypeName
+    sizes: tuple[int, ...]
+    tflops: Positive
+
+
+class DeviceEntry(Entry):
+    """A device: units are in the keys."""
+
+    vendor: str
+    generation: Generation
+    memory_gib: Positive
+    memory_gb_per_s: Positive
+    memory_share: Share = 0.85
+    peak_tflops: dict[DtypeName, Positive]
+    measured_tflops: dict[DtypeName, Positive] = Field(default_factory=dict)
+    launch_us: Positive
+    compiled_launch_us: Positive | None = None
+    multiprocessors: int = Field(gt=0)
+    node: str | None = None
+    shapes: tuple[ShapeEntry, ...] = ()
+
+
+class LinkEntry(Entry):
+    """A link inside a node; the tables are bus bandwidths by the number of devices that take part."""
+
+    kind: LinkKind
+    gb_per_s: Positive
+    efficiency: Share
+    latency_us: Positive
+    nvls: bool = False
+    ring_gb_per_s: dict[int, Positive] = Field(default_factory=dict)
+    nvls_gb_per_s: dict[int, Positive] = Field(default_factory=dict)
+
+
+class NetworkEntry(Entry):
+    """A network: what a node has of it, one way."""
+
+    kind: str
+    gb_per_s: Positive
+    latency_us: Positive
+    efficiency: Share = 0.9
+
+
+class NodeEntry(Entry):
+    """A node: so many of a device, the link between them, and the network that it is usually on."""
+
+    device: str
+    devices: int = Field(gt=0)
+    inside: str
+    network: str | None = None
+
+
+class CatalogFile(BaseModel):
+    """One file of the catalog."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    devices: dict[str, DeviceEntry] = Field(default_factory=dict)
+    links: dict[str, LinkEntry] = Field(default_factory=dict)
+    networks: dict[str, NetworkEntry] = Field(default_factory=dict)
+    nodes: dict[str, NodeEntry] = Field(default_factory=dict)
+
+
+_Any = TypeVar("_Any", bound=Entry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """All that is known, by name in the order of the files."""
+
+    devices: Mapping[str, DeviceEntry]
+    links: Mapping[str, LinkEntry]
+    networks: Mapping[str, NetworkEntry]
+    nodes: Mapping[str, NodeEntry]
+
+    def with_file(self, found: CatalogFile) -> Entries:
+        """Returns these and those of a file, whose own come first where names are the same."""
+        return Entries(
+            devices={**self.devices, **found.devices},
+            links={**self.links, **found.links},
+            networks={**self.networks, **found.networks},
+            nodes={**self.nodes, **found.nodes},
+        )
+
+
+@cache
+def shipped() -> Entries:
+    """Returns the catalog of this package."""
+    found = Entries(devices={}, links={}, networks={}, nodes={})
+    folder = resources.files("paceline.cluster").joinpath("catalog")
+    for item in sorted(folder.iterdir(), key=lambda each: each.name):
+        if item.name.endswith(".yaml"):
+            found = found.with_file(parse_catalog(item.read_text(encoding="utf-8"), item.name))
+    return found
+
+
+def read_catalog(path: Path) -> CatalogFile:
+    """Reads a file of entries, as ``paceline calibrate`` writes one. Raises UsageError that names file and field."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} cannot be read: {error}\n  a catalog entry is a YAML file\n"
+            f"  write one for this machine: paceline calibrate --output {path.name}"
+        ) from error
+    return parse_catalog(text, str(path))
+
+
+def parse_catalog(text: str, source: str) -> CatalogFile:
+    """Reads entries from YAML text."""
+    rule = "  a catalog file has devices, links, networks and nodes by name: see docs/clusters.md"
+    try:
+        content: Any = yaml.safe_load(text)
+        return CatalogFile.model_validate({} if content is None else content)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{source} is not YAML: {error}\n{rule}") from error
+    except ValidationError as error:
+        places = [f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}" for each in error.errors()[:5]]
+        raise UsageError(f"{source} is no catalog file: {'; '.join(places)}\n{rule}") from error
+
+
+def find_name(word: str, among: Mapping[str, _Any]) -> str | None:
+    """Returns the name of the entry that a word means, or None."""
+    if word in among:
+        return word
+    wanted = _key(word)
+    for name in among:
+        if _key(name) == wanted:
+            return name
+    return next((name for name, entry in among.items() if wanted in map(_key, entry.aliases)), None)
+
+
+def near_names(word: str, names: Iterable[str]) -> list[str]:
+    """Returns up to three names that may have been meant, the likeliest first."""
+    plain = {name.lower(): name for name in names}
+    wanted = word.lower().strip()
+    found = [plain[each] for each in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.55)]
+    parts = set(_parts(wanted))
+    shared = sorted(plain, key=lambda each: (-len(parts & set(_parts(each))), each))
+    found += [plain[each] for each in shared if parts & set(_parts(each))]
+    return list(dict.fromkeys(found))[:3]
+
+
+def _key(word: str) -> tuple[str, ...]:
+    return tuple(sorted(_parts(word)))
+
+
+def _parts(word: str) -> list[str]:
+    parts = re.split(r"[^a-z0-9.]+", word.lower())
+    return [_SAME.get(part, part) for part in parts if part and part not in _NOISE]
