@@ -47,6 +47,12 @@ class Channel:
     peer: int
     tag: int
 
+    def open(self, *, is_sender: bool) -> None:
+        """Passes one number: NCCL connects with the first message, and both ends must be there for that."""
+        number = [torch.zeros(1, device=self.comm.device)]
+        for work in self.send(number) if is_sender else self.receive(number):
+            work.wait()
+
     def send(self, tensors: Sequence[torch.Tensor]) -> list[Work]:
         """Sends tensors, in order."""
         return [self.comm.send(tensor.detach().contiguous(), self.peer, self.tag) for tensor in tensors]
@@ -90,7 +96,9 @@ class Links:
                     comm = pipe.split(sorted(ends)) if is_cuda else pipe
                     other = ends[1] if pipe.rank == ends[0] else ends[0]
                     peer = sorted(ends).index(other) if is_cuda else other
-                    self._channels[way, stage] = Channel(comm, peer, tag=2 * stage + number)
+                    channel = self._channels[way, stage] = Channel(comm, peer, tag=2 * stage + number)
+                    if is_cuda:
+                        channel.open(is_sender=pipe.rank == ends[number])
 
     def knows(self, stage: int, key: Hashable) -> bool:
         """Says whether the inputs of a stage have been described."""
