@@ -39,6 +39,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.config.stash[FROZEN_MODULES] = len(sys.modules)
 
 
+@pytest.fixture
+def plain_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares torch's agent the names of its own callers in events that nobody reads.
+
+    It looks them up in whole stacks, dozens of times a launch, which under pytest and among thousands of modules takes
+    seconds.
+    """
+    place = "torch.distributed.elastic.rendezvous.dynamic_rendezvous.get_method_name"
+    monkeypatch.setattr(place, lambda *_, **__: "", raising=False)
+
+
 @pytest.fixture(scope="session")
 def gloo_pool() -> Iterator[GlooPool]:
     """Real Gloo ranks, started when first needed: see ``tests/pool/gloo_pool.py`` for how a test uses them."""

@@ -115,7 +115,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
+def call(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    plain_rendezvous: None,  # noqa: ARG001
+) -> Iterator[Call]:
     """Calls ``paceline`` in this process, which has torch already; the ranks are processes all the same."""
     from paceline.cli.main import main
 

@@ -23,7 +23,10 @@ from paceline.launch.orphans import noted_processes
 from paceline.monitor.records import EndRecord, RunRecord, read_records
 
 # torch leaves the files of redirected output to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.usefixtures("plain_rendezvous"),
+]
 
 Launch = Callable[..., None]
 
