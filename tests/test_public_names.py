@@ -19,6 +19,9 @@ HOMES = {
     "verify": "paceline.parity.certificate",
     "DistributedConfig": "paceline.train.facade",
     "DistributedTrainer": "paceline.train.facade",
+    "SimulatedTrainer": "paceline.simulate.trainer",
+    "MockDistributedTrainer": "paceline.simulate.trainer",
+    "DistributedTrainingAnalyzer": "paceline.analysis",
     "CommunicationOptimizer": "paceline.comm.optimizer",
     "MLPClassifier": "paceline.models.mlp",
 }

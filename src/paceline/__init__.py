@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from paceline.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
     from paceline.comm.optimizer import CommunicationOptimizer as CommunicationOptimizer
     from paceline.comm.torch_dist import connect as connect
     from paceline.comm.virtual import run_virtual as run_virtual
     from paceline.models.mlp import MLPClassifier as MLPClassifier
     from paceline.parallel.apply import parallelize as parallelize
     from paceline.parity.certificate import verify as verify
+    from paceline.simulate.trainer import MockDistributedTrainer as MockDistributedTrainer
+    from paceline.simulate.trainer import SimulatedTrainer as SimulatedTrainer
     from paceline.train.facade import DistributedConfig as DistributedConfig
     from paceline.train.facade import DistributedTrainer as DistributedTrainer
 
@@ -28,6 +31,9 @@ _HOMES = {
     "verify": "paceline.parity.certificate",
     "DistributedConfig": "paceline.train.facade",
     "DistributedTrainer": "paceline.train.facade",
+    "SimulatedTrainer": "paceline.simulate.trainer",
+    "MockDistributedTrainer": "paceline.simulate.trainer",
+    "DistributedTrainingAnalyzer": "paceline.analysis",
     "CommunicationOptimizer": "paceline.comm.optimizer",
     "MLPClassifier": "paceline.models.mlp",
 }

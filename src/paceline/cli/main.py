@@ -11,11 +11,15 @@ import sys
 import typer
 
 from paceline.cli.bench import app as bench_app
+from paceline.cli.calibrate import calibrate
+from paceline.cli.cluster import app as cluster_app
 from paceline.cli.config import app as config_app
 from paceline.cli.doctor import doctor
 from paceline.cli.report import report
 from paceline.cli.schedule import schedule
+from paceline.cli.simulate import simulate
 from paceline.cli.train import train
+from paceline.cli.validate import validate
 from paceline.cli.verify import verify
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
 from paceline.launch.failure import RunStoppedError
@@ -32,10 +36,14 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(verify)
+app.command()(validate)
 app.command()(report)
+app.command()(simulate)
 app.command()(schedule)
 app.command()(doctor)
+app.command()(calibrate)
 app.add_typer(config_app, name="config")
+app.add_typer(cluster_app, name="cluster")
 app.add_typer(bench_app, name="bench")
 
 

@@ -146,7 +146,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What joins nodes: bytes per second one way per NODE, the share that collectives reach, and a message's latency."""
+    """What joins nodes: bytes per second one way per NODE, what collectives reach of them, a hop's latency."""
 
     name: str
     kind: str

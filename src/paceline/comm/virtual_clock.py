@@ -122,13 +122,14 @@ class VirtualClock:
         if self._is_cuda and self._measures:
             torch.cuda.synchronize(self._device)
         self._settle()
-        self._since = None
+        is_running, self._since = self._since is not None, None
         try:
             yield
         finally:
             if self._is_cuda and self._measures:
                 torch.cuda.synchronize(self._device)
-            self._resume()
+            if is_running:
+                self._resume()
 
     def wait_until(self, moment_s: float, what: str) -> None:
         """Moves the time to the end of what the rank waits for, unless it is past that."""

@@ -84,6 +84,10 @@ class StepMeter:
         self._start = self._take()
         self._laps = []
 
+    def take(self) -> Mark | float:
+        """Takes a mark of the time that steps are measured in."""
+        return self._take()
+
     def lap(self, phase: str) -> None:
         """Ends a phase of the step."""
         self._laps.append((phase, self._take(), len(self._waits)))

@@ -1,1 +1,1 @@
-"""What we will do, and what it will take: a model of a training step, and how well it does on published measurements."""
+"""What we will do, and what it will take: a model of a training step, scored on published measurements."""

@@ -18,6 +18,7 @@ Framework: TypeAlias = Literal["eager", "compiled", "megatron"]
 Sharding: TypeAlias = Literal["none", "ddp", "zero1", "zero2", "fsdp"]
 Recompute: TypeAlias = Literal["none", "selective", "attention", "full"]
 Compute: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
+Scaling: TypeAlias = Literal["", "row", "block"]
 Part: TypeAlias = Literal["all", "activations", "states"]
 
 
@@ -37,7 +38,6 @@ class ModelShape:
     head_dim: int = 0
     experts: int = 0
     active_experts: int = 0
-    dense_share: float = 0.0
     total_params: float = 0.0
 
     @property
@@ -63,7 +63,9 @@ class ModelShape:
 
     @property
     def mlp_params(self) -> float:
-        """Of one layer, over all its experts."""
+        """Of one layer, over all its experts; where the count of all is given, what is left of it."""
+        if self.total_params and self.experts:
+            return (self.total_params - self.end_params) / self.layers - self.attention_params
         return self.expert_params * max(1, self.experts)
 
     @property
@@ -108,7 +110,10 @@ class SampleModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a step is laid out: degrees of parallelism, and what data-parallel ranks share."""
+    """How a step is laid out: degrees of parallelism, and what data-parallel ranks share.
+
+    ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes.
+    """
 
     devices: int
     data: int
@@ -119,6 +124,7 @@ class Layout:
     expert: int = 1
     sharding: Sharding = "none"
     shard_group: int = 0
+    is_flat: bool = False
     sequence_parallel: bool = False
     overlaps_tensor: bool = False
 
@@ -144,7 +150,7 @@ class Running:
     fused_attention: bool = True
     pure: bool = False
     autocast: bool = False
-    scaling: Literal["", "row", "block"] = ""
+    scaling: Scaling = ""
     fp8_gather: bool = False
     part: Part = "all"
 

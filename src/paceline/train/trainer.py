@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.checkpoint import TrainingState
+from paceline.clock import seconds_between
 from paceline.comm.compress import Compressor
 from paceline.comm.objects import gather_objects
 from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
@@ -188,9 +189,9 @@ class Trainer:
         """Evaluates exactly, over all ranks; None without an evaluation set."""
         if self.parts.eval_loader is None:
             return None
-        start = time.perf_counter()
+        start = self.parts.meter.take()
         result = evaluate(self.parts.engine, self.parts.eval_loader, self.parts.loss, self.parts.policy.dtype)
-        seconds = time.perf_counter() - start
+        seconds = seconds_between(start, self.parts.meter.take())
         if self.sink is not None:
             record = EvalRecord(
                 step=self.step,

@@ -1,0 +1,69 @@
+"""Measures all-reduces among the ranks of this host, and fits a ring to them.
+
+For B bytes on n ranks a ring takes 2 (n-1) (a + B / (n b)): a seconds a hop, b bytes per second. Both come from a least
+squares fit of the times relative to what was measured, so that small messages count as much as large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.calibrate.sampling import Stopwatch
+from paceline.comm.base import Communicator
+from paceline.units import KIB, MIB
+
+SIZES = (4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFigures:
+    """A fitted link: seconds of a hop, bytes per second of a ring; and how far the fit is off at worst."""
+
+    latency_s: float
+    bandwidth: float
+    worst: float
+    points: tuple[tuple[int, float], ...]
+    spreads: dict[str, float]
+
+
+def measure_link(comm: Communicator, sizes: Sequence[int], watch: Stopwatch, name: str) -> LinkFigures:
+    """Times all-reduces of float32 by the communicator's own algorithm; all ranks call this together."""
+    points, spreads = [], {}
+    for size in sizes:
+        tensor = torch.zeros(size // 4, device=comm.device)
+        repeats = 10 if size <= 256 * KIB else 2
+        timed = watch.time_together(lambda each=tensor: comm.all_reduce(each, "sum").wait(), repeats)  # type: ignore[misc]
+        points.append((size, timed.seconds))
+        spreads[f"{name} {size // KIB} KiB"] = timed.spread
+    latency, bandwidth = fit_ring(points, comm.size)
+    worst = max(abs(ring_seconds(size, comm.size, latency, bandwidth) / took - 1) for size, took in points)
+    return LinkFigures(latency_s=latency, bandwidth=bandwidth, worst=worst, points=tuple(points), spreads=spreads)
+
+
+def ring_seconds(num_bytes: float, ranks: int, latency_s: float, bandwidth: float) -> float:
+    """Returns what a ring takes for an all-reduce."""
+    return 2 * (ranks - 1) * (latency_s + num_bytes / (ranks * bandwidth))
+
+
+def fit_ring(points: Sequence[tuple[int, float]], ranks: int) -> tuple[float, float]:
+    """Returns seconds of a hop and bytes per second that fit best, relative to the times; neither below a floor."""
+    hops = 2 * (ranks - 1)
+    # Minimise the sum of (x u + y v - 1)^2, where x = hops / t, y = hops B / (n t), u = latency, v = 1 / bandwidth.
+    rows = [(hops / took, hops * size / (ranks * took)) for size, took in points]
+    xx, xy, yy = (sum(a * b for a, b in pairs) for pairs in _pairs(rows))
+    x, y = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    determinant = xx * yy - xy * xy
+    latency = (x * yy - y * xy) / determinant if determinant > 0 else 0.0
+    inverse = (y * xx - x * xy) / determinant if determinant > 0 else 0.0
+    if latency <= 0 or inverse <= 0:  # not a line: what the ends say alone
+        latency = min(took for _, took in points) / hops
+        size, took = max(points)
+        inverse = ranks * took / (hops * size)
+    return max(latency, 1e-9), 1 / inverse
+
+
+def _pairs(rows: list[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    return [[(a, a) for a, _ in rows], rows, [(b, b) for _, b in rows]]

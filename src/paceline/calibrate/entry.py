@@ -1,0 +1,145 @@
+"""What was measured, as YAML of the catalog: devices, links and nodes that ``load_cluster`` reads. No torch.
+
+Figures are rounded to four digits; more would be noise. Comments at the top say what they were measured on and with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from paceline.cluster.detect import Machine
+from paceline.cluster.devices import device_named
+from paceline.cluster.entries import parse_catalog
+from paceline.errors import UsageError
+from paceline.units import GIB
+
+if TYPE_CHECKING:
+    from paceline.calibrate.collectives import LinkFigures
+    from paceline.calibrate.machine import Measured
+    from paceline.cluster.devices import Device
+
+_LINK_NAMES = {"shared_memory": "shm", "loopback": "gloo", "nvlink": "nccl"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where figures come from: the command, the versions, and how much samples spread."""
+
+    command: str
+    versions: str
+    spread: float
+
+
+def suggest_name(machine: Machine, measured: Measured) -> str:
+    """Returns a name for the entry: of the GPU, or of the host's cores and ranks."""
+    if measured.device == "cuda" and machine.gpus:
+        known = _known(machine.gpus[0])
+        return f"{known.name if known else 'gpu'}-measured"
+    return f"cpu-{measured.ranks}x{measured.threads}"
+
+
+def make_entry(name: str, machine: Machine, measured: Measured, best: dict[str, float], origin: Origin) -> str:
+    """Returns the YAML text of a device, its links and its nodes; it is checked as it will be read."""
+    known = _known(machine.gpus[0]) if measured.device == "cuda" and machine.gpus else None
+    links = {
+        f"{name}-{_LINK_NAMES[kind]}": _link(kind, found, measured.ranks) for kind, found in measured.links.items()
+    }
+    content: dict[str, Any] = {"devices": {name: _device(name, machine, measured, best, known)}}
+    if links:
+        content["links"] = links
+    content["nodes"] = _nodes(name, measured.ranks, list(links))
+    if not links:
+        # One rank: nothing was measured between ranks, and a node names a link all the same.
+        content["links"] = {f"{name}-alone": _alone(measured)}
+    text = f"{_header(machine, measured, origin)}\n{yaml.safe_dump(content, sort_keys=False, width=110)}"
+    parse_catalog(text, "the new entry")
+    return text
+
+
+def write_entry(text: str, path: Path) -> None:
+    """Writes an entry. Raises UsageError where it cannot be."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the entry cannot be written to {path}: {error}\n  give another --output") from error
+
+
+def _header(machine: Machine, measured: Measured, origin: Origin) -> str:
+    what = machine.gpus[0] if measured.device == "cuda" and machine.gpus else machine.processor
+    cores = f"{machine.cores} cores" if measured.device == "cpu" else f"{len(machine.gpus)} GPUs"
+    lines = [
+        f"Measured by: {origin.command}",
+        f"on {what}, {cores}; {measured.ranks} ranks at once, {measured.threads} threads each; {origin.versions}.",
+        f"Samples spread by {100 * origin.spread:.1f} % (median, between quartiles).",
+    ]
+    lines += [
+        f"The ring fits the all-reduces over {kind} within {100 * x.worst:.0f} %." for kind, x in measured.links.items()
+    ]
+    return "\n".join(f"# {line}" for line in lines)
+
+
+def _device(
+    name: str, machine: Machine, measured: Measured, best: dict[str, float], known: Device | None
+) -> dict[str, Any]:
+    kernels = measured.kernels
+    bandwidth = known.memory_bandwidth if known else kernels.memory_bandwidth
+    peaks = {dtype: known.peak_flops.get(dtype, rate) if known else rate for dtype, rate in best.items()}
+    memory = known.memory_bytes if known else machine.memory_bytes / measured.ranks
+    found: dict[str, Any] = {
+        "vendor": known.vendor if known else "nvidia" if measured.device == "cuda" else "host",
+        "generation": known.generation if known else "cpu",
+        "memory_gib": _round(memory / GIB),
+        "memory_gb_per_s": _round(bandwidth / 1e9),
+        "memory_share": _round(min(1.0, kernels.memory_bandwidth / bandwidth)),
+        "peak_tflops": {dtype: _round(max(rate, best[dtype]) / 1e12) for dtype, rate in peaks.items()},
+        "measured_tflops": {dtype: _round(rate / 1e12) for dtype, rate in best.items()},
+        "launch_us": _round(kernels.launch_s * 1e6),
+    }
+    if kernels.compiled_launch_s is not None:
+        found["compiled_launch_us"] = _round(kernels.compiled_launch_s * 1e6)
+    found["multiprocessors"] = known.sm_count if known else measured.threads
+    found["node"] = name
+    found["shapes"] = [
+        {"kind": rate.kind, "dtype": rate.dtype, "sizes": list(rate.sizes), "tflops": _round(rate.flops / 1e12)}
+        for rate in kernels.rates
+    ]
+    return found
+
+
+def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
+    rate = _round(found.bandwidth / 1e9)
+    return {
+        "kind": kind,
+        "gb_per_s": rate,
+        "efficiency": 1.0,
+        "latency_us": _round(found.latency_s * 1e6),
+        "ring_gb_per_s": {ranks: rate},
+    }
+
+
+def _alone(measured: Measured) -> dict[str, Any]:
+    """A copy reads and writes: half of the memory's rate, were there another rank."""
+    rate = _round(measured.kernels.memory_bandwidth / 2e9)
+    return {"kind": "shared_memory", "gb_per_s": rate, "efficiency": 1.0, "latency_us": 20.0}
+
+
+def _nodes(name: str, ranks: int, links: list[str]) -> dict[str, Any]:
+    """The first link's node has the device's name; another one's has the link's."""
+    names = [name, *links[1:]]
+    inside = links or [f"{name}-alone"]
+    return {node: {"device": name, "devices": ranks, "inside": link} for node, link in zip(names, inside, strict=True)}
+
+
+def _known(gpu: str) -> Device | None:
+    try:
+        return device_named(gpu)
+    except UsageError:
+        return None
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,173 @@
+"""Measures what one rank computes: products by shape, attention, memory, and launches eager and compiled.
+
+FLOPs are counted as 2 m k n for a product of (m x k) by (k x n), and 2 b h s^2 d for causal attention, forward: half of
+the full square. Memory is counted as read and written bytes of c = a + b on tensors far larger than any cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from paceline.calibrate.sampling import Stopwatch, Timed
+from paceline.units import MIB
+
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_CHAIN = 100  # operations in a row, few enough that a device's queue does not fill
+_COMPILED_PAIRS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What is measured: (rows, inner, columns) of products by dtype, (batch, heads, sequence, head size) of attention,
+    and the bytes of a tensor that goes through memory."""
+
+    products: dict[str, tuple[tuple[int, int, int], ...]]
+    attention: tuple[tuple[int, int, int, int], ...]
+    stream_bytes: int
+
+
+_SMALL = tuple((size, size, size) for size in (128, 256, 512))
+_LARGE = (
+    *((size, size, size) for size in (1024, 2048, 4096, 8192)),
+    *((8192, 768, 3072), (8192, 2048, 8192), (8192, 4096, 4096), (16384, 4096, 14336)),
+)
+ON_CPU = Shapes(
+    products={
+        "fp32": (*_SMALL, (1024, 1024, 1024), (256, 64, 128), (1024, 384, 384), (1024, 384, 1024), (2048, 768, 3072)),
+        "bf16": _SMALL,  # many processors emulate it, at a hundredth of the rate
+    },
+    attention=((8, 4, 128, 32), (8, 6, 256, 64), (2, 12, 1024, 64)),
+    stream_bytes=64 * MIB,
+)
+ON_CUDA = Shapes(
+    products=dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), _LARGE),
+    attention=((8, 12, 1024, 64), (4, 32, 2048, 128), (1, 32, 8192, 128)),
+    stream_bytes=512 * MIB,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """FLOP per second of one shape."""
+
+    kind: str
+    dtype: str
+    sizes: tuple[int, ...]
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelFigures:
+    """What one rank measured; ``spreads`` by name. ``compiled_launch_s`` is None where nothing could be compiled."""
+
+    rates: tuple[Rate, ...]
+    memory_bandwidth: float
+    launch_s: float
+    compiled_launch_s: float | None
+    spreads: dict[str, float] = field(default_factory=dict)
+
+
+def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, with_compiled: bool) -> KernelFigures:
+    """Measures one device. Where several ranks do so at once, each gets what is left to it, as in a run."""
+    spreads: dict[str, float] = {}
+    rates = [*_products(device, shapes, watch, spreads), *_attention(device, shapes, watch, spreads)]
+    stream = _stream(device, shapes.stream_bytes, watch)
+    launch = watch_host(watch, _eager_chain(device))
+    spreads |= {"memory": stream.spread, "launches": launch.spread}
+    compiled = _compiled_launch(device, watch) if with_compiled else None
+    return KernelFigures(
+        rates=tuple(rates),
+        memory_bandwidth=3 * shapes.stream_bytes / stream.seconds,
+        launch_s=launch.seconds / (2 * _CHAIN),
+        compiled_launch_s=compiled,
+        spreads=spreads,
+    )
+
+
+def _products(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[Rate]:
+    found = []
+    for dtype, products in shapes.products.items():
+        for rows, inner, columns in products:
+            left = torch.randn(rows, inner, device=device).to(_DTYPES[dtype])
+            right = torch.randn(inner, columns, device=device).to(_DTYPES[dtype])
+            out = torch.empty(rows, columns, device=device, dtype=left.dtype)
+            with _Tf32(dtype == "tf32"):
+                timed = watch.time(lambda a=left, b=right, c=out: torch.mm(a, b, out=c))  # type: ignore[misc]
+            spreads[f"{dtype} {rows}x{inner}x{columns}"] = timed.spread
+            flops = 2.0 * rows * inner * columns / timed.seconds
+            found.append(Rate(kind="matmul", dtype=dtype, sizes=(rows, inner, columns), flops=flops))
+    return found
+
+
+class _Tf32:
+    """Allows TF32 in products for a while; no-op on a CPU."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self._wanted
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self._before
+
+
+def _attention(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[Rate]:
+    found = []
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    for batch, heads, length, size in shapes.attention:
+        parts = [torch.randn(batch, heads, length, size, device=device).to(_DTYPES[dtype]) for _ in range(3)]
+        timed = watch.time(lambda p=parts: F.scaled_dot_product_attention(*p, is_causal=True))  # type: ignore[misc]
+        spreads[f"attention {batch}x{heads}x{length}x{size}"] = timed.spread
+        flops = 2.0 * batch * heads * length**2 * size / timed.seconds
+        found.append(Rate(kind="attention", dtype=dtype, sizes=(batch, heads, length, size), flops=flops))
+    return found
+
+
+def _stream(device: torch.device, num_bytes: int, watch: Stopwatch) -> Timed:
+    first, second, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
+    return watch.time(lambda: torch.add(first, second, out=out))
+
+
+def watch_host(watch: Stopwatch, step: Callable[[], object]) -> Timed:
+    """Times the host alone: a device's queue is empty before, and what it still has to do after is not counted."""
+    quick = Stopwatch(samples=4 * watch.samples, meet=watch.finish)
+    return quick.time_together(step, repeats=1)
+
+
+def _eager_chain(device: torch.device) -> Callable[[], None]:
+    """Operations on next to nothing, forward and backward: what they take is what it takes to get them going."""
+    start = torch.ones(8, device=device, requires_grad=True)
+
+    def run() -> None:
+        value = start
+        for _ in range(_CHAIN):
+            value = value * 1.0
+        torch.autograd.grad(value, start, torch.ones_like(value))
+
+    return run
+
+
+def _compiled_launch(device: torch.device, watch: Stopwatch) -> float | None:
+    """A compiled block of small products, which cannot be fused: the host's time of one of its kernels."""
+    weight = torch.eye(16, device=device)
+
+    def block(value: torch.Tensor) -> torch.Tensor:
+        for _ in range(_COMPILED_PAIRS):
+            value = torch.relu(value @ weight)
+        return value
+
+    start = torch.ones(16, 16, device=device)
+    try:
+        compiled = torch.compile(block)
+        with torch.no_grad():
+            compiled(start)
+            timed = watch_host(watch, lambda: compiled(start))
+    except Exception:  # no compiler, no Triton, a Python too new: a device is worth measuring all the same
+        return None
+    return timed.seconds / (2 * _COMPILED_PAIRS)

@@ -1,0 +1,182 @@
+"""Measures this machine as a node: so many ranks that compute at once, each with its share of the cores or its GPU.
+
+Ranks measure together, since in a run they compute together: they share caches, memory and power. What is written down
+is the median of them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from paceline.calibrate.collectives import SIZES, LinkFigures, measure_link
+from paceline.calibrate.kernels import ON_CPU, ON_CUDA, KernelFigures, Rate, Shapes, measure_kernels
+from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
+from paceline.comm.base import Communicator
+from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.torch_dist import connect, disconnect
+from paceline.errors import CommunicationError, UsageError
+from paceline.launch.processes import run_processes
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What to measure: on ``cpu`` or ``cuda``, with so many ranks; None for a device's usual shapes and sizes."""
+
+    device: str = "cpu"
+    ranks: int = 1
+    with_compiled: bool = True
+    samples: int = 9
+    shapes: Shapes | None = None
+    sizes: tuple[int, ...] = SIZES
+    is_noise_taken: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What came out: kernels as the median rank saw them, and links by kind; threads are those of a rank."""
+
+    device: str
+    ranks: int
+    threads: int
+    kernels: KernelFigures
+    links: dict[str, LinkFigures]
+    spread: float
+
+
+def measure_machine(wanted: Wanted) -> Measured:
+    """Measures this machine. Raises UsageError where it is plainly noisy, with the spread, unless that is taken."""
+    _check(wanted)
+    threads = max(1, usable_cores() // wanted.ranks) if wanted.device == "cpu" else 1
+    found = run_processes(measure_rank, wanted.ranks, args=(wanted,), threads=threads, timeout_s=_TIMEOUT_S)
+    return put_together(found, wanted, threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """What one rank found: the least share of a processor any rank had; and the rest, unless that is too little."""
+
+    share: float
+    kernels: KernelFigures | None = None
+    links: dict[str, LinkFigures] = field(default_factory=dict)
+
+
+def put_together(found: Sequence[RankFigures], wanted: Wanted, threads: int) -> Measured:
+    """Makes one of what all ranks measured. Raises UsageError where that is plainly noise, unless noise is taken."""
+    share = min(each.share for each in found)
+    by_rank = [each.kernels for each in found if each.kernels is not None]
+    if not by_rank:
+        check_quiet({}, share)
+        raise UsageError("no rank measured anything\n  at least one does\n  try again")
+    kernels, links = middle_of(by_rank), found[0].links
+    spreads = dict(kernels.spreads)
+    for link in links.values():
+        spreads |= link.spreads
+    if not wanted.is_noise_taken:
+        check_quiet(spreads, share)
+    spread = statistics.median(spreads.values())
+    return Measured(
+        device=wanted.device, ranks=wanted.ranks, threads=threads, kernels=kernels, links=links, spread=spread
+    )
+
+
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def middle_of(found: Sequence[KernelFigures]) -> KernelFigures:
+    """Returns the median rank's figures, and the worst spreads of all."""
+    first = found[0]
+    rates = tuple(
+        replace(rate, flops=statistics.median(each.rates[place].flops for each in found))
+        for place, rate in enumerate(first.rates)
+    )
+    compiled = [each.compiled_launch_s for each in found if each.compiled_launch_s is not None]
+    return KernelFigures(
+        rates=rates,
+        memory_bandwidth=statistics.median(each.memory_bandwidth for each in found),
+        launch_s=statistics.median(each.launch_s for each in found),
+        compiled_launch_s=statistics.median(compiled) if compiled else None,
+        spreads={name: max(each.spreads[name] for each in found) for name in first.spreads},
+    )
+
+
+def best_rates(rates: Sequence[Rate]) -> dict[str, float]:
+    """Returns the most that products reached, by dtype."""
+    found: dict[str, float] = {}
+    for rate in rates:
+        if rate.kind == "matmul":
+            found[rate.dtype] = max(found.get(rate.dtype, 0.0), rate.flops)
+    return found
+
+
+def _check(wanted: Wanted) -> None:
+    if wanted.device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {wanted.device}: a device is cpu or cuda\n  take one of them")
+    if wanted.device == "cuda" and wanted.ranks > torch.cuda.device_count():
+        raise UsageError(
+            f"{wanted.ranks} ranks on {torch.cuda.device_count()} GPUs that torch reaches\n  each rank has one of its "
+            "own\n  see paceline doctor, or measure with fewer --ranks, or --device cpu"
+        )
+    if wanted.device == "cpu" and wanted.ranks > usable_cores():
+        raise UsageError(
+            f"{wanted.ranks} ranks on {usable_cores()} cores: they would wait for one another, and nothing that is "
+            f"measured then holds\n  each rank has a core at least\n  measure with --ranks {usable_cores()} or fewer"
+        )
+
+
+def measure_rank(comm: Communicator, wanted: Wanted) -> RankFigures:
+    """Measures on one of the ranks that do so together: its kernels, and the links between all of them.
+
+    A processor that others use is found at once, before anything else is measured.
+    """
+    is_cuda = wanted.device == "cuda"
+    device = torch.device("cuda", comm.rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    share = _least_share(comm)
+    if share < LEAST_SHARE and not wanted.is_noise_taken:
+        return RankFigures(share=share)
+    finish: Callable[[], None] = torch.cuda.synchronize if is_cuda else _nothing
+    watch = Stopwatch(samples=wanted.samples, meet=comm.barrier, finish=finish)
+    shapes = wanted.shapes or (ON_CUDA if is_cuda else ON_CPU)
+    kernels = measure_kernels(device, shapes, watch, with_compiled=wanted.with_compiled and comm.rank == 0)
+    comm.barrier()
+    links = _links(comm, device, wanted, watch) if comm.size > 1 else {}
+    return RankFigures(share=share, kernels=kernels, links=links)
+
+
+def _least_share(comm: Communicator) -> float:
+    """The least that any rank had of a processor while all worked: ranks must agree on whether to go on."""
+    small = torch.randn(96, 96)  # small enough to stay on one thread
+    comm.barrier()
+    lost = torch.tensor([1.0 - processor_share(lambda: small @ small)], dtype=torch.float64)
+    comm.all_reduce(lost, "max").wait()
+    return 1.0 - float(lost.item())
+
+
+def _links(comm: Communicator, device: torch.device, wanted: Wanted, watch: Stopwatch) -> dict[str, LinkFigures]:
+    if device.type == "cuda":
+        disconnect()
+        over = connect("nccl", device=device)
+        watch = Stopwatch(samples=watch.samples, meet=over.barrier, finish=watch.finish)
+        return {"nvlink": measure_link(over, wanted.sizes, watch, "nccl")}
+    found = {}
+    try:
+        shared = SharedMemoryCommunicator.join(comm)
+        found["shared_memory"] = measure_link(shared, wanted.sizes, watch, "shared memory")
+    except CommunicationError:  # too little of it on this host, on all ranks alike
+        pass
+    found["loopback"] = measure_link(comm, wanted.sizes, watch, "gloo")
+    return found
+
+
+def _nothing() -> None:
+    """A CPU has done its work when a call returns."""

@@ -1,0 +1,100 @@
+"""How a thing is timed, and when a machine is too noisy to be believed. No torch.
+
+A sample is many runs in a row, long enough for the clock (a millisecond at least). The median counts; the spread is the
+distance between the quartiles over the median. Two things give a noisy machine away: samples that spread, and, on a
+CPU, a thread that was not running while the clock was.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+
+_SHORTEST_S = 1e-3
+_FEWEST = 3
+MOST_SPREAD = 0.15
+LEAST_SHARE = 0.90
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """Seconds of one run: the median of all samples; and how far apart their quartiles are, over it."""
+
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopwatch:
+    """Times steps. ``meet`` brings ranks together first, ``finish`` waits for a device.
+
+    Takes ``samples``, or fewer, three at least, of a step that would take longer than ``most_s`` together.
+    """
+
+    samples: int = 9
+    most_s: float = 2.0
+    meet: Callable[[], None] = lambda: None
+    finish: Callable[[], None] = lambda: None
+
+    def time(self, step: Callable[[], object]) -> Timed:
+        """Times a step that a rank runs by itself; the ranks meet once, since one may take fewer samples."""
+        step()
+        self.finish()
+        self.meet()
+        once = max(self._once(step, 1), 1e-7)
+        repeats = max(1, round(_SHORTEST_S / once))
+        samples = min(self.samples, max(_FEWEST, int(self.most_s / (once * repeats))))
+        return summarize([self._once(step, repeats) / repeats for _ in range(samples)])
+
+    def time_together(self, step: Callable[[], object], repeats: int) -> Timed:
+        """Times a step that all ranks run together, as often on each; they meet before each sample."""
+        step()
+        self.finish()
+        found = []
+        for _ in range(self.samples):
+            self.meet()
+            found.append(self._once(step, repeats) / repeats)
+        return summarize(found)
+
+    def _once(self, step: Callable[[], object], repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        self.finish()
+        return time.perf_counter() - start
+
+
+def summarize(samples: list[float]) -> Timed:
+    """Returns the median of samples and their spread."""
+    middle = statistics.median(samples)
+    low, _, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [middle] * 3
+    return Timed(seconds=middle, spread=(high - low) / middle)
+
+
+def processor_share(step: Callable[[], object], seconds: float = 0.3) -> float:
+    """Returns which part of the time this thread really ran, while it had enough to do. 1: nobody else wanted to."""
+    start, busy = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - start < seconds:
+        step()
+    return min(1.0, (time.thread_time() - busy) / (time.perf_counter() - start))
+
+
+def check_quiet(spreads: Mapping[str, float], share: float) -> None:
+    """Raises UsageError where a calibration is plainly off: half of all spread too far, or the processor was shared."""
+    middle = statistics.median(spreads.values()) if spreads else 0.0
+    if middle <= MOST_SPREAD and share >= LEAST_SHARE:
+        return
+    worst = sorted(spreads, key=lambda name: -spreads[name])[:3]
+    shown = ", ".join(f"{name} {100 * spreads[name]:.0f} %" for name in worst)
+    spread = f"samples spread by {100 * middle:.0f} % (the widest: {shown}), and " if spreads else ""
+    raise UsageError(
+        f"this machine is too noisy to be measured: {spread}a thread had the processor {100 * share:.0f} % of "
+        "the time\n"
+        f"  a calibration takes {100 * MOST_SPREAD:.0f} % of spread at most, and {100 * LEAST_SHARE:.0f} % of a "
+        "processor at least\n"
+        "  end what else runs here and try again, or take it as it is with --noisy"
+    )

@@ -1,0 +1,93 @@
+"""``paceline calibrate``: measure the present device, and write it down as an entry of the catalog."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.calibrate.machine import Measured
+
+
+def calibrate(
+    device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]"),
+    ranks: int | None = typer.Option(
+        None, "--ranks", min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]"
+    ),
+    name: str | None = typer.Option(None, "--name", help="The entry's name.  [default: after the device]"),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="FILE.yaml", help="Write the entry to this file."
+    ),
+    compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
+    noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
+    as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
+) -> None:
+    """Measure this machine: products by shape, attention, memory, launches, and collectives where ranks are several.
+
+    Writes devices, links and nodes as YAML, which every --cluster takes by the file's name. On a CPU the ranks share
+    the cores out, and measure together as they would train together. A machine that is plainly noisy is refused, with
+    the spread: end what else runs.
+
+    Examples:
+
+      paceline calibrate --output mine.yaml
+
+      paceline calibrate --ranks 2 --name my-host --output mine.yaml
+
+      paceline cluster show mine.yaml
+    """
+    import json
+
+    import torch
+
+    from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
+    from paceline.calibrate.machine import Wanted, best_rates, measure_machine
+    from paceline.cluster.detect import detect_machine
+
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    count = ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
+    if not as_json:
+        typer.echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
+    measured = measure_machine(Wanted(device=chosen, ranks=count, with_compiled=compiled, is_noise_taken=noisy))
+    machine = detect_machine()
+    entry_name = name or suggest_name(machine, measured)
+    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
+    origin = Origin(command=command, versions=f"torch {torch.__version__}", spread=measured.spread)
+    text = make_entry(entry_name, machine, measured, best_rates(measured.kernels.rates), origin)
+    if output is not None:
+        write_entry(text, output)
+    if as_json:
+        typer.echo(json.dumps(_to_json(entry_name, measured), indent=2))
+        return
+    _show(measured)
+    if output is None:
+        typer.echo(f"\n{text}", nl=False)
+    else:
+        typer.echo(f"\nwrote {output}: use it as --cluster {output}")
+
+
+def _show(measured: Measured) -> None:
+    from paceline.calibrate.machine import best_rates
+
+    kernels = measured.kernels
+    for dtype, rate in best_rates(kernels.rates).items():
+        typer.echo(f"products in {dtype:<5} {rate / 1e12:10.4g} TFLOP/s at most")
+    attention = [rate.flops for rate in kernels.rates if rate.kind == "attention"]
+    if attention:
+        typer.echo(f"attention         {max(attention) / 1e12:10.4g} TFLOP/s at most")
+    typer.echo(f"memory            {kernels.memory_bandwidth / 1e9:10.4g} GB/s")
+    typer.echo(f"launch, eager     {kernels.launch_s * 1e6:10.4g} us")
+    if kernels.compiled_launch_s is not None:
+        typer.echo(f"launch, compiled  {kernels.compiled_launch_s * 1e6:10.4g} us")
+    for kind, link in measured.links.items():
+        shown = f"{link.bandwidth / 1e9:10.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop"
+        typer.echo(f"{kind:<17} {shown}; the fit is off by {100 * link.worst:.0f} % at worst")
+    typer.echo(f"samples spread    {100 * measured.spread:10.1f} %")
+
+
+def _to_json(name: str, measured: Measured) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {"name": name, **asdict(measured)}

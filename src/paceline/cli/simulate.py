@@ -1,0 +1,147 @@
+"""``paceline simulate``: the training of a config on virtual ranks, timed by their clocks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.config import Config
+    from paceline.report import RunSummary
+    from paceline.simulate.run import Conditions, Simulation
+
+_SLOW = re.compile(r"^(rank|link)=(\d+):(\d+(?:\.\d*)?|\.\d+)x?$")
+_MARK = "simulation.json"  # what tells a simulation's folder from a run's: it may be replaced
+
+
+def simulate(
+    config: Path = typer.Argument(metavar="CONFIG", help="A YAML file; see configs/ for examples."),
+    overrides: list[str] = typer.Argument(None, metavar="SECTION.KEY=VALUE", help="Changes to the config."),
+    ranks: int = typer.Option(None, min=1, help="Virtual ranks; else parallel.ranks, or 4."),
+    cluster: str = typer.Option(None, help='Whose network they have: "4x dgx-h100"; else processes of one host.'),
+    slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A slow rank, or link=2:3x; may be repeated."),
+    compute: str = typer.Option("measured", help="measured here, or modelled for the cluster's device."),
+    device: str = typer.Option(None, help="Where to compute: cpu, or one GPU that all ranks share (cuda)."),
+    trace: Path = typer.Option(None, help="Write the time line here as well, for Chrome or Perfetto."),
+    force: bool = typer.Option(False, "--force", help="Replace a run's folder of the same name."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
+) -> None:
+    """Train on virtual ranks in this process: real losses, and the times of other machines.
+
+    The run is left in <folder>/<name>-simulated; an older simulation there is replaced.
+
+    Examples:
+
+      paceline simulate configs/digits.yaml --ranks 4
+
+      paceline simulate configs/digits.yaml --ranks 8 --cluster "1x dgx-a100" --compute modelled
+
+      paceline simulate configs/digits.yaml --ranks 4 --slow rank=2:1.5x --trace slow.json
+    """
+    from paceline.config import load_config
+
+    asked = load_config(config, overrides or [])
+    slow_ranks, slow_links = read_slow(slow)
+    from paceline.cluster.devices import load_cluster
+    from paceline.simulate.run import Conditions, prepare
+
+    where = None if cluster is None else load_cluster(cluster)
+    settled = prepare(asked, ranks=ranks, device=device)
+    conditions = Conditions(cluster=where, compute=compute, slow=slow_ranks, slow_links=slow_links)  # type: ignore[arg-type]
+    _run(settled, conditions, trace=trace, force=force, as_json=as_json)
+
+
+def read_slow(texts: list[str]) -> tuple[dict[int, float], dict[int, float]]:
+    """Reads ``rank=2:1.5x`` and ``link=0:3x``. Raises UsageError for anything else."""
+    from paceline.errors import UsageError
+
+    found: dict[str, dict[int, float]] = {"rank": {}, "link": {}}
+    for text in texts:
+        match = _SLOW.match(text.replace(" ", ""))
+        if match is None or float(match[3]) <= 0:
+            raise UsageError(
+                f"--slow {text}\n  it names a rank, or the link of one, and how many times as long things take there\n"
+                "  write --slow rank=2:1.5x or --slow link=0:3x"
+            )
+        found[match[1]][int(match[2])] = float(match[3])
+    return found["rank"], found["link"]
+
+
+def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: bool, as_json: bool) -> None:
+    from paceline.config import dump_yaml
+    from paceline.launch.folder import check_folder, claim_folder
+    from paceline.monitor.console import ProgressView
+    from paceline.report import summarize
+    from paceline.simulate.recording import write_records
+    from paceline.simulate.run import simulate as run_simulation
+    from paceline.simulate.timeline import write_trace
+
+    folder = Path(config.monitor.folder) / f"{config.name}-simulated"
+    may_replace = force or (folder / _MARK).is_file()
+    check_folder(folder, force=may_replace)
+    view = ProgressView() if config.monitor.console and not as_json else None
+    try:
+        found = run_simulation(config, conditions, view=view)
+    finally:
+        if view is not None:
+            view.close()
+    with claim_folder(folder, dump_yaml(config), force=may_replace):  # now that it has worked
+        write_records(found.records, folder)
+        (folder / _MARK).write_text(json.dumps(describe(found), indent=2) + "\n", encoding="utf-8")
+        for path in [folder / "trace.json", *([] if trace is None else [trace])]:
+            write_trace(path, found.clocks, found.steps)
+        _show(found, summarize(folder), as_json=as_json)
+
+
+def describe(found: Simulation) -> dict[str, Any]:
+    """Returns where a simulation took place and what its clocks came to, as plain data."""
+    where = found.conditions
+    return {
+        "cluster": None if where.cluster is None else where.cluster.name,
+        "compute": where.compute,
+        "slow": {str(rank): factor for rank, factor in where.slow.items()},
+        "slow_links": {str(rank): factor for rank, factor in where.slow_links.items()},
+        **found.summary.to_json(),
+    }
+
+
+def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from paceline.report import render, to_json
+    from paceline.simulate.timeline import LEGEND, draw_step
+    from paceline.units import format_seconds
+
+    if as_json:
+        typer.echo(json.dumps(to_json(summary) | {"simulation": describe(found)}, indent=2))
+        return
+    console = Console()
+    console.print(render(summary))
+    drawn = draw_step(found.clocks, found.steps)
+    totals = found.summary
+    hidden = sum(each.hidden_share for each in totals.by_rank) / len(totals.by_rank)
+    lines = [
+        "",
+        f"the last step on the clocks of the ranks; a median step takes {format_seconds(totals.step_s)}",
+        *drawn,
+        LEGEND,
+        "",
+        f"Ranks compute {100 * totals.efficiency:.0f}% of the time; {100 * hidden:.0f}% of communication is hidden.",
+        f"Times are simulated: {_where(found.conditions)}.",
+        f"The run is in {summary.folder}: records, trace.json for ui.perfetto.dev, config.",
+    ]
+    console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def _where(conditions: Conditions) -> str:
+    """Says in a few words what the times are those of."""
+    cluster = conditions.cluster
+    network = "processes of one host" if cluster is None else cluster.name
+    compute = "compute as measured here" if conditions.compute == "measured" else f"compute of {conditions.rates.name}"
+    slow = [f"rank {rank} {factor:g} x slower" for rank, factor in conditions.slow.items()]
+    slow += [f"the link of rank {rank} {factor:g} x slower" for rank, factor in conditions.slow_links.items()]
+    return ", ".join([compute, f"network of {network}", *slow])

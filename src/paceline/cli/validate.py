@@ -1,0 +1,122 @@
+"""``paceline validate``: how well predictions do on published measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.plan.scores import Errors
+    from paceline.plan.validation import FamilyScores, Validation
+
+_SHIPPED = Path("validation/published.csv")
+
+
+def validate(
+    file: Path | None = typer.Argument(
+        None, metavar="[FILE.csv]", help="A table of measurements.  [default: the selection that comes with paceline]"
+    ),
+    split: str | None = typer.Option(None, "--split", metavar="NAME", help="Only rows of this split."),
+    rows: Path | None = typer.Option(
+        None, "--rows", metavar="OUT.csv", help="Write id, metric_name, measured, predicted, skipped of every row."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the scores as JSON; errors are shares of 1."),
+) -> None:
+    """Score the predictions of step time and memory on measurements that others published.
+
+    Every row is predicted from its inputs before what it measured is read. Errors are in the row's own metric; the
+    overall one is the mean over families. A row that cannot be predicted is listed with its line, column and reason.
+
+    Example:  paceline validate
+
+    Example:  paceline validate measurements.csv --split dev --rows rows.csv
+    """
+    import json
+
+    from paceline.errors import UsageError
+    from paceline.plan.published import read_table
+    from paceline.plan.validation import rows_csv, to_json
+    from paceline.plan.validation import validate as score
+
+    found = score(read_table(file if file is not None else _shipped()), split)
+    if rows is not None:
+        try:
+            rows.write_text(rows_csv(found))
+        except OSError as error:
+            raise UsageError(f"the rows cannot be written to {rows}: {error}") from error
+    if as_json:
+        typer.echo(json.dumps(to_json(found), indent=2))
+    else:
+        _show(found)
+
+
+def _shipped() -> Path:
+    """The selection of this project: in the working folder, or beside an editable installation."""
+    from paceline.errors import UsageError
+
+    places = [Path.cwd() / _SHIPPED, Path(__file__).parents[3] / _SHIPPED]
+    for place in places:
+        if place.is_file():
+            return place
+    raise UsageError(
+        f"no {_SHIPPED} here\n  the selection of measurements is part of the repository, not of the installed package\n"
+        "  run this in the repository, or name a table: paceline validate FILE.csv"
+    )
+
+
+def _show(found: Validation) -> None:
+    skipped = len(found.skipped)
+    of_split = f", split {found.split}" if found.split else ""
+    typer.echo(f"{found.source}{of_split}: {len(found.rows)} rows, {skipped} without a score\n")
+    typer.echo(
+        f"{'family':<12}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'bias':>8}{'constant':>10}{'memory':>9}{'Spearman':>10}"
+    )
+    for each in found.families:
+        typer.echo(_line(each))
+    typer.echo("")
+    if found.mean_over_families is not None and found.time is not None:
+        typer.echo(
+            f"step time    {_percent(found.mean_over_families)} mean over families; {_told(found.time)} over rows"
+        )
+    if found.memory is not None:
+        typer.echo(f"memory       {_told(found.memory)} over {found.memory.rows} rows")
+    typer.echo(f"fits         {found.false_fits} of {found.ran_out} known out-of-memory runs were said to fit")
+    if found.ranking is not None:
+        ranking = found.ranking
+        typer.echo(
+            f"ranking      Spearman {ranking.spearman:.2f}, regret {_percent(ranking.mean_regret)} (worst "
+            f"{_percent(ranking.worst_regret)}), best among the first three {_percent(ranking.top_three)}; "
+            f"{ranking.groups} groups of {ranking.alternatives} alternatives"
+        )
+    if found.scaling is not None:
+        scaling = found.scaling
+        typer.echo(
+            f"scaling      efficiency within {scaling.points:.1f} points; throughput given the smallest run "
+            f"{_percent(scaling.given_first.mean)}; {scaling.rows} rows"
+        )
+    for row in found.skipped[:20]:
+        typer.echo(f"skipped      {row.row.id}: {row.skipped}")
+    if skipped > 20:
+        typer.echo(f"skipped      and {skipped - 20} more: --rows lists them")
+
+
+def _line(each: FamilyScores) -> str:
+    time = each.time
+    numbers = "".join(
+        f"{_percent(value):>8}" for value in ((time.mean, time.median, time.p90, time.bias) if time else (None,) * 4)
+    )
+    ranking = f"{each.ranking.spearman:.2f}" if each.ranking else "-"
+    memory = _percent(each.memory.mean if each.memory else None)
+    return (
+        f"{each.family:<12}{time.rows if time else 0:>5}{numbers}{_percent(each.baseline):>10}{memory:>9}{ranking:>10}"
+    )
+
+
+def _told(errors: Errors) -> str:
+    return f"{_percent(errors.mean)} mean, {_percent(errors.median)} median, {_percent(errors.p90)} p90"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,121 @@
+"""The present machine, looked at without torch: its processor, cores, memory and GPUs, and the cluster that it is.
+
+GPUs are those that ``nvidia-smi`` tells of. Where the catalog has them, the machine is taken for that device's usual
+node with as many devices as there are; how they are joined is not looked at, and said to be assumed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from paceline.cluster.devices import Cluster, device_named, node_named
+from paceline.errors import UsageError
+from paceline.units import MIB, format_bytes
+
+_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+_SMI_TIMEOUT_S = 20.0
+_CPU_HOST = "cpu-host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the system tells of itself; GPUs by the names of their driver."""
+
+    processor: str
+    cores: int
+    memory_bytes: float
+    gpus: tuple[str, ...] = ()
+    gpu_memory_bytes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detected:
+    """This machine, the cluster it is taken for (None where nothing like it is known), and what was assumed."""
+
+    machine: Machine
+    cluster: Cluster | None
+    assumed: tuple[str, ...]
+
+
+def detect_machine() -> Machine:
+    """Looks at this machine."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = read_smi(_ask_smi())
+    return Machine(
+        processor=_processor(),
+        cores=usable,
+        memory_bytes=float(psutil.virtual_memory().total),
+        gpus=tuple(name for name, _ in gpus),
+        gpu_memory_bytes=tuple(size for _, size in gpus),
+    )
+
+
+def detect_cluster(machine: Machine) -> Detected:
+    """Returns the cluster of the catalog that a machine is most like."""
+    if not machine.gpus:
+        return _as_cpu_host(machine)
+    counts = Counter(machine.gpus)
+    name, count = counts.most_common(1)[0]
+    others = [
+        f"{number}x {other} is left out: nodes have one kind" for other, number in counts.items() if other != name
+    ]
+    try:
+        device = device_named(name)
+    except UsageError as error:
+        return Detected(machine=machine, cluster=None, assumed=(str(error),))
+    node = replace(node_named(device.name), device=device, devices=count)
+    assumed = (f"the GPUs are joined as in {node.name}, by {node.inside.name}", *others)
+    found = Cluster(name=f"{count}x {device.name}", node=node, nodes=1, between=None)
+    return Detected(machine=machine, cluster=found, assumed=assumed)
+
+
+def read_smi(text: str) -> list[tuple[str, float]]:
+    """Reads names and bytes of memory from what ``nvidia-smi`` prints; lines that say something else are left out."""
+    found = []
+    for line in text.splitlines():
+        name, _, size = line.rpartition(",")
+        if name.strip() and size.strip().isdigit():
+            found.append((name.strip(), float(size) * MIB))
+    return found
+
+
+def _as_cpu_host(machine: Machine) -> Detected:
+    try:
+        node = node_named(_CPU_HOST)
+    except UsageError:
+        told = "the catalog has no CPU host: measure this one with paceline calibrate --output mine.yaml"
+        return Detected(machine=machine, cluster=None, assumed=(told,))
+    device = replace(node.device, memory_bytes=machine.memory_bytes / machine.cores)
+    node = replace(node, device=device, devices=machine.cores)
+    assumed = (
+        f"each of {machine.cores} cores is as fast as one of {_CPU_HOST}, which was measured elsewhere",
+        f"ranks share {format_bytes(machine.memory_bytes)} of memory out equally",
+        "measure this machine: paceline calibrate --output mine.yaml",
+    )
+    cluster = Cluster(name=f"{machine.cores}x {device.name}", node=node, nodes=1, between=None)
+    return Detected(machine=machine, cluster=cluster, assumed=assumed)
+
+
+def _ask_smi() -> str:
+    try:
+        done = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # no driver here, or one that hangs
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,169 @@
+"""What a collective of NCCL costs: the cost model by which NCCL itself chooses an algorithm and a protocol (2.30).
+
+For B bytes on n ranks of some nodes, time = latency + B / algbw, and the pair with the least time is taken.
+
+    steps              all-reduce 2 (n-1), reduce-scatter and all-gather n-1
+    algbw, ring        busbw n / steps;   protocols: LL min(llMax, busbw/2), LL128 0.92 busbw, Simple busbw
+    algbw, tree        min(0.92 busbw, channels x perChannel) / 2;   LL at most min(busbw/3.8, llMax); LL128 x 7/9 on
+                       one node, 120/128 on more
+    algbw, NVLS        what the switch reaches, all-reduce alone (measured where the catalog has it)
+    latency, ring      base + (steps - inter) max(intra, overhead) + inter interLat,  inter = 2 (nodes-1) or nodes-1
+    latency, tree      base + 2 ((n/nodes - 1) intra + log2(nodes) inter)
+
+An all-reduce counts B as the buffer; an all-gather and a reduce-scatter count the whole (unsharded) buffer. The ring's
+bus bandwidth inside a node is that of the catalog, measured by number of devices; across nodes a group has the share of
+its node's network that its ranks there have of the node's devices, as the other groups talk at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+from paceline.cluster.devices import Cluster
+
+Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Protocol: TypeAlias = Literal["ll", "ll128", "simple"]
+PROTOCOLS: tuple[Protocol, ...] = ("ll", "ll128", "simple")
+
+_BASE_US = {"tree": {"ll": 6.8, "ll128": 14.0, "simple": 8.4}, "ring": {"ll": 6.6, "ll128": 14.0, "simple": 8.4}}
+_INTRA_US = {
+    ("nvlink", "tree"): {"ll": 0.6, "ll128": 1.25, "simple": 4.0},
+    ("nvlink", "ring"): {"ll": 0.6, "ll128": 1.9, "simple": 3.4},
+    ("pcie", "tree"): {"ll": 1.0, "ll128": 1.9, "simple": 4.0},
+    ("pcie", "ring"): {"ll": 1.0, "ll128": 2.5, "simple": 5.7},
+}
+_NETWORK_US = {"tree": {"ll": 5.0, "ll128": 8.5, "simple": 14.0}, "ring": {"ll": 2.7, "ll128": 4.0, "simple": 14.0}}
+_NVLS_US = 25.0
+# GB/s of the LL protocol at most, on one node, on two, on more.
+_LL_MOST = {
+    "volta": (39.0, 39.0, 20.4),
+    "turing": (39.0, 39.0, 20.4),
+    "ampere": (87.7, 22.5, 19.0),
+    "ada": (87.7, 22.5, 19.0),
+    "hopper": (141.0, 45.0, 35.0),
+    "blackwell": (282.0, 90.0, 70.0),
+}
+_LL128_CHANNEL = {"volta": 20.0, "turing": 20.0, "ampere": 20.0, "ada": 20.0, "hopper": 36.7, "blackwell": 40.0}
+_CHANNELS = {"volta": 12, "turing": 12, "ampere": 24, "ada": 24, "hopper": 24, "blackwell": 32}
+_NVLS_EFFICIENCY = {"hopper": 0.85, "blackwell": 0.74}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that talk: how many, and on how many nodes they are, as many on each."""
+
+    ranks: int
+    nodes: int = 1
+
+    @property
+    def node_ranks(self) -> float:
+        return self.ranks / self.nodes
+
+
+def group_of(cluster: Cluster, ranks: int, stride: int = 1) -> Group:
+    """Returns the group of ranks 0, stride, 2 stride ...: with a large stride they are on several nodes."""
+    each = max(1, cluster.node.devices // stride)
+    return Group(ranks, max(1, math.ceil(ranks / each)))
+
+
+@lru_cache(maxsize=65536)
+def collective_seconds(kind: Collective, num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Returns how long a collective takes in NCCL when nothing else runs. ``num_bytes`` are of the whole buffer."""
+    if group.ranks <= 1 or num_bytes <= 0:
+        return 0.0
+    if kind == "send":
+        return _send_seconds(num_bytes, group, cluster)
+    if kind == "all_to_all":
+        return _all_to_all_seconds(num_bytes, group, cluster)
+    choices = [_ring_seconds(kind, num_bytes, group, cluster, protocol) for protocol in PROTOCOLS]
+    if kind == "all_reduce":
+        choices += [_tree_seconds(num_bytes, group, cluster, protocol) for protocol in PROTOCOLS]
+        if group.nodes == 1 and cluster.node.inside.nvls and group.ranks > 2:
+            choices.append(_nvls_seconds(num_bytes, group, cluster))
+    return min(choices)
+
+
+def bus_bandwidth(group: Group, cluster: Cluster) -> float:
+    """Returns bytes per second that a ring moves: the link's inside a node, else the group's share of the network."""
+    inside = cluster.node.inside.ring_bandwidth(max(2, math.ceil(group.node_ranks)))
+    if group.nodes == 1 or cluster.between is None:
+        return inside
+    share = min(1.0, group.node_ranks / cluster.node.devices)
+    return min(inside, cluster.between.bandwidth * cluster.between.efficiency * share)
+
+
+def _steps(kind: Collective, ranks: int) -> int:
+    return 2 * (ranks - 1) if kind == "all_reduce" else ranks - 1
+
+
+def _ll_most(group: Group, cluster: Cluster) -> float:
+    rates = _LL_MOST.get(cluster.device.generation, _LL_MOST["ampere"])
+    return rates[min(group.nodes - 1, 2)] * 1e9
+
+
+def _channel_most(cluster: Cluster) -> float:
+    generation = cluster.device.generation
+    return _CHANNELS.get(generation, 24) * _LL128_CHANNEL.get(generation, 20.0) * 1e9
+
+
+def _link_kind(cluster: Cluster) -> str:
+    return "nvlink" if cluster.node.inside.kind == "nvlink" else "pcie"
+
+
+def _ring_seconds(kind: Collective, num_bytes: float, group: Group, cluster: Cluster, protocol: Protocol) -> float:
+    bus = bus_bandwidth(group, cluster)
+    if protocol == "ll":
+        bus = min(_ll_most(group, cluster), bus / 2)
+    elif protocol == "ll128":
+        bus = min(0.92 * bus, _channel_most(cluster))
+    steps = _steps(kind, group.ranks)
+    inter = (2 if kind == "all_reduce" else 1) * (group.nodes - 1)
+    intra = _INTRA_US[_link_kind(cluster), "ring"][protocol]
+    latency = _BASE_US["ring"][protocol] + (steps - inter) * intra + inter * _NETWORK_US["ring"][protocol]
+    return latency * 1e-6 + num_bytes * steps / (group.ranks * bus)
+
+
+def _tree_seconds(num_bytes: float, group: Group, cluster: Cluster, protocol: Protocol) -> float:
+    bus = bus_bandwidth(group, cluster)
+    rate = min(0.92 * bus, _channel_most(cluster))
+    if protocol == "ll":
+        rate = min(rate, bus / 3.8, _ll_most(group, cluster))
+    elif protocol == "ll128":
+        rate *= 7 / 9 if group.nodes == 1 else 120 / 128
+    intra = _INTRA_US[_link_kind(cluster), "tree"][protocol]
+    hops = (group.node_ranks - 1) * intra + math.log2(group.nodes) * _NETWORK_US["tree"][protocol]
+    return (_BASE_US["tree"][protocol] + 2 * hops) * 1e-6 + 2 * num_bytes / rate
+
+
+def _nvls_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    link = cluster.node.inside
+    bus = link.nvls_bandwidth(group.ranks)
+    if not link.nvls_ring:
+        channels = 16
+        share = _NVLS_EFFICIENCY.get(cluster.device.generation, 0.85) * (channels - 1) / channels
+        bus = link.ring_bandwidth(group.ranks) * share * 2 * (group.ranks - 1) / group.ranks
+    return _NVLS_US * 1e-6 + num_bytes * 2 * (group.ranks - 1) / (group.ranks * bus)
+
+
+def _send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """One message between two ranks, while the others of their nodes send theirs."""
+    link = cluster.node.inside
+    if group.nodes == 1 or cluster.between is None:
+        return _BASE_US["ring"]["simple"] * 1e-6 + num_bytes / (link.bandwidth * link.efficiency)
+    rate = cluster.between.bandwidth * cluster.between.efficiency / cluster.node.devices
+    return (_BASE_US["ring"]["simple"] + _NETWORK_US["ring"]["simple"]) * 1e-6 + num_bytes / rate
+
+
+def _all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """``num_bytes`` are those of one rank's buffer, of which each other rank gets an equal part."""
+    link = cluster.node.inside
+    inside = link.bandwidth * link.efficiency
+    within = num_bytes * (group.node_ranks - 1) / group.ranks / inside
+    if group.nodes == 1 or cluster.between is None:
+        return (_BASE_US["ring"]["simple"] + 3.4) * 1e-6 + within
+    rate = cluster.between.bandwidth * cluster.between.efficiency / cluster.node.devices
+    across = num_bytes * (1 - group.node_ranks / group.ranks) / rate
+    return (_BASE_US["ring"]["simple"] + 14.0) * 1e-6 + max(within, across)

@@ -1,0 +1,45 @@
+"""What rate a shape runs at on a device that was measured: between the shapes that ``paceline calibrate`` timed.
+
+The rate is the mean of the measured rates' logarithms, weighted by 1 / d^4, where d is the distance of the sizes'
+logarithms: at a measured shape it is what was measured, and far from all of them about the mean of the nearest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paceline.cluster.devices import Device, ShapeRate
+
+
+def matmul_rate(device: Device, sizes: tuple[int, int, int], dtype: str) -> float | None:
+    """Returns FLOP per second of a product of (rows, inner, columns); None where none of this dtype was measured."""
+    return _between([each for each in device.shapes if each.kind == "matmul" and each.dtype == dtype], sizes)
+
+
+def attention_rate(device: Device, sizes: tuple[int, int, int, int]) -> float | None:
+    """Returns FLOP per second of causal attention (batch, heads, sequence, head size), counted as half of the square.
+
+    Batch and heads are one size here: both are so many of the same. None where none was measured.
+    """
+    known = [each for each in device.shapes if each.kind == "attention"]
+    return _between([_merged(each) for each in known], (sizes[0] * sizes[1], *sizes[2:]))
+
+
+def _merged(shape: ShapeRate) -> ShapeRate:
+    batch, heads, *rest = shape.sizes
+    return ShapeRate(kind=shape.kind, dtype=shape.dtype, sizes=(batch * heads, *rest), flops=shape.flops)
+
+
+def _between(known: Sequence[ShapeRate], sizes: Sequence[int]) -> float | None:
+    if not known:
+        return None
+    total = weights = 0.0
+    for each in known:
+        distance = math.dist([math.log(size) for size in each.sizes], [math.log(max(1, size)) for size in sizes])
+        if distance < 1e-9:
+            return each.flops
+        weight = distance**-4
+        total += weight * math.log(each.flops)
+        weights += weight
+    return math.exp(total / weights)

@@ -1,0 +1,127 @@
+"""The fitted constants: one set for each generation of devices and class of frameworks, in fitted_constants.yaml.
+
+``bench/fit_constants.py`` writes that file from rows of the split ``calib`` alone. A set that no such row reaches is
+composed: the device's rates are the mean of the same generation's under other frameworks (else of the nearest
+generation's), what the framework adds is that of the same framework on the newest generation that has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import resources
+
+import yaml
+
+from paceline.cluster.kernels import KernelRates
+from paceline.plan.workload import Framework
+
+GENERATIONS = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cpu")
+FRAMEWORKS: tuple[Framework, ...] = ("eager", "compiled", "megatron")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What a step depends on beside the catalog's figures. Rates are shares of them.
+
+    ``matmul``, ``k_half``, ``attention``, ``attention_half``: kernels (cluster/kernels.py). ``traffic``: bytes that
+    memory-bound work moves, over the count of a framework that fuses as its class does. ``launch_us``: the host's time
+    for each kernel. ``contention``: seconds of compute lost for each second of communication that runs beside it.
+    ``slowdown``: what communication takes in training over what it takes alone.
+    """
+
+    matmul: float = 0.85
+    k_half: float = 128.0
+    attention: float = 0.45
+    attention_half: float = 512.0
+    traffic: float = 1.0
+    launch_us: float = 10.0
+    contention: float = 0.15
+    slowdown: float = 1.15
+    eight_bit: float = 0.8
+    convolution: float = 0.5
+
+    @property
+    def rates(self) -> KernelRates:
+        return KernelRates(
+            matmul=self.matmul,
+            k_half=self.k_half,
+            attention=self.attention,
+            attention_half=self.attention_half,
+        )
+
+
+DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "convolution")
+FRAMEWORK_FIELDS = ("traffic", "launch_us", "contention", "slowdown")
+# cuDNN's attention, which Megatron uses from Hopper on: 450 to 600 TFLOP/s forward on H100, less backward (arXiv
+# 2407.08608, figures 5 and 6), of a ceiling of 795.
+CUDNN_ATTENTION = 0.55
+ConstantSets = Mapping[tuple[str, str], Constants]
+
+
+def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[Constants, bool]:
+    """Returns the set of a generation and framework, and whether it was fitted; else one composed of others."""
+    found = sets.get((generation, framework))
+    if found is not None:
+        return found, True
+    device = _mean(_nearest(sets, generation), DEVICE_FIELDS)
+    same = [sets[each, framework] for each in GENERATIONS if (each, framework) in sets]
+    composed = replace(device, **{name: getattr(same[-1], name) for name in FRAMEWORK_FIELDS} if same else {})
+    if framework == "megatron" and generation in ("hopper", "blackwell"):
+        composed = replace(composed, attention=CUDNN_ATTENTION)
+    return composed, False
+
+
+def between(sets: ConstantSets, generation: str, first: str, second: str) -> Constants:
+    """Returns what lies between two frameworks: for runs that are partly one and partly the other."""
+    both = [constants_for(sets, generation, framework)[0] for framework in (first, second)]
+    return _mean(both, (*DEVICE_FIELDS, "traffic", "launch_us"))
+
+
+def _nearest(sets: ConstantSets, generation: str) -> list[Constants]:
+    """The sets of the nearest generation that has any; of two as near, the newer one's."""
+    own = GENERATIONS.index(generation) if generation in GENERATIONS else len(GENERATIONS) - 2
+    order = sorted(GENERATIONS, key=lambda each: (abs(GENERATIONS.index(each) - own), -GENERATIONS.index(each)))
+    for each in order:
+        if found := [sets[each, framework] for framework in FRAMEWORKS if (each, framework) in sets]:
+            return found
+    return [Constants()]
+
+
+def _mean(sets: list[Constants], names: tuple[str, ...]) -> Constants:
+    """Geometric means, as these are rates."""
+    means = {name: math.prod(getattr(each, name) for each in sets) ** (1 / len(sets)) for name in names}
+    return replace(sets[-1], **means)
+
+
+@cache
+def fitted_constants() -> ConstantSets:
+    """Returns the sets that are shipped."""
+    text = resources.files("paceline.plan").joinpath("fitted_constants.yaml").read_text()
+    return parse_constants(text)
+
+
+def parse_constants(text: str) -> ConstantSets:
+    """Reads sets from YAML: generation, then framework, then values."""
+    known = {each.name for each in fields(Constants)}
+    return {
+        (generation, framework): Constants(**{key: float(value) for key, value in values.items() if key in known})
+        for generation, frameworks in (yaml.safe_load(text) or {}).items()
+        for framework, values in frameworks.items()
+    }
+
+
+def format_constants(sets: ConstantSets) -> str:
+    """Writes sets as YAML that ``parse_constants`` reads."""
+    lines = []
+    for generation in GENERATIONS:
+        of_generation = [each for each in FRAMEWORKS if (generation, each) in sets]
+        if of_generation:
+            lines.append(f"{generation}:")
+        for framework in of_generation:
+            found = sets[generation, framework]
+            values = ", ".join(f"{each.name}: {getattr(found, each.name):.4g}" for each in fields(Constants))
+            lines.append(f"  {framework}: {{{values}}}")
+    return "\n".join(lines) + "\n"

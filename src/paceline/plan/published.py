@@ -1,0 +1,382 @@
+"""Reads tables of published measurements, and turns each row's inputs into a workload and a cluster.
+
+What a row measured (``value``, ``note``) is kept apart from what it is predicted from: ``Table.rows`` hold no result.
+A row that cannot be predicted says why, naming its line and column; the others are not affected.
+
+Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so, *eager* under
+DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older
+than fused attention; a recompute that is "not stated" is none; a microbatch that is not stated is chosen by prediction.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.cluster.devices import Cluster, build_cluster
+from paceline.errors import UsageError
+from paceline.plan.known_models import known_samples, known_transformer
+from paceline.plan.workload import (
+    Compute,
+    Framework,
+    Layout,
+    ModelShape,
+    Recompute,
+    Running,
+    SampleModel,
+    Scaling,
+    Sharding,
+    Workload,
+)
+
+INPUTS = (
+    *("id", "model_family", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"),
+    *("global_batch", "micro_batch", "gpu", "gpus_per_node", "n_gpus", "dp", "tp", "pp", "vpp", "cp"),
+    *("zero_stage_or_fsdp", "precision", "activation_recompute", "compile", "interconnect", "metric_name"),
+)
+RESULTS = ("value", "note")
+METRICS = {
+    *("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct"),
+    *("img_per_s", "seq_per_s", "mem_gib"),
+}
+
+
+class RowError(Exception):
+    """A row that cannot be predicted; the text names the column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row's inputs: text by column, without results."""
+
+    line: int
+    text: Mapping[str, str]
+
+    @property
+    def id(self) -> str:
+        return self.text["id"]
+
+    @property
+    def family(self) -> str:
+        return self.id.rpartition("-")[0] or self.id
+
+    @property
+    def split(self) -> str:
+        return self.text.get("split", "")
+
+    @property
+    def metric(self) -> str:
+        return self.text["metric_name"]
+
+    def number(self, column: str) -> float | None:
+        """Returns a column's number, None where it is empty. Raises RowError for other text, and for none above 0."""
+        text = self.text.get(column, "").strip()
+        if text.lower() in ("", "n/a", "not stated"):
+            return None
+        try:
+            found = float(text)
+        except ValueError:
+            raise RowError(f"column {column}: {text!r} is not a number") from None
+        if not 0 < found < float("inf"):
+            raise RowError(f"column {column}: {text} is not above 0")
+        return found
+
+    def whole(self, column: str, default: int | None = None) -> int:
+        """Returns a column's whole number. Raises RowError where there is none and no default."""
+        found = self.number(column)
+        if found is None:
+            if default is None:
+                raise RowError(f"column {column} is empty")
+            return default
+        if found != int(found):
+            raise RowError(f"column {column}: {found} is not a whole number")
+        return int(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rows of a file, and beside them what each measured, as text."""
+
+    source: str
+    rows: tuple[Row, ...]
+    measured: tuple[str, ...]
+
+    def of_split(self, split: str | None) -> Table:
+        """Returns the rows of one split. Raises UsageError where there are none, with the names that there are."""
+        if split is None:
+            return self
+        keep = [place for place, row in enumerate(self.rows) if row.split == split]
+        if not keep:
+            names = ", ".join(sorted({row.split for row in self.rows} - {""})) or "none"
+            raise UsageError(
+                f"{self.source}: no row has split {split!r}\n  the column split names the rows that belong together\n"
+                f"  splits of this file: {names}"
+            )
+        return Table(
+            self.source,
+            tuple(self.rows[place] for place in keep),
+            tuple(self.measured[place] for place in keep),
+        )
+
+
+def read_table(path: Path) -> Table:
+    """Reads a CSV of published measurements. Raises UsageError for a file that is not one."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            header = list(reader.fieldnames or ())
+            records = [(reader.line_num, record) for record in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{path} cannot be read: {error}\n  it must be a CSV file in UTF-8") from error
+    missing = [name for name in (*INPUTS, "value") if name not in header]
+    if missing:
+        raise UsageError(
+            f"{path}: the header lacks {', '.join(missing)}\n"
+            f"  a table of measurements has the columns {', '.join((*INPUTS, *RESULTS, 'split'))}\n"
+            "  add them; a cell may be empty where its value is not known"
+        )
+    for line, record in records:
+        _check_record(path, line, record, len(header))
+    rows = tuple(
+        Row(line, {key: (text or "").strip() for key, text in record.items() if key not in RESULTS})
+        for line, record in records
+    )
+    _check_ids(path, rows)
+    return Table(str(path), rows, tuple((record["value"] or "").strip() for _, record in records))
+
+
+def _check_record(path: Path, line: int, record: Mapping[str | None, object], columns: int) -> None:
+    if None in record or None in record.values():
+        count = columns + len(record[None]) if None in record else sum(value is not None for value in record.values())  # type: ignore[arg-type]
+        raise UsageError(
+            f"{path}, line {line}: {count} cells under {columns} columns\n  every row has as many as the header\n"
+            "  a comma inside a cell needs quotes around the cell"
+        )
+
+
+def _check_ids(path: Path, rows: tuple[Row, ...]) -> None:
+    seen: dict[str, int] = {}
+    for row in rows:
+        if not row.id:
+            raise UsageError(f"{path}, line {row.line}, column id is empty\n  every row has a name of its own")
+        if row.id in seen:
+            raise UsageError(
+                f"{path}, line {row.line}, column id: {row.id} is on line {seen[row.id]} already\n"
+                "  every row has a name of its own"
+            )
+        seen[row.id] = row.line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a row is predicted from. ``chooses_micro_batch``: the row does not state it."""
+
+    workload: Workload
+    cluster: Cluster
+    metric: str
+    chooses_micro_batch: bool = False
+    chooses_chunks: bool = False
+
+
+def read_case(row: Row) -> Case:
+    """Turns a row into a workload and a cluster. Raises RowError, naming the column, where that cannot be."""
+    if row.metric not in METRICS:
+        raise RowError(f"column metric_name: {row.metric!r} is none of {', '.join(sorted(METRICS))}")
+    model = _model(row)
+    cluster = _cluster(row)
+    layout = _layout(row, cluster, model)
+    framework = _framework(row)
+    micro_batch = _micro_batch(row, model)
+    compute = _compute(row)
+    volta = cluster.device.generation in ("volta", "turing")
+    run = Running(
+        global_batch=row.number("global_batch") or (micro_batch or 1) * layout.data,
+        micro_batch=micro_batch or 1,
+        seq_len=row.whole("seq_len", 1 if isinstance(model, SampleModel) else None),
+        compute=compute,
+        recompute=_recompute(row.text["activation_recompute"]),
+        framework=framework,
+        fused_attention=not (volta or (framework == "megatron" and compute == "fp16") or _is_encoder(row)),
+        pure="pure" in row.text["precision"].lower(),
+        autocast="amp" in row.text["precision"].lower(),
+        scaling=_scaling(row.text["precision"]),
+        fp8_gather="fp8" in row.text["zero_stage_or_fsdp"].lower(),
+    )
+    return Case(
+        workload=Workload(model=model, layout=layout, run=run),
+        cluster=cluster,
+        metric=row.metric,
+        chooses_micro_batch=micro_batch is None,
+        chooses_chunks=layout.pipeline > 1 and row.text["vpp"].lower().startswith("interleaved"),
+    )
+
+
+# What a row says, column by column.
+
+
+def _is_encoder(row: Row) -> bool:
+    return "bert" in row.text["model_family"].lower()
+
+
+def _model(row: Row) -> ModelShape | SampleModel:
+    name = row.text["model_family"]
+    if sample := known_samples(name):
+        return sample
+    if row.number("layers") is None or row.number("hidden") is None:
+        if known := known_transformer(name):
+            return known
+        raise RowError(
+            f"column {'layers' if row.number('layers') is None else 'hidden'} is empty, and model_family {name!r} is "
+            "none whose shape is known"
+        )
+    hidden, heads = row.whole("hidden"), row.whole("heads", 0) or max(1, row.whole("hidden") // 128)
+    shape = ModelShape(
+        layers=row.whole("layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=row.whole("kv_heads", heads),
+        ffn=row.whole("ffn", 4 * hidden),
+        vocab=row.whole("vocab", 51200),
+        causal=not _is_encoder(row),
+    )
+    if hidden % heads:
+        raise RowError(f"column heads: {heads} heads do not divide hidden = {hidden}")
+    return _fit_shape(shape, row.number("params_b"), name)
+
+
+def _fit_shape(shape: ModelShape, billions: float | None, name: str) -> ModelShape:
+    """Finds out whether the MLP is gated and the head tied: what comes nearest to the count of parameters."""
+    if billions is None:
+        gated = any(word in name.lower() for word in ("llama", "qwen", "mistral", "internlm", "nemotron"))
+        return replace(shape, gated=gated, tied=not gated)
+    choices = [replace(shape, gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
+    return min(choices, key=lambda each: abs(each.params - billions * 1e9))
+
+
+def _cluster(row: Row) -> Cluster:
+    devices = row.whole("n_gpus")
+    text = row.text["gpus_per_node"]
+    found = re.findall(r"\d+", text)
+    if not found:
+        raise RowError(f"column gpus_per_node: {text!r} holds no number")
+    node_devices = max(int(each) for each in found)
+    if node_devices > 16:
+        # A tray of a larger NVLink domain: racks hold 72, of which jobs use 64.
+        node_devices = 64
+    try:
+        cluster = build_cluster(row.text["gpu"], devices, node_devices=min(node_devices, devices))
+    except UsageError as error:
+        raise RowError(f"columns gpu, n_gpus: {str(error).splitlines()[0]}") from None
+    return _with_interconnect(cluster, row.text["interconnect"], node_devices)
+
+
+def _with_interconnect(cluster: Cluster, text: str, node_devices: int) -> Cluster:
+    """Takes the network's rate from a text such as "8x200 Gb/s per node" or "400 Gb/s RDMA per GPU"."""
+    if cluster.between is None or cluster.nodes == 1:
+        return cluster
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb/s", text)
+    if found is None or "reference" in text:
+        return cluster
+    rate = int(found[2]) * int(found[1] or 1) * 1e9 / 8
+    if "per GPU" in text:
+        rate *= node_devices
+    return replace(cluster, between=replace(cluster.between, bandwidth=rate))
+
+
+def _layout(row: Row, cluster: Cluster, model: ModelShape | SampleModel) -> Layout:
+    tensor, pipeline, context = row.whole("tp", 1), row.whole("pp", 1), row.whole("cp", 1)
+    devices = cluster.devices
+    data = row.whole("dp", max(1, devices // (tensor * pipeline * context)))
+    if data * tensor * pipeline * context != devices:
+        raise RowError(
+            f"columns dp, tp, pp, cp: {data} x {tensor} x {pipeline} x {context} ranks are not n_gpus = {devices}"
+        )
+    sharding, group = _sharding(row.text["zero_stage_or_fsdp"], data)
+    recompute = row.text["activation_recompute"].lower()
+    framework = _framework(row)
+    modern = framework == "megatron" and sharding != "none"
+    chunks = row.text["vpp"].lower()
+    return Layout(
+        devices=devices,
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=int(chunks) if chunks.isdigit() else 1,
+        context=context,
+        expert=_expert_ranks(model, min(data * context, max(1, cluster.node.devices // tensor))),
+        sharding=sharding,
+        shard_group=group,
+        is_flat=sharding in ("zero1", "zero2", "fsdp", "none")
+        and "fsdp2" not in row.text["zero_stage_or_fsdp"].lower(),
+        sequence_parallel=tensor > 1 and ("sequence" in recompute or modern or framework == "compiled"),
+        overlaps_tensor=modern,
+    )
+
+
+def _expert_ranks(model: ModelShape | SampleModel, ranks: int) -> int:
+    """As many ranks as share a layer's experts: all of a node that can."""
+    if isinstance(model, SampleModel) or not model.experts:
+        return 1
+    return max(size for size in range(1, min(ranks, 64) + 1) if ranks % size == 0 and model.experts % size == 0)
+
+
+def _sharding(text: str, data: int) -> tuple[Sharding, int]:
+    low = text.lower()
+    if "fsdp" in low or "zero-3" in low or "zero3" in low:
+        return ("fsdp", 0) if data > 1 else ("none", 0)
+    if "zero-2" in low:
+        return "zero2", 0
+    if "zero" in low or "distributed optimizer" in low:
+        found = re.search(r"within (\d+) ranks", low)
+        return "zero1", min(int(found[1]), data) if found else 0
+    return ("ddp", 0) if low == "ddp" else ("none", 0)
+
+
+def _framework(row: Row) -> Framework:
+    if row.text["compile"].lower() not in ("no", "", "none"):
+        return "compiled"
+    low = row.text["zero_stage_or_fsdp"].lower()
+    if "distributed optimizer" in low or "megatron" in low:
+        return "megatron"
+    return "eager" if any(word in low for word in ("ddp", "fsdp", "zero")) else "megatron"
+
+
+def _recompute(text: str) -> Recompute:
+    low = text.lower()
+    if low.startswith("full"):
+        return "full"
+    if low.startswith("selective"):
+        return "attention" if "attention" in low else "selective"
+    return "none"
+
+
+def _compute(row: Row) -> Compute:
+    low = row.text["precision"].lower()
+    names: tuple[Compute, ...] = ("fp8", "fp16", "bf16", "tf32", "fp32")
+    if "fp4" in low:
+        return "fp4"
+    for name in names:
+        if name in low:
+            return name
+    raise RowError(f"column precision: {row.text['precision']!r} names none of fp32, tf32, fp16, bf16, fp8")
+
+
+def _scaling(text: str) -> Scaling:
+    low = text.lower()
+    return "row" if "rowwise" in low else "block" if "mxfp8" in low or "fp4" in low else ""
+
+
+def _micro_batch(row: Row, model: ModelShape | SampleModel) -> float | None:
+    text = row.text["micro_batch"]
+    if found := re.fullmatch(r"(\d+)\s*tok\w*", text):
+        return float(found[1])
+    if not text or not text[0].isdigit():
+        return None
+    count = row.number("micro_batch")
+    if count is None or not isinstance(model, SampleModel):
+        return count
+    # The unit of a batch is a sentence or a segment, that of the model a token.
+    return count * (row.whole("seq_len", 0) or model.samples_each) if model.unit == "token" else count

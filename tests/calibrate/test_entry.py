@@ -1,0 +1,90 @@
+"""What was measured becomes an entry that is read back: of a CPU host alone and with ranks, and of a known GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.calibrate.collectives import LinkFigures
+from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
+from paceline.calibrate.kernels import KernelFigures, Rate
+from paceline.calibrate.machine import Measured, best_rates, middle_of
+from paceline.cluster.detect import Machine
+from paceline.cluster.devices import load_cluster
+from paceline.errors import UsageError
+from paceline.units import GIB
+
+HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)
+RATES = (
+    Rate(kind="matmul", dtype="fp32", sizes=(64, 64, 64), flops=1e10),
+    Rate(kind="matmul", dtype="fp32", sizes=(512, 512, 512), flops=5.00049e10),
+    Rate(kind="attention", dtype="fp32", sizes=(1, 2, 64, 32), flops=2e10),
+)
+KERNELS = KernelFigures(
+    rates=RATES, memory_bandwidth=1.2e10, launch_s=4e-6, compiled_launch_s=None, spreads={"memory": 0.02}
+)
+LINK = LinkFigures(latency_s=2e-5, bandwidth=3e9, worst=0.1, points=((4096, 1e-4),), spreads={"gloo 4 KiB": 0.1})
+ORIGIN = Origin(command="paceline calibrate", versions="torch x", spread=0.02)
+
+
+def _measured(**changes: object) -> Measured:
+    found = Measured(device="cpu", ranks=1, threads=2, kernels=KERNELS, links={}, spread=0.02)
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def _entry(tmp_path: Path, measured: Measured, machine: Machine = HOST) -> Path:
+    path = tmp_path / "mine.yaml"
+    name = suggest_name(machine, measured)
+    write_entry(make_entry(name, machine, measured, best_rates(measured.kernels.rates), ORIGIN), path)
+    return path
+
+
+def test_a_host_alone_is_one_device(tmp_path: Path) -> None:
+    found = load_cluster(str(_entry(tmp_path, _measured())))
+    assert (found.name, found.devices, found.device.is_cpu) == ("1x cpu-1x2", 1, True)
+    assert found.device.memory_bytes == 8 * GIB
+    assert found.device.ceiling("fp32") == pytest.approx(5e10)  # rounded
+    assert found.device.launch_s == found.device.compiled_launch_s == pytest.approx(4e-6)
+    assert [each.sizes for each in found.device.shapes] == [rate.sizes for rate in RATES]
+
+
+def test_ranks_share_the_memory_and_each_link_is_a_node(tmp_path: Path) -> None:
+    measured = _measured(ranks=2, threads=1, links={"shared_memory": LINK, "loopback": replace(LINK, bandwidth=1e9)})
+    path = _entry(tmp_path, measured)
+    found = load_cluster(str(path))
+    assert (found.devices, found.device.memory_bytes) == (2, 4 * GIB)
+    assert (found.node.inside.kind, found.node.inside.ring_bandwidth(2)) == ("shared_memory", 3e9)
+    text = path.read_text()
+    assert "cpu-2x1-gloo:" in text
+    assert text.startswith("# Measured by: paceline calibrate\n# on a processor, 2 cores; 2 ranks")
+
+
+def test_a_known_gpu_keeps_its_data_sheet_beside_what_was_measured(tmp_path: Path) -> None:
+    machine = replace(HOST, gpus=("NVIDIA A100-SXM4-40GB",))
+    rate = Rate(kind="matmul", dtype="bf16", sizes=(8192, 8192, 8192), flops=2.5e14)
+    kernels = replace(KERNELS, rates=(rate,), memory_bandwidth=1.4e12, compiled_launch_s=2e-6)
+    found = load_cluster(str(_entry(tmp_path, _measured(device="cuda", kernels=kernels), machine))).device
+    assert (found.name, found.generation, found.peak("bf16"), found.ceiling("bf16")) == (
+        "a100-sxm-40gb-measured",
+        "ampere",
+        312e12,
+        2.5e14,
+    )
+    assert found.memory_share == pytest.approx(0.9003)
+    assert found.compiled_launch_s == pytest.approx(2e-6)
+
+
+def test_an_entry_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_entry("", tmp_path / "no" / "folder.yaml")
+
+
+def test_the_median_rank_counts_and_the_worst_noise() -> None:
+    others = [
+        replace(KERNELS, launch_s=launch, spreads={"memory": spread}, compiled_launch_s=compiled)
+        for launch, spread, compiled in ((1e-6, 0.1, 3e-6), (2e-6, 0.3, None), (9e-6, 0.2, None))
+    ]
+    found = middle_of(others)
+    assert (found.launch_s, found.spreads, found.compiled_launch_s) == (2e-6, {"memory": 0.3}, 3e-6)

@@ -1,0 +1,54 @@
+"""The present machine, as the system tells it, and the cluster it is taken for."""
+
+from __future__ import annotations
+
+from paceline.cluster.detect import Machine, detect_cluster, detect_machine, read_smi
+from paceline.units import GIB, MIB
+
+
+def _with_gpus(*names: str) -> Machine:
+    return Machine(processor="a processor", cores=8, memory_bytes=32.0 * GIB, gpus=names)
+
+
+def test_this_machine_has_cores_and_memory() -> None:
+    found = detect_machine()
+    assert found.cores >= 1
+    assert found.memory_bytes > 0
+    assert found.processor
+    assert len(found.gpus) == len(found.gpu_memory_bytes)
+
+
+def test_what_the_driver_prints_is_read_and_what_it_complains_is_not() -> None:
+    text = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n\nNo devices were found\nX, [N/A]\n"
+    assert read_smi(text) == [("NVIDIA H100 80GB HBM3", 81559.0 * MIB)] * 2
+    assert read_smi("") == []
+
+
+def test_known_gpus_are_a_node_of_so_many() -> None:
+    found = detect_cluster(_with_gpus(*["NVIDIA A100-SXM4-80GB"] * 4))
+    assert found.cluster is not None
+    assert (found.cluster.device.name, found.cluster.devices, found.cluster.nodes) == ("a100-sxm-80gb", 4, 1)
+    assert "nvlink3" in found.assumed[0]
+
+
+def test_gpus_of_two_kinds_leave_the_fewer_out_and_say_so() -> None:
+    found = detect_cluster(_with_gpus("Tesla T4", "NVIDIA L4", "NVIDIA L4"))
+    assert found.cluster is not None
+    assert found.cluster.name == "2x l4"
+    assert any("1x Tesla T4 is left out" in line for line in found.assumed)
+
+
+def test_gpus_that_nobody_knows_are_no_cluster_and_the_nearest_are_named() -> None:
+    found = detect_cluster(_with_gpus("NVIDIA H100 NVLX"))
+    assert found.cluster is None
+    assert "h100" in found.assumed[0]
+
+
+def test_a_host_without_gpus_is_as_many_cores_as_it_has() -> None:
+    found = detect_cluster(Machine(processor="a processor", cores=6, memory_bytes=12.0 * GIB))
+    if found.cluster is None:
+        assert "paceline calibrate" in found.assumed[0]
+    else:
+        assert found.cluster.devices == 6
+        assert found.cluster.device.memory_bytes == 2.0 * GIB
+        assert any("measured elsewhere" in line for line in found.assumed)

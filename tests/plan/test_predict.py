@@ -1,0 +1,123 @@
+"""Predictions: what must hold whatever the constants are, and what cannot fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster.devices import Cluster, load_cluster
+from paceline.plan.constants import Constants, constants_for, fitted_constants, format_constants, parse_constants
+from paceline.plan.predict import Prediction, predict
+from paceline.plan.workload import Layout, ModelShape, Recompute, Running, Sharding, Workload
+from paceline.units import GIB
+
+SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
+SETS = {("ampere", "eager"): Constants(), ("ampere", "megatron"): Constants(launch_us=30.0)}
+
+
+def cluster(devices: int = 8) -> Cluster:
+    return load_cluster(f"{devices}x a100-sxm-80gb")
+
+
+def workload(
+    data: int = 8, tensor: int = 1, pipeline: int = 1, sharding: Sharding = "fsdp", recompute: Recompute = "none"
+) -> Workload:
+    devices = data * tensor * pipeline
+    layout = Layout(devices=devices, data=data, tensor=tensor, pipeline=pipeline, sharding=sharding)
+    run = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16", recompute=recompute)
+    return Workload(model=SHAPE, layout=layout, run=run)
+
+
+def seconds(found: Prediction) -> float:
+    return found.seconds
+
+
+def test_parts_add_up_to_the_step() -> None:
+    step = predict(workload(), cluster(), SETS).step
+    parts = (
+        step.compute,
+        step.tensor_wait,
+        step.launch_wait,
+        step.bubble,
+        step.exposed,
+        step.contention,
+        step.optimizer,
+    )
+    assert step.total == pytest.approx(sum(parts))
+    assert all(part >= 0 for part in parts)
+
+
+def test_no_step_is_faster_than_the_device() -> None:
+    found = predict(workload(), cluster(), SETS)
+    flops = 6 * SHAPE.active_matmul_params * 64 * 2048
+    assert found.seconds > flops / (8 * 312e12)
+
+
+def test_recomputing_takes_longer_and_holds_less() -> None:
+    plain, full = (predict(workload(recompute=each), cluster(), SETS) for each in ("none", "full"))
+    assert full.seconds > plain.seconds
+    assert full.memory.activations < plain.memory.activations / 2
+
+
+def test_sharding_cuts_what_a_rank_holds() -> None:
+    whole, cut = (predict(workload(sharding=each), cluster(), SETS).memory for each in ("ddp", "fsdp"))
+    assert cut.states == pytest.approx(whole.states / 8)
+
+
+def test_a_pipeline_has_a_bubble_and_tensor_ranks_wait() -> None:
+    piped = predict(workload(data=2, pipeline=4, sharding="none"), cluster(), SETS).step
+    split = predict(workload(data=2, tensor=4, sharding="none"), cluster(), SETS).step
+    assert piped.bubble > 0
+    assert piped.tensor_wait == split.bubble == 0
+    assert split.tensor_wait > 0
+
+
+def test_small_work_waits_for_the_host() -> None:
+    base = workload(sharding="ddp")
+    tiny = replace(
+        base,
+        model=replace(SHAPE, hidden=128, ffn=512, heads=2, kv_heads=2),
+        run=replace(base.run, micro_batch=1, seq_len=64),
+    )
+    step = predict(tiny, cluster(), SETS).step
+    assert step.launch_wait > step.compute
+
+
+def test_a_slower_network_exposes_more() -> None:
+    fast, slow = load_cluster("4x dgx-a100"), load_cluster("4x dgx-a100 over ethernet-100g")
+    spread = workload(data=32)
+    assert predict(spread, slow, SETS).step.exposed > predict(spread, fast, SETS).step.exposed
+
+
+def test_what_does_not_fit_is_said() -> None:
+    large = replace(
+        workload(), model=ModelShape(layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocab=51200)
+    )
+    found = predict(large, cluster(), SETS)
+    assert not found.fits
+    assert found.memory.total > 80 * GIB
+
+
+def test_megatron_keeps_eighteen_bytes_a_parameter() -> None:
+    one = workload(data=1, tensor=8, sharding="none")
+    run = replace(one.run, framework="megatron", compute="fp16", fused_attention=False)
+    states = predict(replace(one, run=run), cluster(), SETS).memory.states
+    assert states == pytest.approx(18 * SHAPE.params / 8)
+
+
+def test_sets_that_were_not_fitted_are_composed() -> None:
+    found, fitted = constants_for(SETS, "hopper", "megatron")
+    assert not fitted
+    assert found.launch_us == 30.0
+    assert constants_for(SETS, "ampere", "eager") == (Constants(), True)
+
+
+def test_constants_are_written_and_read_back() -> None:
+    sets = fitted_constants()
+    assert ("ampere", "eager") in sets
+    assert parse_constants(format_constants(sets)) == sets
+
+
+def test_the_same_input_gives_the_same_prediction() -> None:
+    assert predict(workload(), cluster()) == predict(workload(), cluster())

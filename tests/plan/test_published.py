@@ -1,0 +1,122 @@
+"""Tables of measurements: what is read from each column, and what is said about odd ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.plan.published import RowError, read_case, read_table
+from paceline.plan.workload import ModelShape, SampleModel
+
+MakeTable = Callable[..., Path]
+
+
+def test_a_row_becomes_a_workload_on_a_cluster(make_table: MakeTable) -> None:
+    row = {"n_gpus": "16", "dp": "4", "tp": "2", "pp": "2", "vpp": "3", "compile": "yes", "precision": "fp8-rowwise"}
+    table = read_table(
+        make_table({**row, "interconnect": "NVLink + 4x100 Gb/s RoCE per node", "zero_stage_or_fsdp": "FSDP2"})
+    )
+    case = read_case(table.rows[0])
+    layout, run = case.workload.layout, case.workload.run
+    assert (layout.data, layout.tensor, layout.pipeline, layout.chunks, layout.sharding) == (4, 2, 2, 3, "fsdp")
+    assert (run.compute, run.scaling, run.framework, run.fused_attention) == ("fp8", "row", "compiled", True)
+    assert (case.cluster.nodes, case.cluster.node.devices) == (2, 8)
+    assert case.cluster.between is not None
+    assert case.cluster.between.bandwidth == 50e9
+    assert case.workload.microbatches == 4
+
+
+def test_results_are_kept_apart_from_inputs(make_table: MakeTable) -> None:
+    table = read_table(make_table({"value": "3.5", "note": "fast"}))
+    assert not {"value", "note"} & set(table.rows[0].text)
+    assert table.measured == ("3.5",)
+
+
+@pytest.mark.parametrize(
+    ("billions", "gated", "tied"), [("1.313", False, True), ("1.418", False, False), ("1.716", True, True)]
+)
+def test_the_count_of_parameters_tells_gated_and_tied(
+    make_table: MakeTable, billions: str, gated: bool, tied: bool
+) -> None:
+    model = read_case(read_table(make_table({"params_b": billions})).rows[0]).workload.model
+    assert isinstance(model, ModelShape)
+    assert (model.gated, model.tied) == (gated, tied)
+
+
+@pytest.mark.parametrize(
+    ("cells", "framework", "sharding", "group"),
+    [
+        ({"zero_stage_or_fsdp": "none"}, "megatron", "none", 0),
+        ({"zero_stage_or_fsdp": "DDP"}, "eager", "ddp", 0),
+        ({"zero_stage_or_fsdp": "ZeRO-1 within 4 ranks (hybrid)"}, "eager", "zero1", 4),
+        ({"zero_stage_or_fsdp": "distributed optimizer (ZeRO-1)"}, "megatron", "zero1", 0),
+        ({"zero_stage_or_fsdp": "FSDP2", "compile": "yes"}, "compiled", "fsdp", 0),
+    ],
+)
+def test_texts_name_the_framework_and_what_is_sharded(
+    make_table: MakeTable, cells: dict[str, str], framework: str, sharding: str, group: int
+) -> None:
+    workload = read_case(read_table(make_table(cells)).rows[0]).workload
+    assert (workload.run.framework, workload.layout.sharding, workload.layout.shard_group) == (
+        framework,
+        sharding,
+        group,
+    )
+
+
+def test_models_without_printed_sizes_are_known_by_name(make_table: MakeTable) -> None:
+    blank = dict.fromkeys(("params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab"), "")
+    table = read_table(
+        make_table(
+            {**blank, "model_family": "Qwen3_30B_a3B"}, {**blank, "seq_len": "", "model_family": "ResNet-50 v1.5"}
+        )
+    )
+    experts = read_case(table.rows[0]).workload.model
+    assert isinstance(experts, ModelShape)
+    assert (experts.experts, round(experts.active_matmul_params / 1e9)) == (128, 3)
+    assert isinstance(read_case(table.rows[1]).workload.model, SampleModel)
+
+
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        ({"n_gpus": "eight"}, "column n_gpus: 'eight' is not a number"),
+        ({"n_gpus": ""}, "column n_gpus is empty"),
+        ({"tp": "1.5"}, "column tp: 1.5 is not a whole number"),
+        ({"seq_len": "-1"}, "column seq_len: -1 is not above 0"),
+        ({"dp": "3"}, "columns dp, tp, pp, cp: 3 x 1 x 1 x 1 ranks are not n_gpus = 8"),
+        ({"gpu": "Z9000"}, "columns gpu, n_gpus: no device is called 'Z9000'"),
+        ({"precision": "int3"}, "column precision: 'int3' names none of"),
+        ({"metric_name": "smiles"}, "column metric_name: 'smiles' is none of"),
+        ({"heads": "15"}, "column heads: 15 heads do not divide hidden = 2048"),
+        ({"layers": "", "model_family": "Unheard"}, "column layers is empty, and model_family 'Unheard' is none"),
+        ({"gpus_per_node": "many"}, "column gpus_per_node: 'many' holds no number"),
+    ],
+)
+def test_an_odd_cell_is_named_by_its_column(make_table: MakeTable, cells: dict[str, str], told: str) -> None:
+    with pytest.raises(RowError) as caught:
+        read_case(read_table(make_table(cells)).rows[0])
+    assert told in str(caught.value)
+
+
+def test_a_table_without_its_columns_is_refused(make_table: MakeTable, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the header lacks model_family, params_b"):
+        read_table(make_table({}, header=["id", "value"]))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_table(tmp_path / "none.csv")
+    path = make_table({}, {})
+    path.write_text(path.read_text() + "gpt-3,here\n")
+    with pytest.raises(UsageError, match="line 4: 2 cells under 32 columns"):
+        read_table(path)
+    with pytest.raises(UsageError, match="line 3, column id: gpt-1 is on line 2 already"):
+        read_table(make_table({}, {"id": "gpt-1"}))
+
+
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(make_table: MakeTable) -> None:
+    table = read_table(make_table({"split": "calib"}, {"split": "dev"}))
+    assert [row.id for row in table.of_split("dev").rows] == ["gpt-2"]
+    with pytest.raises(UsageError, match="splits of this file: calib, dev"):
+        table.of_split("blind")

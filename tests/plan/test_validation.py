@@ -1,0 +1,75 @@
+"""Validation of a table: predictions that no result can touch, scores, and rows that are skipped."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.plan.published import read_table
+from paceline.plan.validation import rows_csv, to_json, validate
+
+MakeTable = Callable[..., Path]
+
+
+def test_no_result_touches_a_prediction(make_table: MakeTable) -> None:
+    low = validate(read_table(make_table({"value": "0.001", "note": "EP=8"}, {"value": "5", "metric_name": "mem_gib"})))
+    high = validate(read_table(make_table({"value": "900", "note": ""}, {"value": "1", "metric_name": "mem_gib"})))
+    assert [each.predicted for each in low.rows] == [each.predicted for each in high.rows]
+
+
+def test_names_and_sources_touch_no_prediction(make_table: MakeTable) -> None:
+    one = validate(read_table(make_table({"id": "mpt-1", "source": "a", "split": "dev"})))
+    other = validate(read_table(make_table({"id": "x-7", "source": "b", "split": "calib"})))
+    assert one.rows[0].predicted == other.rows[0].predicted
+
+
+def test_rows_are_written_with_their_reasons(make_table: MakeTable) -> None:
+    found = validate(read_table(make_table({}, {"gpu": "Z9000"}, {"value": "fast"}, {"value": "OOM"})))
+    rows = list(csv.DictReader(io.StringIO(rows_csv(found))))
+    assert list(rows[0]) == ["id", "metric_name", "measured", "predicted", "skipped"]
+    assert (rows[0]["measured"], rows[0]["skipped"]) == ("1", "")
+    assert float(rows[0]["predicted"]) > 0
+    assert rows[1]["predicted"] == ""
+    assert rows[1]["skipped"].startswith("line 3, columns gpu, n_gpus: no device is called 'Z9000'")
+    assert rows[2]["skipped"] == "line 4, column value: 'fast' is not a number above 0"
+    assert (rows[3]["measured"], rows[3]["skipped"]) == ("OOM", "ran out of memory: nothing was measured")
+    assert (found.ran_out, found.false_fits) == (1, 1)
+
+
+def test_a_run_that_cannot_fit_is_not_said_to_fit(make_table: MakeTable) -> None:
+    huge = {"layers": "96", "hidden": "12288", "heads": "96", "kv_heads": "96", "ffn": "49152", "params_b": "175"}
+    found = validate(read_table(make_table({**huge, "value": "OOM"})))
+    assert (found.ran_out, found.false_fits) == (1, 0)
+
+
+def test_alternatives_and_scaling_are_grouped(make_table: MakeTable) -> None:
+    layouts = [("8", "1", "1"), ("4", "2", "1"), ("2", "4", "1"), ("2", "2", "2")]
+    rows = [{"dp": dp, "tp": tp, "pp": pp, "zero_stage_or_fsdp": "none"} for dp, tp, pp in layouts]
+    more = {"n_gpus": "16", "dp": "16", "global_batch": "128", "zero_stage_or_fsdp": "none"}
+    found = validate(read_table(make_table(*rows, more)))
+    assert found.ranking is not None
+    assert (found.ranking.groups, found.ranking.alternatives) == (1, 4)
+    assert found.scaling is not None
+    assert found.scaling.rows == 1
+
+
+def test_states_listed_apart_make_the_other_rows_activations(make_table: MakeTable) -> None:
+    memory = {"metric_name": "mem_gib", "zero_stage_or_fsdp": "none"}
+    whole = validate(read_table(make_table(memory))).rows[0].predicted
+    found = validate(read_table(make_table(memory, {**memory, "activation_recompute": "any"}))).rows
+    parts = [each.predicted for each in found]
+    assert whole is not None
+    assert all(part is not None and part < whole for part in parts)
+
+
+def test_scores_are_plain_data_and_the_same_every_time(make_table: MakeTable) -> None:
+    path = make_table({}, {"metric_name": "mem_gib", "value": "30"}, {"split": "dev"})
+    first, second = (to_json(validate(read_table(path), "calib")) for _ in range(2))
+    assert first == second
+    assert first["rows"] == 2
+    assert first["families"]["gpt"]["time"]["rows"] == 1
+    assert first["overall"]["memory"]["mean"] == pytest.approx(first["families"]["gpt"]["memory"]["mean"])
