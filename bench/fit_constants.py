@@ -5,7 +5,7 @@ families of the mean absolute logarithm of predicted over measured, so that twic
 towards the starting values that keeps what few rows tell apart from running away. The search goes along one constant
 at a time with steps that shrink: no random numbers, so that the same rows give the same file.
 
-Rows of other splits are never looked at here. Memory has no constants.
+Rows of other splits are never looked at here. Memory has no fitted constants.
 """
 
 from __future__ import annotations

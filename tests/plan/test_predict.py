@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.plan.constants import Constants, constants_for, fitted_constants, format_constants, parse_constants
-from paceline.plan.predict import Prediction, predict
+from paceline.plan.predict import predict
 from paceline.plan.workload import Layout, ModelShape, Recompute, Running, Sharding, Workload
 from paceline.units import GIB
 
@@ -27,10 +27,6 @@ def workload(
     layout = Layout(devices=devices, data=data, tensor=tensor, pipeline=pipeline, sharding=sharding)
     run = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16", recompute=recompute)
     return Workload(model=SHAPE, layout=layout, run=run)
-
-
-def seconds(found: Prediction) -> float:
-    return found.seconds
 
 
 def test_parts_add_up_to_the_step() -> None:
@@ -117,6 +113,13 @@ def test_constants_are_written_and_read_back() -> None:
     sets = fitted_constants()
     assert ("ampere", "eager") in sets
     assert parse_constants(format_constants(sets)) == sets
+
+
+def test_a_band_is_wider_where_nothing_was_fitted() -> None:
+    fitted = predict(workload(), cluster(), SETS)
+    composed = predict(workload(), load_cluster("8x h100-sxm"), SETS)
+    widths = [(found.band[1] - found.band[0]) / found.seconds for found in (fitted, composed)]
+    assert 0 < widths[0] < widths[1]
 
 
 def test_the_same_input_gives_the_same_prediction() -> None:

@@ -55,8 +55,7 @@ class Constants:
 
 DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "convolution")
 FRAMEWORK_FIELDS = ("traffic", "launch_us", "contention", "slowdown")
-# cuDNN's attention, which Megatron uses from Hopper on: 450 to 600 TFLOP/s forward on H100, less backward (arXiv
-# 2407.08608, figures 5 and 6), of a ceiling of 795.
+# cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
 CUDNN_ATTENTION = 0.55
 ConstantSets = Mapping[tuple[str, str], Constants]
 

@@ -107,9 +107,9 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
 
 
 def _parts(rows: Sequence[Row]) -> list[Part]:
-    """What a row of memory counts. Where a table lists a run's states apart, whatever is recomputed ("any"), the other
-    rows of that run count activations alone."""
-    keys = ("model_family", "layers", "hidden", "n_gpus", "tp", "pp", "zero_stage_or_fsdp", "gpu")
+    """What a row of memory counts. Where a table lists states apart, whatever is recomputed ("any"), its other rows of
+    such runs count activations alone."""
+    keys = ("model_family", "zero_stage_or_fsdp", "precision", "gpu")
     apart = {
         tuple(row.text[key] for key in keys)
         for row in rows
