@@ -55,7 +55,8 @@ def make_entry(name: str, machine: Machine, measured: Measured, best: dict[str, 
     if not links:
         # One rank: nothing was measured between ranks, and a node names a link all the same.
         content["links"] = {f"{name}-alone": _alone(measured)}
-    text = f"{_header(machine, measured, origin)}\n{yaml.safe_dump(content, sort_keys=False, width=110, default_flow_style=None)}"
+    written = yaml.safe_dump(content, sort_keys=False, width=110, default_flow_style=None)
+    text = f"{_header(machine, measured, origin)}\n{written}"
     parse_catalog(text, "the new entry")
     return text
 
