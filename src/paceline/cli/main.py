@@ -15,6 +15,7 @@ from paceline.cli.calibrate import calibrate
 from paceline.cli.cluster import app as cluster_app
 from paceline.cli.config import app as config_app
 from paceline.cli.doctor import doctor
+from paceline.cli.plan import plan
 from paceline.cli.report import report
 from paceline.cli.schedule import schedule
 from paceline.cli.simulate import simulate
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(verify)
 app.command()(validate)
+app.command()(plan)
 app.command()(report)
 app.command()(simulate)
 app.command()(schedule)

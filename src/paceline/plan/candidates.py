@@ -66,17 +66,35 @@ class Candidate:
 
     @property
     def knobs(self) -> dict[str, int | str]:
-        """What was decided, by the keys of a config."""
+        """What was decided, one entry a decision, by the main key of each."""
         layout = self.layout
         return {
-            "parallel.strategy": self.strategy,
-            "parallel.shard_ranks": self.shard if self.strategy == "hybrid" else 0,
+            "parallel.strategy": f"{self.strategy} {self.shard}" if self.strategy == "hybrid" else self.strategy,
             "parallel.pipeline": layout.pipeline,
-            "parallel.tensor": layout.tensor,
             "parallel.chunks": layout.chunks,
+            "parallel.tensor": layout.tensor,
             "train.microbatch": self.microbatch,
             "memory.checkpoint_activations": CHECKPOINTS[self.recompute],
         }
+
+    @property
+    def settings(self) -> dict[str, int | str | bool]:
+        """The keys of a config that say it, without those that have no effect, and without the batch."""
+        layout = self.layout
+        found: dict[str, int | str | bool] = {"parallel.strategy": self.strategy}
+        if self.strategy == "hybrid":
+            found["parallel.shard_ranks"] = self.shard
+        found["parallel.pipeline"] = layout.pipeline
+        if layout.pipeline > 1:
+            found["parallel.schedule"] = self.schedule
+        if layout.chunks > 1:
+            found["parallel.chunks"] = layout.chunks
+        found["parallel.tensor"] = layout.tensor
+        if layout.tensor > 1:
+            found["parallel.sequence_parallel"] = layout.sequence_parallel
+        found["memory.checkpoint_activations"] = CHECKPOINTS[self.recompute]
+        found["train.microbatch"] = self.microbatch
+        return found
 
     def __str__(self) -> str:
         layout = self.layout

@@ -45,9 +45,7 @@ def engine_footprint(workload: Workload) -> Footprint:
 
 
 def _times(step: StepSeconds, count: float) -> StepSeconds:
-    return replace(
-        step, exposed=step.exposed * count, hidden=step.hidden * count, contention=step.contention * count
-    )
+    return replace(step, exposed=step.exposed * count, hidden=step.hidden * count, contention=step.contention * count)
 
 
 def _reduced_each_time(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:

@@ -1,0 +1,227 @@
+"""The search over ways to train: what is left out and why, what comes first, and what it would take to fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster.devices import Cluster, load_cluster
+from paceline.errors import UsageError
+from paceline.plan.candidates import Candidate, Task, candidates_for, divisors, recomputing, workload_of
+from paceline.plan.engine_costs import engine_footprint, price
+from paceline.plan.predict import Prediction, predict
+from paceline.plan.scaling import resized, scaling_rows
+from paceline.plan.search import (
+    TOO_LARGE,
+    Search,
+    budget_of,
+    explain_against,
+    explain_winner,
+    rank_one,
+    room_makers,
+    search,
+    smallest_changes,
+)
+from paceline.plan.workload import Layout, ModelShape
+
+SMALL = ModelShape(layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocab=50304)
+LARGE = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, gated=True, tied=False)
+TASK = Task(model=LARGE, global_batch=128, seq_len=4096)
+NODES = load_cluster("2x dgx-h100")
+
+
+@pytest.fixture(scope="module")
+def found() -> Search:
+    return search(TASK, NODES)
+
+
+def written(data: int = 16, strategy: str = "ddp", microbatch: int = 8) -> Candidate:
+    sharding = "ddp" if strategy == "ddp" else "fsdp"
+    layout = Layout(devices=16, data=data, sharding=sharding)  # type: ignore[arg-type]
+    workload = workload_of(TASK, layout, microbatch)
+    return Candidate(workload=workload, strategy=strategy, shard=1 if strategy == "ddp" else data)
+
+
+def test_every_candidate_is_a_mesh_of_all_devices() -> None:
+    left_out: Counter[str] = Counter()
+    candidates = list(candidates_for(TASK, NODES, left_out))
+    assert len({str(each) for each in candidates}) == len(candidates)
+    assert {each.strategy for each in candidates} == {"ddp", "zero1", "zero2", "fsdp", "hybrid"}
+    assert {each.schedule for each in candidates} == {"", "1f1b", "interleaved"}
+    for each in candidates:
+        layout = each.layout
+        assert layout.pipeline * layout.data * layout.tensor == 16
+        assert each.microbatch * each.accumulate * layout.data == 128
+        assert LARGE.kv_heads % layout.tensor == 0
+        assert layout.data % each.shard == 0
+        assert layout.pipeline == 1 or each.accumulate >= layout.pipeline
+    assert set(left_out) == {"fewer microbatches than stages"}
+
+
+def test_what_cannot_be_is_counted_by_reason() -> None:
+    left_out: Counter[str] = Counter()
+    odd = replace(TASK, model=replace(SMALL, heads=10, kv_heads=5), global_batch=24)
+    found = list(candidates_for(odd, NODES, left_out))
+    assert {each.layout.tensor for each in found} == {1}
+    assert left_out["tensor ranks do not divide the heads"] == 3
+    assert left_out["more stages than blocks"] == 1
+    assert left_out["data ranks do not divide the batch"] == 1
+
+
+def test_all_that_is_ranked_fits_and_the_fastest_is_first(found: Search) -> None:
+    seconds = [each.seconds for each in found.ranked]
+    assert seconds == sorted(seconds)
+    assert all(each.memory_bytes <= budget_of(NODES) for each in found.ranked)
+    assert found.left_out[TOO_LARGE] > 0
+    assert found.looked_at == len(found.ranked) + sum(found.left_out.values())
+    assert found.nearest is None
+    assert 0.2 < found.ranked[0].mfu < 0.8
+
+
+def test_recomputation_is_taken_only_where_less_does_not_fit(found: Search) -> None:
+    for each in found.ranked:
+        if each.candidate.recompute == "full":
+            less = recomputing(each.candidate, "selective")
+            assert engine_footprint(less.workload).total > budget_of(NODES)
+
+
+def test_another_estimate_of_memory_counts_where_it_is_larger(found: Search) -> None:
+    winner = str(found.ranked[0].candidate)
+    again = search(TASK, NODES, need=lambda each: 1e15 if str(each) == winner else 0.0)
+    assert winner not in {str(each.candidate) for each in again.ranked}
+
+
+def test_by_memory_the_smallest_is_first(found: Search) -> None:
+    smallest = search(TASK, NODES, order="memory")
+    sizes = [each.memory_bytes for each in smallest.ranked]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < min(each.memory_bytes for each in found.ranked)
+    assert smallest.ranked[0].candidate.recompute == "full"
+
+
+def test_the_same_search_finds_the_same(found: Search) -> None:
+    assert [str(each.candidate) for each in search(TASK, NODES).ranked] == [
+        str(each.candidate) for each in found.ranked
+    ]
+
+
+def test_winner_and_runners_up_are_explained(found: Search) -> None:
+    first = explain_winner(found)
+    assert str(found.ranked[0].candidate) in first
+    assert f"fastest of {len(found.ranked)} that fit: computing" in first
+    slowest = explain_against(found.ranked[0], found.ranked[-1])
+    assert "longer, with" in slowest
+    assert explain_against(found.ranked[0], found.ranked[0]).endswith("takes as long")
+
+
+def test_of_a_thousand_devices_few_candidates_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+
+    def counted(candidate: Candidate, cluster: Cluster) -> Prediction:
+        timed.append(candidate)
+        return price(candidate, cluster)
+
+    monkeypatch.setattr("paceline.plan.search.price", counted)
+    large = search(replace(TASK, global_batch=1024), load_cluster("128x dgx-h100"))
+    assert len(timed) == len(large.ranked) < 2000  # each takes about a millisecond
+    assert large.looked_at > len(timed) > 200
+
+
+def test_a_batch_that_no_mesh_shares_is_refused() -> None:
+    cluster = load_cluster("8x dgx-h100")
+    odd = replace(TASK, model=replace(LARGE, layers=4, kv_heads=1, heads=1), global_batch=3)
+    with pytest.raises(UsageError, match=r"no mesh fits a batch of 3[^!]*try train.global_batch=64, or 3 devices"):
+        search(odd, cluster)
+
+
+# What the engines send beside what is predicted.
+
+
+def test_engines_pay_for_every_microbatch_where_they_do() -> None:
+    def both(strategy: str, sharding: str, pipeline: int = 1, shard: int = 0) -> tuple[float, float]:
+        data = 16 // pipeline
+        layout = Layout(devices=16, data=data, pipeline=pipeline, sharding=sharding, shard_group=shard)  # type: ignore[arg-type]
+        workload = workload_of(TASK, layout, 1)
+        candidate = Candidate(workload=workload, strategy=strategy, shard=shard or data)
+        return price(candidate, NODES).seconds, predict(workload, NODES).seconds
+
+    for strategy, sharding, pipeline, shard in (
+        ("zero2", "zero2", 1, 0),
+        ("fsdp", "fsdp", 2, 0),
+        ("hybrid", "fsdp", 1, 8),
+    ):
+        ours, plain = both(strategy, sharding, pipeline, shard)
+        assert ours > plain, strategy
+    for strategy in ("ddp", "zero1", "fsdp"):
+        ours, plain = both(strategy, strategy)
+        assert ours == plain, strategy
+
+
+# What makes it fit.
+
+
+def test_the_fewest_changes_come_first_and_each_is_faster(found: Search) -> None:
+    asked = written()
+    assert rank_one(asked, NODES).memory_bytes > found.budget
+    changes = smallest_changes(asked, found)
+    times = [each.ranked.seconds for each in changes if each.ranked]
+    assert len(times) == len(changes) >= 2
+    assert times == sorted(times, reverse=True)
+    assert times[-1] == pytest.approx(found.ranked[0].seconds)
+    named = smallest_changes(asked, found, named=("train.microbatch",))
+    assert all("train.microbatch" in each.keys for each in named)
+    assert "a step" in str(named[0])
+
+
+def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> None:
+    small = load_cluster("1x g5.12xlarge")
+    nothing = search(replace(TASK, global_batch=8), small)
+    assert nothing.ranked == ()
+    assert nothing.nearest is not None
+    assert nothing.nearest[1] > nothing.budget
+    changes = room_makers(nothing, lambda _: None)
+    assert all(each.keys for each in changes)
+    assert any("devices" in each.keys for each in changes)
+    more = next(each.keys["devices"] for each in changes if "devices" in each.keys)
+    assert search(replace(TASK, global_batch=8), resized(small, int(more))).ranked
+
+
+# Scaling.
+
+
+def test_scaling_keeps_or_grows_the_batch() -> None:
+    task = Task(model=SMALL, global_batch=64, seq_len=1024)
+    strong = scaling_rows(task, NODES, [8, 1, 16, 16], weak=False)
+    weak = scaling_rows(task, NODES, [1, 8, 16], weak=True)
+    assert [row.devices for row in strong] == [1, 8, 16]
+    assert [row.global_batch for row in strong] == [64, 64, 64]
+    assert [row.global_batch for row in weak] == [4, 32, 64]
+    assert strong[0].efficiency == 1.0
+    assert strong[0].best is not None
+    assert strong[2].best is not None
+    assert strong[2].best.seconds < strong[0].best.seconds
+    assert strong[2].efficiency < 1.0
+
+
+def test_rows_without_a_plan_say_why() -> None:
+    rows = scaling_rows(TASK, NODES, [1, 16], weak=False)
+    assert rows[0].best is None
+    assert rows[0].why == "out of memory"
+    assert rows[1].efficiency == 1.0
+    (odd,) = scaling_rows(replace(TASK, global_batch=8), NODES, [1], weak=True)
+    assert "no whole number on 1" in odd.why
+
+
+def test_devices_are_a_part_of_a_node_or_whole_nodes() -> None:
+    assert resized(NODES, 4).node.devices == 4
+    assert resized(NODES, 64).nodes == 8
+    for count in (0, 12):
+        with pytest.raises(UsageError, match="beyond one node they are whole nodes"):
+            resized(NODES, count)
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
