@@ -145,7 +145,8 @@ def test_engines_pay_for_every_microbatch_where_they_do() -> None:
         layout = Layout(devices=16, data=data, pipeline=pipeline, sharding=sharding, shard_group=shard)  # type: ignore[arg-type]
         workload = workload_of(TASK, layout, 1)
         candidate = Candidate(workload=workload, strategy=strategy, shard=shard or data)
-        return price(candidate, NODES).seconds, predict(workload, NODES).seconds
+        steps = price(candidate, NODES).step, predict(workload, NODES).step
+        return steps[0].exposed + steps[0].hidden, steps[1].exposed + steps[1].hidden
 
     for strategy, sharding, pipeline, shard in (
         ("zero2", "zero2", 1, 0),

@@ -109,7 +109,7 @@ def _counts(text: str | None) -> list[int]:
     if text is None:
         return []
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(f"--gpus {text}: {error}\n  it is a list of whole numbers\n  try --gpus 1,2,4,8,16") from error
 
@@ -168,10 +168,19 @@ def _judge(asked: _Asked, found: Search) -> _Verdict:
         return _Verdict(as_written=None, fits=False, changes=[])
     ranked = rank_one(candidate, asked.cluster, asked.need)
     fits = ranked.memory_bytes <= found.budget
-    # Without a microbatch in the config, it follows from the mesh, and would change with it.
-    named = () if asked.config.train.microbatch else ("train.microbatch",)
+    named = _named(asked.config)
     changes = [] if fits else smallest_changes(candidate, found, named=named)
     return _Verdict(as_written=ranked, fits=fits, changes=changes)
+
+
+def _named(config: Config) -> tuple[str, ...]:
+    """Keys that a change of the mesh must name: a microbatch that follows from it, and what else the config fixes."""
+    train = config.train
+    return (
+        *(() if train.microbatch else ("train.microbatch",)),
+        *(("train.accumulate",) if train.accumulate else ()),
+        *(("parallel.data",) if config.parallel.data else ()),
+    )
 
 
 def _write(output: Path, asked: _Asked, found: Search) -> None:
@@ -209,7 +218,7 @@ def _show(asked: _Asked, found: Search, verdict: _Verdict, top: int) -> None:
     if not found.ranked:
         _show_nothing(found, verdict)
         return
-    typer.echo(f"\n{found.looked_at} ways looked at, {len(found.ranked)} fit{_reasons(found)}\n")
+    typer.echo(f"\n{found.looked_at} ways looked at, {found.num_fit} fit{_reasons(found)}\n")
     typer.echo(f"{'':>3} {'step':>10} {'tokens/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}  plan")
     for number, each in enumerate(found.ranked[:top], 1):
         typer.echo(f"{number:>3} {_line(each)}  {each.candidate}")
@@ -310,7 +319,7 @@ def _to_json(
         "assumed": list(asked.assumed),
         "order": found.order,
         "looked_at": found.looked_at,
-        "fit": len(found.ranked),
+        "fit": found.num_fit,
         "left_out": found.left_out,
         "budget_bytes": found.budget,
         "plans": [_ranked_json(each) for each in shown],

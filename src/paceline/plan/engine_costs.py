@@ -17,7 +17,7 @@ from paceline.cluster.devices import Cluster
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.block import CALL_S
 from paceline.plan.candidates import Candidate
-from paceline.plan.constants import constants_for, fitted_constants
+from paceline.plan.constants import Constants, constants_for, fitted_constants
 from paceline.plan.footprint import Footprint, footprint
 from paceline.plan.predict import Prediction, predict
 from paceline.plan.step import StepSeconds, stage_layers
@@ -60,10 +60,17 @@ def _averaged_between_groups(step: StepSeconds, candidate: Candidate, cluster: C
     workload = candidate.workload
     group = group_of(cluster, workload.layout.data // candidate.shard, workload.layout.tensor * candidate.shard)
     num_bytes = _part_params(workload) * 4 / candidate.shard
-    seconds = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * _slowdown(workload, cluster)
+    seconds = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * _constants(
+        workload, cluster
+    ).slowdown
     room = max(0.0, (2 / 3 * step.compute - step.hidden) / workload.microbatches)
     hidden = min(seconds, room)
-    return replace(step, exposed=step.exposed + seconds - hidden, hidden=step.hidden + hidden)
+    return replace(
+        step,
+        exposed=step.exposed + seconds - hidden,
+        hidden=step.hidden + hidden,
+        contention=step.contention + _constants(workload, cluster).contention * hidden,
+    )
 
 
 def _part_params(workload: Workload) -> float:
@@ -76,8 +83,10 @@ def _part_params(workload: Workload) -> float:
 def _gather_seconds(workload: Workload, cluster: Cluster) -> float:
     num_bytes = _part_params(workload) * 2
     group = group_of(cluster, workload.layout.data, workload.layout.tensor)
-    return (collective_seconds("all_gather", num_bytes, group, cluster) + CALL_S) * _slowdown(workload, cluster)
+    return (collective_seconds("all_gather", num_bytes, group, cluster) + CALL_S) * _constants(
+        workload, cluster
+    ).slowdown
 
 
-def _slowdown(workload: Workload, cluster: Cluster) -> float:
-    return constants_for(fitted_constants(), cluster.device.generation, workload.run.framework)[0].slowdown
+def _constants(workload: Workload, cluster: Cluster) -> Constants:
+    return constants_for(fitted_constants(), cluster.device.generation, workload.run.framework)[0]

@@ -135,8 +135,7 @@ def _of_kind(path: Path, kind: str, values: dict[str, Any]) -> HuggingFaceModel:
         "data": {"kind": "synthetic_tokens", "vocab_size": sizes["vocab"], "context": context, "samples": 65536},
         "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
     }
-    return HuggingFaceModel(
-        name=kind, shape=shape, sections=sections, assumed=tuple(assumed), no_config=no_config)
+    return HuggingFaceModel(name=kind, shape=shape, sections=sections, assumed=tuple(assumed), no_config=no_config)
 
 
 def _model_section(shape: ModelShape, is_classic: bool) -> dict[str, Any]:

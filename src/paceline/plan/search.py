@@ -71,18 +71,22 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was found. ``nearest``: where nothing fits, the candidate that needs least, and how much."""
+    """What was found. ``num_fit``: how many fit, all of which are ranked where time is asked for.
+
+    ``nearest``: where nothing fits, the candidate that needs least, and how much.
+    """
 
     task: Task
     cluster: Cluster
     order: Order
     ranked: tuple[Ranked, ...]
+    num_fit: int
     left_out: dict[str, int]
     nearest: tuple[Candidate, float] | None = None
 
     @property
     def looked_at(self) -> int:
-        return len(self.ranked) + sum(self.left_out.values())
+        return self.num_fit + sum(self.left_out.values())
 
     @property
     def budget(self) -> float:
@@ -114,6 +118,7 @@ def search(task: Task, cluster: Cluster, *, order: Order = "time", need: Need | 
         fitting += fits
     if not any_mesh:
         raise _no_mesh(task, cluster, left_out)
+    num_fit = len(fitting)
     if order == "memory":
         fitting = sorted(fitting, key=lambda each: each[1])[:_TIMED_BY_MEMORY]
     ranked = [_rank(candidate, num_bytes, cluster) for candidate, num_bytes in fitting]
@@ -125,6 +130,7 @@ def search(task: Task, cluster: Cluster, *, order: Order = "time", need: Need | 
         cluster=cluster,
         order=order,
         ranked=tuple(ranked),
+        num_fit=num_fit,
         left_out=dict(left_out),
         nearest=None if fitting else nearest,
     )
@@ -187,7 +193,7 @@ def explain_winner(found: Search) -> str:
     parts = sorted(((getattr(step, name), words) for name, words in _PARTS.items()), reverse=True)
     told = ", ".join(f"{words} {value / step.total:.0%}" for value, words in parts[:3] if value > 0.005 * step.total)
     first = "fastest" if found.order == "time" else "smallest"
-    return f"{winner.candidate} is the {first} of {len(found.ranked)} that fit: {told}"
+    return f"{winner.candidate} is the {first} of {found.num_fit} that fit: {told}"
 
 
 def explain_against(winner: Ranked, other: Ranked) -> str:
@@ -197,10 +203,10 @@ def explain_against(winner: Ranked, other: Ranked) -> str:
     gaps = {words: getattr(theirs, name) - getattr(ours, name) for name, words in _PARTS.items()}
     worst, best = max(gaps, key=lambda each: gaps[each]), min(gaps, key=lambda each: gaps[each])
     told = f"takes {abs(slower):.1%} {'longer' if slower > 0 else 'less'}" if abs(slower) >= 0.0005 else "takes as long"
-    if gaps[worst] > 0.001 * winner.seconds:
-        told += f", with {format_seconds(gaps[worst])} more of {worst}"
-    if -gaps[best] > 0.001 * winner.seconds:
-        told += f" and {format_seconds(-gaps[best])} less of {best}"
+    more = f"{format_seconds(gaps[worst])} more of {worst}" if gaps[worst] > 0.001 * winner.seconds else ""
+    less = f"{format_seconds(-gaps[best])} less of {best}" if -gaps[best] > 0.001 * winner.seconds else ""
+    if more or less:
+        told += ", with " + " and ".join(part for part in (more, less) if part)
     change = other.memory_bytes - winner.memory_bytes
     if abs(change) > 0.01 * winner.memory_bytes:
         told += f"; needs {format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
@@ -229,15 +235,18 @@ class Change:
 def smallest_changes(asked: Candidate, found: Search, *, most: int = 3, named: Collection[str] = ()) -> list[Change]:
     """Returns the fewest decisions that make a candidate fit: for each number of them the fastest way, few first.
 
-    ``named``: keys that a change always names, because the config leaves them to be derived from others.
+    ``named``: keys that a change names whether it decides them or not: those that the config derives from others and
+    would derive anew, and those that it gives although they follow (``train.accumulate``, ``parallel.data``).
     """
     best: dict[int, Change] = {}
     for ranked in found.ranked:
         before, after = asked.knobs, ranked.candidate.knobs
         number = sum(before[key] != value for key, value in after.items())
         if number and number not in best:
-            settings = ranked.candidate.settings
-            keys = {key: value for key, value in settings.items() if key in named or value != asked.settings.get(key)}
+            candidate = ranked.candidate
+            follows = {"train.accumulate": candidate.accumulate, "parallel.data": candidate.layout.data}
+            keys = {key: value for key, value in candidate.settings.items() if value != asked.settings.get(key)}
+            keys |= {key: value for key, value in (candidate.settings | follows).items() if key in named}
             best[number] = Change(keys=keys, ranked=ranked)
     changes = [best[number] for number in sorted(best)]
     # More of them are worth it only where they are faster.

@@ -1,0 +1,204 @@
+"""Models that are planned: from a config, from a Hugging Face config.json, and back to a config that trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster.devices import load_cluster
+from paceline.config import Config, config_from_dict, load_config
+from paceline.errors import ConfigError, UsageError
+from paceline.plan.engine_memory import EngineMemory
+from paceline.plan.from_config import candidate_of, planned_values, planned_yaml, task_of
+from paceline.plan.hugging_face import HuggingFaceModel, read_hugging_face
+from paceline.plan.search import Search, search, smallest_changes
+from paceline.planning import make_plan
+
+CONFIG = Path(__file__).parents[2] / "configs" / "gpt_7b.yaml"
+CLUSTER = load_cluster("4x dgx-h100")
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "n_positions": 1024,
+    "n_inner": None,
+    "vocab_size": 50257,
+}
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def found(config: Config) -> Search:
+    return search(task_of(config, 32), CLUSTER, need=EngineMemory.of(config))
+
+
+def read(folder: Path, values: object) -> HuggingFaceModel:
+    path = folder / "config.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return read_hugging_face(path)
+
+
+# Configs.
+
+
+def test_the_shape_of_a_config_is_that_of_its_size(config: Config) -> None:
+    task = task_of(config, 32)
+    assert task.model.params == pytest.approx(6.74e9, rel=0.01)
+    assert (task.global_batch, task.seq_len, task.compute, task.framework) == (256, 4096, "bf16", "compiled")
+
+
+def test_models_that_are_no_transformers_are_refused() -> None:
+    digits = load_config(CONFIG.parent / "digits.yaml")
+    with pytest.raises(UsageError, match=r"model\.kind = mlp is not a transformer"):
+        task_of(digits, 8)
+
+
+def test_a_context_that_nobody_says_is_asked_for() -> None:
+    model = {"kind": "gpt", "layers": 2, "heads": 2, "width": 32}
+    data = {"kind": "factory", "factory": "nothing:here"}
+    with pytest.raises(UsageError, match=r"set model\.context, or data\.context"):
+        task_of(config_from_dict({"model": model, "data": data}), 8)
+
+
+def test_every_plan_is_a_config_with_that_mesh_and_batch(config: Config, found: Search, tmp_path: Path) -> None:
+    kinds = {}
+    for each in found.ranked:
+        layout = each.candidate.layout
+        kinds.setdefault((each.candidate.strategy, layout.pipeline > 1, layout.chunks > 1, layout.tensor > 1), each)
+    assert len(kinds) > 15
+    for each in kinds.values():
+        path = tmp_path / "plan.yaml"
+        path.write_text(planned_yaml(config, each, CLUSTER))
+        planned = load_config(path)
+        plan = make_plan(planned, ranks=32, train_samples=65536, eval_samples=1, node_ranks=8)
+        axes = dict(plan.mesh.axes)
+        candidate = each.candidate
+        assert axes.get("pipeline", 1) == candidate.layout.pipeline
+        assert axes.get("tensor", 1) == candidate.layout.tensor
+        assert axes.get("shard", 1) == candidate.shard
+        assert (plan.batch.microbatch, plan.batch.accumulate) == (candidate.microbatch, candidate.accumulate)
+        assert candidate_of(planned, found.task, CLUSTER) == candidate
+
+
+def test_what_belongs_to_another_machine_is_left_out_of_a_plan(config: Config, found: Search) -> None:
+    asked = load_config(
+        CONFIG, ["parallel.threads=4", "parallel.strategy=fsdp", "parallel.prefetch=2", "memory.offload=[optimizer]"]
+    )
+    candidate = next(each.candidate for each in found.ranked if each.candidate.strategy == "zero1")
+    values = planned_values(asked, candidate, CLUSTER)
+    assert "threads" not in values["parallel"]
+    assert "prefetch" not in values["parallel"]
+    assert "offload" not in values["memory"]
+    assert values["model"] == config.model_dump(mode="json", exclude_unset=True)["model"]
+
+
+def test_a_plan_that_the_config_forbids_is_refused(found: Search) -> None:
+    asked = load_config(CONFIG, ["comm.compression.policy=topk"])
+    candidate = next(each.candidate for each in found.ranked if each.candidate.layout.tensor > 1)
+    with pytest.raises(ConfigError, match=r"comm\.compression\.policy = topk"):
+        planned_values(asked, candidate, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([], ["train.microbatch"]),
+        (["train.accumulate=2", "parallel.data=32"], ["train.microbatch", "train.accumulate", "parallel.data"]),
+    ],
+)
+def test_changes_that_make_a_config_fit_do_so(given: list[str], named: list[str], found: Search) -> None:
+    asked = candidate_of(load_config(CONFIG, given), found.task, CLUSTER)
+    assert asked is not None
+    changes = smallest_changes(asked, found, named=named)
+    assert changes
+    for change in changes:
+        keys = [f"{key}={str(value).lower()}" for key, value in change.keys.items()]
+        assert change.ranked is not None
+        assert candidate_of(load_config(CONFIG, [*given, *keys]), found.task, CLUSTER) == change.ranked.candidate
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["parallel.strategy=auto", "train.microbatch=auto", "parallel.tensor=3", "memory.checkpoint_activations=every_2"],
+)
+def test_what_a_config_leaves_open_is_not_judged(override: str) -> None:
+    asked = load_config(CONFIG, [override, *(["model.heads=33", "model.width=4224"] if "tensor" in override else [])])
+    assert candidate_of(asked, task_of(asked, 32), CLUSTER) is None
+
+
+# Hugging Face.
+
+
+def test_llama_is_read(tmp_path: Path) -> None:
+    model = read(tmp_path, LLAMA)
+    assert model.shape.params == pytest.approx(8.03e9, rel=0.01)
+    assert model.no_config == ""
+    config = load_config(None, model.overrides)
+    assert task_of(config, 8).model == model.shape
+    assert config.train.global_batch == 1024
+    assert "1024 sequences of 4096 tokens" in model.assumed[0]
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_shapes_like_llama_are_read(kind: str, tmp_path: Path) -> None:
+    assert read(tmp_path, {**LLAMA, "model_type": kind}).shape == read(tmp_path, LLAMA).shape
+
+
+def test_gpt2_is_read(tmp_path: Path) -> None:
+    model = read(tmp_path, GPT2)
+    assert model.shape.params == pytest.approx(124e6, rel=0.02)
+    assert task_of(load_config(None, model.overrides), 8).model == model.shape
+
+
+def test_what_a_config_cannot_say_is_known(tmp_path: Path) -> None:
+    bert = read(tmp_path, {**LLAMA, "model_type": "bert", "num_key_value_heads": None})
+    assert not bert.shape.causal
+    assert "both directions" in bert.no_config
+    wide = read(tmp_path, {**LLAMA, "head_dim": 256})
+    assert wide.shape.query_width == 32 * 256
+    assert "its heads have 256 features" in wide.no_config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "llama", "hidden_size": 64}, "lacks num_hidden_layers, num_attention_heads, intermediate_size"),
+        ({**LLAMA, "hidden_size": "4096"}, "hidden_size = '4096'"),
+        ({**LLAMA, "num_attention_heads": True}, "num_attention_heads = True"),
+        ({**LLAMA, "num_attention_heads": 33}, "33 heads do not divide a width of 4096"),
+        ({**LLAMA, "model_type": "lama"}, "did you mean llama"),
+        ({**LLAMA, "model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
+        ({"model_type": "resnet"}, "plans are for transformers"),
+        ({name: value for name, value in LLAMA.items() if name != "model_type"}, "lacks model_type"),
+        ({"name": "other"}, "not the config.json"),
+        ([1], "holds a list"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_files_that_are_no_transformer_are_refused(values: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        read(tmp_path, values)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_hugging_face(tmp_path / "none.json")
