@@ -15,6 +15,7 @@ from rich.console import Console
 
 from paceline.errors import RunFolderError
 from paceline.monitor.records import EndRecord, EndStatus, EvalRecord, Record, RunRecord, StepRecord, to_line
+from paceline.plan.expectation import Expectation
 from paceline.report import RankSummary, RunSummary, render, summarize, to_json
 
 START = 1000.0
@@ -284,6 +285,45 @@ def test_the_tables_fit_and_say_the_numbers(tmp_path: Path, width: int) -> None:
     assert ["0", "cuda:0", "13", "2.0", "s", "3.3", "6.7", "13.3", "46.7", "1.7", "300", "B"] in rows
     assert "on node-a (rank 0 1)" in lines
     assert max(map(len, lines)) <= width
+
+
+EXPECTED = Expectation(ranks=2, step_s=2.0, step_s_low=1.5, step_s_high=2.5, memory_bytes=200.0)
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    _ragged_run(tmp_path)
+    (tmp_path / "prediction.json").write_text(EXPECTED.to_text())
+    summary = summarize(tmp_path)
+    lines = [line.rstrip() for line in _draw(summary, 80).splitlines()]
+    # the slowest ranks took 10, 4, 2 and 1 s; the first step is warm-up
+    assert lines[-2:] == [
+        "predicted 2.00 s a step (band 25 %), measured 2.00 s: as predicted",
+        "predicted 200 B of memory a rank, measured 300 B: 50 % more",
+    ]
+    found = to_json(summary)["prediction"]
+    assert (found["predicted"]["step_s"], found["measured_step_s"], found["memory_ratio"]) == (2.0, 2.0, 1.5)
+
+
+def test_a_prediction_is_compared_with_the_last_attempt_that_made_a_step(tmp_path: Path) -> None:
+    again = _run(0, world_size=1, time=START + 9)
+    steps = [_step(1, step_s=9.0), _step(2, step_s=9.0)]
+    _write(tmp_path, 0, _run(0, world_size=2), *steps, _end(), again, _step(3, step_s=3.0), _end(), again, _end())
+    for ranks, measured in ((1, 3.0), (2, None)):
+        (tmp_path / "prediction.json").write_text(replace(EXPECTED, ranks=ranks).to_text())
+        found = summarize(tmp_path).prediction
+        assert found is not None
+        assert found.measured_step_s == measured
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"pace": 1}', '{"step_s": "fast"}', '{"step_s": -1}', '{"step_s": NaN}']
+)
+def test_a_damaged_prediction_is_left_out_with_its_reason(tmp_path: Path, content: str) -> None:
+    _ragged_run(tmp_path)
+    (tmp_path / "prediction.json").write_text(content)
+    summary = summarize(tmp_path)
+    assert "prediction.json cannot be read" in to_json(summary)["prediction"]["predicted"]["reason"]
+    assert "predicted" not in _draw(summary, 80)
 
 
 def test_missing_ranks_and_steps_are_told(tmp_path: Path) -> None:

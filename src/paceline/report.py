@@ -10,9 +10,11 @@ How ranks and steps become one number, for step s and ranks r that took part in 
     samples/s        median over s of   sum_r samples / max_r step_s     the slowest rank sets the pace
     communication    sum over s of      mean_r comm_s                    exposed: what the steps waited
     its share        communication  /   sum over s of mean_r step_s
+    step time        median over s of   max_r step_s                     beside what was predicted
     training loss    sum loss_sum   /   sum count                        over all r and the last few s
 
-The rate leaves out the first tenth of the steps, and at least one, as they pay for start-up.
+Rate and step time leave out the first tenth of the steps, and at least one, as they pay for start-up. A prediction is
+of the last attempt that made a step, and compared with its steps alone.
 
 A resumed run appends to the same files, so a step may be there twice, and from another number of ranks. What counts
 for a step is the last attempt that rank 0 (or the lowest rank there is) made at it.
@@ -35,6 +37,7 @@ from rich.text import Text
 from paceline.errors import RunFolderError
 from paceline.monitor.console import format_loss, format_percent
 from paceline.monitor.records import EndRecord, EvalRecord, RunRecord, StepRecord, read_records, strict_json
+from paceline.plan.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_seconds
 
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
@@ -83,6 +86,7 @@ class RunSummary:
     comm_share: float
     comm_s: float
     ranks: tuple[RankSummary, ...]
+    prediction: Compared | None = None
 
 
 def summarize(run_folder: Path) -> RunSummary:
@@ -120,6 +124,7 @@ def summarize(run_folder: Path) -> RunSummary:
         comm_share=comm_s / step_s if step_s > 0 else 0.0,
         comm_s=comm_s,
         ranks=tuple(_rank_summary(rank, log, steps) for rank, log in sorted(logs.items())),
+        prediction=_compared(run_folder, logs, steps),
     )
 
 
@@ -134,6 +139,9 @@ def render(summary: RunSummary) -> RenderableType:
     parts: list[RenderableType] = [_title(summary), "", _headline(summary)]
     if summary.steps > 0:
         parts += ["", _rank_table(summary), Text(_rank_legend(summary), style="dim")]
+    if summary.prediction is not None:
+        told = summary.prediction.lines()
+        parts += ["", *map(Text, told)] if told else []
     parts += [Text(line, style="yellow") for line in _doubts(summary)]
     return Group(*parts)
 
@@ -230,6 +238,23 @@ def _final_loss(steps: list[dict[int, StepRecord]]) -> float | None:
     records = [record for ranks in steps for record in ranks.values()]
     count = sum(record.count for record in records)
     return sum(record.loss_sum for record in records) / count if count else None
+
+
+def _compared(run_folder: Path, logs: dict[int, _RankLog], steps: dict[int, dict[int, StepRecord]]) -> Compared | None:
+    """Returns what was expected of the last attempt that made a step, beside what it did; None if nothing was."""
+    expected = read_expectation(run_folder)
+    if expected is None:
+        return None
+    lead = logs[min(logs)]
+    last = next(
+        (each for each in reversed(lead.attempts) if any(each is made for made, _ in lead.steps.values())), None
+    )
+    if last is None or last.run.world_size != expected.ranks:
+        return compare(expected, None, None)
+    made = [ranks for step, ranks in steps.items() if lead.steps[step][0] is last]
+    slowest = [max(record.step_s for record in ranks.values()) for ranks in made]
+    memory = max(record.memory_bytes for ranks in made for record in ranks.values())
+    return compare(expected, median(slowest[max(1, len(slowest) // 10) :] or slowest), memory)
 
 
 def _samples_per_s(steps: list[dict[int, StepRecord]]) -> float | None:

@@ -82,6 +82,28 @@ def test_scaling_tables(call: Call) -> None:
     assert found["scaling"]["weak"][0]["efficiency"] == 1.0
 
 
+def test_scaling_is_drawn_as_predicted(call: Call, tmp_path: Path) -> None:
+    words = ("plan", CONFIG, "train.global_batch=16", "--cluster", "dgx-h100", "--gpus", "1,8")
+    shown = call(*words, "--png", str(tmp_path / "scaling.png"))
+    assert f"drawn into {tmp_path / 'scaling.png'}" in shown.out
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("one.svg", "two.svg"):
+        assert json.loads(call(*words, "--json", "--png", str(tmp_path / name)).out)["devices"] == 8
+    drawn = (tmp_path / "one.svg").read_text()
+    assert "predicted, not measured" in drawn
+    assert "predicted efficiency" in drawn
+    assert drawn == (tmp_path / "two.svg").read_text()
+    refused = call(*words, "--png", str(tmp_path / "scaling.docx"))
+    assert refused.code == 2
+    assert "cannot be drawn into" in refused.err
+    nothing = call(
+        "plan", CONFIG, "-c", "1x l4", "train.global_batch=1", "--gpus", "1", "--png", str(tmp_path / "no.png")
+    )
+    assert nothing.code == 1
+    assert "is not drawn: no number of devices has a plan" in nothing.out
+    assert not (tmp_path / "no.png").exists()
+
+
 def test_nothing_fits(call: Call) -> None:
     shown = call("plan", CONFIG, "--cluster", "1x l4", "train.global_batch=1")
     assert shown.code == 1
@@ -115,6 +137,7 @@ def test_a_hugging_face_model(call: Call, tmp_path: Path) -> None:
         ((CONFIG, "train.global_batch=16", "-c", "2x dgx-h100", "--gpus", "12"), "try 8 or 16"),
         ((CONFIG, "-c", "2x dgx-h100", "--gpus", "8,some"), "--gpus 1,2,4,8,16"),
         ((CONFIG, "-c", "2x dgx-h100", "--gpus", ","), "--gpus 1,2,4,8,16"),
+        ((CONFIG, "-c", "2x dgx-h100", "--png", "s.png"), "add --gpus 8,16,32"),
         ((CONFIG, "-c", "2x dgx-h100", "--by", "cost"), "--by time"),
         ((CONFIG, "-c", "dgx-h100", "--hf", "config.json"), "a plan is for one model"),
         (("-c", "dgx-h100"), "name a config, or --hf"),

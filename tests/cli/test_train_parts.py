@@ -15,7 +15,7 @@ from paceline.cli.train import Place, _next_steps, _Progress, find_place, show_r
 from paceline.config import Config, load_config
 from paceline.errors import CheckpointError, LaunchError, RunFolderError
 from paceline.launch.failure import Failure
-from paceline.launch.folder import RunFolder, claim_folder
+from paceline.launch.folder import RunFolder, claim_folder, settle_config
 from paceline.monitor.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, to_line
 
 RUN = RunRecord(
@@ -87,6 +87,19 @@ def test_the_checkpoint_of_another_run_starts_a_new_one(config: Config, project:
 def test_without_a_checkpoint_there_is_nothing_to_resume(config: Config) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in runs/tiny"):
         find_place(config, force=False, resume="auto")
+
+
+def test_what_is_expected_of_a_resumed_run_waits_until_it_is_set_up(run: Path) -> None:
+    with claim_folder(run, "name: tiny\n", resume=True) as claimed:
+        claimed.expect("first\n")
+        assert not (run / "prediction.json").exists()
+        settle_config(run)
+    assert (run / "prediction.json").read_text() == "first\n"
+    with claim_folder(run, "name: tiny\n", resume=True) as claimed:
+        claimed.expect("refused\n")
+        claimed.discard()
+    assert (run / "prediction.json").read_text() == "first\n"
+    assert not (run / ".prediction.json").exists()
 
 
 # What is shown

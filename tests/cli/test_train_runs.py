@@ -25,6 +25,11 @@ pytestmark = [
 Call = Callable[..., Any]
 Ends = Callable[[Path], list[Record]]
 
+GPT = [
+    "model={kind: gpt, layers: 1, heads: 2, width: 16, context: 8}",
+    "data={kind: synthetic_tokens, vocab_size: 16, samples: 64, context: 8}",
+]
+
 
 def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gone: Callable[[], list[int]]) -> None:
     """One story, as each chapter takes seconds: a run, more of it on fewer ranks, and nothing left to do."""
@@ -74,6 +79,21 @@ def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gon
     assert "train.steps=10" in called.out
 
 
+def check_prediction(found: Any, run: Path, cluster: str) -> None:
+    assert found["predicted"] == json.loads((run / "prediction.json").read_text())
+    assert (found["predicted"]["reason"], found["predicted"]["cluster"]) == ("", cluster)
+    assert found["step_ratio"] == found["measured_step_s"] / found["predicted"]["step_s"]
+
+
+@pytest.mark.exhaustive
+def test_a_transformer_is_told_what_it_was_expected_to_take(project: Path, call: Call) -> None:
+    called = call("train", "tiny.yaml", *GPT, "parallel.ranks=1", "--json")
+    assert (called.code, called.err) == (0, "")
+    check_prediction(json.loads(called.out)["prediction"], project / "runs" / "tiny", "1x cpu-host")
+    called = call("report", "runs/tiny")
+    assert [line.split()[0] for line in called.out.splitlines() if " measured " in line] == ["predicted"] * 2
+
+
 def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> None:
     torchrun = [
         sys.executable,
@@ -86,8 +106,9 @@ def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> Non
         "paceline",
     ]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "GLOO_SOCKET_IFNAME")}
+    settings = ["parallel.ranks=auto", f"comm.interface={loopback_interface()}"]
     done = subprocess.run(
-        [*torchrun, "train", "tiny.yaml", "parallel.ranks=auto", f"comm.interface={loopback_interface()}", "--json"],
+        [*torchrun, "train", "tiny.yaml", *GPT, *settings, "--json"],
         capture_output=True,
         text=True,
         env=environment,
@@ -96,8 +117,9 @@ def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> Non
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["status"], summary["world_size"]) == ("done", 2)
+    check_prediction(summary["prediction"], project / "runs" / "tiny", "2x cpu-host")
     assert [end.status for end in ends(project / "runs" / "tiny") if isinstance(end, EndRecord)] == ["done", "done"]
     assert load_config(project / "runs" / "tiny" / "config.yaml").parallel.ranks == 2
     for path in (project / "runs" / "tiny" / "records").iterdir():
-        (settings,) = [each for each in read_records(path) if isinstance(each, EventRecord) and each.name == "settings"]
-        assert settings.detail == {"GLOO_SOCKET_IFNAME": loopback_interface()}
+        (event,) = [each for each in read_records(path) if isinstance(each, EventRecord) and each.name == "settings"]
+        assert event.detail == {"GLOO_SOCKET_IFNAME": loopback_interface()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,17 @@ Ends = Callable[[Path], list[Record]]
 
 
 def test_virtual_ranks_train_in_one_process(project: Path, call: Call, ends: Ends) -> None:
-    called = call("train", "tiny.yaml", "comm.backend=virtual", "parallel.ranks=4")
+    gpt = "model={kind: gpt, layers: 1, heads: 2, width: 16, context: 8}"
+    data = "data={kind: synthetic_tokens, vocab_size: 16, samples: 64, context: 8}"
+    called = call("train", "tiny.yaml", gpt, data, "comm.backend=virtual", "parallel.ranks=4")
     assert called.code == 0, called.err
     assert "ddp on 4 ranks (virtual, cpu)" in called.out
     folder = project / "runs" / "tiny"
     assert [(end.status, end.step) for end in ends(folder) if isinstance(end, EndRecord)] == [("done", 3)] * 4
     records = [next(iter(read_records(path))) for path in (folder / "records").iterdir()]
+    expected = json.loads((folder / "prediction.json").read_text())
+    assert (expected["reason"], expected["step_s"]) == ("virtual ranks take turns in one process", None)
+    assert "predicted" not in called.out
     assert len({record.pid for record in records if isinstance(record, RunRecord)}) == 1
 
 

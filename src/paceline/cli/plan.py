@@ -31,6 +31,9 @@ def plan(
     gpus: str | None = typer.Option(
         None, "--gpus", metavar="N,N,...", help="How it scales: a table over these numbers of devices."
     ),
+    png: Path | None = typer.Option(
+        None, "--png", metavar="FILE", help="Draw the tables of --gpus, as predicted; .svg and .pdf go too."
+    ),
     by: str = typer.Option("time", "--by", metavar="time|memory", help="What comes first."),
     top: int = typer.Option(5, "--top", min=1, help="How many plans to show."),
     output: Path | None = typer.Option(
@@ -47,7 +50,7 @@ def plan(
 
       paceline plan configs/gpt_7b.yaml --cluster "4x dgx-h100" --output plan.yaml
 
-      paceline plan configs/gpt_7b.yaml train.global_batch=512 --cluster "32x h100-sxm" --gpus 8,16,32,64
+      paceline plan configs/gpt_7b.yaml train.global_batch=512 --cluster "32x h100-sxm" --gpus 8,16,32 --png s.png
 
       paceline plan --hf config.json --cluster "p4d.24xlarge x 2"
     """
@@ -55,12 +58,13 @@ def plan(
 
     order = _order(by)
     asked = _read(config, list(overrides or []), hf, cluster)
-    counts = _counts(gpus)
+    counts = _counts(gpus, png)
     found = search(asked.task, asked.cluster, order=order, need=asked.need)
     tables = _tables(asked, counts, by) if counts else {}
     verdict = _judge(asked, found)
     if output is not None:
         _write(output, asked, found)
+    is_drawn = png is not None and _draw(png, asked, tables)
     if as_json:
         import json
 
@@ -70,6 +74,8 @@ def plan(
         _show_tables(tables)
         if output is not None and found.ranked:
             typer.echo(f"\nwritten to {output}: paceline train {output}")
+        if png is not None:
+            typer.echo(f"\ndrawn into {png}" if is_drawn else f"\n{png} is not drawn: no number of devices has a plan")
     if not found.ranked:
         raise typer.Exit(1)
 
@@ -103,10 +109,14 @@ def _order(by: str) -> Any:
     return by
 
 
-def _counts(text: str | None) -> list[int]:
+def _counts(text: str | None, png: Path | None) -> list[int]:
     from paceline.errors import UsageError
 
     if text is None:
+        if png is not None:
+            raise UsageError(
+                f"--png {png}: nothing to draw\n  a picture is of the table of --gpus\n  add --gpus 8,16,32"
+            )
         return []
     try:
         return [int(part) for part in text.split(",")]
@@ -198,6 +208,15 @@ def _write(output: Path, asked: _Asked, found: Search) -> None:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the plan cannot be written to {output}: {error.strerror}") from error
+
+
+def _draw(png: Path, asked: _Asked, tables: dict[str, list[ScalingRow]]) -> bool:
+    from paceline.plan.scaling_picture import draw_scaling
+
+    if not any(row.best for rows in tables.values() for row in rows):
+        return False
+    draw_scaling(tables, png, f"{asked.config.name} on {asked.cluster.node.name}")
+    return True
 
 
 # What is shown.

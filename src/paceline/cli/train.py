@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.estimate.choice import Choice
     from paceline.monitor.console import ProgressView
     from paceline.monitor.records import Record
+    from paceline.plan.expectation import Expectation
 
 CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
 
@@ -127,6 +128,23 @@ def show_decisions(config: Config, choice: Choice | None) -> None:
         Console().print(note, highlight=False, markup=False)
 
 
+def predict_run(config: Config, *, threads: int | None = None, node_ranks: int | None = None) -> Expectation | None:
+    """Predicts time and memory of a run whose device and ranks are settled; None for what is no transformer.
+
+    ``threads`` of a CPU rank and ``node_ranks`` are the launcher's; None: the cores are shared out, one host.
+    """
+    if config.model.kind != "gpt":
+        return None
+    from paceline.cluster.detect import detect_machine
+    from paceline.plan.expect import expect_run
+
+    machine = detect_machine(with_gpus=config.parallel.device == "cuda")
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    hosts = -(-ranks // (config.parallel.node_ranks or node_ranks or ranks))
+    return expect_run(config, machine, threads=threads, hosts=hosts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a run lives and where it starts from. ``is_continued``: from a checkpoint of its own."""
@@ -179,9 +197,12 @@ def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_jso
     command = ["paceline.cli.worker", str(place.folder), "--launcher", str(os.getpid())]
     if place.checkpoint is not None:
         command += ["--resume", str(place.checkpoint)]
+    expected = predict_run(config)
     assert isinstance(config.parallel.ranks, int)
     is_virtual = config.comm.backend == "virtual"
     with claim_folder(place.folder, dump_yaml(config), force=force, resume=place.is_continued) as claimed:
+        if expected is not None:
+            claimed.expect(expected.to_text())
         try:
             with _Progress(place.folder, is_shown=config.monitor.console and not as_json):
                 launch_local(

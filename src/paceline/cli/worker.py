@@ -229,12 +229,24 @@ def _claim_together(comm: Communicator, place: Place, config: Config, *, force: 
     if comm.rank == 0:
         try:
             claimed = claim_folder(place.folder, dump_yaml(config), force=force, resume=place.is_continued)
+            _write_expected(config, claimed)
         except PacelineError as error:
             problem = error
     problem = broadcast_object(comm, problem)
     if problem is not None:
         raise problem
     return claimed
+
+
+def _write_expected(config: Config, claimed: RunFolder) -> None:
+    """Writes down what is expected of a run whose threads are its launcher's, where the config does not say."""
+    import torch
+
+    from paceline.cli.train import predict_run
+
+    expected = predict_run(config, threads=torch.get_num_threads(), node_ranks=_node_ranks(config))
+    if expected is not None:
+        claimed.expect(expected.to_text())
 
 
 def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, started: float) -> NoReturn:

@@ -44,10 +44,10 @@ class Detected:
     assumed: tuple[str, ...]
 
 
-def detect_machine() -> Machine:
-    """Looks at this machine."""
+def detect_machine(*, with_gpus: bool = True) -> Machine:
+    """Looks at this machine; asks its driver for GPUs unless told not to, as that may take a second."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus = read_smi(_ask_smi())
+    gpus = read_smi(_ask_smi()) if with_gpus else []
     return Machine(
         processor=_processor(),
         cores=usable,

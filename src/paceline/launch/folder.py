@@ -1,8 +1,10 @@
 """A run's folder: made whole under its final name, or not at all, never overwritten by accident, and used by one.
 
 runs/<name>/   config.yaml plan.json  records/  checkpoints/  logs/  tensorboard/
+               prediction.json        what a step was expected to take, where that can be told
                .lock                  held by the process that runs it, and let go by the system when that ends
-               .config.yaml           while a resumed run is set up: becomes config.yaml when that has worked
+               .config.yaml           while a resumed run is set up: becomes config.yaml when that has worked;
+               .prediction.json       so does this one
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from paceline.errors import RunFolderError
 
 _PARTS = ("records", "checkpoints", "logs")
 _LEFTOVER_S = 60.0
+_CONFIG, _PREDICTION = "config.yaml", "prediction.json"
 
 
 class RunFolder:
@@ -34,12 +37,18 @@ class RunFolder:
         self.is_new = is_new
         self._lock = lock
 
+    def expect(self, text: str) -> None:
+        """Writes down what is expected of the run; of a resumed one, once it has been set up."""
+        path = self.path / _PREDICTION if self.is_new else _pending(self.path, _PREDICTION)
+        path.write_text(text, encoding="utf-8")
+
     def discard(self) -> None:
         """Forgets a run that was refused before it began: a new folder goes, an older one is as it was."""
         if self.is_new:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            _pending_config(self.path).unlink(missing_ok=True)
+            for name in (_CONFIG, _PREDICTION):
+                _pending(self.path, name).unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -84,25 +93,26 @@ def claim_folder(path: Path, config_yaml: str, *, force: bool = False, resume: b
 
 def config_of(path: Path) -> Path:
     """Returns the config that an attempt is to read."""
-    pending = _pending_config(path)
-    return pending if pending.is_file() else path / "config.yaml"
+    pending = _pending(path, _CONFIG)
+    return pending if pending.is_file() else path / _CONFIG
 
 
 def settle_config(path: Path) -> None:
-    """Makes the config of a resumed run the run's own, once it has been set up. Safe to call twice."""
-    with contextlib.suppress(FileNotFoundError):
-        _pending_config(path).replace(path / "config.yaml")
+    """Makes config and prediction of a resumed run the run's own, once it has been set up. Safe to call twice."""
+    for name in (_CONFIG, _PREDICTION):
+        with contextlib.suppress(FileNotFoundError):
+            _pending(path, name).replace(path / name)
 
 
-def _pending_config(path: Path) -> Path:
-    return path / ".config.yaml"
+def _pending(path: Path, name: str) -> Path:
+    return path / f".{name}"
 
 
 def _reopen(path: Path, config_yaml: str) -> RunFolder:
     lock = _lock(path, path)
     for part in _PARTS:
         (path / part).mkdir(exist_ok=True)
-    _pending_config(path).write_text(config_yaml, encoding="utf-8")
+    _pending(path, _CONFIG).write_text(config_yaml, encoding="utf-8")
     return RunFolder(path, lock, is_new=False)
 
 

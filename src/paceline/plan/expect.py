@@ -1,0 +1,110 @@
+"""What a run on the present machine is expected to take, from its config alone and before it starts.
+
+GPUs are those of the catalog. A CPU rank is so many cores of the catalog's small host:
+
+    cores of a rank = min(its threads, cores / ranks)        products run so many times as fast as on one core
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.cluster.detect import Machine, detect_cluster
+from paceline.cluster.devices import Cluster, Device, node_named
+from paceline.config import Config
+from paceline.errors import ConfigError, UsageError
+from paceline.plan.candidates import Candidate
+from paceline.plan.engine_memory import EngineMemory
+from paceline.plan.expectation import Expectation
+from paceline.plan.from_config import candidate_of, task_of
+from paceline.plan.search import rank_one
+
+_GLOO_HOST = "cpu-host-gloo"
+
+
+def expect_run(config: Config, machine: Machine, *, threads: int | None = None, hosts: int = 1) -> Expectation:
+    """Predicts a run whose device and ranks are settled. What cannot be priced has its reason in the place of figures.
+
+    ``threads`` are those of a CPU rank where the config does not say; None: the cores are shared out.
+    """
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    reason = _unpriced(config, hosts)
+    if reason:
+        return Expectation(ranks=ranks, reason=reason)
+    try:
+        cluster, assumed = _cluster_of(config, machine, ranks, threads)
+        candidate = candidate_of(config, task_of(config, ranks), cluster)
+        if candidate is None:
+            reason = "the schedule, offload or recomputation of this config is not priced"
+            return Expectation(ranks=ranks, cluster=cluster.name, assumed=assumed, reason=reason)
+        return _priced(config, candidate, cluster, assumed)
+    except (UsageError, ConfigError) as error:
+        return Expectation(ranks=ranks, reason=str(error))
+
+
+def _priced(config: Config, candidate: Candidate, cluster: Cluster, assumed: tuple[str, ...]) -> Expectation:
+    """Memory is by the estimate that the engines are checked against, which counts what records count."""
+    ranked = rank_one(candidate, cluster)
+    need = EngineMemory.of(config, config.parallel.device)
+    num_bytes = None if need is None else need(candidate)
+    low, high = ranked.prediction.band
+    return Expectation(
+        ranks=candidate.layout.devices,
+        cluster=cluster.name,
+        plan=str(candidate),
+        step_s=ranked.seconds,
+        step_s_low=low,
+        step_s_high=high,
+        memory_bytes=None if num_bytes == float("inf") else num_bytes,
+        fitted=ranked.prediction.fitted,
+        assumed=assumed,
+    )
+
+
+def _unpriced(config: Config, hosts: int) -> str:
+    """Returns what no prediction knows of."""
+    if hosts > 1:
+        return f"the network between {hosts} hosts is not known"
+    if config.comm.backend == "virtual":
+        return "virtual ranks take turns in one process"
+    if config.comm.compression.policy != "none":
+        return f"comm.compression.policy = {config.comm.compression.policy} is not priced"
+    if config.train.microbatch == "auto":
+        return "train.microbatch = auto is decided by the ranks"
+    return ""
+
+
+def _cluster_of(config: Config, machine: Machine, ranks: int, threads: int | None) -> tuple[Cluster, tuple[str, ...]]:
+    """Returns the present machine with a device for each rank. Raises UsageError where it is not known."""
+    on_cpu = config.parallel.device == "cpu"
+    found = detect_cluster(replace(machine, gpus=(), gpu_memory_bytes=()) if on_cpu else machine)
+    if found.cluster is None:
+        raise UsageError(found.assumed[0])
+    if not on_cpu and len(set(machine.gpus)) != 1:
+        names = ", ".join(sorted(set(machine.gpus)))
+        raise UsageError(f"GPUs of several kinds: {names}" if names else "nvidia-smi tells of no GPU")
+    node, assumed = replace(found.cluster.node, devices=ranks), found.assumed
+    if on_cpu:
+        cores = min(config.parallel.threads or threads or max(1, machine.cores // ranks), machine.cores / ranks)
+        node = replace(node, device=_with_cores(node.device, cores))
+        if config.comm.backend == "gloo":
+            node = replace(node, inside=node_named(_GLOO_HOST).inside)
+        if cores != 1:
+            assumed = (*assumed, f"a rank with {cores:g} cores computes {cores:g} times as fast as with one")
+    cluster = Cluster(name=f"{ranks}x {node.device.name}", node=node, nodes=1, between=None)
+    return cluster, assumed
+
+
+def _with_cores(device: Device, cores: float) -> Device:
+    """Returns a core's device as so many. The memory is shared, and the host launches one kernel after another."""
+    share = min(1.0, cores)  # of a core that several ranks take turns on
+    return replace(
+        device,
+        peak_flops={dtype: rate * cores for dtype, rate in device.peak_flops.items()},
+        matmul_ceiling={dtype: rate * cores for dtype, rate in device.matmul_ceiling.items()},
+        shapes=tuple(replace(each, flops=each.flops * cores) for each in device.shapes),
+        memory_bandwidth=device.memory_bandwidth * share,
+        launch_s=device.launch_s / share,
+        compiled_launch_s=device.compiled_launch_s / share,
+    )

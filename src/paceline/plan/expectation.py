@@ -1,0 +1,128 @@
+"""What a run was expected to take, kept beside its records, and how that compares with what it took.
+
+prediction.json   written before the ranks start:  seconds a step, their range, bytes a rank, and what was assumed
+Compared          that, and what was measured:      ratio = measured / predicted
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from paceline.units import format_bytes, format_seconds
+
+FILE = "prediction.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """A prediction of a run. ``reason`` says why there is none; the figures are None then.
+
+    ``fitted``: whether constants were fitted for this generation of devices and kind of framework.
+    """
+
+    ranks: int = 0
+    cluster: str = ""
+    plan: str = ""
+    step_s: float | None = None
+    step_s_low: float | None = None
+    step_s_high: float | None = None
+    memory_bytes: float | None = None
+    fitted: bool = False
+    assumed: tuple[str, ...] = ()
+    reason: str = ""
+
+    def to_text(self) -> str:
+        """Returns the content of the file."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        """Reads the content of the file. Raises ValueError where it is not such a one."""
+        values: Any = json.loads(text)
+        known = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or not set(values) <= known:
+            raise ValueError(f"it is not an object with the keys {', '.join(sorted(known))}")
+        for name in ("step_s", "step_s_low", "step_s_high", "memory_bytes"):
+            value = values.get(name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < float("inf")):
+                raise ValueError(f"{name} is {value!r}, and not a number above 0")
+        return cls(**{**values, "assumed": tuple(values.get("assumed", ()))})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Predicted beside measured; the ratios are measured / predicted, None where one of the two is missing."""
+
+    predicted: Expectation
+    measured_step_s: float | None
+    measured_memory_bytes: int | None
+    step_ratio: float | None
+    memory_ratio: float | None
+
+    def lines(self) -> list[str]:
+        """Returns what there is to say: a line for time, and one for memory."""
+        told, found = [], self.predicted
+        if self.step_ratio is not None and found.step_s is not None and self.measured_step_s is not None:
+            told.append(
+                f"predicted {_seconds(found.step_s)} a step{_band(found)}, "
+                f"measured {_seconds(self.measured_step_s)}: {_difference(self.step_ratio)}{_outside(self)}"
+            )
+        if self.memory_ratio is not None and found.memory_bytes and self.measured_memory_bytes:
+            told.append(
+                f"predicted {format_bytes(found.memory_bytes)} of memory a rank, "
+                f"measured {format_bytes(self.measured_memory_bytes)}: {_difference(self.memory_ratio)}"
+            )
+        return told
+
+
+def compare(predicted: Expectation, step_s: float | None, memory_bytes: int | None) -> Compared:
+    """Sets what was measured beside a prediction; a figure that is 0 was not measured."""
+    return Compared(
+        predicted=predicted,
+        measured_step_s=step_s or None,
+        measured_memory_bytes=memory_bytes or None,
+        step_ratio=_ratio(step_s, predicted.step_s),
+        memory_ratio=_ratio(memory_bytes, predicted.memory_bytes),
+    )
+
+
+def read_expectation(run_folder: Path) -> Expectation | None:
+    """Returns what was expected of a run; None where nothing was. A file that cannot be read is a reason for none."""
+    path = run_folder / FILE
+    try:
+        return Expectation.of_text(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return Expectation(reason=f"{path} cannot be read: {error}")
+
+
+def _ratio(measured: float | None, predicted: float | None) -> float | None:
+    return measured / predicted if measured and predicted else None
+
+
+def _band(found: Expectation) -> str:
+    if found.step_s is None or found.step_s_high is None:
+        return ""
+    return f" (band {100 * (found.step_s_high / found.step_s - 1):.0f} %)"
+
+
+def _outside(compared: Compared) -> str:
+    low, high, seconds = compared.predicted.step_s_low, compared.predicted.step_s_high, compared.measured_step_s
+    is_inside = low is None or high is None or seconds is None or low <= seconds <= high
+    return "" if is_inside else ", outside the band"
+
+
+def _difference(ratio: float) -> str:
+    if ratio >= 10:
+        return f"{ratio:.0f} times as much"
+    per_cent = round(100 * (ratio - 1))
+    return "as predicted" if per_cent == 0 else f"{abs(per_cent)} % {'more' if per_cent > 0 else 'less'}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if 1 <= seconds < 60 else format_seconds(seconds)
