@@ -14,6 +14,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
 from paceline.errors import PacelineError, RankFailedError
+from paceline.estimate.choice import Room
 from paceline.models.gpt import GPT, gpt_config
 from paceline.parallel.apply import parallelize
 from paceline.parallel.combined import CombinedParallel
@@ -66,7 +67,7 @@ def token_loss(logits: Any, targets: torch.Tensor) -> tuple[torch.Tensor, float]
 
 def settings_of(ranks: int, microbatches: int, strategy: str = "ddp", **spread: Any) -> Settings:
     return complete(
-        Settings(strategy=strategy, ranks=ranks, steps=3, accumulate=microbatches, spread=Parallelism(**spread))
+        Settings(strategy=strategy, ranks=ranks, steps=5, accumulate=microbatches, spread=Parallelism(**spread))
     )
 
 
@@ -362,6 +363,20 @@ def test_stages_may_hand_on_nested_trees(schedule: str) -> None:
     # One microbatch: the number of a row is that within its microbatch.
     found = certify(case, settings_of(2, 1, pipeline=2, schedule=schedule))
     assert found.passed, found
+
+
+def test_an_automatic_cut_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(comm: Communicator) -> list[str]:
+        engine = parallelize(make_gpt(), comm, "zero1", parallel={"pipeline": 2, "data": 1})
+        assert isinstance(engine, CombinedParallel)
+        return [layer.name for stage in engine.stages.values() for layer in stage.module.layers]
+
+    whole = sum(p.numel() for p in make_gpt().parameters()) * 16
+    assert [len(names) for names in run_virtual(cut, 2)] in ([4, 3], [3, 4])  # seven layers
+    small = Room(device="cpu", device_bytes=whole // 4, host_bytes=whole, ranks=2, node_ranks=2)
+    monkeypatch.setattr("paceline.parallel.composition.measure_room", lambda *_: small)
+    with pytest.raises(PacelineError, match="2 stages"):
+        run_virtual(cut, 2)
 
 
 # Bad input.

@@ -9,7 +9,7 @@ are split, the model is cut into stages, and each stage of this rank goes to a d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.errors import UsageError
+from paceline.memory.room import measure_room
 from paceline.mesh import Mesh
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
@@ -98,7 +99,8 @@ def combine(
     _take_first_values(model, comm)
     names, num_parameters = tuple(model.state_dict()), sum(p.numel() for p in model.parameters())
     layers = model_layers(model) if schedule.stages > 1 else ()
-    bounds = _bounds(model, layers, asked, schedule, comm) if layers else (0, 1)
+    share_of_states = _share_of_states(strategy, axes.data.size) / asked.tensor
+    bounds = _bounds(model, layers, asked, schedule, comm, share_of_states) if layers else (0, 1)
     layout: TensorLayout | None = None
     if asked.tensor > 1:
         layout = apply_tensor_parallel(model, axes.tensor, sequence=asked.sequence, gathers_logits=asked.gathers_logits)
@@ -156,17 +158,23 @@ def _bounds(
     asked: Parallelism,
     schedule: Schedule,
     comm: Communicator,
+    share_of_states: float,
 ) -> tuple[int, ...]:
+    """Returns where the model is cut: as asked, or by cost so that every stage fits into a rank's memory."""
     stages = schedule.stages
     if asked.stage_layers is not None:
         bounds = bounds_from_layers(layers, asked.stage_layers, model_blocks(model))
     elif isinstance(asked.stages, tuple):
         bounds = bounds_from_names(layers, asked.stages)
-    elif asked.stages == "auto":
-        return choose_bounds(estimate_layers(model, layers), stages)
-    else:  # times differ between ranks
-        costs = broadcast_object(comm, _measure(model, layers, comm) if comm.rank == 0 else ())
-        return choose_bounds(costs, stages)
+    else:  # times and free memory differ between ranks: the first one tells
+        costs: tuple[LayerCost, ...] = ()
+        if comm.rank == 0:
+            is_measured = asked.stages == "measured"
+            costs = _measure(model, layers, comm) if is_measured else estimate_layers(model, layers)
+        room = measure_room(comm.device.type, comm.size, comm.size).device_bytes if comm.rank == 0 else 0
+        costs, room = broadcast_object(comm, (costs, room))
+        held = [replace(cost, state_bytes=int(cost.state_bytes * share_of_states)) for cost in costs]
+        return choose_bounds(held, stages, memory_bytes=room * asked.pipeline / stages)
     if len(bounds) - 1 != stages:
         raise UsageError(
             f"{len(bounds) - 1} stages are given for a schedule of {stages}\n"
@@ -174,6 +182,12 @@ def _bounds(
             f"  give {stages} counts, or {stages - 1} split points; or leave them out"
         )
     return bounds
+
+
+def _share_of_states(strategy: str, ranks: int) -> float:
+    """Returns what a rank holds of parameters, gradients and two moments, where ``ranks`` share the batch."""
+    whole = {"ddp": 4, "zero1": 2, "zero2": 1}.get(strategy, 0)  # of the four
+    return (whole + (4 - whole) / ranks) / 4
 
 
 def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communicator) -> tuple[LayerCost, ...]:
