@@ -65,9 +65,9 @@ def token_loss(logits: Any, targets: torch.Tensor) -> tuple[torch.Tensor, float]
     return total, float(targets.numel())
 
 
-def settings_of(ranks: int, microbatches: int, strategy: str = "ddp", **spread: Any) -> Settings:
+def settings_of(ranks: int, microbatches: int, strategy: str = "ddp", steps: int = 3, **spread: Any) -> Settings:
     return complete(
-        Settings(strategy=strategy, ranks=ranks, steps=5, accumulate=microbatches, spread=Parallelism(**spread))
+        Settings(strategy=strategy, ranks=ranks, steps=steps, accumulate=microbatches, spread=Parallelism(**spread))
     )
 
 
@@ -93,7 +93,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_computes_what_one_process_does(schedule: str, ranks: int, microbatches: int) -> None:
-    check(settings_of(ranks, microbatches, pipeline=ranks, schedule=schedule), layers=max(LAYERS, 2 * ranks - 2))
+    check(
+        settings_of(ranks, microbatches, steps=5, pipeline=ranks, schedule=schedule), layers=max(LAYERS, 2 * ranks - 2)
+    )
 
 
 @pytest.mark.parametrize(
