@@ -16,9 +16,9 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.plan.constants import Constants, ConstantSets, format_constants
-from paceline.plan.predict import in_metric, predict_case
-from paceline.plan.published import Case, read_case, read_table
+from paceline.planner.constants import Constants, ConstantSets, format_constants
+from paceline.planner.predict import in_metric, predict_case
+from paceline.planner.published import Case, read_case, read_table
 
 START = Constants()
 BOUNDS = {
@@ -35,7 +35,7 @@ BOUNDS = {
 }
 PULL = 0.003
 PULL_OF_A_ROW = 0.06  # few rows tell little: they move the constants less
-TARGET = Path(__file__).parents[1] / "src/paceline/plan/fitted_constants.yaml"
+TARGET = Path(__file__).parents[1] / "src/paceline/planner/fitted_constants.yaml"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def main() -> None:
     groups = calibration_rows(arguments.file)
     sets: dict[tuple[str, str], Constants] = {}
     if arguments.only:
-        from paceline.plan.constants import fitted_constants
+        from paceline.planner.constants import fitted_constants
 
         sets = dict(fitted_constants())
     for key in sorted(groups):
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 HEADER = """# Written by bench/fit_constants.py from rows of the split calib: do not edit.
-# Shares of the catalog's figures, and times in microseconds: see plan/constants.py.
+# Shares of the catalog's figures, and times in microseconds: see planner/constants.py.
 """
 
 

@@ -12,12 +12,12 @@ from itertools import pairwise
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.plan.candidates import Candidate, Task
-from paceline.plan.known_models import known_samples
-from paceline.plan.predict import predict
-from paceline.plan.scaling import resized
-from paceline.plan.search import search
-from paceline.plan.workload import Compute, Layout, ModelShape, Running, SampleModel, Workload
+from paceline.planner.candidates import Candidate, Task
+from paceline.planner.known_models import known_samples
+from paceline.planner.predict import predict
+from paceline.planner.scaling import resized
+from paceline.planner.search import search
+from paceline.planner.workload import Compute, Layout, ModelShape, Running, SampleModel, Workload
 
 IMAGES_EACH = 128
 SEQUENCES_EACH = 8  # a step

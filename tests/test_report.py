@@ -15,7 +15,7 @@ from rich.console import Console
 
 from paceline.errors import RunFolderError
 from paceline.monitor.records import EndRecord, EndStatus, EvalRecord, Record, RunRecord, StepRecord, to_line
-from paceline.plan.expectation import Expectation
+from paceline.planner.expectation import Expectation
 from paceline.report import RankSummary, RunSummary, render, summarize, to_json
 
 START = 1000.0

@@ -37,7 +37,7 @@ from rich.text import Text
 from paceline.errors import RunFolderError
 from paceline.monitor.console import format_loss, format_percent
 from paceline.monitor.records import EndRecord, EvalRecord, RunRecord, StepRecord, read_records, strict_json
-from paceline.plan.expectation import Compared, compare, read_expectation
+from paceline.planner.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_seconds
 
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]

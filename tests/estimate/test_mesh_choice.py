@@ -17,7 +17,7 @@ from paceline.estimate.facts import BlockFacts, ModelFacts
 from paceline.estimate.memory import Setting
 from paceline.estimate.mesh_choice import choose_mesh, overhead_of
 from paceline.estimate.parts import Spread
-from paceline.planning import make_plan, with_memory
+from paceline.planner.plan import make_plan, with_memory
 from paceline.units import GIB
 
 SEVEN_BILLION: dict[str, Any] = {

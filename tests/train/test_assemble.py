@@ -12,7 +12,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import config_from_dict
 from paceline.parallel.fsdp import FullySharded
-from paceline.planning import Plan
+from paceline.planner.plan import Plan
 from paceline.train.assemble import build_trainer, build_workload
 from paceline.train.trainer import Trainer
 

@@ -30,7 +30,7 @@ from paceline.comm.traced import TracedCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
-from paceline.planning import make_plan
+from paceline.planner.plan import make_plan
 from paceline.train.assemble import build_trainer, build_workload
 
 CLOSE_POINTS = 0.5

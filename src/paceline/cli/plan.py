@@ -11,10 +11,10 @@ import typer
 if TYPE_CHECKING:
     from paceline.cluster.devices import Cluster
     from paceline.config import Config
-    from paceline.plan.candidates import Candidate, Task
-    from paceline.plan.engine_memory import EngineMemory
-    from paceline.plan.scaling import ScalingRow
-    from paceline.plan.search import Change, Ranked, Search
+    from paceline.planner.candidates import Candidate, Task
+    from paceline.planner.engine_memory import EngineMemory
+    from paceline.planner.scaling import ScalingRow
+    from paceline.planner.search import Change, Ranked, Search
 
 
 def plan(
@@ -54,7 +54,7 @@ def plan(
 
       paceline plan --hf config.json --cluster "p4d.24xlarge x 2"
     """
-    from paceline.plan.search import search
+    from paceline.planner.search import search
 
     order = _order(by)
     asked = _read(config, list(overrides or []), hf, cluster)
@@ -128,9 +128,9 @@ def _read(config: str | None, overrides: list[str], hf: Path | None, cluster_nam
     from paceline.cluster.devices import load_cluster
     from paceline.config import load_config
     from paceline.errors import UsageError
-    from paceline.plan.engine_memory import EngineMemory
-    from paceline.plan.from_config import task_of
-    from paceline.plan.hugging_face import read_hugging_face
+    from paceline.planner.engine_memory import EngineMemory
+    from paceline.planner.from_config import task_of
+    from paceline.planner.hugging_face import read_hugging_face
 
     cluster = load_cluster(cluster_name)
     device = "cpu" if cluster.device.is_cpu else "cuda"
@@ -157,7 +157,7 @@ def _read(config: str | None, overrides: list[str], hf: Path | None, cluster_nam
 
 
 def _tables(asked: _Asked, counts: list[int], by: str) -> dict[str, list[ScalingRow]]:
-    from paceline.plan.scaling import scaling_rows
+    from paceline.planner.scaling import scaling_rows
 
     return {
         name: scaling_rows(asked.task, asked.cluster, counts, weak=name == "weak", need=asked.need, order=_order(by))
@@ -166,8 +166,8 @@ def _tables(asked: _Asked, counts: list[int], by: str) -> dict[str, list[Scaling
 
 
 def _judge(asked: _Asked, found: Search) -> _Verdict:
-    from paceline.plan.from_config import candidate_of
-    from paceline.plan.search import rank_one, room_makers, smallest_changes
+    from paceline.planner.from_config import candidate_of
+    from paceline.planner.search import rank_one, room_makers, smallest_changes
 
     if not found.ranked:
         same_length = asked.task.seq_len
@@ -195,7 +195,7 @@ def _named(config: Config) -> tuple[str, ...]:
 
 def _write(output: Path, asked: _Asked, found: Search) -> None:
     from paceline.errors import UsageError
-    from paceline.plan.from_config import planned_yaml
+    from paceline.planner.from_config import planned_yaml
 
     if asked.no_config:
         raise UsageError(
@@ -211,7 +211,7 @@ def _write(output: Path, asked: _Asked, found: Search) -> None:
 
 
 def _draw(png: Path, asked: _Asked, tables: dict[str, list[ScalingRow]]) -> bool:
-    from paceline.plan.scaling_picture import draw_scaling
+    from paceline.planner.scaling_picture import draw_scaling
 
     if not any(row.best for rows in tables.values() for row in rows):
         return False
@@ -223,7 +223,7 @@ def _draw(png: Path, asked: _Asked, tables: dict[str, list[ScalingRow]]) -> bool
 
 
 def _show(asked: _Asked, found: Search, verdict: _Verdict, top: int) -> None:
-    from paceline.plan.search import explain_against, explain_winner
+    from paceline.planner.search import explain_against, explain_winner
     from paceline.units import format_count
 
     task, cluster = asked.task, asked.cluster
@@ -324,7 +324,7 @@ def _gib(num_bytes: float) -> str:
 def _to_json(
     asked: _Asked, found: Search, verdict: _Verdict, tables: dict[str, list[ScalingRow]], top: int
 ) -> dict[str, Any]:
-    from paceline.plan.search import explain_against, explain_winner
+    from paceline.planner.search import explain_against, explain_winner
 
     shown = found.ranked[:top]
     return {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.estimate.choice import Choice
     from paceline.monitor.console import ProgressView
     from paceline.monitor.records import Record
-    from paceline.plan.expectation import Expectation
+    from paceline.planner.expectation import Expectation
 
 CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
 
@@ -136,7 +136,7 @@ def predict_run(config: Config, *, threads: int | None = None, node_ranks: int |
     if config.model.kind != "gpt":
         return None
     from paceline.cluster.detect import detect_machine
-    from paceline.plan.expect import expect_run
+    from paceline.planner.expect import expect_run
 
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
     ranks = config.parallel.ranks

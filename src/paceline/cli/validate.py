@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from paceline.plan.scores import Errors
-    from paceline.plan.validation import FamilyScores, Validation
+    from paceline.planner.scores import Errors
+    from paceline.planner.validation import FamilyScores, Validation
 
 _SHIPPED = Path("validation/published.csv")
 
@@ -36,9 +36,9 @@ def validate(
     import json
 
     from paceline.errors import UsageError
-    from paceline.plan.published import read_table
-    from paceline.plan.validation import rows_csv, to_json
-    from paceline.plan.validation import validate as score
+    from paceline.planner.published import read_table
+    from paceline.planner.validation import rows_csv, to_json
+    from paceline.planner.validation import validate as score
 
     found = score(read_table(file if file is not None else _shipped()), split)
     if rows is not None:

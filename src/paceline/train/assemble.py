@@ -34,7 +34,7 @@ from paceline.parallel.composition import Parallelism
 from paceline.parallel.engine import Engine
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.parallel.schedules import read_csv
-from paceline.planning import Plan, make_plan, with_memory, with_microbatch
+from paceline.planner.plan import Plan, make_plan, with_memory, with_microbatch
 from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
 from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_bytes

@@ -25,7 +25,7 @@ from paceline.monitor.meter import StepMeter
 from paceline.monitor.records import EvalRecord, EventRecord, StepRecord
 from paceline.monitor.sinks import Sink
 from paceline.parallel.engine import Engine
-from paceline.planning import Plan
+from paceline.planner.plan import Plan
 from paceline.train.bad_steps import BadStep, BadSteps
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.loss import Loss

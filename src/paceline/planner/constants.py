@@ -16,7 +16,7 @@ from importlib import resources
 import yaml
 
 from paceline.cluster.kernels import KernelRates
-from paceline.plan.workload import Framework
+from paceline.planner.workload import Framework
 
 GENERATIONS = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cpu")
 FRAMEWORKS: tuple[Framework, ...] = ("eager", "compiled", "megatron")
@@ -98,7 +98,7 @@ def _mean(sets: list[Constants], names: tuple[str, ...]) -> Constants:
 @cache
 def fitted_constants() -> ConstantSets:
     """Returns the sets that are shipped."""
-    text = resources.files("paceline.plan").joinpath("fitted_constants.yaml").read_text()
+    text = resources.files("paceline.planner").joinpath("fitted_constants.yaml").read_text()
     return parse_constants(text)
 
 

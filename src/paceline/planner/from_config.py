@@ -13,9 +13,9 @@ from paceline.config.sharding import FULLY_SHARDED, data_ranks
 from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
 from paceline.estimate.activations import ASSUMED_VOCABULARY
-from paceline.plan.candidates import Candidate, Task, workload_of
-from paceline.plan.search import Ranked
-from paceline.plan.workload import Compute, Layout, ModelShape, Recompute
+from paceline.planner.candidates import Candidate, Task, workload_of
+from paceline.planner.search import Ranked
+from paceline.planner.workload import Compute, Layout, ModelShape, Recompute
 from paceline.units import format_bytes, format_seconds
 
 _COMPUTE: dict[str, Compute] = {"fp32": "fp32", "bf16": "bf16", "bf16_master": "bf16", "fp16": "fp16"}

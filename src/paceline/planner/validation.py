@@ -14,11 +14,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.plan.constants import ConstantSets
-from paceline.plan.predict import Prediction, in_metric, model_flops, predict_case
-from paceline.plan.published import Case, Row, RowError, Table, read_case
-from paceline.plan.scores import Errors, Ranking, Scaling, errors_of, ranking_of, scaling_of
-from paceline.plan.workload import ModelShape, Part
+from paceline.planner.constants import ConstantSets
+from paceline.planner.predict import Prediction, in_metric, model_flops, predict_case
+from paceline.planner.published import Case, Row, RowError, Table, read_case
+from paceline.planner.scores import Errors, Ranking, Scaling, errors_of, ranking_of, scaling_of
+from paceline.planner.workload import ModelShape, Part
 
 MEMORY = "mem_gib"
 _SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "precision")

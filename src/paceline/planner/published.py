@@ -18,8 +18,8 @@ from pathlib import Path
 
 from paceline.cluster.devices import Cluster, build_cluster
 from paceline.errors import UsageError
-from paceline.plan.known_models import known_samples, known_transformer
-from paceline.plan.workload import (
+from paceline.planner.known_models import known_samples, known_transformer
+from paceline.planner.workload import (
     Compute,
     Framework,
     Layout,

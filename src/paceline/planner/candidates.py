@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from paceline.cluster.devices import Cluster
-from paceline.plan.workload import Compute, Framework, Layout, ModelShape, Recompute, Running, Sharding, Workload
+from paceline.planner.workload import Compute, Framework, Layout, ModelShape, Recompute, Running, Sharding, Workload
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 CHECKPOINTS: dict[str, str] = {"none": "none", "selective": "matmuls", "attention": "matmuls", "full": "full"}

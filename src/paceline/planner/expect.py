@@ -13,11 +13,11 @@ from paceline.cluster.detect import Machine, detect_cluster
 from paceline.cluster.devices import Cluster, Device, node_named
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.candidates import Candidate
-from paceline.plan.engine_memory import EngineMemory
-from paceline.plan.expectation import Expectation
-from paceline.plan.from_config import candidate_of, task_of
-from paceline.plan.search import rank_one
+from paceline.planner.candidates import Candidate
+from paceline.planner.engine_memory import EngineMemory
+from paceline.planner.expectation import Expectation
+from paceline.planner.from_config import candidate_of, task_of
+from paceline.planner.search import rank_one
 
 _GLOO_HOST = "cpu-host-gloo"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.plan.timeline import StageSeconds, Timeline, pipeline_seconds, walk_pipeline
+from paceline.planner.timeline import StageSeconds, Timeline, pipeline_seconds, walk_pipeline
 
 
 def test_work_waits_for_its_stream_and_for_what_it_needs() -> None:

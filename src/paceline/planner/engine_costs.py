@@ -15,13 +15,13 @@ from dataclasses import replace
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.plan.block import CALL_S
-from paceline.plan.candidates import Candidate
-from paceline.plan.constants import Constants, constants_for, fitted_constants
-from paceline.plan.footprint import Footprint, footprint
-from paceline.plan.predict import Prediction, predict
-from paceline.plan.step import StepSeconds, stage_layers
-from paceline.plan.workload import ModelShape, Workload
+from paceline.planner.block import CALL_S
+from paceline.planner.candidates import Candidate
+from paceline.planner.constants import Constants, constants_for, fitted_constants
+from paceline.planner.footprint import Footprint, footprint
+from paceline.planner.predict import Prediction, predict
+from paceline.planner.step import StepSeconds, stage_layers
+from paceline.planner.workload import ModelShape, Workload
 
 
 def price(candidate: Candidate, cluster: Cluster) -> Prediction:

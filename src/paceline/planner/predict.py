@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.cluster.devices import Cluster
-from paceline.plan.constants import Constants, ConstantSets, between, constants_for, fitted_constants
-from paceline.plan.footprint import Footprint, footprint
-from paceline.plan.published import Case
-from paceline.plan.samples import sample_step
-from paceline.plan.step import StepSeconds, transformer_step
-from paceline.plan.workload import ModelShape, SampleModel, Workload
+from paceline.planner.constants import Constants, ConstantSets, between, constants_for, fitted_constants
+from paceline.planner.footprint import Footprint, footprint
+from paceline.planner.published import Case
+from paceline.planner.samples import sample_step
+from paceline.planner.step import StepSeconds, transformer_step
+from paceline.planner.workload import ModelShape, SampleModel, Workload
 from paceline.units import GIB
 
 # Errors that nine of ten rows of the split dev stay below, where constants were fitted and where they are composed.

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from paceline.plan.workload import ModelShape, SampleModel
+from paceline.planner.workload import ModelShape, SampleModel
 
 
 def known_transformer(name: str) -> ModelShape | None:
@@ -49,6 +49,6 @@ def _find(name: str, section: str) -> dict[str, Any] | None:
 
 @cache
 def _catalog() -> dict[str, Any]:
-    text = resources.files("paceline.plan").joinpath("known_models.yaml").read_text()
+    text = resources.files("paceline.planner").joinpath("known_models.yaml").read_text()
     loaded: dict[str, Any] = yaml.safe_load(text)
     return loaded

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError
-from paceline.plan.scaling import ScalingRow
+from paceline.planner.scaling import ScalingRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

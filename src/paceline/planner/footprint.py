@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.plan.step import stage_layers
-from paceline.plan.workload import ModelShape, Part, SampleModel, Workload
+from paceline.planner.step import stage_layers
+from paceline.planner.workload import ModelShape, Part, SampleModel, Workload
 from paceline.units import GIB
 
 _CONTEXT_BYTES = 1.5 * GIB

@@ -11,11 +11,11 @@ import pytest
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.engine_memory import EngineMemory
-from paceline.plan.from_config import candidate_of, planned_values, planned_yaml, task_of
-from paceline.plan.hugging_face import HuggingFaceModel, read_hugging_face
-from paceline.plan.search import Search, search, smallest_changes
-from paceline.planning import make_plan
+from paceline.planner.engine_memory import EngineMemory
+from paceline.planner.from_config import candidate_of, planned_values, planned_yaml, task_of
+from paceline.planner.hugging_face import HuggingFaceModel, read_hugging_face
+from paceline.planner.plan import make_plan
+from paceline.planner.search import Search, search, smallest_changes
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_7b.yaml"
 CLUSTER = load_cluster("4x dgx-h100")

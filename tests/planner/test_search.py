@@ -9,11 +9,11 @@ import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.errors import UsageError
-from paceline.plan.candidates import Candidate, Task, candidates_for, divisors, recomputing, workload_of
-from paceline.plan.engine_costs import engine_footprint, price
-from paceline.plan.predict import Prediction, predict
-from paceline.plan.scaling import resized, scaling_rows
-from paceline.plan.search import (
+from paceline.planner.candidates import Candidate, Task, candidates_for, divisors, recomputing, workload_of
+from paceline.planner.engine_costs import engine_footprint, price
+from paceline.planner.predict import Prediction, predict
+from paceline.planner.scaling import resized, scaling_rows
+from paceline.planner.search import (
     TOO_LARGE,
     Search,
     budget_of,
@@ -24,7 +24,7 @@ from paceline.plan.search import (
     search,
     smallest_changes,
 )
-from paceline.plan.workload import Layout, ModelShape
+from paceline.planner.workload import Layout, ModelShape
 
 SMALL = ModelShape(layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocab=50304)
 LARGE = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, gated=True, tied=False)
@@ -123,7 +123,7 @@ def test_of_a_thousand_devices_few_candidates_are_timed(monkeypatch: pytest.Monk
         timed.append(candidate)
         return price(candidate, cluster)
 
-    monkeypatch.setattr("paceline.plan.search.price", counted)
+    monkeypatch.setattr("paceline.planner.search.price", counted)
     large = search(replace(TASK, global_batch=1024), load_cluster("128x dgx-h100"))
     assert len(timed) == len(large.ranked) < 2000  # each takes about a millisecond
     assert large.looked_at > len(timed) > 200

@@ -10,7 +10,7 @@ from paceline.estimate.activations import describe_model
 from paceline.estimate.facts import ModelFacts
 from paceline.estimate.memory import Setting, estimate_memory, setting_of
 from paceline.estimate.parts import Spread, stage_bounds
-from paceline.plan.candidates import CHECKPOINTS, Candidate
+from paceline.planner.candidates import CHECKPOINTS, Candidate
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
-from paceline.plan.candidates import Task
-from paceline.plan.search import Need, Order, Ranked, search
+from paceline.planner.candidates import Task
+from paceline.planner.search import Need, Order, Ranked, search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import ceiling, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.plan.block import CALL_S
-from paceline.plan.constants import Constants
-from paceline.plan.step import StepSeconds
-from paceline.plan.timeline import Timeline
-from paceline.plan.workload import SampleModel, Workload
+from paceline.planner.block import CALL_S
+from paceline.planner.constants import Constants
+from paceline.planner.step import StepSeconds
+from paceline.planner.timeline import Timeline
+from paceline.planner.workload import SampleModel, Workload
 
 _BUCKETS = 8
 _OPTIMIZER_BYTES = 40

@@ -17,9 +17,9 @@ from typing import Literal, TypeAlias
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.estimate.choice import MARGIN
-from paceline.plan.candidates import RECOMPUTE, Candidate, Task, candidates_for, divisors, recomputing
-from paceline.plan.engine_costs import engine_footprint, price
-from paceline.plan.predict import Prediction, model_flops
+from paceline.planner.candidates import RECOMPUTE, Candidate, Task, candidates_for, divisors, recomputing
+from paceline.planner.engine_costs import engine_footprint, price
+from paceline.planner.predict import Prediction, model_flops
 from paceline.units import format_bytes, format_seconds
 
 Order: TypeAlias = Literal["time", "memory"]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from paceline.cluster.devices import Cluster, Device
 from paceline.cluster.kernels import attention_seconds, matmul_seconds, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.plan.constants import Constants
-from paceline.plan.workload import Compute, Framework, ModelShape, Workload
+from paceline.planner.constants import Constants
+from paceline.planner.workload import Compute, Framework, ModelShape, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from paceline.config import Config, config_from_dict
 from paceline.data.order import DataOrder
 from paceline.errors import ConfigError
 from paceline.estimate.activations import describe_model
-from paceline.planning import Plan, make_plan, with_memory, with_microbatch
+from paceline.planner.plan import Plan, make_plan, with_memory, with_microbatch
 
 
 def make_config(*, last_batch: str = "keep", **train: Any) -> Config:

@@ -11,11 +11,11 @@ from paceline.cli.train import predict_run
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, load_config
-from paceline.plan.engine_memory import EngineMemory
-from paceline.plan.expect import expect_run
-from paceline.plan.expectation import Expectation, compare
-from paceline.plan.from_config import candidate_of, task_of
-from paceline.plan.search import rank_one
+from paceline.planner.engine_memory import EngineMemory
+from paceline.planner.expect import expect_run
+from paceline.planner.expectation import Expectation, compare
+from paceline.planner.from_config import candidate_of, task_of
+from paceline.planner.search import rank_one
 from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=23.5 * GIB)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.plan.constants import Constants, constants_for, fitted_constants, format_constants, parse_constants
-from paceline.plan.predict import predict
-from paceline.plan.workload import Layout, ModelShape, Recompute, Running, Sharding, Workload
+from paceline.planner.constants import Constants, constants_for, fitted_constants, format_constants, parse_constants
+from paceline.planner.predict import predict
+from paceline.planner.workload import Layout, ModelShape, Recompute, Running, Sharding, Workload
 from paceline.units import GIB
 
 SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.plan.published import read_table
-from paceline.plan.validation import rows_csv, to_json, validate
+from paceline.planner.published import read_table
+from paceline.planner.validation import rows_csv, to_json, validate
 
 MakeTable = Callable[..., Path]
 

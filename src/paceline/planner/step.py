@@ -2,9 +2,9 @@
 
     step = pipeline of blocks + communication that nothing hides + optimizer
 
-Blocks are priced once (plan/block.py). Under FSDP one microbatch runs on the event core: unshards ahead of use, reduces
-behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last microbatch are reduced block by block
-behind its backward, on the event core too; what is left over is waited for.
+Blocks are priced once (planner/block.py). Under FSDP one microbatch runs on the event core: unshards ahead of use,
+reduces behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last microbatch are reduced block by
+block behind its backward, on the event core too; what is left over is waited for.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import memory_seconds
 from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
-from paceline.plan.block import CALL_S, PASSES, BlockCosts, BlockModel
-from paceline.plan.constants import Constants
-from paceline.plan.timeline import StageSeconds, Timeline, pipeline_seconds
-from paceline.plan.workload import Layout, ModelShape, Workload
+from paceline.planner.block import CALL_S, PASSES, BlockCosts, BlockModel
+from paceline.planner.constants import Constants
+from paceline.planner.timeline import StageSeconds, Timeline, pipeline_seconds
+from paceline.planner.workload import Layout, ModelShape, Workload
 
 MESSAGE_KERNELS = 40  # what the host does for a blocking message, in launches
 

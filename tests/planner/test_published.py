@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.published import RowError, read_case, read_table
-from paceline.plan.workload import ModelShape, SampleModel
+from paceline.planner.published import RowError, read_case, read_table
+from paceline.planner.workload import ModelShape, SampleModel
 
 MakeTable = Callable[..., Path]
 

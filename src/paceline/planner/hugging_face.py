@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.cluster.entries import near_names
 from paceline.errors import UsageError
-from paceline.plan.workload import ModelShape
+from paceline.planner.workload import ModelShape
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _KINDS = (*_LLAMA_LIKE, "gpt2", "bert")
