@@ -81,8 +81,9 @@ def test_estimate_against_the_peak(precision: str, checkpoint: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     trainer.run()
     peak = torch.cuda.max_memory_allocated()
-    # Gradients come as activations go; the estimate counts both. So it is never less, and a third more at most.
-    assert peak <= need.device_bytes - need.framework <= 1.35 * peak
+    # Gradients come as activations go; the estimate counts both. So it is never less, and a third more at most. What
+    # cuBLAS works in, 32 MiB for each of the two threads, lies in the allocator's pool, and is the framework's share.
+    assert peak - 64 * 2**20 <= need.device_bytes - need.framework <= 1.35 * peak
 
 
 def test_the_microbatch_fits_into_what_there_is() -> None:
