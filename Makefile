@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help run test test-all check format bench clean
+.PHONY: help run test test-all soak check format bench clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -22,6 +22,9 @@ test: $(VENV)/ready  ## run the tests
 
 test-all: $(VENV)/ready  ## run all tests, the exhaustive ones too
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m ""
+
+soak: $(VENV)/ready  ## inject faults into real processes, all of them (minutes)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m soak
 
 check: $(VENV)/ready  ## ruff, mypy --strict
 	$(BIN)/ruff format --check src tests bench

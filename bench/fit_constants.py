@@ -1,9 +1,13 @@
 """Fits the constants of the prediction on rows of the split ``calib``: bench/fit_constants.py FILE.csv [--write].
 
 One set for each generation of devices and class of frameworks that such rows reach. What is made small is the mean over
-families of the mean absolute logarithm of predicted over measured, so that twice and half weigh the same, plus a pull
-towards the starting values that keeps what few rows tell apart from running away. The search goes along one constant
-at a time with steps that shrink: no random numbers, so that the same rows give the same file.
+families, weighed by the root of their rows, of the logarithm of predicted over measured, so that twice and half weigh
+the same; near zero it is rounded, so that the search does not stick in a corner. A pull towards a prior keeps what few rows
+tell apart from running away: the prior of a set is the set of the same framework on the generation that has the most rows,
+and for that one the defaults. The search goes along one constant at a time and then on in the direction that helped,
+with steps that shrink: no random numbers, so that the same rows give the same file.
+
+    --check    instead of writing, leave out each source of rows in turn (family and GPU), and score it with the rest
 
 Rows of other splits are never looked at here. Memory has no fitted constants.
 """
@@ -13,59 +17,69 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.planner.constants import Constants, ConstantSets, format_constants
+from paceline.planner.constants import DEVICE_FIELDS, Constants, ConstantSets, format_constants, mean_of
+from paceline.planner.domain import Domain, domain_of, format_domain, kind_of
 from paceline.planner.predict import in_metric, predict_case
 from paceline.planner.published import Case, read_case, read_table
+from paceline.planner.workload import Workload
 
 START = Constants()
 BOUNDS = {
-    "matmul": (0.4, 0.92),
+    "matmul": (0.4, 0.98),
     "k_half": (16.0, 1500.0),
     "attention": (0.1, 0.8),
     "attention_half": (16.0, 4000.0),
     "traffic": (0.4, 3.0),
     "launch_us": (2.0, 80.0),
-    "contention": (0.0, 0.5),
-    "slowdown": (1.0, 2.0),
+    "contention": (0.0, 1.0),
+    "slowdown": (1.0, 1.4),
     "eight_bit": (0.4, 1.2),
-    "convolution": (0.1, 1.0),
+    "convolution": (0.1, 1.1),
+    "convolution_wide": (0.1, 1.1),
 }
 PULL = 0.003
 PULL_OF_A_ROW = 0.06  # few rows tell little: they move the constants less
+ROUNDED = 0.02  # errors below this weigh less and less
 TARGET = Path(__file__).parents[1] / "src/paceline/planner/fitted_constants.yaml"
+DOMAIN = TARGET.with_name("calibrated_domain.yaml")
+
+Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Known:
     family: str
+    gpu: str
     case: Case
     measured: float
+
+
+Groups = dict[Key, list[Known]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
-    parser.add_argument("--only", default="", help="generation/framework to fit; the others are kept as they are")
+    parser.add_argument("--check", action="store_true", help="score each source of rows with constants of the others")
     arguments = parser.parse_args()
     groups = calibration_rows(arguments.file)
-    sets: dict[tuple[str, str], Constants] = {}
-    if arguments.only:
-        from paceline.planner.constants import fitted_constants
-
-        sets = dict(fitted_constants())
+    if arguments.check:
+        check(groups)
+        return
+    sets = fit_all(groups)
     for key in sorted(groups):
-        if arguments.only and "/".join(key) != arguments.only:
-            continue
-        sets[key], error = fit(key, groups[key])
+        error = error_of(sets, groups[key], rounded=0.0)
         print(f"{key[0]}/{key[1]}: {len(groups[key])} rows, {100 * error:.1f} % mean over families", flush=True)
     text = HEADER + format_constants(sets)
     print(text)
     if arguments.write:
         TARGET.write_text(text)
+        DOMAIN.write_text(HEADER.splitlines()[0] + "\n" + format_domain(covered(groups)))
 
 
 HEADER = """# Written by bench/fit_constants.py from rows of the split calib: do not edit.
@@ -73,63 +87,126 @@ HEADER = """# Written by bench/fit_constants.py from rows of the split calib: do
 """
 
 
-def calibration_rows(file: Path) -> dict[tuple[str, str], list[Known]]:
+def calibration_rows(file: Path) -> Groups:
     """Reads the rows that constants may be fitted on, by generation and framework."""
     table = read_table(file).of_split("calib")
-    groups: dict[tuple[str, str], list[Known]] = defaultdict(list)
+    groups: Groups = defaultdict(list)
     for row, measured in zip(table.rows, table.measured, strict=True):
         if row.metric == "mem_gib":
             continue
         case = read_case(row)
         key = (case.cluster.device.generation, case.workload.run.framework)
-        groups[key].append(Known(row.family, case, float(measured)))
+        groups[key].append(Known(row.family, row.text["gpu"], case, float(measured)))
     return groups
 
 
-def fit(key: tuple[str, str], rows: list[Known]) -> tuple[Constants, float]:
-    """Searches along one constant at a time."""
-    best, least = START, objective(key, START, rows)
-    step = 0.4
+def covered(groups: Groups) -> dict[tuple[str, str, str], Domain]:
+    """Returns what the rows cover, by generation, framework and kind of model."""
+    workloads: dict[tuple[str, str, str], list[Workload]] = defaultdict(list)
+    for key, rows in groups.items():
+        for row in rows:
+            workloads[(*key, kind_of(row.case.workload))].append(row.case.workload)
+    return domain_of(workloads)
+
+
+def check(groups: Groups) -> None:
+    """Prints the error of each family and GPU, predicted with constants that were fitted without it."""
+    for left_out, rows in _sources(groups):
+        rest = {
+            key: kept
+            for key, all_rows in groups.items()
+            if (kept := [row for row in all_rows if (row.family, row.gpu) != left_out])
+        }
+        outside = error_of(fit_all(rest), rows, rounded=0.0)
+        print(f"{left_out[0]:<12}{left_out[1]:<28}{len(rows):>4} rows {100 * outside:6.1f} % unseen", flush=True)
+
+
+def _sources(groups: Groups) -> Iterator[tuple[tuple[str, str], list[Known]]]:
+    found: dict[tuple[str, str], list[Known]] = defaultdict(list)
+    for rows in groups.values():
+        for row in rows:
+            found[row.family, row.gpu].append(row)
+    yield from sorted(found.items(), key=lambda each: each[0])
+
+
+def fit_all(groups: Groups) -> dict[Key, Constants]:
+    """Fits the sets with the most rows first: they are the priors of the others."""
+    sets: dict[Key, Constants] = {}
+    for key in sorted(groups, key=lambda each: (-len(groups[each]), each)):
+        sets[key] = fit(key, groups[key], prior_of(key, sets))
+    return sets
+
+
+def prior_of(key: Key, sets: dict[Key, Constants]) -> Constants:
+    """What a framework adds is taken from another generation; a device's rates lie between that and its own others."""
+    prior = next((sets[other] for other in sets if other[1] == key[1]), START)
+    same = [sets[other] for other in sets if other[0] == key[0]]
+    return mean_of([prior, mean_of(same, DEVICE_FIELDS)], DEVICE_FIELDS, prior) if same else prior
+
+
+def fit(key: Key, rows: list[Known], prior: Constants) -> Constants:
+    """Searches along one constant at a time, then once more as far along what helped."""
+    best, least, step = prior, objective(key, prior, rows, prior), 0.4
     while step > 0.02:
-        improved = False
+        before = best
         for name in BOUNDS:
             for direction in (1, -1):
                 trial = moved(best, name, direction * step)
-                value = objective(key, trial, rows)
+                value = objective(key, trial, rows, prior)
                 if value < least - 1e-6:
-                    best, least, improved = trial, value, True
+                    best, least = trial, value
                     break
-        if not improved:
+        if best == before:
             step /= 2
-    return best, error_of({key: best}, rows)
+            continue
+        trial = _further(before, best)
+        value = objective(key, trial, rows, prior)
+        if value < least - 1e-6:
+            best, least = trial, value
+    return best
 
 
 def moved(constants: Constants, name: str, by: float) -> Constants:
-    low, high = BOUNDS[name]
+    low, _ = BOUNDS[name]
     value = getattr(constants, name)
-    value = value + by * 0.5 if low == 0 else value * math.exp(by)
-    return replace(constants, **{name: min(high, max(low, value))})
+    return replace(constants, **{name: _kept(name, value + by * 0.5 if low == 0 else value * math.exp(by))})
 
 
-def objective(key: tuple[str, str], constants: Constants, rows: list[Known]) -> float:
-    return error_of({key: constants}, rows) + (PULL + PULL_OF_A_ROW / len(rows)) * distance(constants)
+def _further(start: Constants, end: Constants) -> Constants:
+    changes = {}
+    for name, (low, _) in BOUNDS.items():
+        first, last = getattr(start, name), getattr(end, name)
+        changes[name] = _kept(name, 2 * last - first if low == 0 else last * last / first)
+    return replace(end, **changes)
 
 
-def distance(constants: Constants) -> float:
+def _kept(name: str, value: float) -> float:
+    low, high = BOUNDS[name]
+    return min(high, max(low, value))
+
+
+def objective(key: Key, constants: Constants, rows: list[Known], prior: Constants) -> float:
+    pull = PULL + PULL_OF_A_ROW / len(rows)
+    return error_of({key: constants}, rows, rounded=ROUNDED) + pull * distance(constants, prior)
+
+
+def distance(constants: Constants, prior: Constants) -> float:
     total = 0.0
     for name, (low, _) in BOUNDS.items():
-        value, start = getattr(constants, name), getattr(START, name)
+        value, start = getattr(constants, name), getattr(prior, name)
         total += (value - start) ** 2 * 4 if low == 0 else math.log(value / start) ** 2
     return total
 
 
-def error_of(sets: ConstantSets, rows: list[Known]) -> float:
+def error_of(sets: ConstantSets, rows: list[Known], *, rounded: float) -> float:
     """The mean over families of the mean absolute logarithm of predicted over measured."""
     errors: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         predicted = in_metric(row.case, predict_case(row.case, sets))
-        errors[row.family].append(abs(math.log(predicted / row.measured)))
-    return sum(sum(each) / len(each) for each in errors.values()) / len(errors)
+        errors[row.family].append(math.hypot(math.log(predicted / row.measured), rounded))
+    weights = {family: math.sqrt(len(each)) for family, each in errors.items()}
+    total = sum(weights[family] * sum(each) / len(each) for family, each in errors.items())
+    return total / sum(weights.values())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ HOMES = {
     "run_virtual": "paceline.comm.virtual",
     "parallelize": "paceline.parallel.apply",
     "verify": "paceline.parity.certificate",
+    "plan": "paceline.planning",
     "DistributedConfig": "paceline.train.facade",
     "DistributedTrainer": "paceline.train.facade",
     "SimulatedTrainer": "paceline.simulate.trainer",

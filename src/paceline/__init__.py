@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.models.mlp import MLPClassifier as MLPClassifier
     from paceline.parallel.apply import parallelize as parallelize
     from paceline.parity.certificate import verify as verify
+    from paceline.planning import plan as plan
     from paceline.simulate.trainer import MockDistributedTrainer as MockDistributedTrainer
     from paceline.simulate.trainer import SimulatedTrainer as SimulatedTrainer
     from paceline.train.facade import DistributedConfig as DistributedConfig
@@ -29,6 +30,7 @@ _HOMES = {
     "run_virtual": "paceline.comm.virtual",
     "parallelize": "paceline.parallel.apply",
     "verify": "paceline.parity.certificate",
+    "plan": "paceline.planning",
     "DistributedConfig": "paceline.train.facade",
     "DistributedTrainer": "paceline.train.facade",
     "SimulatedTrainer": "paceline.simulate.trainer",

@@ -4,10 +4,13 @@
     ├── ConfigError                  one or more problems of a config, each with values, rule and fix
     ├── UsageError                   a call that breaks the contract of an API, with the fix in the message
     ├── DataError                    a data set that cannot be read, is too small, or cannot be sent to workers
-    ├── CheckpointError              a checkpoint that is missing, damaged, or of another model
+    ├── CheckpointError              a checkpoint that is missing or damaged
+    │   └── MisfitError              one of another model or optimizer
     ├── RunFolderError               a run folder that exists already, or holds no readable records
     ├── LaunchError                  ranks that could not be started, or one that failed
     ├── TrainingError                a run that must stop: a loss that is not finite
+    │   ├── MemoryExhaustedError     a rank that ran out of memory
+    │   └── PreemptedError           a run that a signal asked to stop
     └── CommunicationError           ranks that cannot talk
         ├── CollectiveMismatchError  ranks that called different operations
         ├── StuckRankError           ranks that wait for something that will not come
@@ -66,6 +69,10 @@ class CheckpointError(PacelineError):
     """A checkpoint that is missing, damaged, or belongs to another model."""
 
 
+class MisfitError(CheckpointError):
+    """A checkpoint that is whole, and belongs to another model or optimizer."""
+
+
 class RunFolderError(PacelineError):
     """A run folder that exists already and was not to be overwritten, or that holds no readable records."""
 
@@ -76,6 +83,14 @@ class LaunchError(PacelineError):
 
 class TrainingError(PacelineError):
     """A run that has to stop, such as one whose loss is not finite."""
+
+
+class MemoryExhaustedError(TrainingError):
+    """A rank that ran out of memory, whatever was tried."""
+
+
+class PreemptedError(TrainingError):
+    """A run that a signal asked to stop, on all ranks after the same step; its state is saved."""
 
 
 class CommunicationError(PacelineError):

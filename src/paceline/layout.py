@@ -5,17 +5,26 @@ beginning at a multiple of ``align`` elements, and is padded to a multiple of th
 
     | weight 0 ......... | pad | bias 0 | pad | weight 1 ............. | pad |
     | shard 0              | shard 1               | shard 2               |
+
+A *region* says which elements of a whole tensor somebody holds: what tensor parallelism left of one dim, and of that an
+interval in the order of memory. What two regions have in common comes out as *runs*, elements that follow one another
+in both; there are as many as rows that a cut goes through, and one for regions that are cut along the first dim.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
+
+Places: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +93,145 @@ def flat_layout(
         offset += math.prod(shape)
     length = round_up(round_up(offset, align) + tail, num_shards)
     return FlatLayout(slots=tuple(slots), length=length)
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns the dims of a dense tensor from the slowest to the fastest in memory; None where that is row-major.
+
+    Dims of one element lie anywhere: they come first, and do not count.
+    """
+    real = sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: (-stride[dim], dim))
+    if real == sorted(real):
+        return None
+    return (*(dim for dim, size in enumerate(shape) if size <= 1), *real)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Which elements of a tensor of ``shape`` somebody holds, and in which order.
+
+    Of ``dim`` it has the ``spans``, one after another (all of it where ``dim`` is None). That is a tensor of its own,
+    whose memory runs through the dims in ``order`` (row-major: None); the region is its elements ``begin`` to ``end``.
+    """
+
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    dim: int | None = None
+    spans: tuple[tuple[int, int], ...] = ()
+    order: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return self.end - self.begin
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what is left of the tensor, before the interval is taken."""
+        if self.dim is None:
+            return self.shape
+        extent = sum(last - first for first, last in self.spans)
+        return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
+
+    @property
+    def is_whole_part(self) -> bool:
+        """Whether the interval is all that is left of the tensor, in row-major order."""
+        return self.order is None and self.begin == 0 and self.end == math.prod(self.local_shape)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the tensor's first element is in it: of all that hold a part, one does."""
+        starts = self.dim is None or (bool(self.spans) and self.spans[0][0] == 0)
+        return self.begin == 0 and self.end > 0 and starts
+
+    def narrow(self, first: int, last: int) -> Region:
+        """Returns its elements ``first`` to ``last``, counted in its own order."""
+        assert 0 <= first <= last <= self.size, (first, last, self)
+        return replace(self, begin=self.begin + first, end=self.begin + last)
+
+
+def whole_region(shape: Sequence[int], order: tuple[int, ...] | None = None) -> Region:
+    """Returns the region of all elements."""
+    return Region(shape=tuple(shape), begin=0, end=math.prod(shape), order=order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What a rank holds of one tensor: the elements themselves, and where in the whole they belong.
+
+    ``copies`` ranks hold the same and share the writing of it; this one is number ``copy``, or writes nothing (None).
+    ``parameter`` is what an optimizer knows it by, where that is another tensor.
+    """
+
+    name: str
+    region: Region
+    tensor: torch.Tensor
+    copy: int | None = 0
+    copies: int = 1
+    parameter: torch.Tensor | None = None
+
+
+class Runs(NamedTuple):
+    """Elements that follow one another in two places: where each run starts in both, and how long it is."""
+
+    ours: Places
+    theirs: Places
+    length: Places
+
+
+def common_runs(ours: Region, theirs: Region) -> Runs:
+    """Returns what two regions of one tensor have in common, by places within each, in the order of ``theirs``.
+
+    Takes memory for each run; where the two lie in memory in other orders of dims, every element is one.
+    """
+    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+    left, right = _runs(ours, theirs.order), _runs(theirs, theirs.order)
+    left_end, right_end = left.theirs + left.length, right.theirs + right.length
+    first = np.searchsorted(right_end, left.theirs, side="right")
+    count = np.maximum(np.searchsorted(right.theirs, left_end, side="left") - first, 0)
+    a = np.repeat(np.arange(len(count)), count)
+    b = np.arange(len(a)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    start = np.maximum(left.theirs[a], right.theirs[b])
+    stop = np.minimum(left_end[a], right_end[b])
+    return Runs(left.ours[a] + start - left.theirs[a], right.ours[b] + start - right.theirs[b], stop - start)
+
+
+def _runs(region: Region, order: tuple[int, ...] | None) -> Runs:
+    """Returns a region as runs of the whole tensor laid out in ``order``, which rise in both places where they can."""
+    if region.size == 0:
+        empty = np.zeros(0, dtype=np.int64)
+        return Runs(empty, empty, empty)
+    if region.order != order:
+        return _element_runs(region, order)
+    dims = order or tuple(range(len(region.shape)))
+    if region.dim is None:
+        return Runs(*(np.array([value], dtype=np.int64) for value in (0, region.begin, region.size)))
+    at = dims.index(region.dim)
+    inner = math.prod(region.shape[dim] for dim in dims[at + 1 :])
+    lengths = np.array([last - first for first, last in region.spans], dtype=np.int64)
+    row, whole_row = int(lengths.sum()) * inner, region.shape[region.dim] * inner
+    rows = np.arange(region.begin // row, -(-region.end // row), dtype=np.int64)[:, None]
+    offsets = (np.cumsum(lengths) - lengths) * inner
+    local = (rows * row + offsets).ravel()
+    place = (rows * whole_row + np.array([first for first, _ in region.spans], dtype=np.int64) * inner).ravel()
+    begin = np.maximum(local, region.begin)
+    end = np.minimum(local + np.tile(lengths * inner, len(rows)), region.end)
+    kept = end > begin
+    return Runs((begin - region.begin)[kept], (place + begin - local)[kept], (end - begin)[kept])
+
+
+def _element_runs(region: Region, order: tuple[int, ...] | None) -> Runs:
+    """Returns every element as a run of its own, in the order of the whole tensor laid out in ``order``."""
+    dims = tuple(range(len(region.shape)))
+    mine, theirs = region.order or dims, order or dims
+    shape = region.local_shape
+    found = np.unravel_index(np.arange(region.begin, region.end), [shape[dim] for dim in mine])
+    coordinates = {dim: index.astype(np.int64) for dim, index in zip(mine, found, strict=True)}
+    if region.dim is not None:
+        held = np.concatenate([np.arange(first, last, dtype=np.int64) for first, last in region.spans])
+        coordinates[region.dim] = held[coordinates[region.dim]]
+    whole = [region.shape[dim] for dim in theirs]
+    place = np.ravel_multi_index([coordinates[dim] for dim in theirs], whole).astype(np.int64)
+    sequence = np.argsort(place, kind="stable")
+    return Runs(sequence.astype(np.int64), place[sequence], np.ones(region.size, dtype=np.int64))

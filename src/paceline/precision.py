@@ -37,7 +37,7 @@ class Precision:
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """Returns what a forward pass, and the loss that follows, runs in."""
-        if self.autocast_dtype is None:
+        if self.autocast_dtype is None or device.type == "meta":  # which torch does not cast on
             return contextlib.nullcontext()
         return torch.autocast(device.type, self.autocast_dtype)
 

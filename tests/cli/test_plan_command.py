@@ -96,19 +96,59 @@ def test_scaling_is_drawn_as_predicted(call: Call, tmp_path: Path) -> None:
     refused = call(*words, "--png", str(tmp_path / "scaling.docx"))
     assert refused.code == 2
     assert "cannot be drawn into" in refused.err
-    nothing = call(
-        "plan", CONFIG, "-c", "1x l4", "train.global_batch=1", "--gpus", "1", "--png", str(tmp_path / "no.png")
-    )
+    words = ("plan", CONFIG, "-c", "1x l4", "train.global_batch=1", "--gpus", "1", "--host-gb", "16")
+    nothing = call(*words, "--png", str(tmp_path / "no.png"))
     assert nothing.code == 1
     assert "is not drawn: no number of devices has a plan" in nothing.out
     assert not (tmp_path / "no.png").exists()
 
 
+def test_costs(call: Call) -> None:
+    words = ("plan", CONFIG, "train.global_batch=16", "--cluster", "dgx-h100", "--gpus", "4,8", "--by", "cost")
+    shown = call(*words)
+    assert "h/B tokens" in shown.out
+    assert "cheapest of these, with the same batch:" in shown.out
+    found = json.loads(call(*words, "--price", "3", "--json").out)
+    first = found["plans"][0]
+    assert first["cost"]["per_step"] == pytest.approx(3 * 8 * first["step_s"] / 3600)
+    assert first["cost"]["per_billion"] == pytest.approx(3 * 8 * 1e9 / first["tokens_per_s"] / 3600)
+    assert found["order"] == "cost"
+    assert "$/B tokens" in call(*words, "--price", "3").out
+
+
+def test_where_the_step_and_the_memory_go(call: Call) -> None:
+    found = json.loads(call("plan", CONFIG, "train.global_batch=16", "-c", "dgx-h100", "--json").out)
+    for plan in found["plans"]:
+        parts = {name: value for name, value in plan["parts_s"].items() if name != "hidden"}
+        assert sum(parts.values()) == pytest.approx(plan["step_s"])
+        assert set(plan["memory_by_category"]) == {
+            *("parameters", "gradients", "optimizer", "activations", "buffers", "temporary", "framework")
+        }
+        assert sum(plan["memory_by_category"].values()) <= plan["memory_bytes"] * 1.0001
+        assert plan["exposed_s"] >= plan["parts_s"]["exposed"]
+
+
+def test_an_open_precision(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    words = ("plan", str(ROOT / "configs" / "gpt_small.yaml"), "-c", "dgx-h100", "--precision", "auto", "-o", str(path))
+    shown = call(*words, "--json")
+    first = json.loads(shown.out)["plans"][0]
+    assert first["precision"] == "bf16_master"
+    assert load_config(path).train.precision == "bf16_master"
+    old = json.loads(call("plan", *words[1:2], "-c", "8x v100-sxm2-16gb", "--precision", "auto", "--json").out)
+    assert old["plans"][0]["precision"] == "fp16"  # it has no units for bf16
+
+
 def test_nothing_fits(call: Call) -> None:
-    shown = call("plan", CONFIG, "--cluster", "1x l4", "train.global_batch=1")
+    shown = call("plan", CONFIG, "--cluster", "1x l4", "train.global_batch=1", "--host-gb", "16")
     assert shown.code == 1
     assert "out of memory: none of" in shown.out
     assert "nearest: ddp over 1" in shown.out
+    assert "1 more memory than the host has" in shown.out
+    larger = call("plan", CONFIG, "--cluster", "1x l4", "train.global_batch=1")
+    assert larger.code == 0
+    assert "offload optimizer and parameters" in larger.out
+    assert "of each rank in its host's memory" in larger.out
 
 
 def test_a_hugging_face_model(call: Call, tmp_path: Path) -> None:
@@ -133,12 +173,15 @@ def test_a_hugging_face_model(call: Call, tmp_path: Path) -> None:
     ("words", "message"),
     [
         ((CONFIG, "-c", "4x dgx-h10"), "did you mean dgx-h100"),
-        ((str(ROOT / "configs" / "digits.yaml"), "-c", "dgx-h100"), "is not a transformer"),
+        ((str(ROOT / "configs" / "digits.yaml"), "train.global_batch=12", "-c", "dgx-h100"), "or 6 devices"),
+        ((CONFIG, "-c", "dgx-h100", "--price", "-1"), "it is in dollars, and above 0"),
+        ((CONFIG, "-c", "dgx-h100", "--host-gb", "0"), "leave it out where it is not known"),
+        ((CONFIG, "-c", "dgx-h100", "--precision", "bf61"), "did you mean bf16"),
         ((CONFIG, "train.global_batch=16", "-c", "2x dgx-h100", "--gpus", "12"), "try 8 or 16"),
         ((CONFIG, "-c", "2x dgx-h100", "--gpus", "8,some"), "--gpus 1,2,4,8,16"),
         ((CONFIG, "-c", "2x dgx-h100", "--gpus", ","), "--gpus 1,2,4,8,16"),
         ((CONFIG, "-c", "2x dgx-h100", "--png", "s.png"), "add --gpus 8,16,32"),
-        ((CONFIG, "-c", "2x dgx-h100", "--by", "cost"), "--by time"),
+        ((CONFIG, "-c", "2x dgx-h100", "--by", "money"), "ranked by time, cost, memory"),
         ((CONFIG, "-c", "dgx-h100", "--hf", "config.json"), "a plan is for one model"),
         (("-c", "dgx-h100"), "name a config, or --hf"),
     ],

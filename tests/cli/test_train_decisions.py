@@ -31,7 +31,7 @@ def test_a_run_that_decides_for_itself(project: Path, call: Call, capsys: pytest
     assert (called.code, called.err) == (0, "")
     text = " ".join(called.out.split())
     assert text.startswith("parallel.strategy = auto: ddp, about")
-    assert "for 36 parameters on 2 ranks, microbatch 1; it is the cheapest, and fits ddp on 2 ranks" in text
+    assert "for 36 parameters on 2 ranks, microbatch 1; it fits; predicted" in text
     folder = project / "runs" / "tiny"
     config = load_config(folder / "config.yaml")
     assert (config.parallel.strategy, config.train.microbatch) == ("ddp", "auto")

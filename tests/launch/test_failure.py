@@ -26,8 +26,10 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.imports import import_from_path
+from paceline.launch.codes import FAILED
 from paceline.launch.failure import (
     Failure,
+    RunFailedError,
     RunStoppedError,
     clear_failures,
     describe_error,
@@ -209,7 +211,8 @@ def test_of_equal_causes_the_first_counts() -> None:
 def test_a_failure_names_rank_cause_traceback_and_log(tmp_path: Path) -> None:
     cause = Failure(rank=1, cause="raised", message="ValueError: bad", traceback="Traceback\nValueError: bad", time=2.0)
     problem = explain_failures([*CONSEQUENCES, cause], tmp_path)
-    assert type(problem) is LaunchError
+    assert type(problem) is RunFailedError
+    assert (problem.cause, problem.code) == (cause, FAILED)
     assert str(problem) == (
         f"rank 1 failed: ValueError: bad\n\nTraceback\nValueError: bad\n\n  its log is {tmp_path}/logs/rank-1.log"
     )

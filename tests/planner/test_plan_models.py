@@ -11,11 +11,14 @@ import pytest
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError, UsageError
+from paceline.estimate.activations import describe_model
 from paceline.planner.engine_memory import EngineMemory
 from paceline.planner.from_config import candidate_of, planned_values, planned_yaml, task_of
 from paceline.planner.hugging_face import HuggingFaceModel, read_hugging_face
 from paceline.planner.plan import make_plan
 from paceline.planner.search import Search, search, smallest_changes
+from paceline.planner.workload import SampleModel
+from paceline.train.resolve import measure_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_7b.yaml"
 CLUSTER = load_cluster("4x dgx-h100")
@@ -28,6 +31,47 @@ LLAMA: dict[str, Any] = {
     "intermediate_size": 14336,
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+# As published: mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B, Qwen/Qwen3-30B-A3B.
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN2_MOE: dict[str, Any] = {
+    "model_type": "qwen2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "decoder_sparse_step": 1,
+    "vocab_size": 151936,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
 GPT2: dict[str, Any] = {
@@ -66,10 +110,34 @@ def test_the_shape_of_a_config_is_that_of_its_size(config: Config) -> None:
     assert (task.global_batch, task.seq_len, task.compute, task.framework) == (256, 4096, "bf16", "compiled")
 
 
-def test_models_that_are_no_transformers_are_refused() -> None:
-    digits = load_config(CONFIG.parent / "digits.yaml")
-    with pytest.raises(UsageError, match=r"model\.kind = mlp is not a transformer"):
-        task_of(digits, 8)
+@pytest.mark.parametrize("name", ["digits", "resnet_images"])
+def test_models_that_are_no_transformers_have_data_parallel_plans(name: str) -> None:
+    config = load_config(CONFIG.parent / f"{name}.yaml")
+    task = task_of(config, 8)
+    assert isinstance(task.model, SampleModel)
+    found = search(task, load_cluster("dgx-h100"), need=EngineMemory.of(config))
+    assert {each.candidate.strategy for each in found.ranked} == {"ddp", "zero1", "zero2", "fsdp"}
+    assert all(each.candidate.layout.data == 8 for each in found.ranked)
+    recomputed = {each.candidate.recompute for each in search(task, CLUSTER, order="memory").ranked}
+    assert recomputed == ({"none"} if name == "digits" else {"none", "selective", "full"})
+
+
+def test_what_a_sample_costs_is_what_the_model_computes() -> None:
+    """Formulas beside a count on tensors without values."""
+    config = load_config(CONFIG.parent / "resnet_images.yaml")
+    described, measured = describe_model(config, "cpu"), measure_config(config, "cpu")
+    assert described is not None
+    assert described.work is not None
+    assert measured.work is not None
+    assert measured.work.flops == described.work.flops
+    assert measured.work.written == described.work.written
+    assert measured.work.is_convolutional
+
+
+def test_a_model_whose_sizes_nobody_says_is_refused() -> None:
+    values = {"model": {"kind": "factory", "factory": "a:b"}, "data": {"kind": "factory", "factory": "c:d"}}
+    with pytest.raises(UsageError, match=r"model\.kind = factory: what a sample costs is not known"):
+        task_of(config_from_dict(values), 8)
 
 
 def test_a_context_that_nobody_says_is_asked_for() -> None:
@@ -83,8 +151,12 @@ def test_every_plan_is_a_config_with_that_mesh_and_batch(config: Config, found: 
     kinds = {}
     for each in found.ranked:
         layout = each.candidate.layout
-        kinds.setdefault((each.candidate.strategy, layout.pipeline > 1, layout.chunks > 1, layout.tensor > 1), each)
-    assert len(kinds) > 15
+        tuning = each.candidate.tuning
+        kind = (each.candidate.strategy, layout.pipeline > 1, each.candidate.schedule, layout.tensor > 1)
+        kinds.setdefault((*kind, tuning.offload, tuning.reshard, tuning.bucket_mb), each)
+    assert len(kinds) > 25
+    assert {schedule for _, _, schedule, *_ in kinds} == {"", "1f1b", "interleaved"}  # it is compiled
+    assert {offload for *_, offload, _, _ in kinds} > {(), ("optimizer",)}
     for each in kinds.values():
         path = tmp_path / "plan.yaml"
         path.write_text(planned_yaml(config, each, CLUSTER))
@@ -138,7 +210,7 @@ def test_changes_that_make_a_config_fit_do_so(given: list[str], named: list[str]
 
 @pytest.mark.parametrize(
     "override",
-    ["parallel.strategy=auto", "train.microbatch=auto", "parallel.tensor=3", "memory.checkpoint_activations=every_2"],
+    ["parallel.strategy=auto", "parallel={pipeline: 2, schedule: gpipe}", "train.microbatch=auto", "parallel.tensor=3", "memory.checkpoint_activations=every_2"],
 )
 def test_what_a_config_leaves_open_is_not_judged(override: str) -> None:
     asked = load_config(CONFIG, [override, *(["model.heads=33", "model.width=4224"] if "tensor" in override else [])])
@@ -161,6 +233,49 @@ def test_llama_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
 def test_shapes_like_llama_are_read(kind: str, tmp_path: Path) -> None:
     assert read(tmp_path, {**LLAMA, "model_type": kind}).shape == read(tmp_path, LLAMA).shape
+
+
+@pytest.mark.parametrize(
+    ("values", "billions"),
+    [
+        ({"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64, "tied": 1}, 1.236),
+        ({"model_type": "mistral", "vocab_size": 32000, "sliding_window": 4096}, 7.24),
+        (
+            {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+            | {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tied": 1},
+            0.494,
+        ),
+        (
+            {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+            | {"num_attention_heads": 16, "head_dim": 128, "vocab_size": 151936, "tied": 1},
+            0.596,
+        ),
+    ],
+    ids=["Llama-3.2-1B", "Mistral-7B-v0.1", "Qwen2.5-0.5B", "Qwen3-0.6B"],
+)
+def test_published_models_have_their_parameters(values: dict[str, Any], billions: float, tmp_path: Path) -> None:
+    values = {**LLAMA, "tie_word_embeddings": bool(values.pop("tied", 0)), **values}
+    assert read(tmp_path, values).shape.params == pytest.approx(billions * 1e9, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("values", "billions", "active"), [(MIXTRAL, 46.7, 12.8), (QWEN2_MOE, 14.3, 2.4), (QWEN3_MOE, 30.5, 3.0)]
+)
+def test_mixtures_of_experts_are_planned_without_a_config(
+    values: dict[str, Any], billions: float, active: float, tmp_path: Path
+) -> None:
+    model = read(tmp_path, values)
+    assert model.shape.params == pytest.approx(billions * 1e9, rel=0.005)
+    assert model.shape.active_matmul_params == pytest.approx(active * 1e9, rel=0.02)
+    assert "experts" in model.no_config
+    found = search(task_of(load_config(None, model.overrides), 32, model.shape), CLUSTER)
+    assert max(each.candidate.layout.expert for each in found.ranked) > 1
+
+
+def test_what_differs_from_the_model_is_said(tmp_path: Path) -> None:
+    near = read(tmp_path, {**LLAMA, "model_type": "mistral", "sliding_window": 1024})
+    assert "where the model's looks back 1024" in near.assumed[1]
+    assert len(read(tmp_path, {**LLAMA, "sliding_window": 1024, "use_sliding_window": False}).assumed) == 1
 
 
 def test_gpt2_is_read(tmp_path: Path) -> None:
@@ -186,7 +301,11 @@ def test_what_a_config_cannot_say_is_known(tmp_path: Path) -> None:
         ({**LLAMA, "num_attention_heads": True}, "num_attention_heads = True"),
         ({**LLAMA, "num_attention_heads": 33}, "33 heads do not divide a width of 4096"),
         ({**LLAMA, "model_type": "lama"}, "did you mean llama"),
-        ({**LLAMA, "model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
+        ({**LLAMA, "num_local_experts": 8}, "a llama has no mixture of experts"),
+        ({**LLAMA, "model_type": "mixtral"}, "lacks num_local_experts, num_experts_per_tok"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 8 experts"),
+        ({**LLAMA, "num_key_value_heads": 5}, "5 heads of keys and values do not divide 32 heads"),
+        ({**LLAMA, "vocab_size": 0, "hidden_size": None}, r"lacks hidden_size; vocab_size = 0 is no whole number"),
         ({"model_type": "resnet"}, "plans are for transformers"),
         ({name: value for name, value in LLAMA.items() if name != "model_type"}, "lacks model_type"),
         ({"name": "other"}, "not the config.json"),

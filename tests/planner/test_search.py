@@ -9,21 +9,25 @@ import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.errors import UsageError
-from paceline.planner.candidates import Candidate, Task, candidates_for, divisors, recomputing, workload_of
-from paceline.planner.engine_costs import engine_footprint, price
+from paceline.parallel.schedules import make_schedule, measure_schedule
+from paceline.planner.candidates import Candidate, Task, Tuning, candidates_for, divisors, recomputing, workload_of
+from paceline.planner.engine_costs import engine_footprint, price, price_untuned
 from paceline.planner.predict import Prediction, predict
 from paceline.planner.scaling import resized, scaling_rows
 from paceline.planner.search import (
+    NO_ROOM_ON_HOST,
     TOO_LARGE,
     Search,
     budget_of,
     explain_against,
     explain_winner,
+    host_bytes,
     rank_one,
     room_makers,
     search,
     smallest_changes,
 )
+from paceline.planner.tuning import zero_bubble_share
 from paceline.planner.workload import Layout, ModelShape
 
 SMALL = ModelShape(layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocab=50304)
@@ -49,7 +53,8 @@ def test_every_candidate_is_a_mesh_of_all_devices() -> None:
     candidates = list(candidates_for(TASK, NODES, left_out))
     assert len({str(each) for each in candidates}) == len(candidates)
     assert {each.strategy for each in candidates} == {"ddp", "zero1", "zero2", "fsdp", "hybrid"}
-    assert {each.schedule for each in candidates} == {"", "1f1b", "interleaved"}
+    assert {each.schedule for each in candidates} == {"", "1f1b", "interleaved", "zb-h1", "zb-v"}
+    assert not any(each.zero_bubble and each.layout.sharding == "fsdp" for each in candidates)
     for each in candidates:
         layout = each.layout
         assert layout.pipeline * layout.data * layout.tensor == 16
@@ -121,9 +126,9 @@ def test_of_a_thousand_devices_few_candidates_are_timed(monkeypatch: pytest.Monk
 
     def counted(candidate: Candidate, cluster: Cluster) -> Prediction:
         timed.append(candidate)
-        return price(candidate, cluster)
+        return price_untuned(candidate, cluster)
 
-    monkeypatch.setattr("paceline.planner.search.price", counted)
+    monkeypatch.setattr("paceline.planner.search.price_untuned", counted)
     large = search(replace(TASK, global_batch=1024), load_cluster("128x dgx-h100"))
     assert len(timed) == len(large.ranked) < 2000  # each takes about a millisecond
     assert large.looked_at > len(timed) > 200
@@ -155,9 +160,100 @@ def test_engines_pay_for_every_microbatch_where_they_do() -> None:
     ):
         ours, plain = both(strategy, sharding, pipeline, shard)
         assert ours > plain, strategy
-    for strategy in ("ddp", "zero1", "fsdp"):
+    ours, plain = both("fsdp", "fsdp")
+    assert ours == plain
+    for strategy in ("ddp", "zero1"):  # more, and smaller, pieces than blocks
         ours, plain = both(strategy, strategy)
-        assert ours == plain, strategy
+        assert plain < ours < 2 * plain, strategy
+
+
+# What is tuned.
+
+
+def whole(strategy: str, microbatch: int = 1, **tuning: object) -> Candidate:
+    sharding = "fsdp" if strategy == "hybrid" else strategy
+    layout = Layout(devices=16, data=16, sharding=sharding)  # type: ignore[arg-type]
+    return Candidate(
+        workload=workload_of(TASK, layout, microbatch),
+        strategy=strategy,
+        shard=1 if strategy == "ddp" else 16,
+        tuning=Tuning(**tuning),  # type: ignore[arg-type]
+    )
+
+
+def test_small_buckets_cost_latency_and_one_bucket_hides_nothing() -> None:
+    exposed = [price(whole("ddp", bucket_mb=size), NODES).step for size in (1, 100, 1e6)]
+    plain = price(whole("ddp"), NODES).step
+    assert plain == price(whole("ddp", bucket_mb=25), NODES).step
+    assert exposed[0].exposed + exposed[0].hidden > exposed[1].exposed + exposed[1].hidden
+    assert exposed[2].exposed > 5 * exposed[1].exposed
+    assert exposed[2].hidden == pytest.approx(0.0, abs=1e-3)
+
+
+def test_what_stays_gathered_is_sent_less_and_takes_memory() -> None:
+    usual, kept = (price(whole("fsdp", reshard=reshard), NODES) for reshard in (True, False))
+    assert kept.step.exposed + kept.step.hidden < usual.step.exposed + usual.step.hidden
+    assert kept.memory.total > usual.memory.total + LARGE.params
+    assert kept.step.compute == usual.step.compute
+
+
+def test_offload_trades_memory_for_time() -> None:
+    found = [
+        price(whole("fsdp", offload=offload), NODES) for offload in ((), ("optimizer",), ("optimizer", "parameters"))
+    ]
+    sizes, times = [each.memory.total for each in found], [each.seconds for each in found]
+    assert sizes == sorted(sizes, reverse=True)
+    assert times == sorted(times)
+    assert found[1].step.optimizer > 5 * found[0].step.optimizer
+    assert host_bytes(whole("fsdp", offload=("optimizer",))) == pytest.approx(18 * LARGE.params / 16)
+
+
+def test_an_update_on_the_host_takes_as_long_as_it_was_measured() -> None:
+    """3.4 billion parameters of one rank beside an H200, a sample of 2048 tokens: bench/results/memory-h200.json."""
+    shape = ModelShape(layers=69, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, gated=True, tied=False)
+    task = Task(model=shape, global_batch=1, seq_len=2048)
+    layout = Layout(devices=1, data=1, sharding="fsdp")
+    workload = workload_of(task, layout, 1, "full")
+    for offload, measured in ((("optimizer",), 2048 / 1569.6), (("optimizer", "parameters"), 2048 / 1024.8)):
+        candidate = Candidate(workload=workload, strategy="fsdp", shard=1, tuning=Tuning(offload=offload))
+        assert 0.5 < price(candidate, load_cluster("1x h200-sxm")).seconds / measured < 1.5
+
+
+def test_offload_is_of_whole_models_beside_devices_with_memory_of_their_own(found: Search) -> None:
+    for each in found.ranked:
+        if each.candidate.offload:
+            layout = each.candidate.layout
+            assert layout.tensor * layout.pipeline == 1
+            assert each.candidate.strategy != "ddp"
+            assert each.host_bytes > 0
+    assert all(not each.candidate.offload for each in search(TASK, NODES, host_memory=1e9).ranked)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_zero_bubbles_are_those_of_the_schedules(name: str) -> None:
+    """The share of the plain schedule's bubble that is left, beside what the executor's own schedules come to."""
+    ranks, microbatches = 4, 12
+    chunks = 2 if name == "zb-v" else 1
+    plain = make_schedule("interleaved" if chunks == 2 else "1f1b", ranks, microbatches, chunks)
+    idle = [
+        each.makespan - max(each.busy)
+        for each in (measure_schedule(make_schedule(name, ranks, microbatches, chunks)), measure_schedule(plain))
+    ]
+    assert zero_bubble_share("none") == pytest.approx(idle[0] / idle[1])
+    assert zero_bubble_share("none") < zero_bubble_share("selective") < zero_bubble_share("full") < 1
+
+
+def test_compiled_blocks_have_no_zero_bubble_schedule() -> None:
+    left_out: Counter[str] = Counter()
+    compiled = replace(TASK, framework="compiled")
+    assert not any(each.zero_bubble for each in candidates_for(compiled, NODES, left_out))
+    assert left_out["zero-bubble schedules cut the backward of compiled blocks"] > 0
+
+
+def test_experts_are_shared_inside_a_node() -> None:
+    mixture = replace(LARGE, experts=8, active_experts=2)
+    found = {each.layout.expert for each in candidates_for(replace(TASK, model=mixture), NODES, Counter())}
+    assert found == {1, 2, 4, 8}
 
 
 # What makes it fit.
@@ -178,7 +274,8 @@ def test_the_fewest_changes_come_first_and_each_is_faster(found: Search) -> None
 
 def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> None:
     small = load_cluster("1x g5.12xlarge")
-    nothing = search(replace(TASK, global_batch=8), small)
+    nothing = search(replace(TASK, global_batch=8), small, host_memory=1e9)
+    assert nothing.left_out[NO_ROOM_ON_HOST] > 0
     assert nothing.ranked == ()
     assert nothing.nearest is not None
     assert nothing.nearest[1] > nothing.budget
@@ -186,7 +283,8 @@ def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> Non
     assert all(each.keys for each in changes)
     assert any("devices" in each.keys for each in changes)
     more = next(each.keys["devices"] for each in changes if "devices" in each.keys)
-    assert search(replace(TASK, global_batch=8), resized(small, int(more))).ranked
+    assert isinstance(more, int)
+    assert search(replace(TASK, global_batch=8), resized(small, more), host_memory=1e9).ranked
 
 
 # Scaling.
@@ -207,7 +305,7 @@ def test_scaling_keeps_or_grows_the_batch() -> None:
 
 
 def test_rows_without_a_plan_say_why() -> None:
-    rows = scaling_rows(TASK, NODES, [1, 16], weak=False)
+    rows = scaling_rows(TASK, NODES, [1, 16], weak=False, host_memory=1e9)
     assert rows[0].best is None
     assert rows[0].why == "out of memory"
     assert rows[1].efficiency == 1.0

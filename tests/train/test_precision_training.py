@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from covering import covering
 from gloo_pool import GlooPool
+from saved_runs import save_now
 
-from paceline.checkpoint import TrainingState
+from paceline.checkpoint import Checkpoint
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
 from paceline.monitor.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
+from paceline.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 PRECISIONS = ["bf16", "fp16", "bf16_master"]
@@ -62,9 +64,9 @@ class Keep:
 
 
 def train(
-    comm: Communicator, config: Config, *, state: TrainingState | None = None, steps: int | None = None
-) -> tuple[dict[str, torch.Tensor], list[StepRecord], TrainingState, float]:
-    """Trains from a state, for some steps; returns parameters, records, the state, and the loss on the other data."""
+    comm: Communicator, config: Config, *, state: Checkpoint | None = None, steps: int | None = None
+) -> tuple[dict[str, torch.Tensor], list[StepRecord], Trainer, float]:
+    """Trains from a state, for some steps; returns parameters, records, trainer, and the loss on the other data."""
     sink = Keep()
     trainer = build_trainer(config, comm, sink=sink)
     if state is not None:
@@ -79,7 +81,7 @@ def train(
     assert evaluation is not None
     skipped = [r.step for r in sink.records if isinstance(r, EventRecord) and r.name == "skipped"]
     assert skipped == [record.step for record in sink.steps if record.is_skipped]
-    return trainer.parts.engine.full_state_dict(), sink.steps, trainer.state(), evaluation.loss
+    return trainer.parts.engine.full_state_dict(), sink.steps, trainer, evaluation.loss
 
 
 @covering(always={"strategy": ["fsdp"]}, strategy=STRATEGIES, policy=["fp16, clipped", "fp16", "bf16_master", "bf16"])
@@ -125,15 +127,14 @@ def test_precisions_are_different_and_close() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_the_loss_scale_is_taken_up_where_it_stood(strategy: str) -> None:
+def test_the_loss_scale_is_taken_up_where_it_stood(strategy: str, tmp_path: Path) -> None:
     """The scale starts far too large: steps are left out until it fits, and the run is cut in the middle of that."""
     config = make_config(strategy, 2, precision="fp16", loss_scale=2.0**22, steps=9)
 
     def run(comm: Communicator) -> None:
         whole, records, _, _ = train(comm, config)
-        _, first, state, _ = train(comm, config, steps=3)
-        state = broadcast_object(comm, state)  # as a file would be read
-        found, second, _, _ = train(comm, config, state=state)
+        _, first, trainer, _ = train(comm, config, steps=3)
+        found, second, _, _ = train(comm, config, state=save_now(trainer, tmp_path))
         assert [r.is_skipped for r in records[:3]] == [True] * 3  # cut among bad steps
         assert sum(not record.is_skipped for record in records) >= 3
         scales = [record.loss_scale for record in records]
@@ -145,15 +146,17 @@ def test_the_loss_scale_is_taken_up_where_it_stood(strategy: str) -> None:
     run_virtual(run, 2)
 
 
-def test_a_state_without_a_scale_starts_one_and_one_with_it_is_ignored_where_nothing_is_scaled() -> None:
+def test_a_state_without_a_scale_starts_one_and_one_with_it_is_ignored_where_nothing_is_scaled(tmp_path: Path) -> None:
     plain, scaled = make_config(steps=2), make_config(steps=2, precision="fp16", loss_scale=8.0)
-    state = train(SoloCommunicator(CPU), plain)[2]
-    assert set(state.extra) == {"bad_steps"}
+    state = save_now(train(SoloCommunicator(CPU), plain)[2], tmp_path)
+    assert "scaler" not in state.values
     trainer = build_trainer(scaled, SoloCommunicator(CPU))
     trainer.load_state(state)
     assert trainer.scaler is not None
     assert trainer.scaler.scale.item() == 8.0
-    build_trainer(plain, SoloCommunicator(CPU)).load_state(train(SoloCommunicator(CPU), scaled)[2])
+    other = save_now(train(SoloCommunicator(CPU), scaled)[2], tmp_path / "scaled")
+    assert "scaler" in other.values
+    build_trainer(plain, SoloCommunicator(CPU)).load_state(other)
 
 
 def test_records_tell_the_scale_of_each_step() -> None:

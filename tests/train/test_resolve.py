@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import types
@@ -12,14 +13,16 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.cluster.detect import Machine
 from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, RankFailedError, UsageError
 from paceline.estimate.choice import Room
+from paceline.planner.automatic import ENOUGH
 from paceline.train.assemble import build_trainer
 from paceline.train.resolve import measure_config, resolve_strategy, resolve_together
-from paceline.units import MIB
+from paceline.units import MIB, format_seconds
 
 
 class Own(nn.Module):
@@ -51,13 +54,15 @@ def own_module() -> Iterator[str]:
     del sys.modules[module.__name__]
 
 
-def make_config(factory: str, **train: Any) -> Config:
+def make_config(factory: str, backend: str = "virtual", **train: Any) -> Config:
+    """Virtual ranks are not priced: the order of candidates decides."""
     arguments = {"curious": train.pop("curious", False)}
     return config_from_dict(
         {
             "model": {"kind": "factory", "factory": factory, "args": arguments},
             "data": {"kind": "digits"},
             "parallel": {"strategy": "auto"},
+            "comm": {"backend": backend},
             "train": {"global_batch": 8, **train},
         }
     )
@@ -87,6 +92,46 @@ def test_less_memory_takes_more_sharing(own_module: str) -> None:
     assert chosen == ["ddp", "zero1", "zero2", "fsdp"]
     with pytest.raises(ConfigError, match="nothing fits"):
         resolve_strategy(config, room(380))
+    assert "not by time: virtual ranks take turns" in resolve_strategy(config, room(600))[1].reason()
+
+
+def test_of_what_fits_the_fastest_is_taken(own_module: str) -> None:
+    machine = Machine(processor="any", cores=4, memory_bytes=16e9)
+    config = make_config(own_module, backend="gloo")
+    resolved, choice = resolve_strategy(config, room(600), machine)
+    assert (resolved, choice) == resolve_strategy(config, room(600), machine)
+    seconds = {each.label: each.seconds for each in choice.ladder}
+    assert not any(value is None for value in seconds.values())
+    fastest = min(value for value in seconds.values() if value is not None)
+    assert choice.chosen.seconds is not None
+    assert choice.chosen.seconds * ENOUGH <= fastest
+    assert resolved.parallel.strategy == choice.chosen.strategy
+    assert f"predicted {format_seconds(choice.chosen.seconds)} a step on 4x" in choice.reason()
+    # What does not fit is not taken, however fast it would be.
+    _, smaller = resolve_strategy(config, room(432), machine)
+    assert smaller.chosen.strategy == "fsdp"
+    assert {each.strategy for each in smaller.ladder if each.seconds is not None} == {"fsdp"}
+
+
+def test_an_open_microbatch_is_timed_with_what_has_room(own_module: str) -> None:
+    machine = Machine(processor="any", cores=4, memory_bytes=16e9)
+    config = make_config(own_module, backend="gloo", microbatch="auto", global_batch=256)
+    open_one = resolve_strategy(config, room(600), machine)[1].chosen
+    single = resolve_strategy(
+        make_config(own_module, backend="gloo", microbatch=1, accumulate=64, global_batch=256), room(600), machine
+    )[1].chosen
+    assert open_one.seconds is not None
+    assert single.seconds is not None
+    assert open_one.seconds < single.seconds
+
+
+def test_several_hosts_are_not_priced(own_module: str) -> None:
+    machine = Machine(processor="any", cores=4, memory_bytes=16e9)
+    two = dataclasses.replace(room(600), node_ranks=2)
+    choice = resolve_strategy(make_config(own_module, backend="gloo"), two, machine)[1]
+    assert choice.chosen.strategy == "ddp"
+    assert "the network between 2 hosts is not known" in choice.reason()
+    assert choice.to_json()["untimed"]
 
 
 def test_a_model_that_looks_at_values_cannot_be_measured(own_module: str) -> None:

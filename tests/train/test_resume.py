@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from saved_runs import save_now
 from torch import nn
 
-from paceline.checkpoint import TrainingState, find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
+from paceline.checkpoint.storage import LocalFiles
+from paceline.checkpoint.values import encode
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
@@ -24,10 +28,10 @@ from paceline.data.shape import DataShape
 from paceline.errors import CheckpointError, RankFailedError
 from paceline.monitor.records import Record, StepRecord
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import CheckpointHook
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.randomness import capture_random_states
-from paceline.train.trainer import Every, Trainer
+from paceline.train.saving import SavePolicy, Saver
+from paceline.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 LENGTH, BATCH, STEPS = 40, 12, 10  # epochs of 12, 12, 12 and 4 samples: a ragged batch before and after each save
@@ -46,6 +50,7 @@ def numbered_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         return DataSplits(train=TensorPairs(inputs, targets), eval=None, shape=shape)
 
     monkeypatch.setattr("paceline.train.assemble.build_data", build_data)
+    monkeypatch.setattr("os.fsync", lambda _: None)  # hundreds of saves, and no crash of the machine
 
 
 def make_config(*, dropout: float = 0.4, accumulate: int = 1, **optim: Any) -> Config:
@@ -100,11 +105,11 @@ class Keep:
 def train(comm: Communicator, config: Config, *, save: Path | None = None, load: Path | None = None) -> History:
     """Runs to the end; saves after every step into ``save``, or continues from the checkpoint ``load``."""
     sink, loss = Keep(), Seen()
-    hooks = [] if save is None else [Every(1, CheckpointHook(save, keep=100))]
+    hooks = [] if save is None else [Saver(save, SavePolicy(every_steps=1))]
     trainer = build_trainer(config, comm, hooks=hooks, sink=sink)
     trainer.parts = dataclasses.replace(trainer.parts, loss=loss)
     if load is not None:
-        trainer.load_state(load_checkpoint(load))
+        trainer.load_state(open_checkpoint(load))
     samples: list[list[int]] = []
     trainer.hooks.append(lambda *_: samples.append([loss.samples.pop(0) for _ in range(len(loss.samples))]))
     trainer.run()
@@ -182,32 +187,27 @@ def _with_seed(config: Config, seed: int) -> Any:
 def test_random_states_of_the_checkpoint_are_needed_for_the_same_bits(tmp_path: Path) -> None:
     config = make_config()
     (whole,) = run_virtual(lambda comm: train(comm, config, save=tmp_path), 1)
-    state = load_checkpoint(tmp_path / "step-00000004")
-    other = dataclasses.replace(state, random=[capture_random_states(CPU)])
-    path = save_checkpoint(tmp_path / "other", other)
+    path = tmp_path / "step-00000004"
+    part = json.loads((path / "rank-00000.json").read_text())
+    part["values"] = encode({"random": capture_random_states(CPU)})
+    (path / "rank-00000.json").write_text(json.dumps(part))
     (resumed,) = run_virtual(lambda comm: train(comm, config, load=path), 1)
     assert resumed.samples == whole.samples[4:]
     assert facts(resumed.records) != facts(whole.records[4:])
 
 
-def test_a_state_is_a_copy_that_training_does_not_change() -> None:
-    """A state that is kept in memory is that of its step, moments included."""
-    trainer = build_trainer(make_config(), SoloCommunicator(CPU))
+def test_a_trainer_goes_back_to_what_it_saved(tmp_path: Path) -> None:
+    config = make_config()
+    trainer = build_trainer(config, SoloCommunicator(CPU))
     for _ in itertools.islice(trainer.steps(), 3):
         pass
-    state = trainer.state()
-    before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(vars_of(state))]
+    checkpoint = save_now(trainer, tmp_path)
     for _ in trainer.steps():
         pass
-    assert_same_bits(leaves(vars_of(state)), before)
     assert trainer.step == STEPS
-    trainer.load_state(state)
+    trainer.load_state(checkpoint)
     assert (trainer.step, trainer.position) == (3, 36)
     assert [result.step for result in trainer.steps()] == list(range(4, STEPS + 1))
-
-
-def vars_of(state: TrainingState) -> dict[str, Any]:
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
 
 # Another number of ranks: the same samples, rates and (without dropout) numbers.
@@ -263,7 +263,7 @@ def test_at_another_number_of_ranks_each_rank_draws_numbers_of_its_own(tmp_path:
     def draw(comm: Communicator) -> tuple[list[float], list[float], float]:
         trainer = build_trainer(config, comm)
         fresh = torch.rand(2).tolist()
-        trainer.load_state(load_checkpoint(tmp_path / "step-00000004"))
+        trainer.load_state(open_checkpoint(tmp_path / "step-00000004"))
         return fresh, torch.rand(2).tolist(), float(np.random.random())
 
     results = run_virtual(draw, 3)
@@ -283,7 +283,7 @@ def saved(tmp_path: Path, config: Config | None = None) -> Path:
 def refusal(path: Path, config: Config) -> str:
     trainer = build_trainer(config, SoloCommunicator(CPU))
     with pytest.raises(CheckpointError) as failure:
-        trainer.load_state(load_checkpoint(path))
+        trainer.load_state(open_checkpoint(path))
     return str(failure.value)
 
 
@@ -300,11 +300,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_other_names_is_refused(tmp_path: Path) -> None:
-    state = load_checkpoint(saved(tmp_path))
-    (name, value), *rest = state.model.items()
-    other = dataclasses.replace(state, model={f"{name}_of_old": value, **dict(rest)})
-    path = save_checkpoint(tmp_path / "other", other)
-    assert f"{name}_of_old" in refusal(path, make_config())
+    path = saved(tmp_path)
+    text = (path / "manifest.json").read_text()
+    name = next(iter(open_checkpoint(path).shapes("model/")))
+    (path / "manifest.json").write_text(text.replace(f'"model/{name}"', f'"model/{name}_of_old"'))
+    message = refusal(path, make_config())
+    assert f"unexpected {name}_of_old" in message
+    assert f"missing {name}" in message
 
 
 @pytest.mark.parametrize("optim", [{"kind": "sgd"}, {"kind": "torch.optim:RMSprop"}])
@@ -315,22 +317,29 @@ def test_the_state_of_another_optimizer_is_refused(optim: dict[str, Any], tmp_pa
 
 
 def test_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
-    state = load_checkpoint(saved(tmp_path))
+    checkpoint = open_checkpoint(saved(tmp_path))
     trainer = build_trainer(make_config(), SoloCommunicator(CPU))
     parameters = list(trainer.parts.engine.parameters())
     trainer = Trainer(dataclasses.replace(trainer.parts, optimizer=torch.optim.AdamW(parameters)))
     with pytest.raises(CheckpointError, match="parameter group"):
-        trainer.load_state(state)
+        trainer.load_state(checkpoint)
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 1, 1000, -1])
 def test_a_truncated_checkpoint_is_refused(keep_bytes: int, tmp_path: Path) -> None:
     path = saved(tmp_path)
-    content = (path / "state.pt").read_bytes()
-    (path / "state.pt").write_bytes(content[:keep_bytes])
-    message = refusal(path, make_config())
-    assert "is damaged" in message
-    assert "use an older one" in message
+    for file in path.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:keep_bytes])
+    trainer = build_trainer(make_config(), SoloCommunicator(CPU))
+    with pytest.raises(CheckpointError, match="use an older checkpoint"):
+        trainer.load_state(open_checkpoint(path))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        find_checkpoint(str(path), path)
+    told: list[str] = []
+    found = find_checkpoint("auto", tmp_path, tell=lambda passed: told.append(str(passed)))
+    assert found == tmp_path / "step-00000009"
+    assert len(told) == 1
+    assert told[0].startswith("passed over step-00000010: ")
 
 
 def test_resume_takes_the_newest_checkpoint_of_the_run(tmp_path: Path) -> None:
@@ -345,17 +354,17 @@ def test_a_save_that_fails_midway_leaves_the_older_ones_to_resume_from(
     """The run ends at the failed save; resumed from the one before it, it ends as if nothing had happened."""
     config = make_config()
     whole = run_virtual(lambda comm: train(comm, config), 2)
-    write, count = torch.save, itertools.count(1)
+    write, count = LocalFiles.write, itertools.count(1)
 
-    def full_disk(payload: Any, file: Any) -> None:
-        if next(count) < 6:
-            write(payload, file)
-            return
-        write({"half": torch.zeros(10)}, file)
-        raise OSError(28, "No space left on device")
+    def full_disk(self: LocalFiles, path: Path, chunks: Any) -> Any:
+        """The disk is full in the sixth save, on rank 1, after some bytes."""
+        if path.name.startswith("rank-00001.f") and next(count) == 6:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return write(self, path, chunks)
 
     with monkeypatch.context() as patch:
-        patch.setattr("paceline.checkpoint.torch", _torch_with(save=full_disk))
+        patch.setattr(LocalFiles, "write", full_disk)
         with pytest.raises(RankFailedError) as failure:
             run_virtual(lambda comm: train(comm, config, save=tmp_path), 2)
     assert isinstance(failure.value.__cause__, CheckpointError)
@@ -367,22 +376,13 @@ def test_a_save_that_fails_midway_leaves_the_older_ones_to_resume_from(
         assert_same_bits(ours.model, theirs.model)
 
 
-def _torch_with(**changes: Any) -> Any:
-    """torch as one module sees it, with something changed: torch itself pickles tensors with ``torch.save``."""
-
-    class Changed:
-        def __getattr__(self, name: str) -> Any:
-            return changes[name] if name in changes else getattr(torch, name)
-
-    return Changed()
-
-
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     config = make_config()
     path = saved(tmp_path)
     (resumed,) = run_virtual(lambda comm: train(comm, config, load=path), 1)
     assert resumed.records == []
-    assert_same_bits(resumed.model, load_checkpoint(path).model)
+    checkpoint = open_checkpoint(path)
+    assert_same_bits(resumed.model, {name: checkpoint.read(f"model/{name}") for name in resumed.model})
 
 
 class Frozen(nn.Module):
@@ -414,7 +414,7 @@ def test_frozen_parameters_and_buffers_are_part_of_the_state(tmp_path: Path, mon
         assert_same_bits(ours.model, theirs.model)
 
 
-def test_a_resumed_run_takes_its_rate_from_the_config() -> None:
+def test_a_resumed_run_takes_its_rate_from_the_config(tmp_path: Path) -> None:
     """A changed ``optim.lr`` is what the user asks for now, not what the checkpoint remembers."""
     settings = {
         "model": {"kind": "mlp", "hidden_dim": 8},
@@ -431,5 +431,5 @@ def test_a_resumed_run_takes_its_rate_from_the_config() -> None:
         if result.step == 2:
             break
     second = trainer(0.5)
-    second.load_state(first.state())
+    second.load_state(save_now(first, tmp_path))
     assert [result.lr for result in second.steps()] == [0.5, 0.5]

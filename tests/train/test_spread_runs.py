@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from saved_runs import save_now
 
-from paceline.checkpoint import TrainingState
+from paceline.checkpoint import Checkpoint, open_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
@@ -49,11 +51,11 @@ class Kept:
 
 
 def train(
-    config: Config, ranks: int, *, until: int = STEPS, state: TrainingState | None = None
-) -> tuple[list[list[Record]], TrainingState]:
-    """Trains up to a step; returns the records of each rank, and the state of rank 0."""
+    config: Config, ranks: int, *, until: int = STEPS, state: Checkpoint | None = None, save: Path | None = None
+) -> list[list[Record]]:
+    """Trains up to a step; returns the records of each rank."""
 
-    def work(comm: Communicator) -> tuple[list[Record], TrainingState]:
+    def work(comm: Communicator) -> list[Record]:
         sink = Kept()
         trainer = build_trainer(config, comm, hooks=[Every(2, EvaluateHook())], sink=sink)
         if state is not None:
@@ -64,10 +66,11 @@ def train(
             if result.step == until:
                 break
         trainer.flush(wait=True)
-        return sink.records, trainer.state()
+        if save is not None:
+            save_now(trainer, save)
+        return sink.records
 
-    found = run_virtual(work, ranks)
-    return [records for records, _ in found], found[0][1]
+    return run_virtual(work, ranks)
 
 
 def losses(records: list[Record]) -> list[float]:
@@ -88,8 +91,8 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("ranks", "parallel"), MESHES, ids=str)
 def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any]) -> None:
-    (alone,), _ = train(make_config(), 1)
-    everyone, _ = train(make_config(ranks=ranks, **parallel), ranks)
+    (alone,) = train(make_config(), 1)
+    everyone = train(make_config(ranks=ranks, **parallel), ranks)
     steps = [[record for record in records if isinstance(record, StepRecord)] for records in everyone]
     for number, expected in enumerate(record for record in alone if isinstance(record, StepRecord)):
         counted = [records[number] for records in steps]
@@ -105,19 +108,20 @@ def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, MESHES[3]), (MESHES[3], MESHES[0]), (MESHES[1], None)], ids=str)
-def test_a_checkpoint_goes_on_with_another_mesh(before: Any, after: Any) -> None:
-    (alone,), _ = train(make_config(), 1)
+def test_a_checkpoint_goes_on_with_another_mesh(before: Any, after: Any, tmp_path: Path) -> None:
+    (alone,) = train(make_config(), 1)
     ranks, parallel = before or (1, {})
-    _, state = train(make_config(ranks=ranks, **parallel), ranks, until=2)
+    train(make_config(ranks=ranks, **parallel), ranks, until=2, save=tmp_path)
+    state = open_checkpoint(tmp_path / "step-00000002")
     ranks, parallel = after or (1, {})
-    everyone, _ = train(make_config(ranks=ranks, **parallel), ranks, state=state)
+    everyone = train(make_config(ranks=ranks, **parallel), ranks, state=state)
     for records in everyone:
         assert evaluations(records) == [pytest.approx(evaluations(alone)[-1], abs=1e-9)]
 
 
 def test_dropout_is_the_same_on_the_ranks_of_a_layer_and_differs_between_stages() -> None:
     config = make_config(ranks=4, tensor=2, pipeline=2, dropout=0.3)
-    everyone, _ = train(config, 4)
+    everyone = train(config, 4)
     # Ranks of a layer that dropped other features would each go on with weights of their own, and disagree.
     assert evaluations(everyone[0]) == evaluations(everyone[1]) == evaluations(everyone[3])
     streams = run_virtual(lambda comm: build_trainer(config, comm).parts.engine.random_stream, 4)

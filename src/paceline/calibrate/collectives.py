@@ -7,7 +7,7 @@ squares fit of the times relative to what was measured, so that small messages c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +15,8 @@ from paceline.calibrate.sampling import Stopwatch
 from paceline.comm.base import Communicator
 from paceline.units import KIB, MIB
 
+_BUSY_BYTES = 4 * MIB
+_BUSY_PRODUCTS = 12
 SIZES = (4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB)
 
 
@@ -27,6 +29,8 @@ class LinkFigures:
     worst: float
     points: tuple[tuple[int, float], ...]
     spreads: dict[str, float]
+    by_ranks: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    busy: float = 1.0
 
 
 def measure_link(comm: Communicator, sizes: Sequence[int], watch: Stopwatch, name: str) -> LinkFigures:
@@ -40,7 +44,40 @@ def measure_link(comm: Communicator, sizes: Sequence[int], watch: Stopwatch, nam
         spreads[f"{name} {size // KIB} KiB"] = timed.spread
     latency, bandwidth = fit_ring(points, comm.size)
     worst = max(abs(ring_seconds(size, comm.size, latency, bandwidth) / took - 1) for size, took in points)
-    return LinkFigures(latency_s=latency, bandwidth=bandwidth, worst=worst, points=tuple(points), spreads=spreads)
+    return LinkFigures(
+        latency_s=latency,
+        bandwidth=bandwidth,
+        worst=worst,
+        points=tuple(points),
+        spreads=spreads,
+        by_ranks={comm.size: tuple(points)},
+        busy=_busy(comm, watch),
+    )
+
+
+def _busy(comm: Communicator, watch: Stopwatch) -> float:
+    """What an all-reduce adds to products that run beside it, over what it takes alone; 1 on a GPU, where it is
+    measured by runs.
+
+    On a CPU the transfer takes a core's time, its caches and its memory from the products: less than nothing of it is
+    hidden where a second core is not free.
+    """
+    if comm.device.type != "cpu":
+        return 1.0
+    tensor, left = torch.zeros(_BUSY_BYTES // 4), torch.randn(512, 512)
+
+    def compute() -> None:
+        for _ in range(_BUSY_PRODUCTS):
+            torch.mm(left, left)
+
+    def both() -> None:
+        handle = comm.all_reduce(tensor, "sum")
+        compute()
+        handle.wait()
+
+    alone = watch.time_together(lambda: comm.all_reduce(tensor, "sum").wait(), 2).seconds
+    products, together = watch.time_together(compute, 1).seconds, watch.time_together(both, 1).seconds
+    return max(0.05, (together - products) / alone)
 
 
 def ring_seconds(num_bytes: float, ranks: int, latency_s: float, bandwidth: float) -> float:

@@ -32,6 +32,8 @@ class Origin:
     command: str
     versions: str
     spread: float
+    time: str = ""
+    python: str = ""
 
 
 def suggest_name(machine: Machine, measured: Measured) -> str:
@@ -49,6 +51,8 @@ def make_entry(name: str, machine: Machine, measured: Measured, best: dict[str, 
         f"{name}-{_LINK_NAMES[kind]}": _link(kind, found, measured.ranks) for kind, found in measured.links.items()
     }
     content: dict[str, Any] = {"devices": {name: _device(name, machine, measured, best, known)}}
+    if origin.time:
+        content["devices"][name]["measured"] = _measured(machine, measured, origin)
     if links:
         content["links"] = links
     content["nodes"] = _nodes(name, measured.ranks, list(links))
@@ -70,7 +74,7 @@ def write_entry(text: str, path: Path) -> None:
 
 
 def _header(machine: Machine, measured: Measured, origin: Origin) -> str:
-    what = machine.gpus[0] if measured.device == "cuda" and machine.gpus else machine.processor
+    what = _what(machine, measured)
     cores = f"{machine.cores} cores" if measured.device == "cpu" else f"{len(machine.gpus)} GPUs"
     lines = [
         f"Measured by: {origin.command}",
@@ -106,9 +110,29 @@ def _device(
     found["node"] = name
     found["shapes"] = [
         {"kind": rate.kind, "dtype": rate.dtype, "sizes": list(rate.sizes), "tflops": _round(rate.flops / 1e12)}
+        | ({"layout": rate.layout} if rate.layout else {})
         for rate in kernels.rates
     ]
+    if kernels.families is not None:
+        families = kernels.families
+        found["operation_us"] = _round(families.operation_s * 1e6)
+        found["tensor_us"] = _round(families.tensor_s * 1e6)
+        found["memory_rates"] = {
+            family: {size: _round(rate / 1e9) for size, rate in points} for family, points in families.rates.items()
+        }
     return found
+
+
+def _measured(machine: Machine, measured: Measured, origin: Origin) -> dict[str, Any]:
+    return {
+        "time": origin.time,
+        "torch": origin.versions.removeprefix("torch "),
+        "python": origin.python,
+        "processor": _what(machine, measured),
+        "threads": measured.threads,
+        "ranks": measured.ranks,
+        "spread": _round(origin.spread),
+    }
 
 
 def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
@@ -119,6 +143,10 @@ def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
         "efficiency": 1.0,
         "latency_us": _round(found.latency_s * 1e6),
         "ring_gb_per_s": {ranks: rate},
+        "all_reduce_us": {
+            count: {size: _round(took * 1e6) for size, took in points} for count, points in found.by_ranks.items()
+        },
+        "busy": _round(found.busy),
     }
 
 
@@ -133,6 +161,10 @@ def _nodes(name: str, ranks: int, links: list[str]) -> dict[str, Any]:
     names = [name, *links[1:]]
     inside = links or [f"{name}-alone"]
     return {node: {"device": name, "devices": ranks, "inside": link} for node, link in zip(names, inside, strict=True)}
+
+
+def _what(machine: Machine, measured: Measured) -> str:
+    return machine.gpus[0] if measured.device == "cuda" and machine.gpus else machine.processor
 
 
 def _known(gpu: str) -> Device | None:

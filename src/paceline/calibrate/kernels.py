@@ -1,7 +1,10 @@
-"""Measures what one rank computes: products by shape, attention, memory, and launches eager and compiled.
+"""Measures what one rank computes: products by shape and layout, attention, memory, and launches eager and compiled.
 
 FLOPs are counted as 2 m k n for a product of (m x k) by (k x n), and 2 b h s^2 d for causal attention, forward: half of
-the full square. Memory is counted as read and written bytes of c = a + b on tensors far larger than any cache.
+the full square; backward 2.5 times that. A linear layer of r rows from i to o features is three products: its forward
+(r, i, o) with the weights transposed (nt), the gradient of its input (r, o, i) with neither (nn), and that of its
+weights (o, r, i) with the first one transposed (tn). Memory is counted as read and written bytes of c = a + b on
+tensors far larger than any cache.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from paceline.calibrate.families import ON_CPU_BYTES, ON_CUDA_BYTES, FamilyFigures, measure_families
 from paceline.calibrate.sampling import Stopwatch, Timed
 from paceline.units import MIB
 
@@ -22,12 +26,16 @@ _COMPILED_PAIRS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """What is measured: (rows, inner, columns) of products by dtype, (batch, heads, sequence, head size) of attention,
-    and the bytes of a tensor that goes through memory."""
+    """What is measured: (rows, inner, columns) of products by dtype, (rows, inputs, outputs) of linear layers in
+    ``linear_dtype``, (batch, heads, sequence, head size) of attention, the bytes of a tensor that goes through memory,
+    and of those that families of kernels go through; none: no families."""
 
     products: dict[str, tuple[tuple[int, int, int], ...]]
     attention: tuple[tuple[int, int, int, int], ...]
     stream_bytes: int
+    linears: tuple[tuple[int, int, int], ...] = ()
+    linear_dtype: str = "fp32"
+    family_bytes: tuple[int, ...] = ()
 
 
 _SMALL = tuple((size, size, size) for size in (128, 256, 512))
@@ -37,16 +45,39 @@ _LARGE = (
 )
 ON_CPU = Shapes(
     products={
-        "fp32": (*_SMALL, (1024, 1024, 1024), (256, 64, 128), (1024, 384, 384), (1024, 384, 1024), (2048, 768, 3072)),
+        "fp32": (*_SMALL, (1024, 1024, 1024)),
         "bf16": _SMALL[:2],  # many processors emulate it, at a hundredth of the rate or less
     },
-    attention=((8, 4, 128, 32), (8, 6, 256, 64), (2, 12, 1024, 64)),
+    attention=(
+        *((2, 4, 128, 32), (8, 4, 128, 32), (8, 4, 64, 16), (4, 6, 128, 64), (8, 6, 256, 64)),
+        (2, 12, 1024, 64),
+    ),
     stream_bytes=64 * MIB,
+    linears=tuple(
+        (rows, inner, outer)
+        for rows in (32, 256, 1024)
+        for inner, outer in (
+            *((32, 32), (128, 128), (128, 512), (384, 384), (512, 128), (384, 1024), (784, 512), (512, 10)),
+            *((128, 98), (1024, 384)),
+        )
+    ),
+    family_bytes=ON_CPU_BYTES,
 )
 ON_CUDA = Shapes(
     products=dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), _LARGE),
-    attention=((8, 12, 1024, 64), (4, 32, 2048, 128), (1, 32, 8192, 128)),
+    attention=(*((each, 12, 1024, 64) for each in (8, 32)), (8, 16, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)),
     stream_bytes=512 * MIB,
+    # Widths of GPT-2 and Llama, with their vocabularies: tiles fill a device unevenly, so that neighbours differ.
+    linears=tuple(
+        (rows, inner, outer)
+        for rows in (4096, 16384, 32768)
+        for inner, outer in (
+            *((768, 768), (768, 3072), (3072, 768), (768, 50304), (2048, 2048), (2048, 1024), (2048, 5632)),
+            *((5632, 2048), (2048, 32000), (4096, 4096), (4096, 14336), (14336, 4096)),
+        )
+    ),
+    linear_dtype="bf16",
+    family_bytes=ON_CUDA_BYTES,
 )
 
 
@@ -58,32 +89,42 @@ class Rate:
     dtype: str
     sizes: tuple[int, ...]
     flops: float
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFigures:
-    """What one rank measured; ``spreads`` by name. ``compiled_launch_s`` is None where nothing could be compiled."""
+    """What one rank measured; ``spreads`` by name. ``compiled_launch_s`` is None where nothing could be compiled,
+    ``families`` where no sizes of them were asked for."""
 
     rates: tuple[Rate, ...]
     memory_bandwidth: float
     launch_s: float
     compiled_launch_s: float | None
+    families: FamilyFigures | None = None
     spreads: dict[str, float] = field(default_factory=dict)
 
 
 def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, with_compiled: bool) -> KernelFigures:
     """Measures one device. Where several ranks do so at once, each gets what is left to it, as in a run."""
     spreads: dict[str, float] = {}
-    rates = [*_products(device, shapes, watch, spreads), *_attention(device, shapes, watch, spreads)]
+    rates = [
+        *_products(device, shapes, watch, spreads),
+        *_linears(device, shapes, watch, spreads),
+        *_attention(device, shapes, watch, spreads),
+    ]
     stream = _stream(device, shapes.stream_bytes, watch)
     launch = watch_host(watch, _eager_chain(device))
     spreads |= {"memory": stream.spread, "launches": launch.spread}
+    families = measure_families(device, shapes.family_bytes, watch) if shapes.family_bytes else None
+    spreads |= families.spreads if families else {}
     compiled = _compiled_launch(device, watch) if with_compiled else None
     return KernelFigures(
         rates=tuple(rates),
         memory_bandwidth=3 * shapes.stream_bytes / stream.seconds,
         launch_s=launch.seconds / (2 * _CHAIN),
         compiled_launch_s=compiled,
+        families=families,
         spreads=spreads,
     )
 
@@ -100,6 +141,25 @@ def _products(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: d
             spreads[f"{dtype} {rows}x{inner}x{columns}"] = timed.spread
             flops = 2.0 * rows * inner * columns / timed.seconds
             found.append(Rate(kind="matmul", dtype=dtype, sizes=(rows, inner, columns), flops=flops))
+    return found
+
+
+def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[Rate]:
+    """The three products of each linear layer, with operands as a training step has them."""
+    found, dtype = [], shapes.linear_dtype
+    for rows, inner, outer in shapes.linears:
+        inputs = torch.randn(rows, inner, device=device).to(_DTYPES[dtype])
+        weight = torch.randn(outer, inner, device=device).to(_DTYPES[dtype])
+        gradient = torch.randn(rows, outer, device=device).to(_DTYPES[dtype])
+        for layout, sizes, left, right in (
+            ("nt", (rows, inner, outer), inputs, weight.t()),
+            ("nn", (rows, outer, inner), gradient, weight),
+            ("tn", (outer, rows, inner), gradient.t(), inputs),
+        ):
+            timed = watch.time(lambda a=left, b=right: torch.mm(a, b))  # type: ignore[misc]
+            spreads[f"{dtype} {'x'.join(map(str, sizes))} {layout}"] = timed.spread
+            flops = 2.0 * rows * inner * outer / timed.seconds
+            found.append(Rate(kind="matmul", dtype=dtype, sizes=sizes, flops=flops, layout=layout))
     return found
 
 
@@ -126,7 +186,18 @@ def _attention(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: 
         spreads[f"attention {batch}x{heads}x{length}x{size}"] = timed.spread
         flops = 2.0 * batch * heads * length**2 * size / timed.seconds
         found.append(Rate(kind="attention", dtype=dtype, sizes=(batch, heads, length, size), flops=flops))
+        backward = watch.time(_attention_backward(parts))
+        spreads[f"attention {batch}x{heads}x{length}x{size} backward"] = backward.spread
+        flops = 2.5 * 2.0 * batch * heads * length**2 * size / backward.seconds
+        found.append(Rate(kind="attention_backward", dtype=dtype, sizes=(batch, heads, length, size), flops=flops))
     return found
+
+
+def _attention_backward(parts: list[torch.Tensor]) -> Callable[[], object]:
+    query, key, value = needed = [each.requires_grad_() for each in parts]
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    gradient = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, needed, gradient, retain_graph=True)
 
 
 def _stream(device: torch.device, num_bytes: int, watch: Stopwatch) -> Timed:

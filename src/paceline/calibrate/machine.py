@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from paceline.calibrate.collectives import SIZES, LinkFigures, measure_link
+from paceline.calibrate.families import FamilyFigures
 from paceline.calibrate.kernels import ON_CPU, ON_CUDA, KernelFigures, Rate, Shapes, measure_kernels
 from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
 from paceline.comm.base import Communicator
@@ -21,13 +22,19 @@ from paceline.comm.shared_memory import SharedMemoryCommunicator
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.errors import CommunicationError, UsageError
 from paceline.launch.processes import run_processes
+from paceline.units import MIB
 
 _TIMEOUT_S = 600.0
+_GPU_SAMPLE_S = 0.01
+_MOST_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What to measure: on ``cpu`` or ``cuda``, with so many ranks; None for a device's usual shapes and sizes."""
+    """What to measure: on ``cpu`` or ``cuda``, with so many ranks; None for a device's usual shapes and sizes.
+
+    ``more_ranks``: all-reduces among as many CPU ranks besides, though they take turns on the cores.
+    """
 
     device: str = "cpu"
     ranks: int = 1
@@ -36,6 +43,7 @@ class Wanted:
     shapes: Shapes | None = None
     sizes: tuple[int, ...] = SIZES
     is_noise_taken: bool = False
+    more_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +60,22 @@ class Measured:
 
 def measure_machine(wanted: Wanted) -> Measured:
     """Measures this machine. Raises UsageError where it is plainly noisy, with the spread, unless that is taken."""
-    _check(wanted)
+    check_wanted(wanted)
     threads = max(1, usable_cores() // wanted.ranks) if wanted.device == "cpu" else 1
     found = run_processes(measure_rank, wanted.ranks, args=(wanted,), threads=threads, timeout_s=_TIMEOUT_S)
-    return put_together(found, wanted, threads)
+    measured = put_together(found, wanted, threads)
+    for count in wanted.more_ranks:
+        links = run_processes(_measure_links, count, args=(wanted,), threads=1, timeout_s=_TIMEOUT_S)[0]
+        measured = replace(measured, links=with_more_ranks(measured.links, links))
+    return measured
+
+
+def with_more_ranks(links: dict[str, LinkFigures], more: dict[str, LinkFigures]) -> dict[str, LinkFigures]:
+    """Adds to links what they took among other numbers of ranks."""
+    return {
+        kind: replace(link, by_ranks=link.by_ranks | more[kind].by_ranks) if kind in more else link
+        for kind, link in links.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +119,31 @@ def middle_of(found: Sequence[KernelFigures]) -> KernelFigures:
         for place, rate in enumerate(first.rates)
     )
     compiled = [each.compiled_launch_s for each in found if each.compiled_launch_s is not None]
+    families = [each.families for each in found if each.families is not None]
     return KernelFigures(
         rates=rates,
+        families=middle_families(families) if families else None,
         memory_bandwidth=statistics.median(each.memory_bandwidth for each in found),
         launch_s=statistics.median(each.launch_s for each in found),
         compiled_launch_s=statistics.median(compiled) if compiled else None,
         spreads={name: max(each.spreads[name] for each in found) for name in first.spreads},
+    )
+
+
+def middle_families(found: Sequence[FamilyFigures]) -> FamilyFigures:
+    """Returns the median rank's families."""
+    first = found[0]
+    rates = {
+        family: tuple(
+            (size, statistics.median(each.rates[family][place][1] for each in found))
+            for place, (size, _) in enumerate(points)
+        )
+        for family, points in first.rates.items()
+    }
+    return FamilyFigures(
+        rates=rates,
+        operation_s=statistics.median(each.operation_s for each in found),
+        tensor_s=statistics.median(each.tensor_s for each in found),
     )
 
 
@@ -117,7 +156,8 @@ def best_rates(rates: Sequence[Rate]) -> dict[str, float]:
     return found
 
 
-def _check(wanted: Wanted) -> None:
+def check_wanted(wanted: Wanted) -> None:
+    """Raises UsageError for what cannot be measured here."""
     if wanted.device not in ("cpu", "cuda"):
         raise UsageError(f"--device {wanted.device}: a device is cpu or cuda\n  take one of them")
     if wanted.device == "cuda" and wanted.ranks > torch.cuda.device_count():
@@ -145,12 +185,21 @@ def measure_rank(comm: Communicator, wanted: Wanted) -> RankFigures:
     if share < LEAST_SHARE and not wanted.is_noise_taken:
         return RankFigures(share=share)
     finish: Callable[[], None] = torch.cuda.synchronize if is_cuda else _nothing
-    watch = Stopwatch(samples=wanted.samples, meet=comm.barrier, finish=finish)
+    watch = Stopwatch(
+        samples=wanted.samples, meet=comm.barrier, finish=finish, shortest_s=_GPU_SAMPLE_S if is_cuda else 1e-3
+    )
     shapes = wanted.shapes or (ON_CUDA if is_cuda else ON_CPU)
     kernels = measure_kernels(device, shapes, watch, with_compiled=wanted.with_compiled and comm.rank == 0)
     comm.barrier()
     links = _links(comm, device, wanted, watch) if comm.size > 1 else {}
     return RankFigures(share=share, kernels=kernels, links=links)
+
+
+def _measure_links(comm: Communicator, wanted: Wanted) -> dict[str, LinkFigures]:
+    """Measures all-reduces alone, of the sizes up to some MiB: ranks that take turns take long for more."""
+    few = replace(wanted, sizes=tuple(size for size in wanted.sizes if size <= _MOST_BYTES))
+    watch = Stopwatch(samples=wanted.samples, meet=comm.barrier)
+    return _links(comm, torch.device("cpu"), few, watch)
 
 
 def _least_share(comm: Communicator) -> float:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 
-_SHORTEST_S = 1e-3
 _FEWEST = 3
 MOST_SPREAD = 0.15
 LEAST_SHARE = 0.90
@@ -32,11 +31,13 @@ class Timed:
 class Stopwatch:
     """Times steps. ``meet`` brings ranks together first, ``finish`` waits for a device.
 
-    Takes ``samples``, or fewer, three at least, of a step that would take longer than ``most_s`` together.
+    Takes ``samples``, or fewer, three at least, of a step that would take longer than ``most_s`` together. A sample
+    is as many runs as take ``shortest_s``: a GPU's clocks fall under load, which a short one does not see.
     """
 
     samples: int = 9
     most_s: float = 2.0
+    shortest_s: float = 1e-3
     meet: Callable[[], None] = lambda: None
     finish: Callable[[], None] = lambda: None
 
@@ -46,7 +47,7 @@ class Stopwatch:
         self.finish()
         self.meet()
         once = max(self._once(step, 1), 1e-7)
-        repeats = max(1, round(_SHORTEST_S / once))
+        repeats = max(1, round(self.shortest_s / once))
         samples = min(self.samples, max(_FEWEST, int(self.most_s / (once * repeats))))
         return summarize([self._once(step, repeats) / repeats for _ in range(samples)])
 

@@ -291,6 +291,56 @@ def pipeline(
     _finish("pipeline", rows, settings, tables.show_pipeline if not as_json else None)
 
 
+@app.command()
+def predict(
+    device: str = typer.Option("cpu", help="cpu: two ranks; cuda: world size 1 in bf16."),
+    cluster: str = typer.Option(
+        None, help="An entry of this machine, or a file of one.  [default: cpu-host, or measured now on cuda]"
+    ),
+    models: str = typer.Option(None, help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA."),
+    arms: str = typer.Option(None, help="Only arms whose name contains one of these words."),
+    steps: int = typer.Option(None, help="Steps that are timed.  [default: 20 on cuda, 30 on a CPU]", min=3),
+    entry: Path = typer.Option(None, help="Also write what was measured of the device to this file."),
+    output: Path = typer.Option(None, help="Also write the record to this file, after every arm."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """Set predicted beside measured: step time, and on a GPU peak memory, of training steps on this machine.
+
+    Every arm is predicted first, by a dry run that is priced with what `paceline calibrate` measured of this device,
+    and run then. On a CPU: two ranks under ddp, zero1 and fsdp, over Gloo and over shared memory. On CUDA: the GPTs of
+    `paceline bench engines` at world size 1, eager and compiled, under ddp and fsdp.
+
+    Examples:
+
+      paceline bench predict --output predict-cpu.json
+
+      paceline bench predict --device cuda --entry mine.yaml --output predict-gpu.json
+
+      paceline bench predict --cluster mine.yaml --models mlp --arms gloo
+    """
+    from paceline.bench.predict import arms_on, bench_predict, check_words, clusters, only
+    from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
+
+    _check_device(device)
+    known = list(CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)
+    wanted, words = _words(models) or known, _words(arms)
+    _check_models(wanted, known, device)
+    check_words(arms_on(device), words)
+    chosen = only(arms_on(device), wanted, words)
+    count = steps or (20 if device == "cuda" else 30)
+
+    def tell(text: str) -> None:
+        typer.echo(text, err=True)
+
+    found = clusters(device, cluster, entry, tell)
+    settings = {"device": device, "cluster": found.name, "steps": count, "measured": found.measured}
+    rows: Rows = []
+    for row in bench_predict(chosen, device, found.of, steps=count, tell=tell):
+        rows.append(row)
+        _write("predict", rows, settings, output)
+    _finish("predict", rows, settings, tables.show_predictions if not as_json else None)
+
+
 def _check_device(device: str) -> None:
     import torch
 

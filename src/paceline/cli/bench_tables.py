@@ -30,6 +30,30 @@ def show_steps(rows: Rows) -> None:
     _print_table(titles, cells, left=("model", "ranks", "arm", "of"))
 
 
+def show_predictions(rows: Rows) -> None:
+    """Shows predicted beside measured, and the mean of the errors below."""
+    from paceline.units import format_bytes
+
+    titles = ("model", "arm", "predicted", "measured", "off by", "memory predicted", "measured", "off by")
+    cells = []
+    for row in rows:
+        head = (row["model"], row["arm"])
+        if "error" in row:
+            cells.append((*head, row["error"], "", "", "", "", ""))
+            continue
+        peak = row["measured_peak_bytes"]
+        memory = (format_bytes(row["predicted_peak_bytes"]), format_bytes(peak)) if peak else ("", "")
+        off = f"{100 * row['memory_error']:+.1f} %" if "memory_error" in row else ""
+        times = (f"{row['predicted_ms']:.2f} ms", f"{row['measured_ms']:.2f} ms", f"{100 * row['step_error']:+.1f} %")
+        cells.append((*head, *times, *memory, off))
+    _print_table(titles, cells, left=("model", "arm"))
+    for key, name in (("step_error", "step time"), ("memory_error", "memory")):
+        errors = [abs(row[key]) for row in rows if key in row]
+        if errors:
+            mean = sum(errors) / len(errors)
+            print(f"{name}: off by {100 * mean:.1f} % on average, {100 * max(errors):.1f} % at most")
+
+
 def show_memory(rows: Rows) -> None:
     """Shows the largest model of each option."""
     from paceline.units import format_bytes, format_count

@@ -39,22 +39,33 @@ def calibrate(
       paceline cluster show mine.yaml
     """
     import json
+    import platform
+    import time
 
     import torch
 
     from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
-    from paceline.calibrate.machine import Wanted, best_rates, measure_machine
+    from paceline.calibrate.machine import Wanted, best_rates, check_wanted, measure_machine
     from paceline.cluster.detect import detect_machine
 
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     count = ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
+    more = (2 * count,) if chosen == "cpu" and count > 1 else ()
+    wanted = Wanted(device=chosen, ranks=count, with_compiled=compiled, is_noise_taken=noisy, more_ranks=more)
+    check_wanted(wanted)
     if not as_json:
         typer.echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
-    measured = measure_machine(Wanted(device=chosen, ranks=count, with_compiled=compiled, is_noise_taken=noisy))
+    measured = measure_machine(wanted)
     machine = detect_machine()
     entry_name = name or suggest_name(machine, measured)
     command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
-    origin = Origin(command=command, versions=f"torch {torch.__version__}", spread=measured.spread)
+    origin = Origin(
+        command=command,
+        versions=f"torch {torch.__version__}",
+        spread=measured.spread,
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        python=platform.python_version(),
+    )
     text = make_entry(entry_name, machine, measured, best_rates(measured.kernels.rates), origin)
     if output is not None:
         write_entry(text, output)

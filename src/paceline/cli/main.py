@@ -16,6 +16,7 @@ from paceline.cli.cluster import app as cluster_app
 from paceline.cli.config import app as config_app
 from paceline.cli.doctor import doctor
 from paceline.cli.plan import plan
+from paceline.cli.predict import predict
 from paceline.cli.report import report
 from paceline.cli.schedule import schedule
 from paceline.cli.simulate import simulate
@@ -23,7 +24,8 @@ from paceline.cli.train import train
 from paceline.cli.validate import validate
 from paceline.cli.verify import verify
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
-from paceline.launch.failure import RunStoppedError
+from paceline.launch.codes import FAILED, PREEMPTED, REFUSED
+from paceline.launch.failure import RunFailedError, RunPreemptedError, RunStoppedError
 
 app = typer.Typer(
     name="paceline",
@@ -39,6 +41,7 @@ app.command()(train)
 app.command()(verify)
 app.command()(validate)
 app.command()(plan)
+app.command()(predict)
 app.command()(report)
 app.command()(simulate)
 app.command()(schedule)
@@ -67,7 +70,7 @@ def _root(
 def main() -> None:
     """Runs the command line; our own errors are one message and an exit code, never a traceback.
 
-    Exit codes: 0 done, 1 failed, 2 asked for something that cannot be, 128 + n ended by signal n (Ctrl-C: 130).
+    Exit codes: those of ``launch/codes.py``, and 128 + n for what signal n ended (Ctrl-C: 130).
     """
     try:
         app(prog_name="paceline")
@@ -76,4 +79,14 @@ def main() -> None:
         # Under torchrun every rank finds the same wrong input, and one tells it.
         if not is_refusal or os.environ.get("RANK", "0") == "0":
             typer.echo(f"paceline: {error}", err=True)
-        sys.exit(128 + error.number if isinstance(error, RunStoppedError) else 2 if is_refusal else 1)
+        sys.exit(_exit_code(error, is_refusal=is_refusal))
+
+
+def _exit_code(error: PacelineError, *, is_refusal: bool) -> int:
+    if isinstance(error, RunStoppedError):
+        return 128 + error.number
+    if isinstance(error, RunPreemptedError):
+        return PREEMPTED
+    if isinstance(error, RunFailedError):
+        return error.code
+    return REFUSED if is_refusal else FAILED

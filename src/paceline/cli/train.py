@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from paceline.checkpoint import PassedOver
     from paceline.config import Config
     from paceline.errors import Problem
     from paceline.estimate.choice import Choice
+    from paceline.launch.warm import WarmRanks
     from paceline.monitor.console import ProgressView
     from paceline.monitor.records import Record
     from paceline.planner.expectation import Expectation
@@ -166,10 +168,20 @@ def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
         check_folder(folder, force=force)
         return Place(folder=folder)
     from paceline.checkpoint import find_checkpoint
-    from paceline.errors import UsageError
+    from paceline.cli.supervision import is_scheduled
+    from paceline.errors import CheckpointError, UsageError
 
-    checkpoint = find_checkpoint(resume, folder).resolve()
-    is_continued = checkpoint.is_relative_to(folder.resolve())
+    try:
+        where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+        checkpoint = find_checkpoint(resume, where, config.checkpoint.verify, _tell_passed_over).resolve()
+    except CheckpointError:
+        if resume != "auto" or not is_scheduled():
+            raise
+        # A scheduler starts the same command again: also a run that had nothing to save yet.
+        typer.echo(f"paceline: no checkpoint in {folder} yet: starting from the beginning", err=True)
+        check_folder(folder, force=force, resume=(folder / "config.yaml").is_file())
+        return Place(folder=folder, is_continued=(folder / "config.yaml").is_file())
+    is_continued = resume == "auto" or checkpoint.is_relative_to(folder.resolve())
     if is_continued and force:
         raise UsageError(
             f"--force would remove {folder}, from which --resume {resume} continues\n"
@@ -181,11 +193,19 @@ def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
 
 def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_json: bool) -> None:
     place = find_place(asked, force=force, resume=resume)  # before torch is imported, which takes seconds
+    from paceline.cli.supervision import RANK_MODULES
+    from paceline.launch.warm import warm_ranks
+
+    with warm_ranks(RANK_MODULES, is_wanted=asked.recovery.warm) as warm:  # loads torch while this process does
+        _launch_in(place, asked, force=force, port=port, as_json=as_json, warm=warm)
+
+
+def _launch_in(place: Place, asked: Config, *, force: bool, port: int, as_json: bool, warm: WarmRanks | None) -> None:
     from paceline.config import dump_yaml
     from paceline.errors import LaunchError, UsageError
-    from paceline.launch.failure import RunStoppedError
+    from paceline.launch.failure import RunFailedError, RunPreemptedError, RunStoppedError
     from paceline.launch.folder import claim_folder
-    from paceline.launch.local import check_port, launch_local
+    from paceline.launch.local import check_port
     from paceline.launch.settings import rank_variables
 
     config, choice = resolve_strategy(resolve_config(asked))
@@ -194,34 +214,60 @@ def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_jso
     check_port(port)
     if config.monitor.console and not as_json:
         show_decisions(config, choice)
-    command = ["paceline.cli.worker", str(place.folder), "--launcher", str(os.getpid())]
-    if place.checkpoint is not None:
-        command += ["--resume", str(place.checkpoint)]
     expected = predict_run(config)
-    assert isinstance(config.parallel.ranks, int)
-    is_virtual = config.comm.backend == "virtual"
     with claim_folder(place.folder, dump_yaml(config), force=force, resume=place.is_continued) as claimed:
         if expected is not None:
             claimed.expect(expected.to_text())
         try:
             with _Progress(place.folder, is_shown=config.monitor.console and not as_json):
-                launch_local(
-                    command,
-                    place.folder,
-                    ranks=1 if is_virtual else config.parallel.ranks,
-                    num_records=config.parallel.ranks,
-                    threads=config.parallel.threads,
-                    port=port,
-                    variables=variables,
-                )
+                _run_attempts(config, place, port=port, variables=variables, warm=warm)
         except UsageError:
             claimed.discard()
             raise
+        except RunPreemptedError as error:
+            raise RunPreemptedError(f"{error}{_how_to_continue(place.folder)}") from None
+        except RunFailedError as error:
+            raise RunFailedError(f"{error}{_how_to_continue(place.folder)}", error.cause, error.code) from error
         except RunStoppedError as error:
             raise RunStoppedError(error.number, _how_to_continue(place.folder)) from None
         except LaunchError as error:
             raise LaunchError(f"{error}{_how_to_continue(place.folder)}") from error
         show_result(place.folder, config, as_json=as_json, choice=choice)
+
+
+def _run_attempts(
+    config: Config, place: Place, *, port: int, variables: dict[str, str], warm: WarmRanks | None
+) -> None:
+    """Runs the ranks, and runs them again while that helps."""
+    from paceline.cli.supervision import rank_command, restart_policy, surroundings
+    from paceline.launch.local import launch_local
+    from paceline.launch.supervise import RestartNote, supervise
+    from paceline.launch.watch import watch_policy
+
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    is_virtual = config.comm.backend == "virtual"
+
+    def start(checkpoint: Path | None, restart: RestartNote | None) -> None:
+        launch_local(
+            rank_command(place.folder, checkpoint, restart),
+            place.folder,
+            ranks=1 if is_virtual else ranks,
+            num_records=ranks,
+            threads=config.parallel.threads,
+            port=port,
+            variables=variables,
+            warm=warm,
+            watch=watch_policy(config),
+        )
+
+    around = surroundings(place.folder, place.checkpoint)
+    names = f"{ranks} {'virtual ' if is_virtual else ''}rank{'s' if ranks > 1 else ''}"
+    supervise(start, place.checkpoint, place.folder, restart_policy(config), around, ranks=names)
+
+
+def _tell_passed_over(passed: PassedOver) -> None:
+    typer.echo(f"paceline: {passed}", err=True)
 
 
 def _how_to_continue(folder: Path) -> str:

@@ -1,9 +1,10 @@
 """One rank of a run: what the launcher starts on each process.
 
-    python -m paceline.cli.worker RUN_FOLDER --launcher PID [--resume CHECKPOINT]
+    python -m paceline.cli.worker RUN_FOLDER --launcher PID [--resume CHECKPOINT | --resume auto] [--restart JSON]
 
 It reads the resolved config from the run's folder, joins the others, trains, and writes records. An error goes to
-``logs/rank-<r>.error.json`` for the launcher, and to this rank's log.
+``logs/rank-<r>.error.json`` for the launcher, and to this rank's log. SIGTERM, SIGUSR1 and SIGUSR2 ask it to save and
+leave, together with the others; ``auto`` stands for the run's newest checkpoint, and the beginning without one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from paceline.errors import CheckpointError, PreemptedError
+from paceline.launch.codes import FAILED, PREEMPTED, REFUSED
 from paceline.launch.failure import Failure, describe_error, is_refusal, write_failure
 from paceline.launch.folder import RunFolder, claim_folder, config_of, settle_config
 from paceline.launch.orphans import end_children, end_with_parent, note_process
+from paceline.launch.progress import StepNote
+from paceline.launch.requests import hear_requests
+from paceline.launch.warm_server import PARENT
+from paceline.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from paceline.cli.train import Place
@@ -30,7 +37,8 @@ if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.monitor.records import RunRecord
     from paceline.monitor.sinks import Sink
-    from paceline.train.trainer import Hook, Trainer
+    from paceline.train.recovery import LossPolicy
+    from paceline.train.trainer import Hook, StepResult, Trainer
 
 
 def main() -> None:
@@ -38,36 +46,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="paceline.cli.worker", description="One rank of a run.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--launcher", type=int, required=True)
-    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--resume")
+    parser.add_argument("--restart", type=json.loads)
     arguments = parser.parse_args()
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
-    end_with_parent(arguments.launcher)
+    end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
-    note_process(folder, rank)
-    _redirect_output(folder / "logs" / f"rank-{rank}.log")
-    attempt = Attempt(folder, rank)
+    attempt = Attempt(folder, rank, restart=arguments.restart)
     try:
-        from paceline.comm.torch_dist import connect, disconnect
         from paceline.config import load_config
 
         config = load_config(config_of(folder))
+        hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=_exit)
+        note_process(folder, rank)
+        _redirect_output(folder / "logs" / f"rank-{rank}.log")
         if config.comm.backend == "virtual":
-            _run_virtual(config, folder, arguments.resume)
+            _run_virtual(config, attempt, arguments.resume)
             return
+        from paceline.comm.torch_dist import connect, disconnect
+
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
+        config = _fit_to_world(config, comm)
         attempt.run(config, comm, resume=arguments.resume)
         disconnect()
     except BaseException as error:
         attempt.leave(error)
 
 
-def _run_virtual(config: Config, folder: Path, resume: Path | None) -> None:
+def _fit_to_world(config: Config, comm: Communicator) -> Config:
+    """Returns the config for the ranks that are there, which may be fewer or more than before where nodes come and go.
+
+    Raises ConfigError if they cannot train it.
+    """
+    from paceline.config import check_ranks
+    from paceline.errors import ConfigError
+
+    if comm.size == config.parallel.ranks:
+        return config
+    problems = check_ranks(config, comm.size, _node_ranks(config))
+    if problems:
+        raise ConfigError(problems, source=f"config, on {comm.size} ranks")
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"ranks": comm.size})})
+
+
+def _run_virtual(config: Config, first: Attempt, resume: str | None) -> None:
     """Runs all ranks in this process, in turn. Where one fails, leaves with its error."""
     from paceline.comm.virtual import run_virtual
     from paceline.errors import RankFailedError
 
     assert isinstance(config.parallel.ranks, int)
-    attempts = [Attempt(folder, rank) for rank in range(config.parallel.ranks)]
+    attempts = [first, *(first.of_rank(rank) for rank in range(1, config.parallel.ranks))]
     try:
         run_virtual(
             lambda comm: attempts[comm.rank].run(config, comm, resume=resume),
@@ -82,25 +110,43 @@ def _run_virtual(config: Config, folder: Path, resume: Path | None) -> None:
 class Attempt:
     """One rank's part in one attempt at a run, from its set-up to its last record or its failure."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        *,
+        restart: dict[str, Any] | None = None,
+        request: StopRequest | None = None,
+    ) -> None:
+        self.request = request or StopRequest()
         self._folder = folder
         self._rank = rank
+        self._restart = restart
         self._trainer: Trainer | None = None
         self._is_built = False
         self._first_step = 0
 
-    def run(self, config: Config, comm: Communicator, *, resume: Path | None = None, view: Sink | None = None) -> None:
+    def of_rank(self, rank: int) -> Attempt:
+        """Returns the part of another rank in this process, which hears the same signals."""
+        return Attempt(self._folder, rank, restart=self._restart, request=self.request)
+
+    def run(
+        self, config: Config, comm: Communicator, *, resume: str | Path | None = None, view: Sink | None = None
+    ) -> None:
         """Trains this rank's share and writes its records. Until set-up has worked, the folder stays as it is."""
-        from paceline.checkpoint import load_checkpoint
+        from paceline.launch.watch import keep_ledger
         from paceline.train.assemble import build_trainer
 
         _use_threads(config)
+        comm = keep_ledger(comm, self._folder)
         started = time.time()
         try:
-            hooks = _hooks(config, self._folder)
+            hooks = _hooks(config, self._folder, self.request)
             trainer = self._trainer = build_trainer(config, comm, hooks=hooks, node_ranks=_node_ranks(config))
-            if resume is not None:
-                trainer.load_state(load_checkpoint(resume))
+            checkpoint = _find_together(config, comm, self._folder, resume)
+            if checkpoint is not None:
+                _load(trainer, checkpoint)
+            _prepare_recovery(config, trainer, self._folder)
         except BaseException as error:
             if not self._is_refusal(error):
                 self._write_start(_run_record(config, comm, None))
@@ -111,10 +157,16 @@ class Attempt:
             text = json.dumps(trainer.parts.plan.to_json(), indent=2)
             (self._folder / "plan.json").write_text(text + "\n", encoding="utf-8")
         trainer.sink = self._open_sinks(config, view)
-        with contextlib.closing(trainer.sink):
-            trainer.sink.write(_run_record(config, comm, trainer))
-            _write_settings(config, trainer)
-            self._train(config, trainer, resume, started)
+        trainer.hooks.append(_NoteStep(StepNote(self._folder, self._rank, trainer.step)))
+        try:
+            with contextlib.closing(trainer.sink):
+                trainer.sink.write(_run_record(config, comm, trainer))
+                _write_settings(config, trainer)
+                self._train(config, trainer, checkpoint, started)
+        except PreemptedError:
+            comm.barrier()  # the first to leave ends the others, who may still be writing
+            raise
+        comm.ledger.finish()
 
     def describe(self, error: BaseException) -> Failure:
         """Tells how this rank failed."""
@@ -122,12 +174,14 @@ class Attempt:
 
     def leave(self, error: BaseException) -> NoReturn:
         """Ends this process with an error, which it leaves to the launcher and in its log."""
+        if isinstance(error, PreemptedError):
+            _exit(PREEMPTED)
         failure = self.describe(error)
         try:
             write_failure(self._folder, failure)
         finally:
             traceback.print_exception(error)
-            _exit(2 if failure.is_refusal else 1)
+            _exit(REFUSED if failure.is_refusal else FAILED)
 
     def _is_refusal(self, error: BaseException) -> bool:
         has_trained = self._is_built and self._trainer is not None and self._trainer.step > self._first_step
@@ -138,11 +192,21 @@ class Attempt:
 
         assert trainer.sink is not None
         try:
+            if self._restart is not None:
+                trainer.sink.write(
+                    EventRecord(name="restart", step=trainer.step, detail=self._restart, time=time.time())
+                )
             if resume is not None:
                 detail = {"checkpoint": str(resume)}
                 trainer.sink.write(EventRecord(name="resume", step=trainer.step, detail=detail, time=time.time()))
             trainer.run()
             _write_trace(config, trainer, self._folder)
+        except PreemptedError as error:
+            trainer.flush(wait=True)
+            now, text = time.time(), str(error)
+            end = EndRecord(status="stopped", step=trainer.step, seconds=now - started, message=text, time=now)
+            trainer.sink.write(end)
+            raise
         except BaseException:
             for record in trainer.parts.meter.drain():  # steps that were finished before the one that failed
                 trainer.sink.write(record)
@@ -204,13 +268,18 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not as_json else None
     if view is not None:
         show_decisions(config, choice)
-    attempt, started = Attempt(place.folder.absolute(), comm.rank), time.time()
+    attempt, started = Attempt(place.folder.absolute(), comm.rank, restart=_restarted_by_launcher()), time.time()
+    hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=_exit)
     try:
         attempt.run(config, comm, resume=place.checkpoint, view=view)
     except BaseException as error:
         if view is not None:
             view.flush()
             view.close()
+        if isinstance(error, PreemptedError):
+            if comm.rank == 0:
+                sys.stderr.write(f"paceline: {error}\n")
+            _exit(PREEMPTED)
         _leave_launcher(attempt.describe(error), place.folder, claimed, started)
     comm.barrier()  # every rank's records are complete
     if comm.rank == 0:
@@ -266,18 +335,99 @@ def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, s
         detail = {"py_callstack": text, "timestamp": str(int(failure.time) + is_lost)}
         content = {"message": {"message": str(failure), "extraInfo": detail}}
         Path(path).write_text(json.dumps(content), encoding="utf-8")
-    _exit(2 if failure.is_refusal else 1)
+    _exit(REFUSED if failure.is_refusal else FAILED)
 
 
-def _hooks(config: Config, folder: Path) -> list[Hook]:
-    from paceline.train.hooks import CheckpointHook, EvaluateHook
-    from paceline.train.trainer import Every, EverySeconds
+def _restarted_by_launcher() -> dict[str, Any] | None:
+    """Returns what is known of a restart by torch's agent."""
+    number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    of = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return {"number": number, "of": of, "reason": "restarted by the agent"} if number else None
+
+
+def _find_together(
+    config: Config, comm: Communicator, folder: Path, resume: str | Path | None
+) -> Path | None:
+    """Returns the checkpoint to start from, the same on all ranks; None with ``auto`` where there is none yet."""
+    if resume is None or str(resume) != "auto":
+        return None if resume is None else Path(resume)
+    from paceline.comm.objects import broadcast_object
+
+    found: Path | None = None
+    if comm.rank == 0:
+        with contextlib.suppress(CheckpointError):
+            found = _newest(config, folder)
+    return broadcast_object(comm, found)
+
+
+def _newest(config: Config, folder: Path) -> Path:
+    """Finds the run's newest checkpoint that is whole; tells in the log of those that are not."""
+    from paceline.checkpoint import find_checkpoint
+
+    where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    return find_checkpoint("auto", where, config.checkpoint.verify, lambda passed: print(passed, file=sys.stderr))
+
+
+def _load(trainer: Trainer, checkpoint: Path) -> None:
+    from paceline.checkpoint import open_checkpoint
+
+    trainer.load_state(open_checkpoint(checkpoint))
+
+
+def _prepare_recovery(config: Config, trainer: Trainer, folder: Path) -> None:
+    """Tells the trainer what to do about losses, and the way back to the last checkpoint."""
+    from paceline.train.go_back import CheckpointReturn
+
+    trainer.losses = _loss_policy(config)
+    trainer.way_back = CheckpointReturn(lambda: _newest(config, folder), _load)
+
+
+def _loss_policy(config: Config) -> LossPolicy:
+    from dataclasses import fields
+
+    from paceline.train.recovery import LossPolicy
+
+    return LossPolicy(**{each.name: getattr(config.recovery, each.name) for each in fields(LossPolicy)})
+
+
+def _about(config: Config) -> dict[str, Any]:
+    """Returns what a checkpoint tells of the run that it belongs to."""
+    parallel = config.parallel
+    ranks = parallel.ranks if isinstance(parallel.ranks, int) else 0
+    mesh = {name: getattr(parallel, name) for name in ("pipeline", "tensor")}
+    strategy = _strategy(config, ranks)
+    return {"name": config.name, "strategy": strategy, "mesh": mesh, "config": config.model_dump(mode="json")}
+
+
+class _NoteStep:
+    """Notes each step for the launcher."""
+
+    def __init__(self, note: StepNote) -> None:
+        self._note = note
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        del trainer
+        self._note.write(result.step)
+
+
+def _hooks(config: Config, folder: Path, request: StopRequest) -> list[Hook]:
+    from paceline.train.go_back import SpikeListener
+    from paceline.train.hooks import EvaluateHook
+    from paceline.train.preemption import ConsensusHook, Listener, StopWhenAsked
+    from paceline.train.saving import Saver, save_policy
+    from paceline.train.trainer import Every
 
     hooks: list[Hook] = [Every(config.train.eval_every, EvaluateHook())]
-    save = CheckpointHook(folder / "checkpoints", config.checkpoint.keep)
-    hooks.append(Every(config.checkpoint.every_steps, save, at_end=config.checkpoint.at_end))
-    if config.checkpoint.every_minutes is not None:
-        hooks.append(EverySeconds(config.checkpoint.every_minutes * 60.0, save, ask_every=config.monitor.log_every))
+    where = folder / "checkpoints" if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    policy = save_policy(config.checkpoint, ask_every=config.monitor.log_every)
+    save = Saver(where, policy, about=_about(config))
+    hooks.append(save)
+    # The last: a wish to stop is obeyed when everything else of the step is done, and is not saved twice.
+    listeners: list[Listener] = [StopWhenAsked(request, save.save_now)]
+    watches = config.recovery.on_spike != "ignore"
+    if watches:
+        listeners.insert(0, SpikeListener(_loss_policy(config)))
+    hooks.append(ConsensusHook(request, listeners, needs_losses=watches))
     return hooks
 
 

@@ -1,7 +1,8 @@
 """The present machine, looked at without torch: its processor, cores, memory and GPUs, and the cluster that it is.
 
 GPUs are those that ``nvidia-smi`` tells of. Where the catalog has them, the machine is taken for that device's usual
-node with as many devices as there are; how they are joined is not looked at, and said to be assumed.
+node with as many devices as there are; how they are joined is not looked at, and said to be assumed. A file that
+``paceline calibrate`` wrote here takes the catalog's place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.devices import Cluster, device_named, node_named
+from paceline.cluster.devices import Cluster, Link, device_named, load_cluster, make_node, node_named
+from paceline.cluster.entries import read_catalog, shipped
 from paceline.errors import UsageError
 from paceline.units import MIB, format_bytes
 
@@ -57,10 +59,23 @@ def detect_machine(*, with_gpus: bool = True) -> Machine:
     )
 
 
-def detect_cluster(machine: Machine) -> Detected:
-    """Returns the cluster of the catalog that a machine is most like."""
+def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
+    """Returns the cluster of the catalog that a machine is most like, or what ``entry`` says of it.
+
+    Raises UsageError for an entry that cannot be read, or that is of a CPU where there are GPUs.
+    """
+    if entry is not None and load_cluster(str(entry)).device.is_cpu == bool(machine.gpus):
+        raise UsageError(
+            f"{entry} is an entry of {'a CPU' if machine.gpus else 'a GPU'}\n  the ranks run on the other\n"
+            f"  measure that one: paceline calibrate --device {'cuda' if machine.gpus else 'cpu'} --output FILE"
+        )
     if not machine.gpus:
-        return _as_cpu_host(machine)
+        return _as_cpu_host(machine, entry)
+    if entry is not None:
+        node = replace(load_cluster(str(entry)).node, devices=len(machine.gpus))
+        name = f"{len(machine.gpus)}x {node.device.name}"
+        told = (f"the GPUs are as {entry} says",)
+        return Detected(machine=machine, cluster=Cluster(name=name, node=node, nodes=1, between=None), assumed=told)
     counts = Counter(machine.gpus)
     name, count = counts.most_common(1)[0]
     others = [
@@ -76,6 +91,16 @@ def detect_cluster(machine: Machine) -> Detected:
     return Detected(machine=machine, cluster=found, assumed=assumed)
 
 
+def gloo_link(entry: Path | None = None) -> Link:
+    """Returns what ranks of a CPU host talk through over Gloo: of an entry, or of the catalog's small host."""
+    if entry is None:
+        return node_named(f"{_CPU_HOST}-gloo").inside
+    found = shipped().with_file(read_catalog(entry))
+    node = load_cluster(str(entry)).node
+    name = f"{node.name}-gloo"
+    return make_node(name, found).inside if name in found.nodes else node.inside
+
+
 def read_smi(text: str) -> list[tuple[str, float]]:
     """Reads names and bytes of memory from what ``nvidia-smi`` prints; lines that say something else are left out."""
     found = []
@@ -86,19 +111,21 @@ def read_smi(text: str) -> list[tuple[str, float]]:
     return found
 
 
-def _as_cpu_host(machine: Machine) -> Detected:
+def _as_cpu_host(machine: Machine, entry: Path | None) -> Detected:
     try:
-        node = node_named(_CPU_HOST)
+        node = node_named(_CPU_HOST) if entry is None else load_cluster(str(entry)).node
     except UsageError:
         told = "the catalog has no CPU host: measure this one with paceline calibrate --output mine.yaml"
         return Detected(machine=machine, cluster=None, assumed=(told,))
     device = replace(node.device, memory_bytes=machine.memory_bytes / machine.cores)
     node = replace(node, device=device, devices=machine.cores)
-    assumed = (
+    assumed: tuple[str, ...] = (
         f"each of {machine.cores} cores is as fast as one of {_CPU_HOST}, which was measured elsewhere",
         f"ranks share {format_bytes(machine.memory_bytes)} of memory out equally",
         "measure this machine: paceline calibrate --output mine.yaml",
     )
+    if entry is not None:
+        assumed = (f"each of {machine.cores} cores is as fast as {entry} says", assumed[1])
     cluster = Cluster(name=f"{machine.cores}x {device.name}", node=node, nodes=1, between=None)
     return Detected(machine=machine, cluster=cluster, assumed=assumed)
 

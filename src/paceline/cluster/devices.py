@@ -40,12 +40,13 @@ _OVER = re.compile(r"^(.*\S)\s+(?:over|on)\s+(\S.*)$", re.IGNORECASE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeRate:
     """FLOP per second that one shape reached: (rows, inner, columns) of a product, or of attention
-    (batch, heads, sequence, head size)."""
+    (batch, heads, sequence, head size). ``layout`` of a product: nn, nt, tn; none where nobody said."""
 
     kind: str
     dtype: str
     sizes: tuple[int, ...]
     flops: float
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,12 @@ class Device:
 
     ``peak_flops`` are dense, by dtype; ``matmul_ceiling`` the most that products were measured to reach;
     ``memory_share`` what streaming kernels reach of the bandwidth; ``launch_s`` what the host pays for one eager kernel
-    and ``compiled_launch_s`` for one of a compiled block; ``shapes`` what ``paceline calibrate`` measured.
+    and ``compiled_launch_s`` for one of a compiled block.
+
+    What ``paceline calibrate`` measured besides: ``shapes``; ``memory_rates``, bytes per second of families of kernels
+    by bytes (cluster/operations.py); ``operation_s``, the host's time for one operation of a training step, and
+    ``tensor_s`` for each further tensor of one over lists; ``factor``, what a run took over what its kernels add up to,
+    as ``calibrate --from`` fits it.
     """
 
     name: str
@@ -69,6 +75,10 @@ class Device:
     compiled_launch_s: float
     sm_count: int
     shapes: tuple[ShapeRate, ...] = ()
+    memory_rates: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict, hash=False)
+    operation_s: float | None = None
+    tensor_s: float = 0.0
+    factor: float = 1.0
 
     def peak(self, dtype: str) -> float:
         """Returns the dense peak of a dtype. Where the device has no units for it, that of what it is computed in."""
@@ -109,6 +119,8 @@ class Link:
     """What joins the devices of a node: bytes per second one way per device, and what a ring reaches of them.
 
     ``ring`` and ``nvls_ring`` are measured bus bandwidths by the number of devices that take part, where known.
+    ``all_reduce`` holds measured seconds by bytes, by the number of ranks; ``busy`` is what collectives take while the
+    ranks compute, over what they take alone.
     """
 
     name: str
@@ -119,6 +131,8 @@ class Link:
     nvls: bool
     ring: Mapping[int, float] = field(default_factory=dict, hash=False)
     nvls_ring: Mapping[int, float] = field(default_factory=dict, hash=False)
+    all_reduce: Mapping[int, tuple[tuple[int, float], ...]] = field(default_factory=dict, hash=False)
+    busy: float = 1.0
 
     def ring_bandwidth(self, devices: int) -> float:
         """Returns the bus bandwidth of a ring: as measured for the nearest count not above, else by efficiency."""
@@ -197,6 +211,11 @@ def device_named(name: str) -> Device:
     return _Catalog(entries=shipped()).device(name)
 
 
+def link_named(name: str) -> Link:
+    """Returns a link of the catalog. Raises UsageError with the nearest names."""
+    return _Catalog(entries=shipped()).link(name)
+
+
 def network_named(name: str) -> Network:
     """Returns a network of the catalog. Raises UsageError with the nearest names."""
     return _Catalog(entries=shipped()).network(name)
@@ -205,6 +224,11 @@ def network_named(name: str) -> Network:
 def node_named(name: str) -> Node:
     """Returns a node of the catalog, or a device's usual one. Raises UsageError with the nearest names."""
     return _Catalog(entries=shipped()).node(name)
+
+
+def make_node(name: str, entries: Entries) -> Node:
+    """Returns a node of these entries. Raises UsageError with the nearest names."""
+    return _Catalog(entries=entries).node(name)
 
 
 def load_cluster(text: str) -> Cluster:
@@ -281,6 +305,11 @@ class _Catalog:
             nvls=entry.nvls,
             ring={count: rate * 1e9 for count, rate in entry.ring_gb_per_s.items()},
             nvls_ring={count: rate * 1e9 for count, rate in entry.nvls_gb_per_s.items()},
+            all_reduce={
+                ranks: tuple(sorted((size, took * 1e-6) for size, took in points.items()))
+                for ranks, points in entry.all_reduce_us.items()
+            },
+            busy=entry.busy,
         )
 
     def network(self, name: str) -> Network:
@@ -335,9 +364,18 @@ def _device(name: str, entry: DeviceEntry) -> Device:
         compiled_launch_s=compiled * 1e-6,
         sm_count=entry.multiprocessors,
         shapes=tuple(
-            ShapeRate(kind=each.kind, dtype=each.dtype, sizes=each.sizes, flops=each.tflops * 1e12)
+            ShapeRate(
+                kind=each.kind, dtype=each.dtype, sizes=each.sizes, flops=each.tflops * 1e12, layout=each.layout or ""
+            )
             for each in entry.shapes
         ),
+        memory_rates={
+            family: tuple(sorted((size, rate * 1e9) for size, rate in points.items()))
+            for family, points in entry.memory_rates.items()
+        },
+        operation_s=None if entry.operation_us is None else entry.operation_us * 1e-6,
+        tensor_s=entry.tensor_us * 1e-6,
+        factor=entry.factor,
     )
 
 

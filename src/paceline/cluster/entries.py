@@ -45,10 +45,26 @@ class ShapeEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["matmul", "attention"]
+    kind: Literal["matmul", "attention", "attention_backward"]
     dtype: DtypeName
     sizes: tuple[int, ...]
     tflops: Positive
+    layout: Literal["nn", "nt", "tn"] | None = None
+
+
+class MeasuredEntry(BaseModel):
+    """When and with what a device was measured, and how much its samples spread."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    time: str
+    torch: str
+    python: str
+    processor: str
+    threads: int = Field(gt=0)
+    ranks: int = Field(gt=0)
+    spread: float = Field(ge=0)
+    fitted_to: str | None = None
 
 
 class DeviceEntry(Entry):
@@ -66,6 +82,11 @@ class DeviceEntry(Entry):
     multiprocessors: int = Field(gt=0)
     node: str | None = None
     shapes: tuple[ShapeEntry, ...] = ()
+    memory_rates: dict[str, dict[int, Positive]] = Field(default_factory=dict)
+    operation_us: Positive | None = None
+    tensor_us: float = Field(default=0.0, ge=0)
+    factor: Positive = 1.0
+    measured: MeasuredEntry | None = None
 
 
 class LinkEntry(Entry):
@@ -78,6 +99,8 @@ class LinkEntry(Entry):
     nvls: bool = False
     ring_gb_per_s: dict[int, Positive] = Field(default_factory=dict)
     nvls_gb_per_s: dict[int, Positive] = Field(default_factory=dict)
+    all_reduce_us: dict[int, dict[int, Positive]] = Field(default_factory=dict)
+    busy: Positive = 1.0
 
 
 class NetworkEntry(Entry):

@@ -1,6 +1,7 @@
 """What a kernel takes on a device: matrix products, attention, memory-bound work, and the host that launches them.
 
     product      2 m n k FLOPs at  ceiling x rate x k / (k + k_half) x filled;  at least its bytes over the bandwidth
+    k_half       of A100 in bf16; elsewhere in proportion to FLOPs a byte: filling tiles and writing results takes memory
     filled       tiles / (waves x multiprocessors), tiles of 128 x 128 outputs: the last wave stands partly empty
     attention    fused: 4 b s s' h FLOPs at ceiling x attention rate; unfused: two batched products, and the scores
                  are read and written as memory-bound work
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from paceline.cluster.devices import Device
 
 _TILE = 128
+_BALANCE = 271.2e12 / 2.039e12  # FLOPs a byte of A100 SXM 80 GB in bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ def matmul_seconds(
     tiles = batch * math.ceil(m / _TILE) * math.ceil(n / _TILE)
     waves = tiles / device.sm_count if device.sm_count else 1.0
     filled = waves / math.ceil(waves) if waves < 16 else 1.0
-    reached = ceiling(device, dtype) * rates.matmul * k / (k + rates.k_half) * filled
+    k_half = rates.k_half * (1.0 if device.is_cpu else ceiling(device, dtype) / device.memory_bandwidth / _BALANCE)
+    reached = ceiling(device, dtype) * rates.matmul * k / (k + k_half) * filled
     width = _BYTES[dtype]
     moved = batch * width * (m * k + k * n + m * n)
     return max(batch * 2.0 * m * n * k / reached, memory_seconds(device, rates, moved))

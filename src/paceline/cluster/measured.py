@@ -1,20 +1,18 @@
 """What all-reduces really took, as a benchmark wrote it down: asked by ``auto`` in place of the formulas.
 
-Between two sizes that were measured, seconds go along a straight line of their logarithms. Below the smallest they stay
-as they are: there a message pays for getting going. Beyond the largest they grow with the bytes.
+Between two sizes that were measured, seconds are as ``cluster/tables.py`` says.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from paceline.cluster.costs import Algorithm, Placement
+from paceline.cluster.tables import seconds_between
 from paceline.errors import UsageError
 
 Choice: TypeAlias = Literal["native"] | Algorithm
@@ -34,16 +32,7 @@ class MeasuredTable:
 
     def seconds(self, choice: Choice, num_bytes: float) -> float:
         """Returns how long an all-reduce takes."""
-        points = self.points[choice]
-        place = bisect_left([size for size, _ in points], num_bytes)
-        if place == 0:
-            return points[0][1]
-        if place == len(points):
-            size, seconds = points[-1]
-            return seconds * num_bytes / size
-        (low, fast), (high, slow) = points[place - 1], points[place]
-        share = math.log(num_bytes / low) / math.log(high / low)
-        return fast * math.pow(slow / fast, share)
+        return seconds_between(self.points[choice], num_bytes)
 
     def fastest(self, num_bytes: float) -> Choice:
         """Returns the way that took least."""

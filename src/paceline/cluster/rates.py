@@ -12,17 +12,24 @@ from collections.abc import Sequence
 from paceline.cluster.devices import Device, ShapeRate
 
 
-def matmul_rate(device: Device, sizes: tuple[int, int, int], dtype: str) -> float | None:
-    """Returns FLOP per second of a product of (rows, inner, columns); None where none of this dtype was measured."""
-    return _between([each for each in device.shapes if each.kind == "matmul" and each.dtype == dtype], sizes)
+def matmul_rate(device: Device, sizes: tuple[int, int, int], dtype: str, layout: str = "") -> float | None:
+    """Returns FLOP per second of a product of (rows, inner, columns); None where none of this dtype was measured.
+
+    ``layout`` says which operand is transposed: nn, nt, tn. Products measured in it count alone, where there are any.
+    """
+    known = [each for each in device.shapes if each.kind == "matmul" and each.dtype == dtype]
+    same = [each for each in known if each.layout == layout] if layout else []
+    return _between(same or known, sizes)
 
 
-def attention_rate(device: Device, sizes: tuple[int, int, int, int]) -> float | None:
+def attention_rate(device: Device, sizes: tuple[int, int, int, int], kind: str = "attention") -> float | None:
     """Returns FLOP per second of causal attention (batch, heads, sequence, head size), counted as half of the square.
 
-    Batch and heads are one size here: both are so many of the same. None where none was measured.
+    Batch and heads are one size here: both are so many of the same. ``attention_backward`` is counted as 2.5 times the
+    forward. None where neither was measured.
     """
-    known = [each for each in device.shapes if each.kind == "attention"]
+    known = [each for each in device.shapes if each.kind == kind]
+    known = known or [each for each in device.shapes if each.kind == "attention"]
     return _between([_merged(each) for each in known], (sizes[0] * sizes[1], *sizes[2:]))
 
 

@@ -110,6 +110,11 @@ def takes_real_time(comm: Communicator) -> bool:
     return bool(getattr(comm, "takes_real_time", True))
 
 
+def control_device(comm: Communicator) -> torch.device:
+    """Returns where numbers are sent from that the host reads: a rank's device, or a CPU where that holds no values."""
+    return torch.device("cpu") if comm.device.type == "meta" else comm.device
+
+
 def clock_of(comm: Communicator) -> Clock:
     """Returns what a rank's time is read from: its virtual clock, where it has one, and else that of its device."""
     inmost = comm

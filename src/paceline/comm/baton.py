@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from paceline.errors import CommunicationError, RankFailedError, StuckRankError
+from paceline.monitor.ledger_view import Entry
 
 # Whose lines say nothing about what a rank does: this room, torch, and the locks below them.
 _PLUMBING = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/", threading.__file__)
@@ -77,6 +78,7 @@ class Wait:
 
     is_over: Callable[[], bool]
     describe: Callable[[], str]
+    entry: Callable[[], Entry]
 
 
 class Baton:
@@ -96,6 +98,7 @@ class Baton:
         self._error: BaseException | None = None
         self._states: list[RandomStates] = []
         self._threads: list[threading.Thread] = []
+        self.explain: Callable[[Mapping[int, Entry], set[int]], str] | None = None
 
     # What the communicator calls, always from the thread of the rank that holds the baton.
 
@@ -194,7 +197,13 @@ class Baton:
         if len(self._finished) == self.num_ranks:
             self._ended.set()
             return
-        self.fail(StuckRankError("no rank can go on\n" + self.describe_ranks()))
+        self.fail(StuckRankError(f"no rank can go on{self._verdict()}\n{self.describe_ranks()}"))
+
+    def _verdict(self) -> str:
+        """Returns why, in the words that ranks of processes get; nothing where nobody knows the operations."""
+        if self.explain is None:
+            return ""
+        return f": {self.explain({rank: wait.entry() for rank, wait in self._waits.items()}, self._finished)}"
 
     def _watch(self) -> None:
         """Waits for the end; raises when the holder has given no sign of life within the limit."""

@@ -8,21 +8,21 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from paceline.comm.base import Communicator, Work
+from paceline.comm.base import Communicator, Work, control_device
 
 T = TypeVar("T")
 
 
 def gather_objects(comm: Communicator, value: T) -> list[T]:
     """Returns every rank's ``value`` in rank order, on every rank. Two all-gathers."""
-    payload = _to_bytes(value, comm.device)
-    lengths = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-    comm.all_gather(lengths, torch.tensor([payload.numel()], dtype=torch.int64, device=comm.device)).wait()
+    payload = _to_bytes(value, control_device(comm))
+    lengths = torch.empty(comm.size, dtype=torch.int64, device=control_device(comm))
+    comm.all_gather(lengths, torch.tensor([payload.numel()], dtype=torch.int64, device=control_device(comm))).wait()
     sizes = [int(size) for size in lengths.tolist()]
     longest = max(sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=comm.device)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=control_device(comm))
     padded[: payload.numel()] = payload
-    everything = torch.empty(comm.size * longest, dtype=torch.uint8, device=comm.device)
+    everything = torch.empty(comm.size * longest, dtype=torch.uint8, device=control_device(comm))
     comm.all_gather(everything, padded).wait()
     rows = everything.cpu().view(comm.size, longest)
     return [pickle.loads(rows[i, :size].numpy().tobytes()) for i, size in enumerate(sizes)]
@@ -30,11 +30,11 @@ def gather_objects(comm: Communicator, value: T) -> list[T]:
 
 def broadcast_object(comm: Communicator, value: T, source: int = 0) -> T:
     """Returns the ``value`` of rank ``source`` on every rank. Two broadcasts."""
-    payload = _to_bytes(value, comm.device) if comm.rank == source else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([payload.numel()], dtype=torch.int64, device=comm.device)
+    payload = _to_bytes(value, control_device(comm)) if comm.rank == source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([payload.numel()], dtype=torch.int64, device=control_device(comm))
     comm.broadcast(length, source).wait()
     if comm.rank != source:
-        payload = torch.empty(int(length.item()), dtype=torch.uint8, device=comm.device)
+        payload = torch.empty(int(length.item()), dtype=torch.uint8, device=control_device(comm))
     comm.broadcast(payload, source).wait()
     result: T = pickle.loads(payload.cpu().numpy().tobytes())
     return result
@@ -42,16 +42,16 @@ def broadcast_object(comm: Communicator, value: T, source: int = 0) -> T:
 
 def send_object(comm: Communicator, value: object, to: int, tag: int = 0) -> list[Work]:
     """Sends ``value`` to one rank, which calls ``receive_object``; returns what is under way."""
-    payload = _to_bytes(value, comm.device)
-    length = torch.tensor([payload.numel()], dtype=torch.int64, device=comm.device)
+    payload = _to_bytes(value, control_device(comm))
+    length = torch.tensor([payload.numel()], dtype=torch.int64, device=control_device(comm))
     return [comm.send(length, to, tag), comm.send(payload, to, tag)]
 
 
 def receive_object(comm: Communicator, source: int, tag: int = 0) -> Any:
     """Returns what ``source`` sends."""
-    length = torch.empty(1, dtype=torch.int64, device=comm.device)
+    length = torch.empty(1, dtype=torch.int64, device=control_device(comm))
     comm.recv(length, source, tag).wait()
-    payload = torch.empty(int(length.item()), dtype=torch.uint8, device=comm.device)
+    payload = torch.empty(int(length.item()), dtype=torch.uint8, device=control_device(comm))
     comm.recv(payload, source, tag).wait()
     return pickle.loads(payload.cpu().numpy().tobytes())
 

@@ -66,6 +66,8 @@ def connect(
 
 def backend_of(comm: Communicator) -> str:
     """Returns by what name the ranks of ``connect()`` talk; ``none`` for a world of one."""
+    while (inner := getattr(comm, "inner", None)) is not None:
+        comm = inner
     if isinstance(comm, SharedMemoryCommunicator):
         return "shared_memory"
     if not takes_real_time(comm):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,6 +26,8 @@ from paceline.comm.base import ReduceOp, Work
 from paceline.comm.baton import Baton, Wait, call_site
 from paceline.comm.virtual_clock import VirtualClock, VirtualTime
 from paceline.errors import CollectiveMismatchError, UsageError
+from paceline.monitor.ledger_view import Call, Entry, GroupName, LedgerView
+from paceline.monitor.verdict import find_hang
 
 T = TypeVar("T")
 
@@ -129,6 +131,7 @@ class _World:
     def __init__(self, baton: Baton, timing: VirtualTime | None) -> None:
         self.baton = baton
         self.timing = timing
+        baton.explain = self._explain
         self._groups: dict[tuple[int, ...], list[_Group]] = {}
         self._asked: dict[tuple[tuple[int, ...], int], int] = {}
 
@@ -149,6 +152,28 @@ class _World:
         group.is_split = True
         return group
 
+    def name(self, group: _Group) -> GroupName:
+        """Names a group for a verdict."""
+        return GroupName(group.ranks, self._groups[group.ranks].index(group))
+
+    def _explain(self, waits: Mapping[int, Entry], finished: set[int]) -> str:
+        """Says why no rank can go on: ``waits`` is what ranks are in, and the others have finished."""
+        issued: dict[int, dict[GroupName, int]] = {rank: {} for rank in range(self.baton.num_ranks)}
+        for group in (each for made in self._groups.values() for each in made):
+            for rank, count in zip(group.ranks, group.issued, strict=True):
+                issued[rank][self.name(group)] = count
+        views = [
+            LedgerView(
+                rank=rank,
+                state="finished" if rank in finished else "running",
+                entries=(waits[rank],) if rank in waits else (),
+                issued=counts,
+                waiting=waits[rank].number if rank in waits else None,
+            )
+            for rank, counts in issued.items()
+        ]
+        return find_hang(views, 0.0).sentence
+
     def clock(self, world_rank: int) -> VirtualClock | None:
         """Returns a rank's clock, if the ranks have any."""
         return None if self.timing is None else self.timing.clocks[world_rank]
@@ -166,7 +191,7 @@ class _Group:
         self.world = world
         self.ranks = ranks
         self.is_split = False
-        self._issued = [0] * len(ranks)
+        self.issued = [0] * len(ranks)
         self._meetings: dict[int, _Meeting] = {}
         self._sends: dict[tuple[int, int, int], deque[_Letter]] = {}
         self._receives: dict[tuple[int, int, int], deque[_Letter]] = {}
@@ -183,8 +208,8 @@ class _Group:
         if clock is not None:
             arrival.at_s = clock.now_s
         baton.sign_of_life()
-        number = self._issued[rank]
-        self._issued[rank] += 1
+        number = self.issued[rank]
+        self.issued[rank] += 1
         meeting = self._meetings.setdefault(number, _Meeting())
         meeting.arrivals[rank] = arrival
         is_cuda = baton.device.type == "cuda"
@@ -204,7 +229,11 @@ class _Group:
             meeting.is_done = True
             meeting.done = _Moment() if is_cuda else None
             meeting.arrivals = {}  # lets go of the tensors
-        wait = Wait(lambda: meeting.is_done, lambda: self._describe(number, meeting))
+        wait = Wait(
+            lambda: meeting.is_done,
+            lambda: self._describe(number, meeting),
+            lambda: self._entry(arrival.call, number),
+        )
         kind = arrival.call.kind
         return _VirtualWork(self.world, self.ranks[rank], wait, lambda: (meeting.done, meeting.end_s, kind))
 
@@ -231,7 +260,11 @@ class _Group:
         else:
             own.setdefault(key, deque()).append(letter)
         peer = self.ranks[key[1] if is_send else key[0]]
-        wait = Wait(lambda: letter.is_done, lambda: f"rank {peer} to match {letter.call}")
+        wait = Wait(
+            lambda: letter.is_done,
+            lambda: f"rank {peer} to match {letter.call}",
+            lambda: self._entry(letter.call, 0, peer=peer, tag=key[2]),
+        )
         return _VirtualWork(self.world, rank, wait, lambda: (letter.done, letter.end_s, letter.call.kind))
 
     def _time_meeting(self, meeting: _Meeting) -> None:
@@ -269,6 +302,10 @@ class _Group:
         sent.is_done = received.is_done = True
         if sent.ready is not None:
             sent.done = received.done = _Moment()
+
+    def _entry(self, call: _Call, number: int, *, peer: int | None = None, tag: int = 0) -> Entry:
+        asked = Call(kind=call.kind, op="" if peer is not None else call.detail, peer=peer, tag=tag)
+        return Entry(number=1, group=self.world.name(self), sequence=number, call=asked, site=call.where)
 
     def _describe(self, number: int, meeting: _Meeting) -> str:
         call = next(iter(meeting.arrivals.values())).call

@@ -10,6 +10,7 @@ from paceline.config.batch import BatchPlan as BatchPlan
 from paceline.config.batch import batch_plan as batch_plan
 from paceline.config.batch import check_batch as check_batch
 from paceline.config.batch import resolve_batch as resolve_batch
+from paceline.config.checkpointing import CheckpointConfig as CheckpointConfig
 from paceline.config.checks import check_ranks as check_ranks
 from paceline.config.checks import run_checks as run_checks
 from paceline.config.explain import ExplainRow as ExplainRow
@@ -25,7 +26,7 @@ from paceline.config.load import load_config as load_config
 from paceline.config.load import load_config_with_sources as load_config_with_sources
 from paceline.config.rates import peak_learning_rate as peak_learning_rate
 from paceline.config.rates import scaled_learning_rate as scaled_learning_rate
-from paceline.config.schema import CheckpointConfig as CheckpointConfig
+from paceline.config.recovery import RecoveryConfig as RecoveryConfig
 from paceline.config.schema import CommConfig as CommConfig
 from paceline.config.schema import CompressionConfig as CompressionConfig
 from paceline.config.schema import Config as Config

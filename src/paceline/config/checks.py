@@ -13,9 +13,11 @@ from pathlib import Path
 
 from paceline.config.algorithm import algorithm_fits, check_algorithm, table_is_asked
 from paceline.config.batch import check_batch
+from paceline.config.checkpointing import checkpoint_keys_apply
 from paceline.config.compression import compression_has_replicas, compression_keys_apply, residuals_have_one_unit
 from paceline.config.gpt_sizes import gpt_shape, missing_dimensions
 from paceline.config.known_data import known_shape
+from paceline.config.recovery import recovery_keys_apply, roll_back_has_checkpoints
 from paceline.config.schema import Config, GPTModelConfig, MLPModelConfig, OptimConfig, ResNetModelConfig, TrainConfig
 from paceline.config.setting_rules import settings_agree
 from paceline.config.sharding import (
@@ -464,6 +466,9 @@ CHECKS: tuple[Check, ...] = (
     Check(needs=("parallel", "comm", "memory"), run=split_suits_the_rest),
     Check(needs=("parallel", "train"), run=microbatch_is_known),
     Check(needs=("model", "memory"), run=model_has_blocks),
+    Check(needs=("checkpoint", "train"), run=checkpoint_keys_apply),
+    Check(needs=("recovery",), run=recovery_keys_apply),
+    Check(needs=("recovery", "checkpoint"), run=roll_back_has_checkpoints),
     Check(needs=("train",), run=one_length),
     Check(needs=("train", "parallel"), run=batch_fits),
 )

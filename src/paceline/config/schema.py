@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, model_validator
+from pydantic import Field, JsonValue, Strict, model_validator
+
+from paceline.config.checkpointing import CheckpointConfig
+from paceline.config.recovery import RecoveryConfig
+from paceline.config.section import Count, NotNegative, Positive, Probability, Section, Seed
 
 IMPORT_PATH_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 
-Count: TypeAlias = Annotated[int, Field(ge=1)]
-Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
-Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 ImportPath: TypeAlias = Annotated[str, Field(pattern=IMPORT_PATH_PATTERN)]
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
@@ -57,12 +56,6 @@ GPTSize: TypeAlias = Literal[
     "gpt-3b",
     "gpt-7b",
 ]
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, strict, and closed to unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 # Models
@@ -486,15 +479,6 @@ class TrainConfig(Section):
         return 1.0 if self.epochs is None else self.epochs
 
 
-class CheckpointConfig(Section):
-    """When the run is saved, and how many saves are kept."""
-
-    every_steps: Count | None = Field(default=None, description="steps between checkpoints; null: not by steps")
-    every_minutes: Positive | None = Field(default=None, description="minutes between checkpoints; null: not by time")
-    at_end: bool = Field(default=True, description="save when the run ends")
-    keep: Count = Field(default=2, description="newest checkpoints that are kept")
-
-
 class MonitorConfig(Section):
     """What the run writes about itself."""
 
@@ -503,6 +487,12 @@ class MonitorConfig(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard events")
     console: bool = Field(default=True, description="print progress")
     trace: bool = Field(default=False, description="record every communication")
+    hang_s: Positive | None = Field(
+        default=60.0, description="seconds without progress on any rank until the run is ended with a verdict"
+    )
+    hang_setup_s: Positive = Field(
+        default=600.0, description="the same during set-up, the first step, evaluation and checkpoints"
+    )
 
 
 class Config(Section):
@@ -517,6 +507,7 @@ class Config(Section):
     optim: OptimConfig = Field(default=OptimConfig(), description="the optimizer")
     train: TrainConfig = Field(default=TrainConfig(), description="length, batch and seed")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="when the run is saved")
+    recovery: RecoveryConfig = Field(default=RecoveryConfig(), description="what is done when something goes wrong")
     monitor: MonitorConfig = Field(default=MonitorConfig(), description="what the run writes about itself")
 
 

@@ -64,6 +64,7 @@ class StepBatch:
     global_samples: int
     microbatches: list[Batch | None]
     local_samples: list[int]
+    indices: Indices | None = None  # of the samples of all ranks, in order
 
 
 class TrainLoader:
@@ -116,6 +117,7 @@ class TrainLoader:
                     global_samples=len(batch.indices),
                     microbatches=[next(batches) if len(indices) else None for indices in shares],
                     local_samples=[len(indices) for indices in shares],
+                    indices=batch.indices,
                 )
         finally:
             source.close()

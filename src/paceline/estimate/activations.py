@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from paceline.config import (
     Config,
@@ -31,7 +32,7 @@ from paceline.config import (
     gpt_shape,
 )
 from paceline.config.known_data import known_shape
-from paceline.estimate.facts import BlockFacts, ModelFacts
+from paceline.estimate.facts import BlockFacts, ModelFacts, Work
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
 _RESNET_STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
@@ -237,7 +238,7 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         temporary_bytes=2 * widths.compute * stem.outputs,
         operations=stem.operations,
     )
-    blocks, channels = [], width
+    blocks, channels, convolutions = [], width, [stem]
     for stage, count in enumerate(_RESNET_STAGES[model.depth]):
         for index in range(count):
             before, size = size, _half(size) if stage > 0 and index == 0 else size
@@ -247,6 +248,7 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
             shortcut = [Convolution(channels, out, 1, size)] if (before, channels) != (size, out) else []
             block = _residual_block(layers, shortcut, channels * before**2, widths)
             blocks.append(block if has_statistics else replace(block, buffer_bytes=0))
+            convolutions += [*layers, *shortcut]
             channels = out
     last = BlockFacts(
         parameters=channels * classes + classes,
@@ -269,6 +271,12 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         temporary_bytes=first.temporary_bytes,
         entry=(first,),
         exit=(last,),
+        work=Work(
+            flops=sum(each.flops for each in convolutions) + 2 * channels * classes,
+            written=sum(each.outputs for each in convolutions) + classes,
+            kernels=3 * len(convolutions) + len(blocks) + 4,  # norms and activations; sums; pooling, head and loss
+            is_convolutional=True,
+        ),
     )
 
 
@@ -307,9 +315,14 @@ class Convolution:
         return 8 * self.channels + _INDEX_BYTES
 
     @property
+    def flops(self) -> float:
+        """Multiplications and additions for one image."""
+        return 2 * self.weights * self.size**2
+
+    @property
     def operations(self) -> float:
         """What it costs with its norm and activation, each of which writes its outputs."""
-        return 2 * self.weights * self.size**2 + 3 * _OPERATIONS_PER_NUMBER * self.outputs
+        return self.flops + 3 * _OPERATIONS_PER_NUMBER * self.outputs
 
 
 def _basic(channels: int, inner: int, size: int) -> Iterator[Convolution]:
@@ -357,7 +370,16 @@ def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Wid
         columns=sum(layer.columns for layer in layers),
     )
     return ModelFacts(
-        name="mlp", blocks=(), root=root, temporary_bytes=2 * widths.compute * model.hidden_dim, entry=layers
+        name="mlp",
+        blocks=(),
+        root=root,
+        temporary_bytes=2 * widths.compute * model.hidden_dim,
+        entry=layers,
+        work=Work(
+            flops=sum(2 * rows * columns for rows, columns in pairwise(sizes)),
+            written=sum(sizes[1:]),
+            kernels=3 * len(layers) + 1,
+        ),
     )
 
 

@@ -9,6 +9,7 @@ Candidates stand in the order of what they cost; the first that fits is taken:
     offload        none, optimizer, + gradients and parameters    the host's memory and its bus, in every step
 
 Recomputation costs time on every rank and offload more still, so that every strategy is tried before the next of them.
+Where this machine can be priced, the fastest of those that fit takes the place of the first (``planner/automatic.py``).
 A margin of the device's memory is kept free: allocators lose some, and estimates are estimates. Models that are split
 themselves are chosen among in ``mesh_choice.py``.
 """
@@ -25,7 +26,7 @@ from paceline.config import Config, batch_plan
 from paceline.errors import ConfigError, Problem
 from paceline.estimate.facts import ModelFacts
 from paceline.estimate.memory import MemoryEstimate, Setting, estimate_memory, setting_of
-from paceline.units import format_bytes, format_count
+from paceline.units import format_bytes, format_count, format_seconds
 
 MARGIN = 0.1  # of the device's memory
 _OFFLOADS = ((), ("optimizer",), ("optimizer", "gradients", "parameters"))
@@ -58,6 +59,7 @@ class Candidate:
     data: int = 1  # ranks that share the batch
     overhead: float = 0.0  # of a split model: time beside computing, in parts of it, by a rule of thumb
     rejected: str = ""
+    seconds: float | None = None  # that a step is predicted to take, where that was asked
 
     @property
     def mesh(self) -> str:
@@ -90,6 +92,8 @@ class Choice:
     parameters: int
     key: str = "parallel.strategy"  # what was auto
     left_out: tuple[str, ...] = ()  # what cannot be done here, and why
+    machine: str = ""  # that seconds were predicted for
+    untimed: str = ""  # why none were
 
     @property
     def tried(self) -> tuple[Candidate, ...]:
@@ -108,10 +112,25 @@ class Choice:
         rejected = [candidate for candidate in self.tried if candidate.rejected]
         impossible = f"; impossible: {'; '.join(self.left_out[:2])}" if self.left_out else ""
         if not rejected:
-            return f"{first}; it is the cheapest, and fits{impossible}"
+            told = "it is the cheapest, and fits" if self.chosen.seconds is None else "it fits"
+            return f"{first}; {told}{impossible}{self._timing()}"
         reasons = "; ".join(f"{each.label} {each.rejected}" for each in rejected[:4])
         more = f"; and {len(rejected) - 4} more" if len(rejected) > 4 else ""
-        return f"{first}; not {reasons}{more}{impossible}"
+        return f"{first}; not {reasons}{more}{impossible}{self._timing()}"
+
+    def _timing(self) -> str:
+        """Says what the candidates that fit are predicted to take, or why nobody predicted it."""
+        if self.chosen.seconds is None:
+            return f"; taken in order and not by time: {self.untimed}" if self.untimed else ""
+        others = sorted(
+            (each.seconds, place, each.label)
+            for place, each in enumerate(self.ladder)
+            if each.seconds is not None and each is not self.chosen
+        )
+        told = ", ".join(f"{label} {format_seconds(seconds)}" for seconds, _, label in others[:3])
+        return f"; predicted {format_seconds(self.chosen.seconds)} a step on {self.machine}" + (
+            f" ({told})" if told else ""
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the choice as plain data, the whole ladder with it."""
@@ -126,6 +145,8 @@ class Choice:
                 for each in self.ladder
             ],
             "left_out": list(self.left_out),
+            "machine": self.machine,
+            "untimed": self.untimed,
         }
 
 

@@ -27,6 +27,19 @@ class BlockFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a forward pass of one sample takes: the FLOPs of products and convolutions, the numbers that they write.
+
+    ``kernels`` are those of a pass, whatever its samples; ``is_convolutional``: most FLOPs are of convolutions.
+    """
+
+    flops: float
+    written: float
+    kernels: int
+    is_convolutional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """A model as the estimates see it: repeated blocks, and the rest as one block called root."""
 
@@ -40,6 +53,7 @@ class ModelFacts:
     entry: tuple[BlockFacts, ...] = ()
     exit: tuple[BlockFacts, ...] = ()
     tied_parameters: int = 0  # that the first and the last layer both use
+    work: Work | None = None  # None: a transformer, whose dimensions say more
 
     @property
     def parameters(self) -> int:

@@ -44,6 +44,11 @@ _LARGEST_BUCKET = 25 * MIB  # the default, and the most that ZeRO takes where bu
 _FRAMEWORK_BYTES = {"cpu": 350 * MIB, "cuda": 1000 * MIB}  # the process itself; the context, libraries and workspaces
 
 
+def framework_bytes(device: str) -> int:
+    """Returns what a process takes by itself, on "cpu" or "cuda"."""
+    return _FRAMEWORK_BYTES[device]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """How a model is trained, as far as memory is concerned. ``group``: the ranks that share one copy of it."""

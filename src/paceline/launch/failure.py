@@ -32,10 +32,13 @@ from paceline.errors import (
     ConfigError,
     DataError,
     LaunchError,
+    MemoryExhaustedError,
     PacelineError,
     RunFolderError,
     UsageError,
 )
+from paceline.launch.codes import FAILED, HUNG
+from paceline.train.recovery import MISTAKES, Kind
 
 Cause = Literal["killed", "raised", "died", "stuck", "ended", "lost"]
 
@@ -58,7 +61,8 @@ _DISK = {
 class Failure:
     """How one rank failed. ``traceback`` is empty where the message says it all.
 
-    ``is_refusal``: what was asked for cannot be, which was found before training began.
+    ``is_refusal``: what was asked for cannot be, which was found before training began. ``kind`` is what decides
+    whether ranks are started again.
     """
 
     rank: int
@@ -67,12 +71,26 @@ class Failure:
     traceback: str = ""
     time: float
     is_refusal: bool = False
+    kind: Kind = "error"
 
     def __str__(self) -> str:
-        if self.is_refusal:
+        if self.is_refusal or self.kind == "hang":
             return self.message
         verb = "failed: " if self.cause in ("raised", "stuck", "lost") else ""
         return f"rank {self.rank} {verb}{self.message}"
+
+
+class RunFailedError(LaunchError):
+    """A run that ended because a rank failed: ``cause``; ``code`` is what the launcher leaves with."""
+
+    def __init__(self, message: str, cause: Failure, code: int = FAILED) -> None:
+        self.cause = cause
+        self.code = code
+        super().__init__(message)
+
+
+class RunPreemptedError(LaunchError):
+    """A run that was asked to make room, and has saved its state."""
 
 
 class RunStoppedError(LaunchError):
@@ -95,6 +113,7 @@ def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False)
         traceback="" if disk and not _has_user_code(error) else user_traceback(error),
         time=time.time(),
         is_refusal=is_refusal,
+        kind="refused" if is_refusal else "full_disk" if disk else _kind(error),
     )
 
 
@@ -142,7 +161,10 @@ def clear_failures(folder: Path) -> None:
 def silent_failure(rank: int, exit_code: int, output: str = "") -> Failure:
     """Describes a rank that left no error: it was killed, or left the process without a word but its ``output``."""
     cause: Cause = "died"
-    if exit_code < 0:
+    kind: Kind = "killed"
+    if exit_code == HUNG:
+        kind, cause, message = "hang", "stuck", "made no progress"
+    elif exit_code < 0:
         number = -exit_code
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         message = f"was killed by {name}"
@@ -155,7 +177,7 @@ def silent_failure(rank: int, exit_code: int, output: str = "") -> Failure:
     else:
         message = f"left with exit code {exit_code} and no error"
     tail = "\n".join(output.strip().splitlines()[-_MOST_LINES:])
-    return Failure(rank=rank, cause=cause, message=message, traceback=tail, time=time.time())
+    return Failure(rank=rank, cause=cause, message=message, traceback=tail, time=time.time(), kind=kind)
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
@@ -165,7 +187,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def explain_failures(failures: list[Failure], folder: Path) -> PacelineError:
-    """Makes the one error that the user sees: UsageError for what was refused, LaunchError for what went wrong."""
+    """Makes the one error that the user sees: UsageError for what was refused, RunFailedError for what went wrong."""
     logs = folder / "logs"
     if not failures:
         return LaunchError(f"the ranks ended without a result or an error\n  their logs are in {logs}")
@@ -175,7 +197,8 @@ def explain_failures(failures: list[Failure], folder: Path) -> PacelineError:
     detail = f"\n\n{cause.traceback.rstrip()}\n" if cause.traceback else ""
     if cause.cause == "died" and shutil.disk_usage(folder).free < _SMALL_BYTES:
         detail += f"\n  the disk of {folder} is full, so that it could not say why: free some space"
-    return LaunchError(f"{cause}{detail}\n  its log is {logs / f'rank-{cause.rank}.log'}")
+    code = HUNG if cause.kind == "hang" else FAILED
+    return RunFailedError(f"{cause}{detail}\n  its log is {logs / f'rank-{cause.rank}.log'}", cause, code)
 
 
 def user_traceback(error: BaseException) -> str:
@@ -224,6 +247,20 @@ def _cause(error: BaseException) -> Cause:
         return "lost"
     # Its children name their own cause: a mismatch, a verdict.
     return "stuck" if type(error) is CommunicationError else "raised"
+
+
+def _kind(error: BaseException) -> Kind:
+    """Says what sort of error it is, by what it came from."""
+    if _is_lost(error):
+        return "lost"
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    if any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes) or any(
+        type(each).__name__ == "OutOfMemoryError" for each in causes
+    ):
+        return "out_of_memory"
+    return "mistake" if any(type(each).__name__ in MISTAKES for each in causes) else "error"
 
 
 def _is_lost(error: BaseException) -> bool:

@@ -97,6 +97,11 @@ def config_of(path: Path) -> Path:
     return pending if pending.is_file() else path / _CONFIG
 
 
+def change_config(path: Path, config_yaml: str) -> None:
+    """Gives the next attempt another config; it becomes the run's own once that is set up."""
+    _pending(path, _CONFIG).write_text(config_yaml, encoding="utf-8")
+
+
 def settle_config(path: Path) -> None:
     """Makes config and prediction of a resumed run the run's own, once it has been set up. Safe to call twice."""
     for name in (_CONFIG, _PREDICTION):

@@ -1,7 +1,12 @@
 """Ranks on this machine: torch's elastic agent starts and supervises one process per rank.
 
-The agent restarts nothing here: the first failure ends the run, the cause is told in one message, and no process is
-left behind. A worker's output goes to its own log; progress is what the caller reads from the records.
+The agent restarts nothing here: the first failure ends the attempt, the cause is told in one message, and no process is
+left behind; ``supervise.py`` decides whether there is another. A worker's output goes to its own log; progress is what
+the caller reads from the records.
+
+[Note: preemption] SIGTERM, SIGUSR1 and SIGUSR2 are handed on to the ranks, which save and leave together. A second one
+after a second or more ends the run at once. Schedulers signal all processes of a job: what comes within that second is
+the same request. Before torch 2.8 the agent itself takes SIGTERM, and ends the run at once.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -27,8 +32,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline.errors import LaunchError, UsageError
+from paceline.launch.codes import PREEMPTED
 from paceline.launch.failure import (
     Failure,
+    RunPreemptedError,
     RunStoppedError,
     clear_failures,
     explain_failures,
@@ -38,9 +45,16 @@ from paceline.launch.failure import (
 )
 from paceline.launch.orphans import end_groups, forget_processes, noted_processes
 from paceline.launch.processes import loopback_interface
+from paceline.launch.progress import forget_progress
 from paceline.launch.records import end_records, open_attempts
+from paceline.launch.requests import PREEMPTING, SAME_REQUEST_S
+from paceline.launch.watch import WatchPolicy, note_deaths, note_mismatch, watching
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+if TYPE_CHECKING:
+    from paceline.launch.warm import WarmRanks
+
+_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (*_ENDING, *PREEMPTING)
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 
 
@@ -53,22 +67,30 @@ def launch_local(
     threads: int | None = None,
     port: int = 0,
     variables: Mapping[str, str] | None = None,
+    warm: WarmRanks | None = None,
+    watch: WatchPolicy | None = None,
 ) -> None:
     """Runs ``python -m <command>`` on ``ranks`` processes until all are done, with ``variables`` in their environment.
 
-    ``num_records`` is how many ranks write records, where processes have several each; None: one each.
+    ``num_records`` is how many ranks write records, where processes have several each; None: one each. With ``warm``
+    the processes are forked from one that has torch loaded. ``watch`` says when ranks that stand still are ended; None:
+    never.
 
-    Raises LaunchError with the cause when a rank fails, UsageError when it refuses what was asked for, and
-    RunStoppedError when a signal ends the run. In each case the records get an end, and no rank is left.
+    Raises RunFailedError with the cause when a rank fails, UsageError when it refuses what was asked for,
+    RunPreemptedError when a signal asked the ranks to stop and they have saved, and RunStoppedError when a signal ends
+    the run. In each case the records get an end, and no rank is left.
     """
     clear_failures(folder)
     forget_processes(folder)
+    forget_progress(folder)
     started, written = time.time(), range(num_records or ranks)
-    with _signals(), _environment({**_settings(ranks, threads), **(variables or {})}), _quiet_agent():
+    arguments = ["-u", "-m", *command] if warm is None else warm.arguments(command)
+    settings = {**_settings(ranks, threads), **(variables or {})}
+    with _signals(folder) as asked, _environment(settings), _quiet_agent():
         try:
-            with tempfile.TemporaryDirectory() as scratch:
+            with tempfile.TemporaryDirectory() as scratch, watching(folder, written, watch):
                 agent = _agent_config(ranks, port, Path(scratch))
-                _run_agent(command, folder, agent, Path(scratch), written=written, started=started)
+                _run_agent(arguments, folder, agent, Path(scratch), written=written, started=started, asked=asked)
         except SignalException as error:
             with _deaf():
                 end_groups(noted_processes(folder).values())
@@ -92,14 +114,29 @@ def check_port(port: int) -> None:
 
 
 def _run_agent(
-    command: Sequence[str], folder: Path, agent: LaunchConfig, scratch: Path, *, written: range, started: float
+    arguments: Sequence[str],
+    folder: Path,
+    agent: LaunchConfig,
+    scratch: Path,
+    *,
+    written: range,
+    started: float,
+    asked: list[signal.Signals],
 ) -> None:
     try:
-        elastic_launch(agent, sys.executable)("-u", "-m", *command)
+        elastic_launch(agent, sys.executable)(*arguments)
     except ChildFailedError as error:
         with _deaf():
-            end_groups(failure.pid for failure in error.failures.values())
+            end_groups([*(failure.pid for failure in error.failures.values()), *noted_processes(folder).values()])
+            codes = {int(failure.exitcode) for failure in error.failures.values()}
+            if PREEMPTED in codes:
+                end_records(folder, written, "stopped", "preempted", since=started)
+                raise RunPreemptedError("preempted: the state is saved") from None
+            if asked and -asked[0] in codes:  # ranks that do not know of preemption
+                raise SignalException(f"got signal {asked[0]}", asked[0]) from None
+            note_mismatch(folder, written)
             failures = _failures(error, folder, scratch, open_attempts(folder, written, since=started))
+            failures = note_deaths(folder, failures)
             cause = str(first_cause(failures)).splitlines()[0]
             end_records(folder, written, "failed", cause, since=started)
             problem = explain_failures(failures, folder)
@@ -110,7 +147,7 @@ def _run_agent(
 
 def _agent_config(ranks: int, port: int, scratch: Path) -> LaunchConfig:
     known = LaunchConfig.__dataclass_fields__
-    handled = ",".join(each.name for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN)
+    handled = ",".join(each.name for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN)
     newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
     return LaunchConfig(
         min_nodes=1,
@@ -122,7 +159,7 @@ def _agent_config(ranks: int, port: int, scratch: Path) -> LaunchConfig:
         rdzv_configs={"is_host": True},  # else it joins whoever has the port
         local_addr="localhost",  # else it looks this machine's name up, which laptops often cannot
         max_restarts=0,
-        monitor_interval=0.1,
+        monitor_interval=0.05,
         # What a worker prints before it opens its own log.
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch), redirects=Std.ALL),
         **{name: value for name, value in newer.items() if name in known},  # not in torch 2.6
@@ -190,22 +227,37 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
+def _signals(folder: Path) -> Iterator[list[signal.Signals]]:
     """Turns signals into SignalException from the first moment on, and gives them back in the end.
 
     The agent does the same, but only once it starts ranks, and keeps them. One that is ignored stays so: with nohup, a
-    run outlives its terminal.
+    run outlives its terminal. Those of [Note: preemption] go to the ranks first; yields those that did.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
+    asked: list[signal.Signals] = []
+    asked_at = 0.0
 
     def stop(number: int, _: FrameType | None) -> None:
         raise SignalException(f"got signal {number}", signal.Signals(number))
 
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
+        now, processes = time.monotonic(), noted_processes(folder)
+        if asked and now - asked_at < SAME_REQUEST_S:
+            return
+        if asked or not processes:
+            stop(number, frame)
+        asked.append(signal.Signals(number))
+        asked_at = now
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
     try:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
-                signal.signal(number, stop)
-        yield
+                signal.signal(number, hand_on if number in PREEMPTING else stop)
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-from paceline.estimate.facts import BlockFacts, ModelFacts
+from paceline.estimate.facts import BlockFacts, ModelFacts, Work
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")
 
@@ -38,6 +39,7 @@ class ActivationBytes:
     outside: int
     blocks: tuple[BlockBytes, ...]
     largest: int = 0  # of a single tensor
+    work: Work | None = None  # of all samples of the pass
 
     @property
     def total(self) -> int:
@@ -102,7 +104,15 @@ def measure_model(
         buffer_bytes=_num_bytes(model.buffers()),
         temporary_bytes=2 * (more.largest - few.largest) / 2,  # its gradient, and that of what it was made from
         source="measured",
+        work=_for_one(few.work, more.work),
     )
+
+
+def _for_one(few: Work | None, more: Work | None) -> Work | None:
+    """Returns the work of one sample, from passes over 2 and over 4."""
+    if few is None or more is None:
+        return None
+    return replace(more, flops=(more.flops - few.flops) / 2, written=(more.written - few.written) / 2)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -115,6 +125,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls: list[dict[str, int]] = []
         self._open: list[int] = []
         self._outside = 0
+        self._flops = {"convolution": 0.0, "other": 0.0}
+        self._written = self._kernels = 0
 
     @contextlib.contextmanager
     def watch(self, block: nn.Module) -> Iterator[None]:
@@ -147,13 +159,27 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns what was counted."""
         blocks = tuple(BlockBytes(**call) for call in self._calls)
         largest = max((tensor.untyped_storage().nbytes() for tensor in self._kept), default=0)
-        return ActivationBytes(outside=self._outside, blocks=blocks, largest=largest)
+        work = Work(
+            flops=sum(self._flops.values()),
+            written=float(self._written),
+            kernels=self._kernels,
+            is_convolutional=self._flops["convolution"] > self._flops["other"],
+        )
+        return ActivationBytes(outside=self._outside, blocks=blocks, largest=largest, work=work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._open and func.overloadpacket._qualified_op_name.removeprefix("aten::").startswith(_PRODUCTS):
+        self._kernels += not func.is_view
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        if name.startswith(_PRODUCTS):
             outputs = result if isinstance(result, tuple) else (result,)
-            self._calls[self._open[0]]["products"] += _num_bytes(outputs[:1])
+            self._written += outputs[0].numel()
+            count = flop_registry.get(func.overloadpacket)
+            if count is not None:
+                kind = "convolution" if name.startswith("convolution") else "other"
+                self._flops[kind] += count(*args, **(kwargs or {}), out_val=result)
+            if self._open:
+                self._calls[self._open[0]]["products"] += _num_bytes(outputs[:1])
         return result
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:

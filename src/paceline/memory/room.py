@@ -11,6 +11,8 @@ import torch
 
 from paceline.estimate.choice import Room
 
+_UNLIMITED = 2**62
+
 
 def measure_room(device: str, ranks: int, node_ranks: int) -> Room:
     """Returns the memory of a rank: of the smallest GPU here, or its share of what is free on the host.
@@ -19,6 +21,8 @@ def measure_room(device: str, ranks: int, node_ranks: int) -> Room:
     """
     available = psutil.virtual_memory().available
     memory = available // node_ranks
+    if device == "meta":  # holds nothing
+        memory = _UNLIMITED
     if device == "cuda":
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         memory = min(sizes)

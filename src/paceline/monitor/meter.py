@@ -12,18 +12,29 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from paceline.clock import DeviceClock, Mark, on_device
+from paceline.comm.ledger_file import LAPS, NUM_CELLS, PHASE, STEP
 from paceline.comm.traced import Trace
+from paceline.monitor.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES
 from paceline.monitor.records import StepRecord
+
+if TYPE_CHECKING:
+    from paceline.comm.ledger import Ledger
 
 _DRAIN_STEPS = 64  # the same steps on all ranks, so that none waits for another that writes
 _DRAIN_S = 0.5
-_PHASES = ("data", "forward", "backward", "optimizer")
+_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
+_FIRST_PHASE = PHASES.index(DATA)
+# What comes after a phase: with several microbatches, a forward pass may follow a backward one, which is not told.
+_PHASE_AFTER = {
+    name: PHASES.index(next_name)
+    for name, next_name in ((DATA, FORWARD), (FORWARD, BACKWARD), (BACKWARD, OPTIMIZER), (OPTIMIZER, DATA))
+}
 _MEMORY_EVERY = 20  # steps; asking CUDA's allocator takes longer than all the rest here
 
 
@@ -66,7 +77,8 @@ _Issued = tuple[StepFacts, torch.Tensor | None, Mark | float, list[_Lap], Mark |
 class StepMeter:
     """Times steps and turns them into records."""
 
-    def __init__(self, device: torch.device, trace: Trace) -> None:
+    def __init__(self, device: torch.device, trace: Trace, ledger: Ledger | None = None) -> None:
+        """With a ``ledger``, phases and steps are noted there as they begin."""
         self._device = device
         self._is_device = device.type != "cpu"
         self._take = (DeviceClock(device) if trace.clock is None else trace.clock).take
@@ -77,12 +89,19 @@ class StepMeter:
         self._pending: deque[_Issued] = deque()
         self._memory_bytes = 0
         self._drained_at = time.time()
+        self._cells: MutableSequence[int] = [0] * NUM_CELLS if ledger is None else cast("Any", ledger.cells)
+
+    def enter(self, phase: str) -> None:
+        """Notes that the rank does something else than a step from here on, until the next one starts."""
+        self._cells[PHASE] = PHASES.index(phase)
+        self._cells[LAPS] += 1
 
     def start(self) -> None:
         """Begins a step now: what happened since the last one (an evaluation, say) is not counted."""
         self._trace.take_waits()
         self._start = self._take()
         self._laps = []
+        self._cells[PHASE] = _FIRST_PHASE
 
     def take(self) -> Mark | float:
         """Takes a mark of the time that steps are measured in."""
@@ -91,6 +110,7 @@ class StepMeter:
     def lap(self, phase: str) -> None:
         """Ends a phase of the step."""
         self._laps.append((phase, self._take(), len(self._waits)))
+        self._cells[PHASE] = _PHASE_AFTER[phase]
 
     def finish(self, facts: StepFacts) -> bool:
         """Ends the step; the next one starts here. Returns whether it is time to drain.
@@ -105,6 +125,8 @@ class StepMeter:
         waits = self._trace.take_waits() if self._waits else ()
         self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory_bytes, now))
         self._start, self._laps = end, []
+        self._cells[PHASE] = _FIRST_PHASE
+        self._cells[STEP] += 1
         return len(self._pending) >= _DRAIN_STEPS or now - self._drained_at > _DRAIN_S
 
     def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:

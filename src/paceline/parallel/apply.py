@@ -93,7 +93,7 @@ def parallelize(
     _check_strategy(strategy, sharding, options.offload)
     if not spread.is_any:
         return _share(model, comm, strategy, options)
-    _check_model(model, may_be_meta=False)
+    _check_model(model, may_be_meta=comm.device.type == "meta")
     _check_spread(spread, options)
     engine = combine(model, comm, strategy, spread, lambda part, data: _share(part, data, strategy, options))
     object.__setattr__(model, _MARK, True)
@@ -126,7 +126,7 @@ def _share(model: nn.Module, comm: Communicator, strategy: str, options: _Option
         strategy = chosen.strategy
         offload = Offload(**dict.fromkeys(chosen.offload, True)) if chosen.offload else offload
     _check_compression(strategy, compression)
-    _check_model(model, may_be_meta=strategy in ("zero3", "fsdp", "hybrid"))
+    _check_model(model, may_be_meta=strategy in ("zero3", "fsdp", "hybrid") or comm.device.type == "meta")
     check_precision(policy, comm.device)
     check_offload(offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake

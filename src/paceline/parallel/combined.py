@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
+from paceline.layout import Shard
 from paceline.parallel.bucket_choice import BucketChoice
 from paceline.parallel.combined_state import (
     global_groups,
@@ -314,6 +315,31 @@ class CombinedParallel:
                 mine.setdefault(name, None if gradient is None else self._whole(name, gradient))
         found = self._merged(mine, rank0_only=False)
         return {name: found[name] for name in self._names if name in found}
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank holds of the whole model: parts of the tensor axis, of the stages that it has.
+
+        What tensor ranks do not split is written by the first of them, a tied parameter by its first stage.
+        """
+        for stage, engine in self.stages.items():
+            for shard in engine.shards():
+                copy = shard.copy if self._tied.get(shard.name, (stage,))[0] == stage else None
+                if self._layout is None or not self._layout.is_split(shard.name):
+                    yield replace(shard, copy=copy if self.axes.tensor.rank == 0 else None)
+                    continue
+                split, tensor = self._layout.splits[shard.name], self.axes.tensor
+                spans = split.spans(tensor.rank, tensor.size)
+                region = replace(shard.region, shape=split.shape, dim=split.dim, spans=spans)
+                yield replace(shard, region=region, copy=copy)
+
+    def state_names(self) -> Collection[str]:
+        """Returns the names of all that ranks together hold."""
+        return self._names
+
+    def note_filled(self) -> None:
+        """Takes note that the shards have new values."""
+        for engine in self.stages.values():
+            engine.note_filled()
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         """Returns the optimizer's state as one process would have it. All ranks call it."""

@@ -41,6 +41,7 @@ from paceline.comm.base import (
     BucketShape,
     Communicator,
     GradientCompression,
+    control_device,
     shared_buffer,
 )
 from paceline.errors import UsageError
@@ -189,6 +190,12 @@ class DataParallel(EngineFace):
             return {}
         state = self.module.state_dict() if self._masters is None else self._masters.state_dict()
         return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+
+    def note_filled(self) -> None:
+        """Takes note that the shards have new values: the module's parameters follow their masters."""
+        if self._masters is not None:
+            self._masters.may_have_changed = True
+            self._masters.refresh()
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Loads what ``full_state_dict`` gave; every name must be there, and no other."""
@@ -383,7 +390,7 @@ class DataParallel(EngineFace):
         """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
         place = {index: position for position, index in enumerate(self._trainable)}
         order = arrival_order([place[index] for index in self._observed], len(self._trainable))
-        agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
+        agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.comm))
         self.comm.broadcast(agreed).wait()
         arrived = self._arrived
         self._arrival = [self._trainable[i] for i in agreed.tolist()]

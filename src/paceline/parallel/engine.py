@@ -6,7 +6,7 @@ What an engine updates may be the module's parameters themselves (data paralleli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from torch import nn
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
+from paceline.layout import Shard
 from paceline.parallel.bucket_choice import BucketChoice
 from paceline.precision import Precision
 
@@ -108,6 +109,15 @@ class Engine(Protocol):
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads what ``full_optimizer_state`` gave, each rank its part."""
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank holds of the parameters and buffers: the tensors themselves, to save or to fill."""
+
+    def state_names(self) -> Collection[str]:
+        """Returns the names of all that ranks together hold."""
+
+    def note_filled(self) -> None:
+        """Takes note that the shards have new values."""
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Returns the reduced gradients, whole, under the module's names; None where no rank had one.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
+from paceline.layout import Shard
 from paceline.parallel.bucket_choice import BucketChoice
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.engine import loss_scale
 from paceline.parallel.flat import FlatGroup, full_shape
+from paceline.parallel.shards import buffer_shards, parameter_shards
 
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ class EngineFace:
     bucket_choice: BucketChoice | None = None
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     holds_first_copy: bool  # of its part of the gradients: no rank before this one has the same part
+    piece_copies: tuple[int, int] = (0, 1)  # which of how many ranks this is that hold the same pieces
     _buffers: SharedBuffers
     _is_syncing: bool
 
@@ -57,6 +60,26 @@ class EngineFace:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterates over what this rank updates."""
         raise NotImplementedError
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over what this rank updates, under the module's own names."""
+        raise NotImplementedError
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank holds of the parameters and buffers: the tensors themselves, to save or to fill."""
+        named = list(self.named_parameters())
+        whole = (self.comm.rank, self.comm.size)
+        yield from parameter_shards(named, self.flat_groups, whole=whole, pieces=self.piece_copies)
+        yield from buffer_shards(self.module, (name for name, _ in named), is_writer=self.comm.rank == 0)
+
+    def state_names(self) -> Collection[str]:
+        """Returns the names of all that ranks together hold: every rank has a shard of each, if an empty one."""
+        return {shard.name for shard in self.shards()}
+
+    def note_filled(self) -> None:
+        """Takes note that the shards have new values, which no version counter tells."""
+        for group in self.flat_groups:
+            group.note_change()
 
     @property
     def world(self) -> Communicator:

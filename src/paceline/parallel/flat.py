@@ -206,6 +206,10 @@ class FlatGroup:
             return self._resident
         return master if self._staged is None else self._staged
 
+    def note_change(self) -> None:
+        """Takes note that the master has new values."""
+        self._seen_version = -1
+
     def _may_have_changed(self) -> bool:
         """Whether an optimizer may have stepped since the slice was last copied.
 
@@ -401,7 +405,7 @@ class FlatGroup:
         return piece
 
     def _move(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
-        if parameter.is_meta:
+        if parameter.is_meta and not view.is_meta:
             return nn.Parameter(view, requires_grad=parameter.requires_grad)
         view.copy_(parameter.detach())
         parameter.data = view

@@ -126,6 +126,7 @@ class FullySharded(EngineFace):
         self._flat = [group for unit in self._units for group in unit.groups]
         self.flat_groups = self._flat
         self.holds_first_copy = groups.replicas.rank == 0
+        self.piece_copies = (groups.replicas.rank, groups.replicas.size)
         self._buffers = SharedBuffers(module, self.comm, buffers)
         self._names = [name for name, _ in module.named_parameters()]
         by_name = {name: piece for group in self._flat for name, piece in zip(group.names, group.pieces, strict=True)}

@@ -34,7 +34,8 @@ def build_units(
     places = _places(model)
     names = [*(name for name, _ in units), ""]
     builder = _Builder(names, owned, places, comm, shards, precision, offload)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    # A device without values needs none.
+    if comm.device.type != "meta" and any(parameter.is_meta for parameter in model.parameters()):
         _check_can_reset(model)
         _initialise(model, builder)
     return builder.finish(model)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, control_device
 from paceline.errors import UsageError
 
 _END = -1
@@ -177,8 +177,9 @@ class Route:
 
     def _agree(self, want: int) -> int:
         """Asks all ranks what they want, does the leg furthest behind, and returns it. Syncs; in a first pass only."""
-        mine = torch.tensor([want], dtype=torch.int64, device=self._comm.device)
-        wants = torch.empty(self._comm.size, dtype=torch.int64, device=self._comm.device)
+        device = control_device(self._comm)
+        mine = torch.tensor([want], dtype=torch.int64, device=device)
+        wants = torch.empty(self._comm.size, dtype=torch.int64, device=device)
         self._comm.all_gather(wants, mine).wait()
         asked: list[int] = [leg for leg in wants.tolist() if leg != _END]
         if not asked:

@@ -41,6 +41,13 @@ class Split:
         first, last = split_range(self.shape[self.dim] // self.groups, size, rank)
         return (*self.shape[: self.dim], self.groups * (last - first), *self.shape[self.dim + 1 :])
 
+    def spans(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
+        """Returns what a rank has of the dim that is cut: an interval in each group."""
+        assert self.dim is not None
+        extent = self.shape[self.dim] // self.groups
+        first, last = split_range(extent, size, rank)
+        return tuple((group * extent + first, group * extent + last) for group in range(self.groups))
+
     def cut(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """Returns a rank's piece, in memory of its own."""
         if self.dim is None:

@@ -34,8 +34,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator, Work
+from paceline.comm.base import Communicator, Work, control_device
 from paceline.errors import UsageError
+from paceline.layout import Shard
 from paceline.memory.offload import Offload
 from paceline.parallel.agree import tensors_in
 from paceline.parallel.batchnorm import standing_in
@@ -49,6 +50,7 @@ from paceline.parallel.gradients import BufferPool, GradientBucket
 from paceline.parallel.matrixwise import check_elementwise
 from paceline.parallel.optimizer_state import gather_optimizer_state, load_optimizer_state
 from paceline.parallel.sharded import clip_pieces, gather_state, load_state
+from paceline.parallel.shards import own_region
 from paceline.precision import Precision, kept_parameters
 
 _LARGE_BYTES = 2**18  # about what a second-level cache holds
@@ -183,6 +185,27 @@ class ZeroParallel(EngineFace):
         """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
         load_state(self.module, self._groups, state)
         self._frozen = {name: state[name].to("cpu", built.dtype, copy=True) for name, built in self._frozen.items()}
+        self._gathering.may_have_changed = True
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank holds; of frozen parameters that were cast, the values they were built with."""
+        for shard in super().shards():
+            built, held = self._frozen.get(shard.name), shard.tensor.detach()
+            if built is None:
+                yield shard
+                continue
+            if not torch.equal(held, built.to(held)):  # somebody has changed it since
+                built.copy_(held)
+            region = own_region(built)
+            yield dataclasses.replace(shard, tensor=built, region=region, parameter=shard.tensor)
+
+    @torch.no_grad()
+    def note_filled(self) -> None:
+        """Takes note that the shards have new values."""
+        super().note_filled()
+        for name, built in self._frozen.items():
+            if name in self._named:  # else the second name of one that is shared
+                self._named[name].data.copy_(built)
         self._gathering.may_have_changed = True
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -394,7 +417,7 @@ class ZeroParallel(EngineFace):
         elif self._expected is not None and 0 in self._expected:
             self._expected = [before or now for before, now in zip(self._expected, self._arrived, strict=True)]
         if not self._is_ordered and self._reduces:
-            order = torch.tensor(self._completed or [-1] * len(self._fixed), device=self.comm.device)
+            order = torch.tensor(self._completed or [-1] * len(self._fixed), device=control_device(self.comm))
             self.comm.broadcast(order).wait()
             agreed = order.tolist()
             self._is_ordered = agreed[0] >= 0  # else rank 0 has sat out so far

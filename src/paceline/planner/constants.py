@@ -8,7 +8,7 @@ generation's), what the framework adds is that of the same framework on the newe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
@@ -29,7 +29,8 @@ class Constants:
     ``matmul``, ``k_half``, ``attention``, ``attention_half``: kernels (cluster/kernels.py). ``traffic``: bytes that
     memory-bound work moves, over the count of a framework that fuses as its class does. ``launch_us``: the host's time
     for each kernel. ``contention``: seconds of compute lost for each second of communication that runs beside it.
-    ``slowdown``: what communication takes in training over what it takes alone.
+    ``slowdown``: what communication takes in training over what it takes alone. ``convolution``, ``convolution_wide``:
+    what convolutions reach of the ceiling, on 16-bit tensor units and else (models known by what a sample costs).
     """
 
     matmul: float = 0.85
@@ -41,7 +42,8 @@ class Constants:
     contention: float = 0.15
     slowdown: float = 1.15
     eight_bit: float = 0.8
-    convolution: float = 0.5
+    convolution: float = 0.45
+    convolution_wide: float = 0.35
 
     @property
     def rates(self) -> KernelRates:
@@ -53,10 +55,10 @@ class Constants:
         )
 
 
-DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "convolution")
-FRAMEWORK_FIELDS = ("traffic", "launch_us", "contention", "slowdown")
+DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "contention", "convolution", "convolution_wide")
+FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
-CUDNN_ATTENTION = 0.55
+CUDNN_ATTENTION = 0.40
 ConstantSets = Mapping[tuple[str, str], Constants]
 
 
@@ -65,7 +67,7 @@ def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[
     found = sets.get((generation, framework))
     if found is not None:
         return found, True
-    device = _mean(_nearest(sets, generation), DEVICE_FIELDS)
+    device = mean_of(_nearest(sets, generation), DEVICE_FIELDS)
     same = [sets[each, framework] for each in GENERATIONS if (each, framework) in sets]
     composed = replace(device, **{name: getattr(same[-1], name) for name in FRAMEWORK_FIELDS} if same else {})
     if framework == "megatron" and generation in ("hopper", "blackwell"):
@@ -76,7 +78,7 @@ def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[
 def between(sets: ConstantSets, generation: str, first: str, second: str) -> Constants:
     """Returns what lies between two frameworks: for runs that are partly one and partly the other."""
     both = [constants_for(sets, generation, framework)[0] for framework in (first, second)]
-    return _mean(both, (*DEVICE_FIELDS, "traffic", "launch_us"))
+    return mean_of(both, (*DEVICE_FIELDS, "traffic", "launch_us"))
 
 
 def _nearest(sets: ConstantSets, generation: str) -> list[Constants]:
@@ -89,10 +91,10 @@ def _nearest(sets: ConstantSets, generation: str) -> list[Constants]:
     return [Constants()]
 
 
-def _mean(sets: list[Constants], names: tuple[str, ...]) -> Constants:
-    """Geometric means, as these are rates."""
+def mean_of(sets: Sequence[Constants], names: Sequence[str], base: Constants | None = None) -> Constants:
+    """Returns geometric means, as these are rates; what is not named is that of ``base``, else of the last set."""
     means = {name: math.prod(getattr(each, name) for each in sets) ** (1 / len(sets)) for name in names}
-    return replace(sets[-1], **means)
+    return replace(sets[-1] if base is None else base, **means)
 
 
 @cache

@@ -6,6 +6,10 @@ For m microbatches a step, R replicas of a group of S ranks that share the state
     fsdp in a pipeline        gathers and reduces in every microbatch:    m times those of one
     hybrid                    an all-reduce of 4 p / S bytes over R, once a step, behind the last backward
 
+Models known by what a sample costs are predicted under ddp alone; shared states send what they do for any model (4 p
+bytes in a reduce-scatter and an all-gather; fully sharded 4 p in each of two gathers and a reduce-scatter, each
+microbatch anew), and what is computed again is a share of the forward.
+
 Memory: masters, gradients and two moments are 16 bytes a parameter here, compiled or not.
 """
 
@@ -17,31 +21,99 @@ from paceline.cluster.devices import Cluster
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.planner.block import CALL_S
 from paceline.planner.candidates import Candidate
-from paceline.planner.constants import Constants, constants_for, fitted_constants
 from paceline.planner.footprint import Footprint, footprint
 from paceline.planner.predict import Prediction, predict
-from paceline.planner.step import StepSeconds, stage_layers
-from paceline.planner.workload import ModelShape, Workload
+from paceline.planner.step import StepSeconds
+from paceline.planner.timeline import Timeline
+from paceline.planner.tuning import PIECES, collective_of, constants_of, part_params, tuned_footprint, tuned_step
+from paceline.planner.workload import Recompute, SampleModel, Workload
+
+# Of a step's computing: a forward is a third of it, and products are most of that.
+_AGAIN: dict[Recompute, float] = {"none": 0.0, "selective": 0.1, "attention": 0.1, "full": 1 / 3}
 
 
 def price(candidate: Candidate, cluster: Cluster) -> Prediction:
     """Predicts a step of a candidate as the engines here run it. ``memory`` and ``fits`` are of the formula alone."""
+    return with_tuning(price_untuned(candidate, cluster), candidate, cluster)
+
+
+def price_untuned(candidate: Candidate, cluster: Cluster) -> Prediction:
+    """Predicts it with 1f1b or plain interleaving, and before tuning: the part that takes long, and is the same."""
     workload = candidate.workload
     found = predict(workload, cluster)
     step = found.step
-    if candidate.strategy == "zero2" and workload.microbatches > 1:
+    if isinstance(workload.model, SampleModel):
+        step = _of_samples(step, candidate, cluster)
+        # Of these only convolutional networks were fitted.
+        found = replace(found, fitted=found.fitted and workload.model.kind == "convolution")
+    elif candidate.strategy == "zero2" and workload.microbatches > 1:
         step = _reduced_each_time(step, workload, cluster)
-    if workload.layout.sharding == "fsdp" and workload.layout.pipeline > 1:
+    elif workload.layout.sharding == "fsdp" and workload.layout.pipeline > 1:
         step = _times(step, workload.microbatches)
     if candidate.strategy == "hybrid":
         step = _averaged_between_groups(step, candidate, cluster)
-    memory = engine_footprint(workload)
-    return replace(found, step=step, memory=memory, fits=memory.total <= cluster.device.memory_bytes)
+    return replace(found, step=step)
+
+
+def with_tuning(found: Prediction, candidate: Candidate, cluster: Cluster) -> Prediction:
+    """Returns an untuned prediction with the candidate's schedule and tuning."""
+    memory = candidate_footprint(candidate)
+    is_small = memory.total <= cluster.device.memory_bytes
+    return replace(found, step=tuned_step(found.step, candidate, cluster), memory=memory, fits=is_small)
 
 
 def engine_footprint(workload: Workload) -> Footprint:
     """Returns what a rank holds by the formulas of ``footprint``, with the states that the engines here keep."""
-    return footprint(replace(workload, run=replace(workload.run, framework="eager")))
+    found = footprint(replace(workload, run=replace(workload.run, framework="eager")))
+    return found if not isinstance(workload.model, SampleModel) else _shared(found, workload)
+
+
+def candidate_footprint(candidate: Candidate) -> Footprint:
+    """Returns the same for a candidate, without what it offloads."""
+    return tuned_footprint(engine_footprint(candidate.workload), candidate)
+
+
+def _shared(found: Footprint, workload: Workload) -> Footprint:
+    layout = workload.layout
+    shards, is_fully = layout.shards, layout.sharding == "fsdp"
+    return replace(
+        found,
+        parameters=found.parameters / (shards if is_fully else 1),
+        gradients=found.gradients / (shards if is_fully or layout.sharding == "zero2" else 1),
+        optimizer=found.optimizer / shards,
+    )
+
+
+def _of_samples(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> StepSeconds:
+    workload = candidate.workload
+    step = replace(step, compute=step.compute * (1 + _AGAIN[candidate.recompute]))
+    if candidate.strategy == "ddp":
+        return step
+    exposed, hidden = _shared_seconds(step, candidate, cluster)
+    contention = constants_of(workload, cluster).contention * hidden
+    optimizer = step.optimizer / candidate.shard
+    return replace(step, exposed=exposed, hidden=hidden, contention=contention, optimizer=optimizer)
+
+
+def _shared_seconds(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> tuple[float, float]:
+    """Exposed and hidden seconds of a step, on the event core: a microbatch in units, all microbatches alike."""
+    workload, ranks = candidate.workload, candidate.shard
+    count, is_fully = workload.microbatches, workload.layout.sharding == "fsdp"
+    num_bytes = 4 * part_params(workload) / PIECES
+    gather = collective_of("all_gather", num_bytes, workload, cluster, ranks)
+    reduce = collective_of("reduce_scatter", num_bytes, workload, cluster, ranks)
+    computed = (step.compute + step.launch_wait) / count / 3 / PIECES
+    timeline = Timeline()
+    for place in range(2 * PIECES):
+        is_backward = place >= PIECES
+        here = [timeline.add("link", gather)] if is_fully else []
+        last = timeline.add("compute", computed * (2 if is_backward else 1), after=here)
+        if is_backward:
+            timeline.add("link", reduce, after=(last,))
+    times = 1 if candidate.strategy == "zero1" else count
+    exposed = timeline.idle("compute") * times
+    hidden = max(0.0, timeline.busy("link") * times - exposed)
+    return (exposed, hidden) if is_fully else (exposed + PIECES * gather, hidden)
 
 
 def _times(step: StepSeconds, count: float) -> StepSeconds:
@@ -50,7 +122,8 @@ def _times(step: StepSeconds, count: float) -> StepSeconds:
 
 def _reduced_each_time(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
     """The exposed part holds one gather of all parameters, which stays one."""
-    gather = min(step.exposed, _gather_seconds(workload, cluster))
+    gather = collective_of("all_gather", part_params(workload) * 2, workload, cluster, workload.layout.data)
+    gather = min(step.exposed, gather)
     again = _times(replace(step, exposed=step.exposed - gather), workload.microbatches)
     return replace(again, exposed=again.exposed + gather)
 
@@ -58,35 +131,15 @@ def _reduced_each_time(step: StepSeconds, workload: Workload, cluster: Cluster) 
 def _averaged_between_groups(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> StepSeconds:
     """The last microbatch's backward, two thirds of its compute, hides what its own gathers have left room for."""
     workload = candidate.workload
+    constants = constants_of(workload, cluster)
     group = group_of(cluster, workload.layout.data // candidate.shard, workload.layout.tensor * candidate.shard)
-    num_bytes = _part_params(workload) * 4 / candidate.shard
-    seconds = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * _constants(
-        workload, cluster
-    ).slowdown
+    num_bytes = part_params(workload) * 4 / candidate.shard
+    seconds = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * constants.slowdown
     room = max(0.0, (2 / 3 * step.compute - step.hidden) / workload.microbatches)
     hidden = min(seconds, room)
     return replace(
         step,
         exposed=step.exposed + seconds - hidden,
         hidden=step.hidden + hidden,
-        contention=step.contention + _constants(workload, cluster).contention * hidden,
+        contention=step.contention + constants.contention * hidden,
     )
-
-
-def _part_params(workload: Workload) -> float:
-    model, layout = workload.model, workload.layout
-    assert isinstance(model, ModelShape)
-    layers = stage_layers(model.layers, layout.pipeline)[0]
-    return (layers * model.layer_params + model.end_params) / layout.tensor
-
-
-def _gather_seconds(workload: Workload, cluster: Cluster) -> float:
-    num_bytes = _part_params(workload) * 2
-    group = group_of(cluster, workload.layout.data, workload.layout.tensor)
-    return (collective_seconds("all_gather", num_bytes, group, cluster) + CALL_S) * _constants(
-        workload, cluster
-    ).slowdown
-
-
-def _constants(workload: Workload, cluster: Cluster) -> Constants:
-    return constants_for(fitted_constants(), cluster.device.generation, workload.run.framework)[0]

@@ -8,9 +8,11 @@ from paceline.config import Config
 from paceline.errors import UsageError
 from paceline.estimate.activations import describe_model
 from paceline.estimate.facts import ModelFacts
-from paceline.estimate.memory import Setting, estimate_memory, setting_of
+from paceline.estimate.memory import MemoryEstimate, Setting, estimate_memory, setting_of
 from paceline.estimate.parts import Spread, stage_bounds
 from paceline.planner.candidates import CHECKPOINTS, Candidate
+from paceline.planner.tuning import DEFAULT_BUCKET_MB
+from paceline.units import MIB
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,18 +22,26 @@ class EngineMemory:
     facts: ModelFacts
     base: Setting
     _bounds: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], MemoryEstimate | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config, device: str = "cuda") -> EngineMemory | None:
         """Returns the estimate of a config; None where only the model's own code could tell."""
         facts = describe_model(config, device)
-        if facts is None:
-            return None
+        return None if facts is None else cls.of_facts(facts, config, device)
+
+    @classmethod
+    def of_facts(cls, facts: ModelFacts, config: Config, device: str = "cuda") -> EngineMemory:
+        """Returns the estimate of a model that was described, or measured, for a config."""
         base = setting_of(config, group=1, microbatch=1, device=device)
         return cls(facts=facts, base=replace(base, offload=(), compression="none"))
 
     def __call__(self, candidate: Candidate) -> float:
+        found = self.estimate(candidate)
+        return float("inf") if found is None else float(found.device_bytes)
+
+    def estimate(self, candidate: Candidate) -> MemoryEstimate | None:
+        """Returns bytes by category; None where the model cannot be cut so."""
         layout = candidate.layout
         flight = min(candidate.accumulate, 2 * layout.pipeline * layout.chunks)  # more are never in flight
         key = (*candidate.knobs.values(), candidate.shard, flight)
@@ -39,8 +49,8 @@ class EngineMemory:
             self._known[key] = self._estimate(candidate, flight)
         return self._known[key]
 
-    def _estimate(self, candidate: Candidate, microbatches: int) -> float:
-        layout = candidate.layout
+    def _estimate(self, candidate: Candidate, microbatches: int) -> MemoryEstimate | None:
+        layout, tuning = candidate.layout, candidate.tuning
         try:
             spread = Spread(
                 pipeline=layout.pipeline,
@@ -57,11 +67,15 @@ class EngineMemory:
                 group=candidate.shard,
                 microbatch=candidate.microbatch,
                 checkpoint=CHECKPOINTS[candidate.recompute],
+                offload=tuning.offload,
+                reshard=tuning.reshard,
+                bucket_bytes=int((tuning.bucket_mb or DEFAULT_BUCKET_MB) * MIB),
+                precision=candidate.precision or self.base.precision,
                 spread=spread,
             )
-            return float(estimate_memory(self.facts, setting).device_bytes)
+            return estimate_memory(self.facts, setting)
         except UsageError:
-            return float("inf")  # it cannot be cut so
+            return None  # it cannot be cut so
 
     def _bounds_of(self, stages: int) -> tuple[int, ...] | None:
         if stages not in self._bounds:

@@ -8,9 +8,10 @@ GPUs are those of the catalog. A CPU rank is so many cores of the catalog's smal
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from paceline.cluster.detect import Machine, detect_cluster
-from paceline.cluster.devices import Cluster, Device, node_named
+from paceline.cluster.detect import Machine, detect_cluster, gloo_link
+from paceline.cluster.devices import Cluster, Device
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
 from paceline.planner.candidates import Candidate
@@ -19,21 +20,22 @@ from paceline.planner.expectation import Expectation
 from paceline.planner.from_config import candidate_of, task_of
 from paceline.planner.search import rank_one
 
-_GLOO_HOST = "cpu-host-gloo"
 
-
-def expect_run(config: Config, machine: Machine, *, threads: int | None = None, hosts: int = 1) -> Expectation:
+def expect_run(
+    config: Config, machine: Machine, *, threads: int | None = None, hosts: int = 1, entry: Path | None = None
+) -> Expectation:
     """Predicts a run whose device and ranks are settled. What cannot be priced has its reason in the place of figures.
 
-    ``threads`` are those of a CPU rank where the config does not say; None: the cores are shared out.
+    ``threads`` are those of a CPU rank where the config does not say; None: the cores are shared out. ``entry`` is a
+    file that ``paceline calibrate`` wrote on this machine.
     """
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)
-    reason = _unpriced(config, hosts)
+    reason = unpriced(config, hosts)
     if reason:
         return Expectation(ranks=ranks, reason=reason)
     try:
-        cluster, assumed = _cluster_of(config, machine, ranks, threads)
+        cluster, assumed = present_cluster(config, machine, ranks, threads, entry)
         candidate = candidate_of(config, task_of(config, ranks), cluster)
         if candidate is None:
             reason = "the schedule, offload or recomputation of this config is not priced"
@@ -62,7 +64,7 @@ def _priced(config: Config, candidate: Candidate, cluster: Cluster, assumed: tup
     )
 
 
-def _unpriced(config: Config, hosts: int) -> str:
+def unpriced(config: Config, hosts: int) -> str:
     """Returns what no prediction knows of."""
     if hosts > 1:
         return f"the network between {hosts} hosts is not known"
@@ -75,10 +77,12 @@ def _unpriced(config: Config, hosts: int) -> str:
     return ""
 
 
-def _cluster_of(config: Config, machine: Machine, ranks: int, threads: int | None) -> tuple[Cluster, tuple[str, ...]]:
+def present_cluster(
+    config: Config, machine: Machine, ranks: int, threads: int | None, entry: Path | None = None
+) -> tuple[Cluster, tuple[str, ...]]:
     """Returns the present machine with a device for each rank. Raises UsageError where it is not known."""
     on_cpu = config.parallel.device == "cpu"
-    found = detect_cluster(replace(machine, gpus=(), gpu_memory_bytes=()) if on_cpu else machine)
+    found = detect_cluster(replace(machine, gpus=(), gpu_memory_bytes=()) if on_cpu else machine, entry)
     if found.cluster is None:
         raise UsageError(found.assumed[0])
     if not on_cpu and len(set(machine.gpus)) != 1:
@@ -89,7 +93,7 @@ def _cluster_of(config: Config, machine: Machine, ranks: int, threads: int | Non
         cores = min(config.parallel.threads or threads or max(1, machine.cores // ranks), machine.cores / ranks)
         node = replace(node, device=_with_cores(node.device, cores))
         if config.comm.backend == "gloo":
-            node = replace(node, inside=node_named(_GLOO_HOST).inside)
+            node = replace(node, inside=gloo_link(entry))
         if cores != 1:
             assumed = (*assumed, f"a rank with {cores:g} cores computes {cores:g} times as fast as with one")
     cluster = Cluster(name=f"{ranks}x {node.device.name}", node=node, nodes=1, between=None)
@@ -105,6 +109,12 @@ def _with_cores(device: Device, cores: float) -> Device:
         matmul_ceiling={dtype: rate * cores for dtype, rate in device.matmul_ceiling.items()},
         shapes=tuple(replace(each, flops=each.flops * cores) for each in device.shapes),
         memory_bandwidth=device.memory_bandwidth * share,
+        memory_rates={
+            family: tuple((size, rate * share) for size, rate in points)
+            for family, points in device.memory_rates.items()
+        },
+        operation_s=None if device.operation_s is None else device.operation_s / share,
+        tensor_s=device.tensor_s / share,
         launch_s=device.launch_s / share,
         compiled_launch_s=device.compiled_launch_s / share,
     )

@@ -12,32 +12,35 @@ from paceline.config.schema import GPTModelConfig
 from paceline.config.sharding import FULLY_SHARDED, data_ranks
 from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
-from paceline.estimate.activations import ASSUMED_VOCABULARY
-from paceline.planner.candidates import Candidate, Task, workload_of
+from paceline.estimate.activations import ASSUMED_VOCABULARY, describe_model
+from paceline.estimate.facts import ModelFacts
+from paceline.planner.candidates import RECOMPUTE, Candidate, Task, Tuning, ZeroBubble, workload_of
 from paceline.planner.search import Ranked
-from paceline.planner.workload import Compute, Layout, ModelShape, Recompute
+from paceline.planner.tuning import DEFAULT_BUCKET_MB
+from paceline.planner.workload import Compute, Layout, ModelShape, Recompute, SampleModel
 from paceline.units import format_bytes, format_seconds
 
 _COMPUTE: dict[str, Compute] = {"fp32": "fp32", "bf16": "bf16", "bf16_master": "bf16", "fp16": "fp16"}
-_RECOMPUTE: dict[str, Recompute] = {"none": "none", "matmuls": "selective", "full": "full"}
+RECOMPUTES: dict[str, Recompute] = {"none": "none", "matmuls": "selective", "full": "full"}
 # What a plan decides, and what belongs to another machine.
 _DECIDED = (
     *("ranks", "strategy", "sharding_strategy", "data", "pipeline", "tensor", "shard_ranks", "schedule", "chunks"),
     *("stages", "stage_layers", "schedule_file", "sequence_parallel", "device", "threads", "node_ranks"),
+    "reshard_after_forward",
 )
-_OF_FULL_SHARDING = ("reshard_after_forward", "units", "unit_mb", "prefetch")
+_OF_FULL_SHARDING = ("units", "unit_mb", "prefetch")
+PRECISIONS = tuple(_COMPUTE)
 
 
-def task_of(config: Config, devices: int, shape: ModelShape | None = None) -> Task:
-    """Reads what is to be trained; ``shape`` stands for the config's own. Raises UsageError for no transformer."""
-    model, data = config.model, known_shape(config.data)
+def task_of(config: Config, devices: int, shape: ModelShape | None = None, facts: ModelFacts | None = None) -> Task:
+    """Reads what is to be trained. ``shape`` stands for the config's own; ``facts`` are those of a model's own code.
+
+    Raises UsageError for a model whose shape is not known.
+    """
+    model = config.model
     if not isinstance(model, GPTModelConfig):
-        raise UsageError(
-            f"model.kind = {model.kind} is not a transformer whose shape is known\n"
-            "  plans are made from the dimensions of a transformer, without running its code\n"
-            "  describe it as model.kind: gpt, or name a Hugging Face config.json: --hf FILE"
-        )
-    sizes = gpt_shape(model)
+        return _sample_task(config, devices, facts)
+    data, sizes = known_shape(config.data), gpt_shape(model)
     context = data.context or (sizes.context if sizes else None)
     if sizes is None or context is None:
         raise UsageError(
@@ -63,6 +66,40 @@ def task_of(config: Config, devices: int, shape: ModelShape | None = None) -> Ta
     )
 
 
+def _sample_task(config: Config, devices: int, facts: ModelFacts | None) -> Task:
+    """Reads a model that is known by what a sample of it costs: data-parallel meshes alone."""
+    facts = facts or describe_model(config, "cuda")
+    if facts is None or facts.work is None:
+        raise UsageError(
+            f"model.kind = {config.model.kind}: what a sample costs is not known\n"
+            "  it follows from the sizes of the data, or from running the model's code on tensors without values\n"
+            "  give the data's sizes, plan it with paceline.plan(...), or describe it as model.kind: gpt"
+        )
+    return Task(
+        model=sample_model(facts),
+        global_batch=_global_batch(config, devices),
+        seq_len=1,
+        compute=_COMPUTE[config.train.precision],
+        framework="compiled" if config.model.compile else "eager",
+        recompute=RECOMPUTE if facts.blocks else RECOMPUTE[:1],
+    )
+
+
+def sample_model(facts: ModelFacts) -> SampleModel:
+    """Returns a model by what a sample of it costs. Raises UsageError where nobody has counted that."""
+    work = facts.work
+    if work is None:
+        raise UsageError(f"{facts.name}: the FLOPs of a sample are not known\n  a step's time follows from them")
+    return SampleModel(
+        name=facts.name,
+        params=float(facts.parameters),
+        flops=work.flops,
+        activations=work.written,
+        kernels=work.kernels,
+        kind="convolution" if work.is_convolutional else "attention",
+    )
+
+
 def _global_batch(config: Config, devices: int) -> int:
     if config.train.global_batch is not None:
         return config.train.global_batch
@@ -73,8 +110,8 @@ def candidate_of(config: Config, task: Task, cluster: Cluster) -> Candidate | No
     """Returns what the config itself asks for on this cluster; None where it leaves that open, or cannot be."""
     parallel, train, memory = config.parallel, config.train, config.memory
     is_open = "auto" in (parallel.strategy, parallel.sharding_strategy, train.microbatch)
-    is_priced = parallel.schedule in ("1f1b", "interleaved") and not memory.offload and not parallel.schedule_file
-    if is_open or not is_priced or memory.checkpoint_activations not in _RECOMPUTE:
+    is_priced = parallel.schedule != "gpipe" and not parallel.schedule_file
+    if is_open or not is_priced or memory.checkpoint_activations not in RECOMPUTES:
         return None
     devices, tensor = cluster.devices, parallel.tensor
     try:
@@ -96,9 +133,33 @@ def candidate_of(config: Config, task: Task, cluster: Cluster) -> Candidate | No
         shard_group=group if strategy == "hybrid" else 0,
         sequence_parallel=parallel.sequence_parallel,
     )
-    recompute = _RECOMPUTE[memory.checkpoint_activations]
-    workload = workload_of(task, layout, batch.microbatch, recompute)
-    return Candidate(workload=workload, strategy=strategy, shard=group)
+    recompute = RECOMPUTES[memory.checkpoint_activations]
+    return Candidate(
+        workload=workload_of(task, layout, batch.microbatch, recompute),
+        strategy=strategy,
+        shard=group,
+        zero_bubble=_zero_bubble(config),
+        tuning=_tuning(config),
+        precision=task.precision,
+    )
+
+
+def _zero_bubble(config: Config) -> ZeroBubble:
+    parallel = config.parallel
+    if parallel.pipeline == 1 or parallel.schedule not in ("zb-h1", "zb-v"):
+        return ""
+    return "zb-h1" if parallel.schedule == "zb-h1" else "zb-v"
+
+
+def _tuning(config: Config) -> Tuning:
+    """Without what has no effect: buckets of full sharding, and offload beside a CPU."""
+    bucket_mb, is_fully = config.comm.bucket_mb, config.parallel.strategy in FULLY_SHARDED
+    is_usual = bucket_mb == "auto" or bucket_mb == DEFAULT_BUCKET_MB
+    return Tuning(
+        bucket_mb=None if is_usual or is_fully else float(bucket_mb),
+        reshard=config.parallel.reshard_after_forward is not False or not is_fully,
+        offload=() if config.parallel.device == "cpu" else tuple(config.memory.offload),
+    )
 
 
 def planned_values(config: Config, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
@@ -107,8 +168,10 @@ def planned_values(config: Config, candidate: Candidate, cluster: Cluster) -> di
     parallel = {key: value for key, value in values.get("parallel", {}).items() if key not in _DECIDED}
     if candidate.strategy not in FULLY_SHARDED:
         parallel = {key: value for key, value in parallel.items() if key not in _OF_FULL_SHARDING}
+    comm = {key: value for key, value in values.get("comm", {}).items() if key != "bucket_mb" or value == "auto"}
     sections: dict[str, dict[str, Any]] = {
         "parallel": {"ranks": candidate.layout.devices},
+        "comm": comm,
         "memory": {key: value for key, value in values.get("memory", {}).items() if key != "offload"},
         "train": {**values.get("train", {}), "global_batch": int(candidate.workload.run.global_batch)},
     }
@@ -117,7 +180,9 @@ def planned_values(config: Config, candidate: Candidate, cluster: Cluster) -> di
         sections[section][key] = value
     sections["train"]["accumulate"] = candidate.accumulate
     sections["parallel"] |= parallel
-    values |= sections
+    values |= {name: section for name, section in sections.items() if section}
+    if "comm" in values and not sections["comm"]:
+        del values["comm"]
     planned = config_from_dict(values, "plan")
     if problems := check_ranks(planned, cluster.devices, cluster.node.devices):
         raise ConfigError(problems, source="plan")
@@ -127,10 +192,16 @@ def planned_values(config: Config, candidate: Candidate, cluster: Cluster) -> di
 def planned_yaml(config: Config, winner: Ranked, cluster: Cluster) -> str:
     """Returns the YAML that ``paceline train`` takes, with what is predicted for it on top."""
     low, high = winner.prediction.band
+    speed = f"{winner.tokens_per_s:,.0f} {unit_of(winner.candidate)}/s"
     lines = [
         f"# Planned for {cluster.name}: {winner.candidate}.",
         f"# Predicted: {format_seconds(winner.seconds)} a step ({format_seconds(low)} to {format_seconds(high)}), "
-        f"{winner.tokens_per_s:,.0f} tokens/s, {format_bytes(winner.memory_bytes)} of a device's "
+        f"{speed}, {format_bytes(winner.memory_bytes)} of a device's "
         f"{format_bytes(cluster.device.memory_bytes)}.",
     ]
     return "\n".join(lines) + "\n" + dump_values(planned_values(config, winner.candidate, cluster))
+
+
+def unit_of(candidate: Candidate) -> str:
+    """Returns what throughput counts: tokens, or samples of a model that has none."""
+    return "tokens" if isinstance(candidate.workload.model, ModelShape) else "samples"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from paceline.cluster.devices import Cluster
 from paceline.planner.constants import Constants, ConstantSets, between, constants_for, fitted_constants
+from paceline.planner.domain import outside_of
 from paceline.planner.footprint import Footprint, footprint
 from paceline.planner.published import Case
 from paceline.planner.samples import sample_step
@@ -19,20 +20,24 @@ from paceline.planner.step import StepSeconds, transformer_step
 from paceline.planner.workload import ModelShape, SampleModel, Workload
 from paceline.units import GIB
 
-# Errors that nine of ten rows of the split dev stay below, where constants were fitted and where they are composed.
-FITTED_P90 = 0.17
-COMPOSED_P90 = 0.32
+# Errors that nine of ten rows of the split dev stay below, inside the calibrated domain and outside.
+FITTED_P90 = 0.14
+COMPOSED_P90 = 0.29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a step takes and needs. ``fitted``: whether constants were fitted for this generation and framework."""
+    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (planner/domain.py), in words.
+
+    ``fitted``: whether it lies inside, with constants that were fitted for this generation and framework.
+    """
 
     workload: Workload
     step: StepSeconds
     memory: Footprint
     fits: bool
     fitted: bool
+    outside: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -56,12 +61,14 @@ def predict(workload: Workload, cluster: Cluster, sets: ConstantSets | None = No
     constants, fitted = _constants(workload, cluster, sets)
     price = sample_step if isinstance(workload.model, SampleModel) else transformer_step
     memory = footprint(workload)
+    outside = outside_of(workload, cluster, is_fitted=fitted)
     return Prediction(
         workload=workload,
         step=price(workload, cluster, constants),
         memory=memory,
         fits=memory.total <= cluster.device.memory_bytes,
-        fitted=fitted,
+        fitted=not outside,
+        outside=outside,
     )
 
 

@@ -2,7 +2,9 @@
 
 step = max(device, host) for each microbatch + gradients that nothing hides + the slowest of N ranks' spread
 
-device   3 x FLOPs / (ceiling x rate of the kind) + passes x activations x bytes / bandwidth
+device   3 x FLOPs / (ceiling x share of the kind) + bytes / bandwidth
+share    convolutions have rates of their own, on 16-bit tensor units and else; other kinds a share of matrix products'
+bytes    passes x activations; a recurrence reads its weights again for each token of a sentence
 spread   sigma E[max of N normal deviates]: batches of sentences differ in length from rank to rank
 """
 
@@ -26,17 +28,21 @@ _OPTIMIZER_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    rate: float  # of the rate of ordinary convolutions
+    rate: float  # of the rate of ordinary convolutions, or of matrix products
     passes: float  # over each activation, forward and backward
     spread: float
+    convolves: bool = True
 
 
+# Chosen by hand on the one-GPU rows of the split calib, as are the FLOPs and activations of known_models.yaml.
 _KINDS = {
-    "convolution": _Kind(1.0, 14, 0.005),
-    "depthwise": _Kind(0.6, 24, 0.005),
-    "recurrent": _Kind(0.8, 12, 0.06),
-    "attention": _Kind(1.0, 12, 0.05),
+    "convolution": _Kind(1.0, 17, 0.005),
+    "planar": _Kind(1.0, 17, 0.005),
+    "depthwise": _Kind(1.0, 50, 0.005),
+    "recurrent": _Kind(1.1, 8, 0.09, convolves=False),
+    "attention": _Kind(1.15, 28, 0.05, convolves=False),
 }
+_PLANAR = 1.5  # passes of 16-bit convolutions that do not keep channels last: their tensor units turn them around
 
 
 def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepSeconds:
@@ -44,9 +50,12 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     model, run, layout = workload.model, workload.run, workload.layout
     assert isinstance(model, SampleModel)
     kind = _KINDS[model.kind]
-    width, passes = _traffic(workload, kind)
-    rate = ceiling(cluster.device, run.compute) * constants.convolution * kind.rate
-    moved = run.micro_batch * model.activations * width * passes * constants.traffic
+    is_wide = run.compute in ("fp32", "tf32")
+    share = constants.matmul
+    if kind.convolves:
+        share = constants.convolution_wide if is_wide else constants.convolution
+    rate = ceiling(cluster.device, run.compute) * share * kind.rate
+    moved = _moved_bytes(model, run.micro_batch, kind, is_wide=is_wide)
     device = 3 * run.micro_batch * model.flops / rate + memory_seconds(cluster.device, constants.rates, moved)
     host = 3 * model.kernels * constants.launch_us * 1e-6
     each = max(device, host)
@@ -65,14 +74,14 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     )
 
 
-def _traffic(workload: Workload, kind: _Kind) -> tuple[float, float]:
-    """Bytes of an element, and passes over it. Mixed precision keeps losses, norms and copies in fp32; convolutions
-    then run channels last, with norm and activation in one kernel."""
-    model, run = workload.model, workload.run
-    assert isinstance(model, SampleModel)
-    if run.compute in ("fp32", "tf32"):
-        return 4.0, kind.passes
-    return (2.0, 0.75 * kind.passes) if model.kind == "convolution" else (3.0, kind.passes)
+def _moved_bytes(model: SampleModel, samples: float, kind: _Kind, *, is_wide: bool) -> float:
+    """Of a microbatch. Mixed precision keeps losses, norms and copies of sentences in fp32, half of the traffic."""
+    width = 4.0 if is_wide else 2.0 if kind.convolves else 3.0
+    passes = kind.passes * (_PLANAR if model.kind == "planar" and not is_wide else 1.0)
+    moved = passes * samples * model.activations
+    if model.kind == "recurrent":
+        moved += 3 * model.samples_each * model.flops / 2
+    return width * moved
 
 
 def _gradients(

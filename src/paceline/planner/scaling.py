@@ -26,7 +26,14 @@ class ScalingRow:
 
 
 def scaling_rows(
-    task: Task, cluster: Cluster, counts: Sequence[int], *, weak: bool, need: Need | None = None, order: Order = "time"
+    task: Task,
+    cluster: Cluster,
+    counts: Sequence[int],
+    *,
+    weak: bool,
+    need: Need | None = None,
+    order: Order = "time",
+    host_memory: float = float("inf"),
 ) -> list[ScalingRow]:
     """Plans for each number of devices. Raises UsageError for a number that no equal nodes of this cluster have.
 
@@ -40,7 +47,7 @@ def scaling_rows(
             why = f"{task.global_batch} samples on {cluster.devices} devices are no whole number on {each.devices}"
             rows.append(ScalingRow(devices=each.devices, global_batch=batch, best=None, why=why))
         else:
-            rows.append(_row(replace(task, global_batch=batch), each, need, order))
+            rows.append(_row(replace(task, global_batch=batch), each, need, order, host_memory))
     return list(_with_efficiency(rows))
 
 
@@ -61,10 +68,10 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, name=f"{devices // each}x {cluster.node.name}", nodes=devices // each)
 
 
-def _row(task: Task, cluster: Cluster, need: Need | None, order: Order) -> ScalingRow:
+def _row(task: Task, cluster: Cluster, need: Need | None, order: Order, host_memory: float) -> ScalingRow:
     row = ScalingRow(devices=cluster.devices, global_batch=task.global_batch, best=None)
     try:
-        found = search(task, cluster, need=need, order=order)
+        found = search(task, cluster, need=need, order=order, host_memory=host_memory)
     except UsageError as error:
         return replace(row, why=str(error).partition("\n")[0])
     if not found.ranked:

@@ -1,10 +1,13 @@
 """The search: of all ways to train a model on a cluster, those that fit, the fastest (or smallest) first, and why.
 
 Memory comes before time: a footprint is a few additions, a prediction about a millisecond. Computing again never makes
-a step faster, so that of a candidate only the least recomputation that fits is timed.
+a step faster, and neither does the host's memory, so that of a candidate only the least recomputation that fits is
+timed, without offload and with each kind of it that lets less be computed again. Buckets and what stays gathered are
+other than usual where they gain half a per cent at least.
 
 A candidate fits where it needs no more than 90 % of the device by the formulas of ``footprint.py`` and, where the
-model is one that this package builds, by the estimate that its engines are checked against (``estimate/``).
+model is one that this package builds, by the estimate that its engines are checked against (``estimate/``). What the
+host must hold counts where its memory is known.
 """
 
 from __future__ import annotations
@@ -12,27 +15,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from paceline.cluster.devices import Cluster
+from paceline.config.sharding import FULLY_SHARDED
 from paceline.errors import UsageError
 from paceline.estimate.choice import MARGIN
-from paceline.planner.candidates import RECOMPUTE, Candidate, Task, candidates_for, divisors, recomputing
-from paceline.planner.engine_costs import engine_footprint, price
+from paceline.planner.candidates import Candidate, Task, Value, candidates_for, divisors, recomputing, tuned
+from paceline.planner.engine_costs import candidate_footprint, price_untuned, with_tuning
 from paceline.planner.predict import Prediction, model_flops
+from paceline.planner.tuning import BUCKETS_MB, part_params
+from paceline.planner.workload import SampleModel
 from paceline.units import format_bytes, format_seconds
 
-Order: TypeAlias = Literal["time", "memory"]
+Order: TypeAlias = Literal["time", "cost", "memory"]
 Need: TypeAlias = Callable[[Candidate], float]
+ORDERS: tuple[Order, ...] = ("time", "cost", "memory")
 
 TOO_LARGE = "more memory than the device has"
+NO_ROOM_ON_HOST = "more memory than the host has"
 _TIMED_BY_MEMORY = 200  # of the smallest candidates, where the smallest are asked for
+_WORTH_TUNING = 0.995
+_HOST_BYTES = 18  # of a parameter that is offloaded: masters, gradients, moments, and a copy in low precision
 # Parts of a step in words: where a slower candidate spends more.
 _PARTS = {
     "compute": "computing",
     "tensor_wait": "waiting for tensor-parallel ranks",
     "launch_wait": "waiting for kernel launches",
-    "bubble": "pipeline bubble",
+    "bubble": "waiting for other stages, or for the slowest rank",
     "exposed": "communication that nothing hides",
     "contention": "computing slowed by communication",
     "optimizer": "the optimizer",
@@ -53,8 +63,23 @@ class Ranked:
         return self.prediction.seconds
 
     @property
+    def samples_per_s(self) -> float:
+        return self.prediction.samples_per_s
+
+    @property
     def tokens_per_s(self) -> float:
+        """Tokens of all samples; of a model whose samples are no rows of tokens, samples."""
         return self.prediction.samples_per_s * self.candidate.workload.run.seq_len
+
+    @property
+    def device_hours(self) -> float:
+        """Of one step."""
+        return self.seconds * self.candidate.layout.devices / 3600
+
+    @property
+    def host_bytes(self) -> float:
+        """What a rank has in its host's memory."""
+        return host_bytes(self.candidate)
 
     @property
     def mfu(self) -> float:
@@ -83,6 +108,7 @@ class Search:
     num_fit: int
     left_out: dict[str, int]
     nearest: tuple[Candidate, float] | None = None
+    host_memory: float = float("inf")
 
     @property
     def looked_at(self) -> int:
@@ -99,29 +125,39 @@ def budget_of(cluster: Cluster) -> float:
     return cluster.device.memory_bytes * (1 - MARGIN)
 
 
-def search(task: Task, cluster: Cluster, *, order: Order = "time", need: Need | None = None) -> Search:
+def search(
+    task: Task,
+    cluster: Cluster,
+    *,
+    order: Order = "time",
+    need: Need | None = None,
+    host_memory: float = float("inf"),
+    keep: Callable[[Candidate], bool] = lambda _: True,
+) -> Search:
     """Ranks all candidates that fit. ``need``: bytes of a rank by another estimate; the larger of both counts.
 
-    Raises UsageError where the batch can be shared by no mesh of these devices.
+    ``host_memory``: bytes that all ranks of a node may take of it. ``keep``: which candidates are looked at. On one
+    cluster the cheapest is the fastest. Raises UsageError where the batch can be shared by no mesh of these devices.
     """
     left_out: Counter[str] = Counter()
     fitting: list[tuple[Candidate, float]] = []
     nearest: tuple[Candidate, float] | None = None
     any_mesh = False
-    for candidate in candidates_for(task, cluster, left_out):
+    fitter = Fitter(task=task, cluster=cluster, need=need, host_memory=host_memory, every=order == "memory")
+    for candidate in filter(keep, candidates_for(task, cluster, left_out)):
         any_mesh = True
-        fits, smallest = _that_fit(candidate, budget_of(cluster), need, every=order == "memory")
-        if not fits:
-            left_out[TOO_LARGE] += 1
-            if nearest is None or smallest[1] < nearest[1]:
-                nearest = smallest
-        fitting += fits
+        forms = fitter.fitting(candidate)
+        if not forms.fitting:
+            left_out[NO_ROOM_ON_HOST if forms.lacks_host else TOO_LARGE] += 1
+            if nearest is None or forms.smallest[1] < nearest[1]:
+                nearest = forms.smallest
+        fitting += forms.fitting
     if not any_mesh:
         raise _no_mesh(task, cluster, left_out)
     num_fit = len(fitting)
     if order == "memory":
         fitting = sorted(fitting, key=lambda each: each[1])[:_TIMED_BY_MEMORY]
-    ranked = [_rank(candidate, num_bytes, cluster) for candidate, num_bytes in fitting]
+    ranked = [_tuned(candidate, num_bytes, fitter) for candidate, num_bytes in fitting]
     ranked.sort(key=lambda each: (each.seconds, each.memory_bytes))
     if order == "memory":
         ranked.sort(key=lambda each: each.memory_bytes)  # stable: of equal ones the faster stays first
@@ -133,6 +169,7 @@ def search(task: Task, cluster: Cluster, *, order: Order = "time", need: Need | 
         num_fit=num_fit,
         left_out=dict(left_out),
         nearest=None if fitting else nearest,
+        host_memory=host_memory,
     )
 
 
@@ -141,34 +178,122 @@ def rank_one(candidate: Candidate, cluster: Cluster, need: Need | None = None) -
     return _rank(candidate, _bytes_of(candidate, need), cluster)
 
 
-def _rank(candidate: Candidate, num_bytes: float, cluster: Cluster) -> Ranked:
-    prediction = price(candidate, cluster)
+def _rank(candidate: Candidate, num_bytes: float, cluster: Cluster, untuned: Prediction | None = None) -> Ranked:
+    untuned = untuned or price_untuned(candidate, cluster)
     peak = cluster.device.peak(candidate.workload.run.compute)
+    prediction = with_tuning(untuned, candidate, cluster)
     return Ranked(candidate=candidate, prediction=prediction, memory_bytes=num_bytes, peak_flops=peak)
 
 
 def _bytes_of(candidate: Candidate, need: Need | None) -> float:
-    by_formula = engine_footprint(candidate.workload).total
-    return by_formula if need is None else max(by_formula, need(candidate))
+    by_formula = candidate_footprint(candidate).total
+    if need is None:
+        return by_formula
+    # A sample's cost says less of memory than the layers do.
+    is_sample = isinstance(candidate.workload.model, SampleModel)
+    return need(candidate) if is_sample else max(by_formula, need(candidate))
 
 
-def _that_fit(
-    candidate: Candidate, budget: float, need: Need | None, *, every: bool = False
-) -> tuple[list[tuple[Candidate, float]], tuple[Candidate, float]]:
-    """The least recomputation that fits (or every one), with its bytes; and the one that needs least."""
-    found, smallest = [], (candidate, float("inf"))
-    for recompute in RECOMPUTE:
-        each = recomputing(candidate, recompute)
-        num_bytes = engine_footprint(each.workload).total
-        if num_bytes <= budget and need is not None:
-            num_bytes = max(num_bytes, need(each))
-        if num_bytes < smallest[1]:
-            smallest = (each, num_bytes)
-        if num_bytes <= budget:
-            found.append((each, num_bytes))
-            if not every:
-                break
-    return found, smallest
+def host_bytes(candidate: Candidate) -> float:
+    """Returns what a rank has in its host's memory."""
+    if not candidate.offload:
+        return 0.0
+    each = _HOST_BYTES if "optimizer" in candidate.offload else 8
+    return each * part_params(candidate.workload) / candidate.shard
+
+
+class Forms(NamedTuple):
+    """The forms of a candidate that fit, with their bytes; the one that needs least; whether hosts are too small."""
+
+    fitting: list[tuple[Candidate, float]]
+    smallest: tuple[Candidate, float]
+    lacks_host: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitter:
+    """Finds the forms of a candidate that fit. ``every``: all of them, not only those that may be fastest."""
+
+    task: Task
+    cluster: Cluster
+    need: Need | None = None
+    host_memory: float = float("inf")
+    every: bool = False
+
+    @property
+    def budget(self) -> float:
+        return budget_of(self.cluster)
+
+    def fitting(self, candidate: Candidate) -> Forms:
+        """Returns the forms that fit. Offload is looked at as long as it lets less be computed again."""
+        found, smallest, lacks_host = list[tuple[Candidate, float]](), (candidate, float("inf")), False
+        for offload in _offloads(candidate, self.cluster):
+            moved = tuned(candidate, offload=offload) if offload else candidate
+            has_room = self.host_holds(moved)
+            for recompute in self.task.recompute:
+                each = recomputing(moved, recompute)
+                num_bytes = candidate_footprint(each).total if self.need is None else self._needed(each)
+                if not has_room:
+                    lacks_host = lacks_host or num_bytes <= self.budget
+                    continue
+                if num_bytes < smallest[1]:
+                    smallest = (each, num_bytes)
+                if num_bytes <= self.budget:
+                    found.append((each, num_bytes))
+                    if recompute == "none" and not self.every:
+                        return Forms(found, smallest, lacks_host)
+                    if not self.every:
+                        break
+        return Forms(found, smallest, lacks_host)
+
+    def host_holds(self, candidate: Candidate) -> bool:
+        """Whether the ranks of a node have room for what they offload."""
+        return host_bytes(candidate) * self.cluster.node.devices <= self.host_memory
+
+    def _needed(self, candidate: Candidate) -> float:
+        """By the formula first, which is cheaper to ask."""
+        assert self.need is not None
+        if isinstance(candidate.workload.model, SampleModel):
+            return self.need(candidate)
+        by_formula = candidate_footprint(candidate).total
+        return max(by_formula, self.need(candidate)) if by_formula <= self.budget else by_formula
+
+
+def _offloads(candidate: Candidate, cluster: Cluster) -> Iterator[tuple[str, ...]]:
+    """What may live on the host: shards of models that are whole, beside a device that has memory of its own."""
+    layout = candidate.layout
+    is_alone = candidate.strategy in FULLY_SHARDED and candidate.shard == 1
+    if not is_alone:  # with nobody to share with, shards gain nothing but this
+        yield ()
+    if layout.pipeline * layout.tensor * layout.expert > 1 or candidate.strategy == "ddp" or cluster.device.is_cpu:
+        return
+    yield ("optimizer",)
+    if candidate.strategy in FULLY_SHARDED:
+        yield ("optimizer", "parameters")
+
+
+def _tuned(candidate: Candidate, num_bytes: float, fitter: Fitter) -> Ranked:
+    """Prices a candidate in its fastest tuning; in the usual one, unless another gains enough and fits."""
+    cluster = fitter.cluster
+    untuned = price_untuned(candidate, cluster)
+    usual = best = _rank(candidate, num_bytes, cluster, untuned)
+    if fitter.every:
+        return usual
+    for each in _tunings(candidate):
+        other = _rank(each, num_bytes, cluster, untuned)
+        if other.seconds < min(best.seconds, _WORTH_TUNING * usual.seconds):
+            other = replace(other, memory_bytes=_bytes_of(each, fitter.need))
+            best = other if other.memory_bytes <= fitter.budget else best
+    return best
+
+
+def _tunings(candidate: Candidate) -> Iterator[Candidate]:
+    if candidate.strategy in FULLY_SHARDED:
+        if candidate.layout.pipeline == 1 and not candidate.offload and candidate.shard > 1:
+            yield tuned(candidate, reshard=False)
+    elif candidate.layout.data > 1:
+        for bucket_mb in BUCKETS_MB:
+            yield tuned(candidate, bucket_mb=bucket_mb)
 
 
 def _no_mesh(task: Task, cluster: Cluster, left_out: Counter[str]) -> UsageError:
@@ -192,7 +317,7 @@ def explain_winner(found: Search) -> str:
     step = winner.prediction.step
     parts = sorted(((getattr(step, name), words) for name, words in _PARTS.items()), reverse=True)
     told = ", ".join(f"{words} {value / step.total:.0%}" for value, words in parts[:3] if value > 0.005 * step.total)
-    first = "fastest" if found.order == "time" else "smallest"
+    first = {"time": "fastest", "cost": "cheapest", "memory": "smallest"}[found.order]
     return f"{winner.candidate} is the {first} of {found.num_fit} that fit: {told}"
 
 
@@ -220,16 +345,20 @@ def explain_against(winner: Ranked, other: Ranked) -> str:
 class Change:
     """Keys to change, and what a step takes then; None where only memory was looked at."""
 
-    keys: dict[str, int | str | bool]
+    keys: dict[str, Value]
     ranked: Ranked | None = None
 
     def __str__(self) -> str:
-        told = " ".join(f"{key}={str(value).lower()}" for key, value in self.keys.items())
+        told = " ".join(f"{key}={_written(value)}" for key, value in self.keys.items())
         if self.ranked is None:
             return told
         return (
             f"{told}: {format_seconds(self.ranked.seconds)} a step, {format_bytes(self.ranked.memory_bytes)} of a rank"
         )
+
+
+def _written(value: Value) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
 
 
 def smallest_changes(asked: Candidate, found: Search, *, most: int = 3, named: Collection[str] = ()) -> list[Change]:
@@ -270,20 +399,19 @@ def _makers(found: Search, need_for: Callable[[Task], Need | None]) -> Iterator[
         if cluster.between is None:
             break
         larger = replace(cluster, nodes=cluster.nodes * factor)
-        if _fits_at_all(task, larger, need_for(task)):
+        if _fits_at_all(found, task, larger, need_for(task)):
             yield Change(keys={"devices": larger.devices})
             break
+    if isinstance(task.model, SampleModel):
+        return
     for factor in (2, 4, 8):
         shorter = replace(task, seq_len=max(1, task.seq_len // factor))
-        if _fits_at_all(shorter, cluster, need_for(shorter)):
+        if _fits_at_all(found, shorter, cluster, need_for(shorter)):
             yield Change(keys={"data.context": shorter.seq_len})
             break
 
 
-def _fits_at_all(task: Task, cluster: Cluster, need: Need | None) -> bool:
+def _fits_at_all(found: Search, task: Task, cluster: Cluster, need: Need | None) -> bool:
     ignored: Counter[str] = Counter()
-    return any(
-        _that_fit(each, budget_of(cluster), need)[0]
-        for each in candidates_for(task, cluster, ignored)
-        if each.microbatch == 1
-    )
+    fitter = Fitter(task=task, cluster=cluster, need=need, host_memory=found.host_memory)
+    return any(fitter.fitting(each).fitting for each in candidates_for(task, cluster, ignored) if each.microbatch == 1)

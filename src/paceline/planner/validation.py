@@ -33,6 +33,7 @@ class Scored:
     row: Row
     predicted: float | None = None
     fits: bool = True
+    outside: tuple[str, ...] = ()
     flops: float = 0.0
     measured: float | None = None
     ran_out: bool = False
@@ -64,13 +65,15 @@ class FamilyScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """All scores of a table."""
+    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere."""
 
     source: str
     split: str | None
     rows: tuple[Scored, ...]
     families: tuple[FamilyScores, ...]
     time: Errors | None
+    inside: Errors | None
+    outside: Errors | None
     mean_over_families: float | None
     memory: Errors | None
     ran_out: int
@@ -89,7 +92,11 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
     parts = _parts(chosen.rows)
     predicted = [_predict(row, part, sets) for row, part in zip(chosen.rows, parts, strict=True)]
     rows = tuple(_with_result(each, text) for each, text in zip(predicted, chosen.measured, strict=True))
-    families = tuple(_family_scores(name, group) for name, group in _grouped(rows, lambda each: each.row.family))
+    references = _references(table, rows, sets)
+    families = tuple(
+        _family_scores(name, group, [each for each in references if each.row.family == name])
+        for name, group in _grouped(rows, lambda each: each.row.family)
+    )
     means = [each.time.mean for each in families if each.time is not None]
     return Validation(
         source=table.source,
@@ -97,13 +104,27 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
         rows=rows,
         families=families,
         time=errors_of(_pairs(rows, memory=False)),
+        inside=errors_of(_pairs((each for each in rows if not each.outside), memory=False)),
+        outside=errors_of(_pairs((each for each in rows if each.outside), memory=False)),
         mean_over_families=statistics.fmean(means) if means else None,
         memory=errors_of(_pairs(rows, memory=True)),
         ran_out=sum(each.ran_out for each in rows),
         false_fits=sum(each.ran_out and each.fits for each in rows),
         ranking=ranking_of(_alternatives(rows)),
-        scaling=scaling_of(_scaled(rows)),
+        scaling=scaling_of(_scaled(rows, references)),
     )
+
+
+def _references(table: Table, rows: Sequence[Scored], sets: ConstantSets | None) -> list[Scored]:
+    """Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row"."""
+    have = {each.row.id for each in rows}
+    wanted = {_key(each, _SCALED) for each in rows}
+    found = []
+    for row, text in zip(table.rows, table.measured, strict=True):
+        each = Scored(row=row)
+        if row.id not in have and row.metric != MEMORY and _key(each, _SCALED) in wanted:
+            found.append(_with_result(_predict(row, "all", sets), text))
+    return found
 
 
 def _parts(rows: Sequence[Row]) -> list[Part]:
@@ -136,6 +157,7 @@ def _predict(row: Row, part: Part, sets: ConstantSets | None) -> Scored:
         row=row,
         predicted=in_metric(case, prediction),
         fits=prediction.fits,
+        outside=prediction.outside,
         flops=_flops_per_unit(case, prediction),
     )
 
@@ -179,14 +201,14 @@ def _grouped(rows: Iterable[Scored], key: Any) -> list[tuple[Any, list[Scored]]]
     return list(found.items())
 
 
-def _family_scores(family: str, rows: Sequence[Scored]) -> FamilyScores:
+def _family_scores(family: str, rows: Sequence[Scored], references: Sequence[Scored]) -> FamilyScores:
     return FamilyScores(
         family=family,
         time=errors_of(_pairs(rows, memory=False)),
         memory=errors_of(_pairs(rows, memory=True)),
         baseline=_baseline(rows),
         ranking=ranking_of(_alternatives(rows)),
-        scaling=scaling_of(_scaled(rows)),
+        scaling=scaling_of(_scaled(rows, references)),
     )
 
 
@@ -220,9 +242,16 @@ def _alternatives(rows: Iterable[Scored]) -> list[list[tuple[float, float]]]:
     return [[_as_time(each) for each in group] for _, group in groups]
 
 
-def _scaled(rows: Iterable[Scored]) -> list[list[tuple[int, float, float]]]:
-    groups = _grouped(_timed(rows), lambda each: _key(each, _SCALED))
-    return [[_per_device(each) for each in group] for _, group in groups]
+def _scaled(rows: Iterable[Scored], references: Iterable[Scored]) -> list[list[tuple[int, float, float]]]:
+    """Groups that differ in the number of devices. Of rows that are not scored, those on the fewest devices count."""
+    apart = dict(_grouped(_timed(references), lambda each: _key(each, _SCALED)))
+    found = []
+    for key, group in _grouped(_timed(rows), lambda each: _key(each, _SCALED)):
+        own = [_per_device(each) for each in group]
+        others = [_per_device(each) for each in apart.get(key, ())]
+        first = min(devices for devices, _, _ in (*own, *others))
+        found.append([*own, *(each for each in others if each[0] == first)])
+    return found
 
 
 def _key(each: Scored, columns: Sequence[str]) -> Hashable:
@@ -266,6 +295,8 @@ def to_json(validation: Validation) -> dict[str, Any]:
         "overall": {
             "mean_over_families": validation.mean_over_families,
             "time": _plain(validation.time),
+            "inside_calibrated_domain": _plain(validation.inside),
+            "outside_calibrated_domain": _plain(validation.outside),
             "memory": _plain(validation.memory),
             "ran_out_of_memory": validation.ran_out,
             "false_fits": validation.false_fits,

@@ -104,7 +104,7 @@ class SampleModel:
     activations: float
     kernels: int
     unit: Literal["image", "token"] = "image"
-    kind: Literal["convolution", "depthwise", "recurrent", "attention"] = "convolution"
+    kind: Literal["convolution", "planar", "depthwise", "recurrent", "attention"] = "convolution"
     samples_each: float = 1.0
 
 

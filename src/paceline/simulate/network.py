@@ -1,43 +1,10 @@
-"""What an operation of virtual ranks costs on a cluster's wires: the cost function of their clocks.
-
-    GPUs                    NCCL's own cost model (cluster/nccl.py)
-    hosts, no cluster       the least of ring, tree and halving (cluster/costs.py): alpha + beta B a message
-
-Ranks fill a node before the next one. A broadcast of B bytes takes what an all-gather of B does: every rank receives
-them once. A barrier is an all-reduce of one number.
-"""
+"""What an operation of virtual ranks costs: the cost function of their clocks, by the wires of cluster/wires.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
-from paceline.cluster.costs import (
-    Link,
-    Links,
-    Placement,
-    all_reduce_seconds,
-    broadcast_seconds,
-    fastest_all_reduce,
-    fastest_broadcast,
-    fastest_scatter,
-    scatter_seconds,
-)
 from paceline.cluster.devices import Cluster
-from paceline.cluster.nccl import Collective, Group, collective_seconds
+from paceline.cluster.wires import wire_cost
 from paceline.comm.virtual_clock import Cost
-from paceline.errors import UsageError
-
-_BARRIER_BYTES = 4
-_NCCL_KINDS: dict[str, Collective] = {
-    "all_reduce": "all_reduce",
-    "reduce_scatter": "reduce_scatter",
-    "all_gather": "all_gather",
-    "broadcast": "all_gather",
-    "barrier": "all_reduce",
-    "all_to_all": "all_to_all",
-    "send": "send",
-}
 
 
 def network_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None) -> Cost:
@@ -46,62 +13,4 @@ def network_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = N
     Without a cluster ``node_ranks`` share a host; None: all do. Raises UsageError if the cluster has fewer devices
     than there are ranks.
     """
-    if cluster is None:
-        return _HostCost(links=Links(), node_ranks=node_ranks or ranks)
-    if cluster.devices < ranks:
-        raise UsageError(
-            f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n"
-            "  every rank has a device of its own\n"
-            f"  give fewer ranks, or more of them: {-(-ranks // cluster.node.devices)}x {cluster.node.name}"
-        )
-    if cluster.device.is_cpu:
-        return _HostCost(links=_links(cluster), node_ranks=cluster.node.devices)
-    return _DeviceCost(cluster=cluster)
-
-
-def _links(cluster: Cluster) -> Links:
-    inside, across = cluster.node.inside, cluster.between
-    near = Link(alpha_s=inside.latency_s, bandwidth=inside.bandwidth * inside.efficiency)
-    if across is None:
-        return Links(inside=near)
-    return Links(inside=near, across=Link(alpha_s=across.latency_s, bandwidth=across.bandwidth * across.efficiency))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DeviceCost:
-    """Costs of NCCL."""
-
-    cluster: Cluster
-
-    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        hosts = len({rank // self.cluster.node.devices for rank in ranks})
-        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-        return collective_seconds(_NCCL_KINDS[kind], float(size), Group(len(ranks), hosts), self.cluster)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HostCost:
-    """Costs of processes that talk through a host's memory or a network."""
-
-    links: Links
-    node_ranks: int
-
-    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        by_host: dict[int, int] = {}
-        for rank in ranks:
-            by_host[rank // self.node_ranks] = by_host.get(rank // self.node_ranks, 0) + 1
-        # Hosts of the formulas are equal: where a group's are not, as if all had what the fullest has.
-        where = Placement(ranks=len(by_host) * max(by_host.values()), hosts=len(by_host))
-        return _host_seconds(kind, num_bytes, where, self.links)
-
-
-@cache
-def _host_seconds(kind: str, num_bytes: int, where: Placement, links: Links) -> float:
-    if kind == "send":
-        return (links.inside if where.hosts == 1 else links.across).seconds(num_bytes)
-    if kind in ("all_reduce", "barrier"):
-        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-        return all_reduce_seconds(fastest_all_reduce(size, where, links), size, where, links)
-    if kind == "broadcast":
-        return broadcast_seconds(fastest_broadcast(num_bytes, where, links), num_bytes, where, links)
-    return scatter_seconds(fastest_scatter(num_bytes, where, links), num_bytes, where, links)
+    return wire_cost(cluster, ranks, node_ranks)

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from paceline.cluster.detect import detect_machine
 from paceline.comm.algorithms import AlgorithmCommunicator
 from paceline.comm.base import Communicator, GradientCompression, clock_of
 from paceline.comm.compress import Compression, Compressor
+from paceline.comm.ledger import ledger_of
 from paceline.comm.tables import share_table
 from paceline.comm.topology import detect_topology
 from paceline.comm.traced import Trace, TracedCommunicator
@@ -23,7 +25,9 @@ from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
 from paceline.estimate.activations import describe_model
+from paceline.estimate.facts import ModelFacts
 from paceline.estimate.memory import largest_microbatch, optimizer_slots, setting_of
+from paceline.memory.batch_search import microbatch_sizes
 from paceline.memory.offload import Offload
 from paceline.memory.room import MemoryGauge
 from paceline.models.registry import build_model, model_context
@@ -34,6 +38,7 @@ from paceline.parallel.composition import Parallelism
 from paceline.parallel.engine import Engine
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.parallel.schedules import read_csv
+from paceline.planner.automatic import first_microbatch
 from paceline.planner.plan import Plan, make_plan, with_memory, with_microbatch
 from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
@@ -115,7 +120,7 @@ def build_trainer(
         loss=loss,
         schedule=build_schedule(config, plan),
         policy=build_policy(config),
-        meter=StepMeter(comm.device, trace),
+        meter=StepMeter(comm.device, trace, ledger_of(comm)),
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=config.train.microbatch == "auto"),
         compressor=compressor,
@@ -251,7 +256,8 @@ def _fit_microbatch(
         group = shard_group(config.parallel, engine.comm.size, node_ranks)
         setting = setting_of(config, group=group, microbatch=1, device=device.type)
         # Half of what there is: an estimate may be off, and the trials go up from there.
-        first = largest_microbatch(known, setting, MemoryGauge(device).limit_bytes(hosts) // 2)
+        most = largest_microbatch(known, setting, MemoryGauge(device).limit_bytes(hosts) // 2)
+        first = _first_trial(config, known, plan, most, hosts, device.type)
     limits = TrialLimits(
         samples_per_rank=plan.batch.samples_per_rank,
         reserve_bytes=optimizer_bytes(engine, slots),
@@ -261,6 +267,18 @@ def _fit_microbatch(
     found = find_microbatch(engine, loss, data.train, getattr(torch, config.train.dtype), limits)
     assert found.samples is not None
     return with_microbatch(plan, found.samples)
+
+
+def _first_trial(config: Config, model: ModelFacts, plan: Plan, most: int, node_ranks: int, device: str) -> int:
+    """Returns where trials begin: of the sizes that should fit, that which is predicted to be fastest, or the largest.
+
+    Ranks may differ here: the search takes the smallest of what they say.
+    """
+    sizes = [size for size in microbatch_sizes(plan.batch.samples_per_rank) if size <= most]
+    settled = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": device})})
+    machine = detect_machine(with_gpus=device == "cuda")
+    found = first_microbatch(settled, model, machine, sizes, ranks=plan.batch.ranks, node_ranks=node_ranks)
+    return found or most
 
 
 def _train_loader(

@@ -28,15 +28,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.checkpoint import TrainingState, copy_checkpoint, list_checkpoints
-from paceline.checkpoint import load_checkpoint as read_checkpoint
-from paceline.checkpoint import save_checkpoint as write_checkpoint
+from paceline.checkpoint.find import choose_checkpoint, list_checkpoints
+from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
+from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
+from paceline.checkpoint.state import MODEL, State, prefixed
+from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.errors import CheckpointError, TrainingError, UsageError
+from paceline.errors import CheckpointError, MisfitError, TrainingError, UsageError
 from paceline.memory.offload import Offload
 from paceline.monitor.meter import peak_memory_bytes
 from paceline.parallel.apply import parallelize
@@ -130,6 +132,7 @@ class DistributedTrainer:
         self._bad_updates = BadSteps()
         self._timer = StepTimer(trace)
         self._optimizer: torch.optim.Optimizer | None = None
+        self._writer: CheckpointWriter | None = None
         self._last: tuple[Any, Any] = (None, None)  # batch and criterion of the last microbatch, for a replay
         self._num_steps = 0
         self._num_samples = 0
@@ -222,9 +225,9 @@ class DistributedTrainer:
     ) -> Path:
         """Saves the state after the last update as ``checkpoint_dir/step-<updates>``; returns its path on every rank.
 
-        Called by all ranks. Rank 0 writes, atomically, and its ``epoch``, ``loss`` and ``is_best`` count; the best is
+        Called by all ranks. Each writes what it holds; rank 0's ``epoch``, ``loss`` and ``is_best`` count. The best is
         kept as a copy in ``checkpoint_dir/best``. Gradients that wait for their group to fill are not saved: it warns
-        when there are any. Raises CheckpointError on every rank when it cannot be written.
+        when there are any. Raises CheckpointError on every rank when one cannot write.
         """
         comm = self.engine.comm
         if self._num_pending and comm.rank == 0:
@@ -234,20 +237,19 @@ class DistributedTrainer:
                 stacklevel=2,
             )
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        state = self._state(optimizer, {"epoch": int(epoch), "loss": float(value)})
-        path, problem, cause = "", "", None
-        if comm.rank == 0:
+        if self._writer is None:
+            self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world)
+        path = self._writer.save(self._state(optimizer, {"epoch": int(epoch), "loss": float(value)}))
+        problem, cause = "", None
+        if comm.rank == 0 and is_best:
             try:
-                written = write_checkpoint(self.checkpoint_dir, state)
-                path = str(written)
-                if is_best:
-                    copy_checkpoint(written, "best")
-            except Exception as error:  # whatever it is, the other ranks wait to hear of it
-                problem, cause = _describe(error), error
-        path, problem = broadcast_object(comm, (path, problem))
+                copy_checkpoint(path, "best")
+            except CheckpointError as error:
+                problem, cause = str(error), error
+        problem = broadcast_object(comm, problem)
         if problem:
             raise CheckpointError(problem) from cause
-        return Path(path)
+        return path
 
     def load_checkpoint(
         self, path: str | Path | None = None, optimizer: torch.optim.Optimizer | None = None
@@ -262,9 +264,9 @@ class DistributedTrainer:
         extra: dict[str, Any] = {}
         problem, cause = "", None
         try:
-            state = read_checkpoint(chosen)
-            self._restore(state, optimizer)
-            extra = state.extra
+            checkpoint = open_checkpoint(chosen)
+            self._restore(checkpoint, optimizer)
+            extra = checkpoint.values.get("extra", {})
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             problem, cause = _describe(error), error
         for rank, text in enumerate(gather_objects(self.engine.comm, problem)):
@@ -368,26 +370,34 @@ class DistributedTrainer:
 
     # Checkpoints.
 
-    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> TrainingState:
-        comm = self.engine.comm
-        everyone = gather_objects(comm, (capture_random_states(comm.device), self._applied_samples))
+    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> State:
+        comm, held = self.engine.comm, list(self.engine.shards())
         list(self._bad_updates.settle())
-        counts = {"bad_steps": self._bad_updates.state_dict()}
+        tensors, found = optimizer_shards(optimizer, held)
         scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return TrainingState(
+        return State(
             step=self.num_updates,
-            position=sum(samples for _, samples in everyone),
-            model=self.engine.full_state_dict(rank0_only=True),
-            optimizer=self.engine.full_optimizer_state(optimizer, rank0_only=True),
-            random=[states for states, _ in everyone],
-            extra={**extra, **counts, **scale},
+            position=sum(gather_objects(comm, self._applied_samples)),
+            shards=[*prefixed(MODEL, held), *tensors],
+            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
+            own={"random": capture_random_states(comm.device)},
+            found=found,
+            about={"strategy": self.strategy},
         )
 
     def _choose_checkpoint(self, path: str | Path | None) -> Path:
-        """Lets rank 0 look for the checkpoint, so that all ranks read the same one."""
-        where = self.checkpoint_dir if path is None else Path(path)
-        found = [where] if (where / "manifest.json").is_file() else list_checkpoints(where)
-        chosen = broadcast_object(self.engine.comm, str(found[-1]) if found else "")
+        """Lets rank 0 look for the newest checkpoint that is whole, so that all ranks read the same one."""
+        where, chosen, problem = self.checkpoint_dir if path is None else Path(path), "", ""
+        if self.engine.comm.rank == 0:
+            found = [where] if (where / "manifest.json").is_file() else list_checkpoints(where)
+            try:
+                choice = choose_checkpoint(found)
+                chosen = "" if choice is None else str(choice.path)
+            except CheckpointError as error:
+                problem = str(error)
+        chosen, problem = broadcast_object(self.engine.comm, (chosen, problem))
+        if problem:
+            raise CheckpointError(problem)
         if not chosen:
             raise CheckpointError(
                 f"no checkpoint in {where}\n  save_checkpoint writes folders step-<number> into checkpoint_dir\n"
@@ -395,26 +405,26 @@ class DistributedTrainer:
             )
         return Path(chosen)
 
-    def _restore(self, state: TrainingState, optimizer: torch.optim.Optimizer | None) -> None:
-        comm = self.engine.comm
+    def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
+        comm, values = self.engine.comm, checkpoint.values
         try:
-            self.engine.load_full_state_dict(state.model)
+            fill_model(checkpoint, self.engine)
             if optimizer is not None:
-                self.engine.load_full_optimizer_state(optimizer, state.optimizer)
-        except (RuntimeError, ValueError, KeyError) as error:
+                load_optimizer(checkpoint, optimizer, list(self.engine.shards()))
+        except (MisfitError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {state.step} does not fit this model or optimizer\n  {error}\n"
+                f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
                 "  build both as they were when it was saved"
             ) from error
         self._forget_gradients()
-        if self._scaler is not None and "scaler" in state.extra:
-            self._scaler.load_state_dict(state.extra["scaler"])
-        if "bad_steps" in state.extra:
-            self._bad_updates.load_state_dict(state.extra["bad_steps"])
-        self.num_updates = state.step
-        self._applied_samples = state.position if comm.rank == 0 else 0
-        if len(state.random) == comm.size:
-            restore_random_states(state.random[comm.rank], comm.device)
+        if self._scaler is not None and "scaler" in values:
+            self._scaler.load_state_dict(values["scaler"])
+        if "bad_steps" in values:
+            self._bad_updates.load_state_dict(values["bad_steps"])
+        self.num_updates = checkpoint.step
+        self._applied_samples = checkpoint.position if comm.rank == 0 else 0
+        if checkpoint.manifest.world == comm.size:
+            restore_random_states(checkpoint.own(comm.rank)["random"], comm.device)
 
 
 # Batches, losses and rates as users have them.

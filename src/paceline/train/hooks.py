@@ -1,14 +1,10 @@
-"""Hooks that are put around the loop: evaluate, save, tell of the buckets that were chosen."""
+"""Hooks that are put around the loop: evaluate, tell of the buckets that were chosen. See also saving.py."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-from paceline.checkpoint import save_checkpoint
-from paceline.comm.objects import broadcast_object
-from paceline.errors import CheckpointError
 from paceline.monitor.records import EventRecord
 from paceline.train.trainer import StepResult, Trainer
 
@@ -40,34 +36,3 @@ class BucketHook:
             trainer.sink.write(
                 EventRecord(name="buckets", step=result.step, detail={**choice.detail()}, time=time.time())
             )
-
-
-@dataclass(slots=True)
-class CheckpointHook:
-    """Saves the full state; rank 0 writes, and all ranks learn whether it worked."""
-
-    folder: Path
-    keep: int
-    last_step: int = -1
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Saves, once a step."""
-        if self.last_step == result.step:
-            return
-        self.last_step = result.step
-        start = time.perf_counter()
-        comm = trainer.parts.engine.comm
-        state = trainer.state()
-        problem = ""
-        if comm.rank == 0:
-            try:
-                save_checkpoint(self.folder, state, keep=self.keep)
-            except CheckpointError as error:
-                problem = str(error)
-        problem = broadcast_object(comm, problem)
-        if problem:
-            raise CheckpointError(problem)
-        if trainer.sink is not None:
-            detail = {"folder": str(self.folder), "seconds": round(time.perf_counter() - start, 4)}
-            trainer.sink.write(EventRecord(name="checkpoint", step=result.step, detail=detail, time=time.time()))
-        trainer.parts.meter.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from paceline.cluster.detect import Machine, detect_machine
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.config import Config
@@ -22,18 +24,22 @@ from paceline.estimate.mesh_choice import choose_mesh
 from paceline.memory.activations import measure_model
 from paceline.memory.room import measure_room
 from paceline.models.registry import build_model, model_blocks, model_context
+from paceline.planner.automatic import choose_by_time
 from paceline.precision import precision_named
 from paceline.train.loss import build_loss
 
 
-def resolve_strategy(config: Config, room: Room) -> tuple[Config, Choice]:
+def resolve_strategy(config: Config, room: Room, machine: Machine | None = None) -> tuple[Config, Choice]:
     """Decides ``parallel.strategy: auto`` or ``parallel.sharding_strategy: auto``; returns the config, and why.
 
-    Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
+    Of what fits, the fastest by prediction is taken; the first in order where the machine cannot be priced. None: the
+    present one. Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
     """
     model = describe_model(config, room.device) or measure_config(config, room.device)
     choose = choose_mesh if config.parallel.sharding_strategy == "auto" else choose_for_config
-    choice = choose(config, model, room)
+    machine = machine or detect_machine(with_gpus=room.device == "cuda")
+    settled = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": room.device})})
+    choice = choose_by_time(choose(config, model, room), settled, model, machine)
     return apply_choice(config, choice), choice
 
 
@@ -53,10 +59,21 @@ def resolve_together(config: Config, comm: Communicator, node_ranks: int | None 
     return decided
 
 
-def measure_config(config: Config, device: str) -> ModelFacts:
+_BY_HAND = "set parallel.strategy yourself: ddp if the model fits beside its batch, else fsdp"
+
+
+def measure_config(
+    config: Config,
+    device: str,
+    *,
+    make_model: Callable[[], nn.Module] | None = None,
+    asked: str = "parallel.strategy = auto",
+    fix: str = _BY_HAND,
+) -> ModelFacts:
     """Measures the model of a config on samples of its data, with fake tensors: nothing is allocated or computed.
 
-    Raises UsageError for a model that looks at values in its forward pass, which fake tensors do not have.
+    ``make_model`` stands for the config's own. Raises UsageError for a model that looks at values in its forward pass,
+    which fake tensors do not have; ``asked`` and ``fix`` are what that says.
     """
     seed = config.train.seed if config.data.seed is None else config.data.seed
     data = build_data(config.data, model_context(config.model), seed)
@@ -74,17 +91,17 @@ def measure_config(config: Config, device: str) -> ModelFacts:
 
         try:
             with torch.device(device):
-                model = build_model(config.model, data.shape)
+                model = build_model(config.model, data.shape) if make_model is None else make_model()
             _cast(model, dtype)
             return measure_model(model, total, make_batch, model_blocks(model))
         except PacelineError:
             raise
         except Exception as error:  # whatever the user's code raises on tensors without values
             raise UsageError(
-                f"parallel.strategy = auto cannot measure the model: {type(error).__name__}: "
+                f"{asked} cannot measure the model: {type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}\n"
                 "  it runs the model once on tensors that have shapes and no values\n"
-                "  set parallel.strategy yourself: ddp if the model fits beside its batch, else fsdp"
+                f"  {fix}"
             ) from error
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.comm.base import Communicator
-from paceline.errors import TrainingError
+from paceline.errors import MemoryExhaustedError, TrainingError
 from paceline.parallel.batchnorm import SyncBatchNorm
 from paceline.parallel.ddp import DataParallel
 from paceline.parallel.engine import Engine
@@ -75,7 +75,7 @@ class Retry:
                 return values or []
             forget_pass(engine)
             if self.microbatch == 1:
-                raise TrainingError(self._explain(engine))
+                raise MemoryExhaustedError(self._explain(engine))
             restore_random_states(states, device)
             for buffer, before in zip(engine.module.buffers(), buffers, strict=True):
                 buffer.data.copy_(before)
@@ -87,7 +87,7 @@ class Retry:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise TrainingError(self._explain(engine)) from error
+            raise MemoryExhaustedError(self._explain(engine)) from error
 
     def _try(self, engine: Engine, run: _Run, laps: Laps, num_passes: int) -> list[LossValue] | None:
         """Returns what the passes gave; None where this rank ran out of memory, and has sat out the rest of them."""

@@ -7,20 +7,24 @@ for result in trainer.steps():      # plain Python: break, inspect, log as you l
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from paceline.checkpoint import TrainingState
+from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.state import State
 from paceline.clock import seconds_between
+from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
-from paceline.comm.objects import gather_objects
+from paceline.data.consumed import ConsumedIds
 from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
-from paceline.errors import CheckpointError, TrainingError
+from paceline.errors import TrainingError
 from paceline.monitor.meter import StepMeter
 from paceline.monitor.records import EvalRecord, EventRecord, StepRecord
 from paceline.monitor.sinks import Sink
@@ -31,8 +35,9 @@ from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.loss import Loss
 from paceline.train.optim import set_learning_rate
 from paceline.train.overflow import explain_bad_steps, find_overflow
-from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
+from paceline.train.recovery import GoBack, GoOn, LossPolicy, on_bad_steps
 from paceline.train.retry import Retry
+from paceline.train.run_state import collect_state, restore_state
 from paceline.train.scaler import make_scaler
 from paceline.train.schedule import Schedule
 from paceline.train.step import StepOutcome, StepPolicy, train_step
@@ -125,6 +130,27 @@ class EverySeconds:
             self.hook(trainer, result)
 
 
+class GoBackError(TrainingError):
+    """A run that must go back to its last checkpoint: what was decided, about which step, and where its data ends."""
+
+    def __init__(self, decision: GoBack, *, step: int, position: int) -> None:
+        self.decision = decision
+        self.step = step
+        self.position = position
+        super().__init__(f"{decision.reason}, at step {step}")
+
+
+class Return(Protocol):
+    """The way back to the last checkpoint."""
+
+    def newest(self, comm: Communicator) -> Path | None:
+        """Returns the newest checkpoint, the same on all ranks, who all ask."""
+
+    @property
+    def load(self) -> Callable[[Trainer, Path], None]:
+        """What loads a checkpoint into a trainer."""
+
+
 class Trainer:
     """Runs the steps of a plan from where the state stands."""
 
@@ -137,25 +163,42 @@ class Trainer:
         self.position = 0
         self.scaler = make_scaler(parts.engine.precision, parts.engine.comm.device, parts.policy.loss_scale)
         self.bad_steps = BadSteps()
+        self.consumed = ConsumedIds(parts.loader.order)
+        self.metrics: dict[str, float] = {}  # of the last evaluation, with its step
+        self.best: dict[str, Any] | None = None
+        self.losses = LossPolicy()
+        self.way_back: Return | None = None
+        self.num_roll_backs = 0
+        self.rate_scale = 1.0
         self._has_constant_rate = parts.schedule.is_constant
         self._reports_samples = parts.engine.reports_samples
         if parts.passes is not None:
             parts.passes.on_cut = self._note_cut
 
     def run(self) -> None:
-        """Runs all remaining steps and their hooks, and waits for the last records."""
+        """Runs all remaining steps and their hooks, and waits for the last records. Goes back where that is decided."""
         try:
-            for result in self.steps():
-                for hook in self.hooks:
-                    hook(self, result)
-            self.flush(wait=True)
-            for bad in self.bad_steps.settle():
-                self._note_bad(bad)
+            while True:
+                try:
+                    self._run_to_the_end()
+                    return
+                except GoBackError as error:
+                    asked = error
+                self._go_back(asked)
         finally:
             if self.parts.eval_loader is not None:
                 self.parts.eval_loader.close()
 
-    def steps(self) -> Iterator[StepResult]:
+    def _run_to_the_end(self) -> None:
+        with contextlib.closing(self.steps()) as steps:
+            for result in steps:
+                for hook in self.hooks:
+                    hook(self, result)
+        self.flush(wait=True)
+        for bad in self.bad_steps.settle():
+            self._note_bad(bad)
+
+    def steps(self) -> Generator[StepResult, None, None]:
         """Yields the remaining steps as they are issued."""
         meter, total = self.parts.meter, self.parts.plan.total_steps
         batches = self.parts.loader.steps(self.position, max(0, total - self.step))
@@ -176,22 +219,27 @@ class Trainer:
 
     def flush(self, *, wait: bool = False) -> None:
         """Writes the records of finished steps. Raises TrainingError when a loss is not finite that was trained on."""
-        records: list[StepRecord] = []
-        try:
-            records.extend(self.parts.meter.drain(wait=wait))
-        finally:  # what was read before a device failed is written all the same
-            if self.sink is not None and records:
-                self.sink.write(*records)
+        records = self._write_records(wait=wait)
+        if self.losses.on_spike in ("roll_back", "lower_rate"):
+            return  # a loss that is not finite is a spike
         for record in records:
             _check_loss(record)
+
+    def has_checkpoint(self) -> bool:
+        """Says whether there is a checkpoint to go back to. All ranks ask; one broadcast."""
+        return self.way_back is not None and self.way_back.newest(self.parts.engine.world) is not None
 
     def evaluate(self) -> Evaluation | None:
         """Evaluates exactly, over all ranks; None without an evaluation set."""
         if self.parts.eval_loader is None:
             return None
+        self.parts.meter.enter("evaluation")
         start = self.parts.meter.take()
         result = evaluate(self.parts.engine, self.parts.eval_loader, self.parts.loss, self.parts.policy.dtype)
         seconds = seconds_between(start, self.parts.meter.take())
+        self.metrics = {"step": self.step, "eval_loss": result.loss}
+        if result.accuracy is not None:
+            self.metrics["eval_accuracy"] = result.accuracy
         if self.sink is not None:
             record = EvalRecord(
                 step=self.step,
@@ -205,56 +253,53 @@ class Trainer:
         self.parts.meter.start()
         return result
 
-    def state(self) -> TrainingState:
-        """Collects the full state, as copies, on rank 0; the random states of all ranks take one exchange."""
-        self.flush(wait=True)  # a state with a loss that is not finite is not worth saving
+    def state(self) -> State:
+        """Returns this rank's part of the state: tensors as they are, without a copy, and plain values.
+
+        Sends nothing. Raises TrainingError for a loss that is not finite: its state is not worth saving.
+        """
+        self.flush(wait=True)
         for bad in self.bad_steps.settle():
             self._note_bad(bad)
-        comm, engine = self.parts.engine.world, self.parts.engine
-        extra: dict[str, Any] = {"bad_steps": self.bad_steps.state_dict()}
-        if self.scaler is not None:
-            extra["scaler"] = self.scaler.state_dict()
-        if self.parts.compressor is not None:
-            extra["compression"] = self.parts.compressor.state_dict(comm)
-        return TrainingState(
-            step=self.step,
-            position=self.position,
-            model=engine.full_state_dict(rank0_only=True),
-            optimizer=engine.full_optimizer_state(self.parts.optimizer, rank0_only=True),
-            random=gather_objects(comm, capture_random_states(comm.device)),
-            extra=extra,
-        )
+        return collect_state(self)
 
-    def load_state(self, state: TrainingState) -> None:
-        """Continues from a state: the same samples and learning rates at any number of ranks.
+    def load_state(self, checkpoint: Checkpoint) -> None:
+        """Continues from a checkpoint: the same samples and learning rates at any number of ranks and strategy.
 
         With the same number of ranks the random states continue too; with another one each rank gets a fresh stream.
         """
-        comm = self.parts.engine.world
+        restore_state(self, checkpoint)
+
+    def _write_records(self, *, wait: bool) -> list[StepRecord]:
+        records: list[StepRecord] = []
         try:
-            self.parts.engine.load_full_state_dict(state.model)
-            asked = [_settings(group) for group in self.parts.optimizer.param_groups]
-            self.parts.engine.load_full_optimizer_state(self.parts.optimizer, state.optimizer)
-            _check_groups(self.parts.optimizer)
-            for group, settings in zip(self.parts.optimizer.param_groups, asked, strict=True):
-                group.update(settings)  # rates and decay are what the config asks for now
-        except (RuntimeError, ValueError, KeyError) as error:
-            text = str(error)
-            raise CheckpointError(
-                f"the checkpoint of step {state.step} does not fit this model or optimizer\n  {text}\n"
-                "  resume with the config that the run was started with"
-            ) from error
-        self.step, self.position = state.step, state.position
-        if self.scaler is not None and "scaler" in state.extra:
-            self.scaler.load_state_dict(state.extra["scaler"])
-        if self.parts.compressor is not None and "compression" in state.extra:
-            self.parts.compressor.load_state_dict(state.extra["compression"], comm)
-        if "bad_steps" in state.extra:
-            self.bad_steps.load_state_dict(state.extra["bad_steps"])
-        if len(state.random) == comm.size:
-            restore_random_states(state.random[comm.rank], comm.device)
-        else:
-            seed_everything(self.parts.seed, self.parts.engine.random_stream, state.step)
+            records.extend(self.parts.meter.drain(wait=wait))
+        finally:  # what was read before a device failed is written all the same
+            if self.sink is not None and records:
+                self.sink.write(*records)
+        return records
+
+    def _go_back(self, asked: GoBackError) -> None:
+        """Loads the last checkpoint on all ranks, and goes on as was decided. Raises ``asked`` if there is none."""
+        self._write_records(wait=True)
+        path = None if self.way_back is None else self.way_back.newest(self.parts.engine.world)
+        if path is None or self.way_back is None:
+            raise asked
+        scale, number, last_step = self.rate_scale * asked.decision.rate_factor, self.num_roll_backs + 1, self.step
+        self.way_back.load(self, path)
+        first = self.position
+        if asked.decision.skips_data:
+            self.position = asked.position
+        self.rate_scale, self.num_roll_backs = scale, number
+        if self.sink is not None:
+            detail = {
+                "from_step": last_step,
+                "reason": str(asked),
+                "skipped_samples": self.position - first,
+                "rate_scale": scale,
+                "number": number,
+            }
+            self.sink.write(EventRecord(name="roll_back", step=self.step, detail=detail, time=time.time()))
 
     def _note_cut(self, microbatch: int) -> None:
         """Records that memory ran out, and that microbatches are smaller from here on."""
@@ -270,12 +315,24 @@ class Trainer:
         if self.sink is not None:
             self.sink.write(EventRecord(name="skipped", step=bad.step, detail=bad.detail(), time=time.time()))
         parts = self.parts
-        if bad.num_in_a_row < min(parts.policy.max_bad_steps, parts.plan.total_steps):
+        limit = min(parts.policy.max_bad_steps, parts.plan.total_steps)
+        goes_back = self.losses.on_nan in ("roll_back", "lower_rate") and bad.num_in_a_row >= limit
+        reaction = on_bad_steps(
+            self.losses,
+            num_in_a_row=bad.num_in_a_row,
+            limit=limit,
+            num_roll_backs=self.num_roll_backs,
+            has_checkpoint=goes_back and self.has_checkpoint(),
+        )
+        if isinstance(reaction, GoOn):
             return
+        if isinstance(reaction, GoBack):
+            raise GoBackError(reaction, step=bad.step, position=bad.batch.next_position)
         self.flush(wait=True)
         microbatches, factor = bad.batch.microbatches, bad.outcome.factor
         finding = find_overflow(parts.engine, microbatches, parts.loss, factor, parts.policy.dtype, parts.passes)
-        raise TrainingError(explain_bad_steps(bad, finding, parts.engine.precision))
+        reason = f"\n  {reaction.reason}" if reaction.reason else ""
+        raise TrainingError(explain_bad_steps(bad, finding, parts.engine.precision) + reason)
 
     def _step(self, batch: StepBatch) -> StepResult:
         parts, plan, step = self.parts, self.parts.plan, self.step + 1
@@ -291,6 +348,8 @@ class Trainer:
             passes=parts.passes,
         )
         self.step, self.position = step, batch.next_position
+        if batch.indices is not None:
+            self.consumed.note(batch.position, batch.next_position, batch.indices)
         is_last = step == plan.total_steps
         samples = batch.local_samples if self._reports_samples else []
         return StepResult(step, batch.next_position, samples, lr, outcome, plan.steps_per_epoch, is_last)
@@ -298,26 +357,11 @@ class Trainer:
     def _set_learning_rate(self, batch: StepBatch) -> float:
         """Sets the rates of the step and returns the first group's. A constant schedule leaves them alone."""
         schedule, optimizer = self.parts.schedule, self.parts.optimizer
-        if self._has_constant_rate:
+        if self._has_constant_rate and self.rate_scale == 1.0:
             return float(optimizer.param_groups[0]["lr"])
         steps = schedule.unit == "steps"
         before, after = (self.step, self.step + 1) if steps else (batch.position, batch.next_position)
-        return set_learning_rate(optimizer, schedule.factor(before=before, after=after))
-
-
-def _check_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError where the groups that were loaded are another optimizer's: torch takes them as they come."""
-    for group in optimizer.param_groups:
-        missing = sorted(optimizer.defaults.keys() - group.keys())
-        if missing:
-            raise ValueError(f"its optimizer is not {type(optimizer).__name__}, which needs {', '.join(missing)}")
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a parameter group's settings, with its rate as it was asked for."""
-    kept = {name: value for name, value in group.items() if name != "params"}
-    peak = kept.get("initial_lr", kept["lr"])
-    return {**kept, "lr": peak, "initial_lr": peak}
+        return set_learning_rate(optimizer, schedule.factor(before=before, after=after) * self.rate_scale)
 
 
 def _check_loss(record: StepRecord) -> None:

@@ -16,7 +16,7 @@ did not send of its slice, and the ranks that average are the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +25,19 @@ import torch
 from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress.exchange import Exchange, Part, Task
 from paceline.comm.compress.settings import Compression, make_policy
-from paceline.comm.compress.state import Piece, gather_factors, gather_residuals, own_factor, own_residual
-from paceline.layout import Slot
+from paceline.comm.compress.state import (
+    Piece,
+    TensorSource,
+    factor_shards,
+    gather_factors,
+    gather_residuals,
+    own_factor,
+    own_residual,
+    read_factors,
+    read_residuals,
+    residual_shards,
+)
+from paceline.layout import Shard, Slot
 
 
 class Compressor:
@@ -117,6 +128,27 @@ class Compressor:
         self._pass = _Pass()
         self.step, self.residuals = int(state["step"]), residuals
         self.factors = {name: factor.to(comm.device, copy=True) for name, factor in factors.items()}
+
+    def shards(self, comm: Communicator) -> Iterator[Shard]:
+        """Yields what this rank owes, and its factors, to be saved. ``comm`` has all ranks."""
+        self.settle()
+        yield from residual_shards(self.residuals, self._pieces, self._replica(comm))
+        yield from factor_shards(self.factors, self._pieces, self._replica(comm))
+
+    def load(self, source: TensorSource, step: int, comm: Communicator) -> None:
+        """Goes on from what ``shards`` of any ranks gave: see ``state_dict`` for who takes what.
+
+        Raises CheckpointError where a tensor has another size now; nothing is loaded then.
+        """
+        held = None if not self._is_sharded else self._pieces.keys()
+        residuals = (
+            read_residuals(source, self._pieces, held, self._replica(comm)) if self.settings.error_feedback else {}
+        )
+        factors = read_factors(source, self._pieces)
+        self._pass = _Pass()
+        self.step = step
+        self.residuals = {name: each.to(comm.device) for name, each in residuals.items()}
+        self.factors = {name: each.to(comm.device) for name, each in factors.items()}
 
     def _replica(self, comm: Communicator) -> tuple[int, int]:
         """Returns which replica this rank belongs to, and how many there are."""

@@ -12,14 +12,29 @@ Cost: every rank sends its residuals to rank 0, which holds N times the compress
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.objects import gather_objects
 from paceline.errors import CheckpointError
+from paceline.layout import Region, Shard, whole_region
+
+_RESIDUAL = "residual/"
+_FACTOR = "factor/"
+
+
+class TensorSource(Protocol):
+    """Saved tensors, by name."""
+
+    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors whose names begin so, by what follows."""
+
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
+        """Returns a region of a tensor, flat, or a whole one; zeros where nobody has saved anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +94,67 @@ def own_factor(found: Mapping[int, torch.Tensor], piece: Piece | None) -> torch.
     """Returns the factor that this rank's slice starts from."""
     begin = 0 if piece is None else piece.begin
     return found[max((each for each in found if each <= begin), default=min(found))]
+
+
+def residual_shards(
+    residuals: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece], replica: tuple[int, int]
+) -> Iterator[Shard]:
+    """Yields what this rank owes: its interval of its replica's row."""
+    for name, residual in residuals.items():
+        piece = pieces.get(name) or Piece(begin=0, size=residual.numel(), whole=residual.numel())
+        begin = replica[0] * piece.whole + piece.begin
+        region = Region(shape=(replica[1], piece.whole), begin=begin, end=begin + piece.size)
+        yield Shard(name=_RESIDUAL + name, region=region, tensor=residual)
+
+
+def factor_shards(
+    factors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece], replica: tuple[int, int]
+) -> Iterator[Shard]:
+    """Yields the factors, which the first replica writes, by the place where their slice begins."""
+    for name, factor in factors.items():
+        piece = pieces.get(name)
+        label = f"{_FACTOR}{name}/{0 if piece is None else piece.begin}"
+        region = whole_region(tuple(factor.shape))
+        yield Shard(name=label, region=region, tensor=factor, copy=0 if replica[0] == 0 else None)
+
+
+def read_residuals(
+    source: TensorSource, pieces: Mapping[str, Piece], held: Collection[str] | None, replica: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Returns what this rank goes on with: its replica's row, or the mean of all, of those ``held`` (None: of all)."""
+    found = {}
+    for name, (num_rows, whole) in source.shapes(_RESIDUAL).items():
+        if held is not None and name not in held:
+            continue
+        piece = pieces.get(name) or Piece(begin=0, size=whole, whole=whole)
+        if piece.whole != whole:
+            raise CheckpointError(
+                f"the residual of {name} has {whole} elements, the tensor {piece.whole}\n"
+                "  what compression owes belongs to one model\n  resume with the config of the run"
+            )
+        rows = [replica[0]] if num_rows == replica[1] else list(range(num_rows))
+        region = Region(shape=(num_rows, whole), begin=piece.begin, end=piece.begin + piece.size)
+        read = [source.read(_RESIDUAL + name, _moved(region, row * whole)) for row in rows]
+        found[name] = read[0] if len(read) == 1 else torch.stack(read).mean(dim=0)
+    return found
+
+
+def read_factors(source: TensorSource, pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
+    """Returns the factors that this rank's slices start from."""
+    begins: dict[str, list[int]] = {}
+    for label in source.shapes(_FACTOR):
+        name, _, place = label.rpartition("/")
+        begins.setdefault(name, []).append(int(place))
+    found = {}
+    for name, known in begins.items():
+        begin = pieces[name].begin if name in pieces else 0
+        nearest = max((each for each in known if each <= begin), default=min(known))
+        found[name] = source.read(f"{_FACTOR}{name}/{nearest}")
+    return found
+
+
+def _moved(region: Region, by: int) -> Region:
+    return replace(region, begin=region.begin + by, end=region.end + by)
 
 
 def _collect(

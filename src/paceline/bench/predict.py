@@ -1,0 +1,337 @@
+"""Predicted beside measured: step time, and on a GPU peak memory, of real training steps on this machine.
+
+    config --dryrun--> program --planner.replay--> predicted        on an entry of this machine (paceline calibrate)
+    config --train_step on real ranks--> measured                    median over steps of the slowest rank
+
+An arm is a model, a strategy and a way to talk or to compile. Each is predicted before it is measured; one that fails
+has its error in its row, and the others go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, Workload
+from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
+from paceline.calibrate.machine import Wanted, best_rates, measure_rank, put_together
+from paceline.cluster.detect import detect_machine
+from paceline.cluster.devices import Cluster, load_cluster, make_node
+from paceline.cluster.entries import read_catalog, shipped
+from paceline.comm.base import Communicator
+from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.config import Config, config_batch, config_from_dict
+from paceline.data.loader import StepBatch
+from paceline.data.registry import build_data
+from paceline.dryrun.record import record
+from paceline.errors import UsageError
+from paceline.launch.processes import run_processes
+from paceline.models.gpt import gpt_config
+from paceline.models.registry import build_model, model_context
+from paceline.planner.constants import Constants
+from paceline.planner.kernel_costs import KernelCosts, fuse_blocks
+from paceline.planner.program import Program, Run
+from paceline.planner.replay import replay
+from paceline.train.assemble import build_engine, build_policy
+from paceline.train.loss import build_loss
+from paceline.train.optim import build_optimizer
+from paceline.train.step import train_step
+
+_SAMPLES = 64
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """What is trained and how. ``backend``: gloo or shared_memory between ranks, none for one rank alone."""
+
+    model: str
+    strategy: str
+    backend: str = "none"
+    ranks: int = 1
+    is_compiled: bool = False
+    precision: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        how = self.backend if self.ranks > 1 else f"{self.precision} {'compiled' if self.is_compiled else 'eager'}"
+        return f"{self.strategy} {how}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What steps took: the median of the slowest rank, the distance of the quartiles, and on a GPU the peak."""
+
+    seconds: float
+    spread_s: float
+    count: int
+    peak_bytes: int | None = None
+
+
+def arms_on(device: str) -> list[Arm]:
+    """Returns the arms of a device: eager ones first, since compiling takes longest."""
+    if device == "cuda":
+        return [
+            Arm(model=model, strategy=strategy, is_compiled=is_compiled, precision="bf16")
+            for is_compiled in (False, True)
+            for model in CUDA_WORKLOADS
+            for strategy in ("ddp", "fsdp")
+        ]
+    return [
+        Arm(model=model, strategy=strategy, backend=backend, ranks=2)
+        for model in CPU_WORKLOADS
+        for strategy in ("ddp", "zero1", "fsdp")
+        for backend in ("gloo", "shared_memory")
+    ]
+
+
+def check_words(arms: list[Arm], words: list[str]) -> None:
+    """Raises UsageError for words that are in no arm's name."""
+    if wrong := [word for word in words if not any(word in arm.name for arm in arms)]:
+        names = dict.fromkeys(arm.name for arm in arms)
+        raise UsageError(
+            f"--arms {','.join(wrong)}: no arm is called so\n  an arm is taken if its name contains one of the words\n"
+            f"  there are {'; '.join(names)}"
+        )
+
+
+def only(arms: list[Arm], models: list[str], words: list[str]) -> list[Arm]:
+    """Returns the arms of these models whose name contains one of the words; all of them without words."""
+    return [arm for arm in arms if arm.model in models and (not words or any(word in arm.name for word in words))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clusters:
+    """What arms are predicted on: ``measured`` says when and with what."""
+
+    name: str
+    plain: Cluster
+    gloo: Cluster
+    measured: str = ""
+
+    def of(self, arm: Arm) -> Cluster:
+        """Returns the cluster of an arm: as many devices as it has ranks, joined as it talks."""
+        found = self.gloo if arm.backend == "gloo" else self.plain
+        return replace(found, node=replace(found.node, devices=arm.ranks), nodes=1)
+
+
+def clusters(device: str, name: str | None, entry: Path | None, tell: Callable[[str], None]) -> Clusters:
+    """Finds what to predict on: a named entry, a file of one, or on a GPU what is measured now."""
+    if name is None and device == "cuda":
+        text = _calibrated(tell)
+        if entry is not None:
+            write_entry(text, entry)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "measured.yaml"
+            path.write_text(text, encoding="utf-8")
+            found = load_cluster(str(path))
+        return Clusters(name=found.device.name, plain=found, gloo=found, measured=text.splitlines()[0].strip("# "))
+    chosen = name or "cpu-host"
+    plain = load_cluster(chosen)
+    return Clusters(name=chosen, plain=plain, gloo=_over_gloo(chosen, plain))
+
+
+def _over_gloo(name: str, plain: Cluster) -> Cluster:
+    """The node of the same entry whose link is Gloo's; the plain one where there is none."""
+    path = Path(name)
+    entries = shipped() if path.suffix not in (".yaml", ".yml") else shipped().with_file(read_catalog(path))
+    other = f"{plain.node.name}-gloo"
+    return replace(plain, node=make_node(other, entries)) if other in entries.nodes else plain
+
+
+def _gpu() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def _calibrated(tell: Callable[[str], None]) -> str:
+    """Measures this process's GPU; noise is taken, and written down."""
+    started = time.perf_counter()
+    wanted = Wanted(device="cuda", ranks=1, is_noise_taken=True)
+    measured = put_together([measure_rank(SoloCommunicator(_gpu()), wanted)], wanted, threads=1)
+    machine = detect_machine()
+    origin = Origin(
+        command="paceline bench predict --device cuda",
+        versions=f"torch {torch.__version__}",
+        spread=measured.spread,
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        python=platform.python_version(),
+    )
+    tell(f"measured this GPU in {time.perf_counter() - started:.0f} s; samples spread by {100 * measured.spread:.1f} %")
+    _clean_up("cuda")
+    name = suggest_name(machine, measured)
+    return make_entry(name, machine, measured, best_rates(measured.kernels.rates), origin)
+
+
+def config_of(arm: Arm, device: str) -> Config:
+    """Returns the config of an arm: what ``paceline train`` would be given."""
+    workload: Workload = (CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)[arm.model][0]
+    if arm.model == "mlp":
+        model: dict[str, Any] = {"kind": "mlp", "hidden_dim": 512, "dropout": 0.0}
+        data: dict[str, Any] = {"kind": "synthetic_classification", "features": 784, "classes": 10}
+    else:
+        model = {"kind": "gpt", "size": arm.model, "dropout": 0.0, "context": workload.context}
+        vocab = gpt_config(arm.model).vocab_size
+        data = {"kind": "synthetic_tokens", "vocab_size": vocab, "context": workload.context}
+    values = {
+        "name": f"predict-{arm.model}",
+        "model": model | {"compile": arm.is_compiled},
+        "data": data | {"samples": _SAMPLES},
+        "parallel": {"device": device, "ranks": arm.ranks, "strategy": arm.strategy},
+        "comm": {"backend": "gloo" if arm.backend == "gloo" else "auto"},
+        "train": {"steps": 8, "global_batch": workload.batch * arm.ranks, "precision": arm.precision},
+        "optim": {"kind": "adamw", "lr": 1e-4},
+    }
+    return config_from_dict(values, "bench")
+
+
+def bench_predict(
+    arms: list[Arm], device: str, cluster_of: Callable[[Arm], Cluster], *, steps: int, tell: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each arm: predicted, measured, and by how much the one is off the other."""
+    for arm in arms:
+        started = time.perf_counter()
+        row: dict[str, Any] = {"arm": arm.name, **asdict(arm)}
+        try:
+            config = config_of(arm, device)
+            row |= _predicted(config, cluster_of(arm))
+            row |= _measured(config, arm, device, steps)
+            row |= _errors(row)
+        except Exception as error:  # out of memory, a compiler that fails: the other arms are worth having
+            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        tell(f"{arm.model} {arm.name}: {_told(row)} ({time.perf_counter() - started:.0f} s)")
+        yield row
+        _clean_up(device)
+
+
+def _predicted(config: Config, cluster: Cluster) -> dict[str, Any]:
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    started = time.perf_counter()
+    program = record(config, ranks=ranks)
+    traced = time.perf_counter() - started
+    found = replay(program, cluster)
+    rank = found.longest
+    return {
+        "predicted_ms": found.seconds * 1e3,
+        "predicted_work_ms": rank.compute * 1e3,
+        "predicted_host_ms": rank.launch_wait * 1e3,
+        "predicted_exposed_ms": rank.exposed * 1e3,
+        "predicted_hidden_ms": rank.hidden * 1e3,
+        "predicted_contention_ms": rank.contention * 1e3,
+        "predicted_families_ms": _families(program, cluster),
+        "predicted_peak_bytes": found.total_memory - found.memory["framework"],  # the allocator does not see that
+        "trace_s": traced,
+    }
+
+
+def _families(program: Program, cluster: Cluster) -> dict[str, float]:
+    """Milliseconds of the device by family of kernels: where a prediction that is off goes wrong."""
+    costs = KernelCosts(cluster.device, Constants(), is_compiled=program.is_compiled)
+    found: dict[str, float] = {}
+    for event in fuse_blocks(program.events) if program.is_compiled else program.events:
+        if isinstance(event, Run):
+            name = "fused" if event.operation.name == "fused" else event.operation.family
+            found[name] = found.get(name, 0.0) + 1e3 * costs(event)[0]
+    return found
+
+
+def _measured(config: Config, arm: Arm, device: str, steps: int) -> dict[str, Any]:
+    if device == "cuda":
+        found = [measure_steps(SoloCommunicator(_gpu()), config, arm.backend, steps)]
+    else:
+        found = run_processes(
+            measure_steps, arm.ranks, args=(config, arm.backend, steps), threads=1, timeout_s=_TIMEOUT_S
+        )
+    slowest = max(found, key=lambda each: each.seconds)
+    return {
+        "measured_ms": slowest.seconds * 1e3,
+        "spread_ms": slowest.spread_s * 1e3,
+        "num_steps": slowest.count,
+        "measured_peak_bytes": slowest.peak_bytes,
+    }
+
+
+def measure_steps(comm: Communicator, config: Config, backend: str, steps: int) -> Steps:
+    """Runs the config's own training step on this rank, on one batch, and takes its time."""
+    device = comm.device
+    if backend == "shared_memory":
+        comm = SharedMemoryCommunicator.join(comm)
+    data = build_data(config.data, model_context(config.model), config.train.seed)
+    torch.manual_seed(config.train.seed)
+    with device:  # a GPU draws a billion weights at once
+        model = build_model(config.model, data.shape)
+    engine = build_engine(config, model, comm)
+    optimizer = build_optimizer(config.optim, engine.named_parameters())
+    loss, policy = build_loss(config.train.loss, data.shape), build_policy(config)
+    batch = _batch(config, data.train, comm.size, device)
+    times = []
+    is_cuda = device.type == "cuda"
+    for number in range(steps + _WARM_UP):
+        if number == _WARM_UP:
+            comm.barrier()
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats(device)
+        started = time.perf_counter()
+        train_step(engine, optimizer, batch, loss, policy)
+        if is_cuda:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    low, middle, high = statistics.quantiles(times[_WARM_UP:], n=4)
+    peak = torch.cuda.max_memory_allocated(device) if is_cuda else None
+    return Steps(seconds=middle, spread_s=high - low, count=steps, peak_bytes=peak)
+
+
+_WARM_UP = 5
+
+
+def _batch(config: Config, dataset: Any, ranks: int, device: torch.device) -> StepBatch:
+    """Makes one step of this rank: the same samples in every step."""
+    asked = config_batch(config, ranks)
+    samples = default_collate([dataset[place % len(dataset)] for place in range(asked.microbatch)])
+    placed = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, samples)
+    return StepBatch(
+        position=0,
+        next_position=asked.global_batch,
+        epoch=0,
+        global_samples=asked.global_batch,
+        microbatches=[placed] * asked.accumulate,
+        local_samples=[asked.microbatch] * asked.accumulate,
+    )
+
+
+def _errors(row: dict[str, Any]) -> dict[str, Any]:
+    found = {"step_error": row["predicted_ms"] / row["measured_ms"] - 1}
+    if row["measured_peak_bytes"] and row["predicted_peak_bytes"]:
+        found["memory_error"] = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
+    return found
+
+
+def _told(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return str(row["error"])
+    memory = f", memory {100 * row['memory_error']:+.1f} %" if "memory_error" in row else ""
+    return (
+        f"predicted {row['predicted_ms']:.1f} ms, measured {row['measured_ms']:.1f} ms, "
+        f"{100 * row['step_error']:+.1f} %{memory}"
+    )
+
+
+def _clean_up(device: str) -> None:
+    """Graphs compiled for one model would be made to take any, and slower, when the next one comes."""
+    torch.compiler.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,198 @@
+"""Measures what memory binds, family by family and size by size, and what the host pays for each operation.
+
+    seconds of a kernel  =  what a call takes  -  what a call on next to nothing takes        (a GPU: the call's alone)
+    host, an operation   =  forward and backward of a small transformer on next to nothing / its operations
+
+Bytes are those that a dry run counts (dryrun/operators.py), so that what is measured is what is priced later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.calibrate.sampling import Stopwatch, Timed
+from paceline.cluster.operations import Operation
+from paceline.dryrun.operators import Operators
+from paceline.models.gpt import GPT, gpt_config
+from paceline.units import KIB, MIB
+
+Call = Callable[[], object]
+ON_CPU_BYTES = (32 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 32 * MIB)
+ON_CUDA_BYTES = (1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+_ROW = 512  # elements of a row, where kernels go row by row
+_TINY_BYTES = 2 * KIB  # one row
+_TENSORS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyFigures:
+    """Bytes per second by family: (bytes, rate) in growing order. Host seconds of an operation, and of each further
+    tensor of an operation over lists."""
+
+    rates: dict[str, tuple[tuple[int, float], ...]]
+    operation_s: float
+    tensor_s: float
+    spreads: dict[str, float] = field(default_factory=dict)
+
+
+def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwatch) -> FamilyFigures:
+    """Measures all families at tensors of so many bytes."""
+    spreads: dict[str, float] = {}
+    rates = {}
+    for family, make in _MAKERS.items():
+        points = []
+        # A GPU's calls return before the kernel runs; and the embedding's backward clears its table however few rows.
+        is_counted = device.type == "cpu" and family != "embedding_backward"
+        empty = watch.time(make(device, _TINY_BYTES)).seconds if is_counted else 0.0
+        for size in sizes:
+            call = make(device, size)
+            counted = sum(each.num_bytes for each in _recorded(call))
+            timed = watch.time(call)
+            spreads[f"{family} {size // KIB} KiB"] = timed.spread
+            points.append((counted, counted / max(timed.seconds - empty, 0.1 * timed.seconds)))
+        rates[family] = tuple(points)
+    operation, tensor = _operation(device, watch), _tensor(device, watch)
+    spreads |= {"operations": operation.spread, "tensors of a list": tensor.spread}
+    return FamilyFigures(rates=rates, operation_s=operation.seconds, tensor_s=tensor.seconds, spreads=spreads)
+
+
+def _recorded(call: Call) -> list[Operation]:
+    recorder = _Recorder()
+    with recorder:
+        call()
+    return recorder.operations
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the kernels of what runs inside, as a dry run would."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self._operators = Operators(lambda tensor: int(tensor.untyped_storage()._cdata))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        self.operations += self._operators.kernels(func, args, kwargs or {}, result)
+        return result
+
+
+def _rows(device: torch.device, num_bytes: int) -> torch.Tensor:
+    return torch.randn(max(1, num_bytes // (4 * _ROW)), _ROW, device=device)
+
+
+def _pointwise(device: torch.device, num_bytes: int) -> Call:
+    first, second = _rows(device, num_bytes), _rows(device, num_bytes)
+    return lambda: first * second
+
+
+def _curve(device: torch.device, num_bytes: int) -> Call:
+    values = _rows(device, num_bytes)
+    return lambda: F.silu(values)
+
+
+def _curve_backward(device: torch.device, num_bytes: int) -> Call:
+    values, gradient = _rows(device, num_bytes), _rows(device, num_bytes)
+    return lambda: torch.ops.aten.silu_backward(gradient, values)
+
+
+def _norm(device: torch.device, num_bytes: int) -> Call:
+    values, weight = _rows(device, num_bytes), torch.ones(_ROW, device=device)
+    return lambda: torch.native_layer_norm(values, [_ROW], weight, None, 1e-5)
+
+
+def _norm_backward(device: torch.device, num_bytes: int) -> Call:
+    values, weight, gradient = _rows(device, num_bytes), torch.ones(_ROW, device=device), _rows(device, num_bytes)
+    _, mean, scale = torch.native_layer_norm(values, [_ROW], weight, None, 1e-5)
+    backward, wanted = torch.ops.aten.native_layer_norm_backward, [True, True, False]
+    return lambda: backward(gradient, values, [_ROW], mean, scale, weight, None, wanted)
+
+
+def _softmax(device: torch.device, num_bytes: int) -> Call:
+    values = _rows(device, num_bytes)
+    return lambda: torch.log_softmax(values, dim=-1)
+
+
+def _reduction(device: torch.device, num_bytes: int) -> Call:
+    values = _rows(device, num_bytes)
+    return lambda: values.mean(dim=-1)
+
+
+def _strided(device: torch.device, num_bytes: int) -> Call:
+    """Heads and positions change places, as around attention."""
+    values = _rows(device, num_bytes).view(-1, _ROW // 64, 64).transpose(0, 1)
+    return lambda: values.clone(memory_format=torch.contiguous_format)
+
+
+def _convert(device: torch.device, num_bytes: int) -> Call:
+    values = _rows(device, num_bytes)
+    return lambda: values.to(torch.bfloat16)
+
+
+def _embedding(device: torch.device, num_bytes: int) -> Call:
+    table, rows = torch.randn(4096, _ROW, device=device), max(1, num_bytes // (4 * _ROW))
+    tokens = torch.randint(0, 4096, (rows,), device=device)
+    return lambda: F.embedding(tokens, table)
+
+
+def _embedding_backward(device: torch.device, num_bytes: int) -> Call:
+    gradient = _rows(device, num_bytes)
+    tokens = torch.randint(0, 1024, (len(gradient),), device=device)
+    return lambda: torch.ops.aten.embedding_dense_backward(gradient, tokens, 1024, -1, False)
+
+
+def _optimizer(device: torch.device, num_bytes: int, tensors: int = 1) -> Call:
+    parameters = [_rows(device, num_bytes).requires_grad_() for _ in range(tensors)]
+    for each in parameters:
+        each.grad = torch.randn_like(each)
+    return torch.optim.AdamW(parameters, lr=1e-6, fused=True).step
+
+
+_MAKERS: dict[str, Callable[[torch.device, int], Call]] = {
+    "pointwise": _pointwise,
+    "curve": _curve,
+    "curve_backward": _curve_backward,
+    "norm": _norm,
+    "norm_backward": _norm_backward,
+    "softmax": _softmax,
+    "reduction": _reduction,
+    "strided": _strided,
+    "convert": _convert,
+    "embedding": _embedding,
+    "embedding_backward": _embedding_backward,
+    "optimizer": _optimizer,
+}
+
+
+def _operation(device: torch.device, watch: Stopwatch) -> Timed:
+    """Forward and backward of a transformer whose kernels have nothing to do: modules, dispatch, autograd."""
+    model = GPT(gpt_config(None, layers=4, heads=2, width=8, context=4, vocab_size=8)).to(device)
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        logits = model(tokens)
+        F.cross_entropy(logits.view(-1, 8), tokens.view(-1)).backward()  # type: ignore[no-untyped-call]
+
+    step()
+    count = len(_recorded(step))
+    timed = _host(watch, step)
+    return Timed(seconds=timed.seconds / count, spread=timed.spread)
+
+
+def _tensor(device: torch.device, watch: Stopwatch) -> Timed:
+    """The optimizer's update of many tensors of nothing."""
+    timed = _host(watch, _optimizer(device, _TINY_BYTES, _TENSORS))
+    return Timed(seconds=timed.seconds / _TENSORS, spread=timed.spread)
+
+
+def _host(watch: Stopwatch, step: Call) -> Timed:
+    """Times the host alone: a device's queue is empty before, and what it still has to do after is not counted."""
+    quick = Stopwatch(samples=4 * watch.samples, meet=watch.finish)
+    return quick.time_together(step, repeats=1)

@@ -1,0 +1,163 @@
+"""An optimizer's state, by the names of the parameters: as shards where it has their shape, as values where not.
+
+    exp_avg of a piece       optimizer/layers.0.weight/exp_avg     in files, cut as the parameter is
+    step, of every rank      found["optimizer/layers.0.weight"]    from the rank that has the parameter's first element
+    settings of a group      found["group/<hash>"]                 once for each that differs
+
+Names, not numbers, tie it together: other ranks, stages or orders of parameters find theirs all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.state import OPTIMIZER
+from paceline.checkpoint.values import encode
+from paceline.errors import MisfitError, UsageError
+from paceline.layout import Shard, whole_region
+
+_GROUP = "group/"
+_MEMBERS = ("params", "param_names")
+_WHOLE = "step"  # one value for the parameter, also where that has one element itself
+_SMALL = 64  # elements: fewer are kept as values
+
+
+def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> tuple[list[Shard], dict[str, Any]]:
+    """Returns the state that this rank holds of an optimizer of ``shards``, and what it alone knows.
+
+    Raises UsageError for state that is neither of a parameter's shape nor a value for all of it.
+    """
+    packed = optimizer.state_dict()
+    by_id = _by_id(shards)
+    tensors: list[Shard] = []
+    found: dict[str, Any] = {}
+    for saved, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        settings = {key: value for key, value in saved.items() if key not in _MEMBERS}
+        label = f"{_GROUP}{zlib.crc32(json.dumps(encode(settings, 'a parameter group')).encode()):08x}"
+        for number, parameter in zip(saved["params"], group["params"], strict=True):
+            shard = _shard_of(by_id, parameter)
+            state = packed["state"].get(number, {})
+            own, whole = _sorted_out(shard, parameter, state)
+            tensors += own
+            if shard.region.has_first and shard.copy == 0:
+                found[label] = settings
+                found[f"{OPTIMIZER}{shard.name}"] = {"group": label, "values": whole}
+    return tensors, found
+
+
+def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
+    """Loads a saved state, each rank its part of it.
+
+    Raises MisfitError, before anything is changed, for another kind of optimizer or other groups.
+    """
+    by_id, rows, state, number = _by_id(shards), [], {}, 0
+    _check_members(checkpoint, optimizer, by_id)
+    tensors: dict[str, list[str]] = {}
+    for name in checkpoint.shapes(OPTIMIZER):
+        parameter, _, key = name.rpartition("/")
+        tensors.setdefault(parameter, []).append(key)
+    for group in optimizer.param_groups:
+        members = [(_shard_of(by_id, parameter), parameter) for parameter in group["params"]]
+        known = [shard for shard, _ in members if 0 not in shard.region.shape]
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        rows.append({**_saved_settings(checkpoint, optimizer, group, known), **names, "params": []})
+        for shard, parameter in members:
+            values = _saved_state(checkpoint, shard, parameter, tensors.get(shard.name, ()))
+            if values:
+                state[number] = values
+            rows[-1]["params"].append(number)
+            number += 1
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": rows})
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise MisfitError(str(error)) from error
+
+
+def _check_members(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, by_id: Mapping[int, Shard]) -> None:
+    """Raises MisfitError where the saved optimizer updates something that is held here, and this one does not."""
+    ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for key, shard in by_id.items():
+        if key not in ours and f"{OPTIMIZER}{shard.name}" in checkpoint.found:
+            raise MisfitError(f"its optimizer updates {shard.name}, which this one does not")
+
+
+def _by_id(shards: Iterable[Shard]) -> dict[int, Shard]:
+    return {id(shard.tensor if shard.parameter is None else shard.parameter): shard for shard in shards}
+
+
+def _shard_of(by_id: Mapping[int, Shard], parameter: torch.Tensor) -> Shard:
+    shard = by_id.get(id(parameter))
+    if shard is None:
+        raise UsageError(
+            f"the optimizer updates a tensor {list(parameter.shape)} that is no parameter of the engine\n"
+            "  its state is saved under the parameters' names\n  build it with engine.parameters()"
+        )
+    return shard
+
+
+def _sorted_out(shard: Shard, parameter: torch.Tensor, state: Mapping[str, Any]) -> tuple[list[Shard], dict[str, Any]]:
+    """Tells what of a parameter's state is cut as it is from what is one value for all of it."""
+    own: list[Shard] = []
+    whole: dict[str, Any] = {}
+    owner = 0 if shard.region.has_first and shard.copy == 0 else None
+    for key, value in state.items():
+        name = f"{OPTIMIZER}{shard.name}/{key}"
+        if not isinstance(value, torch.Tensor):
+            leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if any(leaf.shape == parameter.shape and leaf.numel() > 1 for leaf in leaves):
+                raise UsageError(
+                    f"the optimizer's state of {shard.name} has {key} (a {type(value).__name__} of tensors)\n"
+                    "  a state is one tensor of the parameter's shape, or one value for the whole parameter\n"
+                    "  keep each tensor under a name of its own"
+                )
+            whole[key] = value
+        elif value.shape == parameter.shape and key != _WHOLE:
+            own.append(replace(shard, name=name, tensor=value, parameter=None))
+        elif value.numel() <= _SMALL:
+            whole[key] = value
+        else:
+            region = whole_region(tuple(value.shape))
+            own.append(Shard(name=name, region=region, tensor=value, copy=owner))
+    return own, whole
+
+
+def _saved_settings(
+    checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], members: Sequence[Shard]
+) -> dict[str, Any]:
+    """Returns the settings that a group's parameters were saved with."""
+    if not members:
+        return {key: value for key, value in group.items() if key not in _MEMBERS}
+    missing = [shard.name for shard in members if f"{OPTIMIZER}{shard.name}" not in checkpoint.found]
+    if missing:
+        raise MisfitError(f"its optimizer does not update {missing[0]}, which this one does")
+    labels = sorted({checkpoint.found[f"{OPTIMIZER}{shard.name}"]["group"] for shard in members})
+    if len(labels) > 1:
+        raise MisfitError(f"the members of one parameter group here were in {len(labels)} when it was saved")
+    settings: dict[str, Any] = checkpoint.found[labels[0]]
+    lacking = sorted(optimizer.defaults.keys() - settings.keys())
+    if lacking:
+        raise MisfitError(f"its optimizer is not {type(optimizer).__name__}, which needs {', '.join(lacking)}")
+    return dict(settings)
+
+
+def _saved_state(checkpoint: Checkpoint, shard: Shard, parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, Any]:
+    """Returns one parameter's state: pieces in memory of their own, filled from the files."""
+    entry = checkpoint.found.get(f"{OPTIMIZER}{shard.name}", {"values": {}})
+    state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry["values"].items()}
+    for key in keys:
+        name = f"{OPTIMIZER}{shard.name}/{key}"
+        if checkpoint.manifest.tensors[name].shape != shard.region.shape:
+            state[key] = checkpoint.read(name)
+            continue
+        tensor = torch.empty_like(parameter, dtype=checkpoint.dtype(name), requires_grad=False)
+        checkpoint.fill(replace(shard, tensor=tensor), name)
+        state[key] = tensor
+    return state

@@ -1,0 +1,182 @@
+"""Reading: any part of any tensor, from whichever ranks' files have it.
+
+A rank asks for the regions that it holds now. What they have in common with the pieces that were saved is read, byte
+range by byte range, into the tensors themselves: nothing is gathered, and no rank reads what it does not need, but for
+gaps of less than 64 KiB. Memory: one chunk, or a copy of 64 MiB where the tensors are on a device or of another dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.find import read_manifest
+from paceline.checkpoint.manifest import Manifest, SavedTensor
+from paceline.checkpoint.remote import storage_of
+from paceline.checkpoint.state import MODEL, HasShards
+from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.tensors import dtype_of, flat_view, host_bytes, read_header, read_runs
+from paceline.checkpoint.values import decode
+from paceline.errors import CheckpointError, MisfitError
+from paceline.layout import Region, Shard, common_runs, whole_region
+
+_STAGE_BYTES = 2**26
+
+
+class Checkpoint:
+    """A checkpoint that is read from. Cheap to make: it has read the manifest alone."""
+
+    def __init__(self, path: Path, manifest: Manifest, storage: Storage) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._storage = storage
+        self._headers: dict[str, dict[str, tuple[int, int]]] = {}
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.manifest.step
+
+    @property
+    def position(self) -> int:
+        """The samples consumed until then."""
+        return self.manifest.position
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """What was the same on every rank."""
+        return {name: decode(value) for name, value in self.manifest.values.items()}
+
+    @cached_property
+    def found(self) -> dict[str, Any]:
+        """What single ranks knew, and all may need."""
+        return {name: decode(value) for name, value in self.manifest.found.items()}
+
+    def own(self, rank: int) -> dict[str, Any]:
+        """Returns the values of one of the ranks that saved it."""
+        path = self.path / f"rank-{rank:05d}.json"
+        try:
+            found: dict[str, Any] = decode(json.loads(self._storage.read(path))["values"])
+            return found
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}\n  use an older checkpoint") from error
+
+    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors whose names begin so, by what follows."""
+        found = self.manifest.tensors
+        return {name.removeprefix(prefix): found[name].shape for name in found if name.startswith(prefix)}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype of a tensor."""
+        return dtype_of(self._saved(name).dtype)
+
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
+        """Returns a region of a tensor, flat, or a whole one; zeros where nobody has saved anything."""
+        saved = self._saved(name)
+        wanted = whole_region(saved.shape) if region is None else region
+        out = torch.zeros(wanted.size, dtype=dtype_of(saved.dtype))
+        self._read(name, saved, wanted, out)
+        return out.view(saved.shape) if region is None else out
+
+    @torch.no_grad()
+    def fill(self, shard: Shard, name: str) -> None:
+        """Fills a shard's tensor from the saved one of this ``name``.
+
+        Raises CheckpointError if it has another shape, or if elements of it are missing.
+        """
+        saved, region = self._saved(name), shard.region
+        if saved.shape != region.shape:
+            raise MisfitError(f"size mismatch for {name}: {list(saved.shape)} is saved, {list(region.shape)} is here")
+        flat, dtype = flat_view(shard.tensor, region), dtype_of(saved.dtype)
+        is_view = flat.data_ptr() == shard.tensor.data_ptr()
+        if is_view and flat.device.type == "cpu" and flat.dtype == dtype:
+            self._fill_exactly(name, saved, region, flat)
+            return
+        step = max(_STAGE_BYTES // dtype.itemsize, 1) if is_view else max(region.size, 1)
+        for first in range(0, region.size, step):
+            last = min(first + step, region.size)
+            stage = torch.empty(last - first, dtype=dtype)
+            self._fill_exactly(name, saved, region.narrow(first, last), stage)
+            flat[first:last].copy_(stage)
+        if not is_view:
+            held = shard.tensor.detach()
+            order = region.order or tuple(range(held.ndim))
+            held.permute(order).copy_(flat.view(held.permute(order).shape))
+
+    def _fill_exactly(self, name: str, saved: SavedTensor, region: Region, out: torch.Tensor) -> None:
+        count = self._read(name, saved, region, out)
+        if count != region.size:
+            raise CheckpointError(f"{self.path} has {count} of the {region.size} elements of {name} that are needed")
+
+    def _read(self, name: str, saved: SavedTensor, region: Region, out: torch.Tensor) -> int:
+        """Reads what there is of a region; returns how many elements that was."""
+        if region.size == 0:
+            return 0
+        memory, itemsize, count = host_bytes(out), out.element_size(), 0
+        for piece in saved.pieces:
+            runs = common_runs(region, piece.region)
+            length = int(runs.length.sum())
+            if length == 0:
+                continue
+            start, end = self._place(piece.file, name)
+            path = self.path / piece.file
+            if end - start != piece.region.size * itemsize:
+                raise CheckpointError(f"{name} has {end - start} bytes in {path}, not those of {piece.region}")
+            try:
+                read_runs(self._storage, path, start, runs, memory, itemsize)
+            except (OSError, EOFError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}\n  use an older checkpoint") from error
+            count += length
+        return count
+
+    def _place(self, file: str, name: str) -> tuple[int, int]:
+        if file not in self._headers:
+            self._headers[file] = read_header(self._storage, self.path / file)
+        place = self._headers[file].get(name)
+        if place is None:
+            raise CheckpointError(f"{self.path / file} is damaged: it has no {name}\n  use an older checkpoint")
+        return place
+
+    def _saved(self, name: str) -> SavedTensor:
+        saved = self.manifest.tensors.get(name)
+        if saved is None:
+            raise CheckpointError(f"{self.path} has no tensor {name}")
+        return saved
+
+
+def open_checkpoint(path: Path, storage: Storage | None = None) -> Checkpoint:
+    """Opens a checkpoint. Raises CheckpointError when it is none, or cannot be read."""
+    storage = storage or storage_of(path)
+    return Checkpoint(path, read_manifest(path, storage), storage)
+
+
+def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
+    """Fills the parameters and buffers of an engine from a checkpoint of any strategy and number of ranks.
+
+    Raises MisfitError, before anything is changed, for other names or shapes.
+    """
+    shards = list(holder.shards())
+    saved = checkpoint.shapes(MODEL)
+    _check_names(saved, shards, holder.state_names())
+    for shard in shards:
+        checkpoint.fill(shard, MODEL + shard.name)
+    holder.note_filled()
+
+
+def _check_names(saved: Mapping[str, tuple[int, ...]], shards: Iterable[Shard], known: Collection[str]) -> None:
+    """Raises CheckpointError where names are missing or unknown, or shapes are others."""
+    problems = [f"unexpected {name}" for name in saved if name not in known]
+    for shard in shards:
+        shape = saved.get(shard.name)
+        if shape is None:
+            problems.append(f"missing {shard.name}")
+        elif shape != shard.region.shape:
+            here = list(shard.region.shape)
+            problems.append(f"size mismatch for {shard.name}: {list(shape)} is saved, {here} is here")
+    if problems:
+        raise MisfitError("; ".join(problems))

@@ -1,0 +1,183 @@
+"""Tensors in safetensors files, written as a stream and read in ranges.
+
+    | length of the header, 8 bytes | header: JSON, name -> dtype, shape, offsets | bytes of the tensors, in order |
+
+A writer needs the sizes first, which it knows, and then one chunk of one tensor at a time. A reader needs the header,
+and then the ranges of bytes that it wants. Any other program for this format reads the files, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.storage import Storage
+from paceline.errors import CheckpointError, UsageError
+from paceline.layout import Region, Runs
+
+CHUNK_BYTES = 2**24
+_GAP_BYTES = 2**16  # a gap of less than this is read too, in one go with what is around it
+_LONG_BYTES = 2**20  # a run of so many goes straight to where it belongs
+_SHORT = 64  # elements: runs of fewer are scattered all at once
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """Returns the format's name of a dtype. Raises UsageError for one that it has not."""
+    if dtype not in _CODES:
+        known = ", ".join(str(each).removeprefix("torch.") for each in _CODES)
+        raise UsageError(f"a tensor of {dtype} cannot be saved\n  safetensors has {known}\n  cast it first")
+    return _CODES[dtype]
+
+
+def dtype_of(code: str) -> torch.dtype:
+    """Returns the dtype of a name. Raises CheckpointError for one that is not known."""
+    if code not in _DTYPES:
+        raise CheckpointError(f"dtype {code} is not known here; known are {', '.join(_DTYPES)}")
+    return _DTYPES[code]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor that a file will have: elements that lie one after another, and the shape they are shown in."""
+
+    name: str
+    shape: tuple[int, ...]
+    flat: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """How large it is."""
+        return self.flat.numel() * self.flat.element_size()
+
+
+def flat_view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """Returns the elements of what is held of a region, in its order; without a copy where they lie in memory so."""
+    found = tensor.detach()
+    if region.order is not None and tuple(tensor.shape) == region.local_shape:  # else a flat piece of it
+        found = found.permute(region.order)
+    return found.reshape(-1)
+
+
+def file_chunks(entries: Sequence[Entry]) -> Iterator[memoryview | bytes]:
+    """Yields the bytes of a file. Beside the tensors themselves, one chunk is in memory."""
+    header, offset = {}, 0
+    for entry in entries:
+        end = offset + entry.num_bytes
+        code = dtype_code(entry.flat.dtype)
+        header[entry.name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for entry in entries:
+        yield from tensor_chunks(entry.flat)
+
+
+def tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
+    """Yields the bytes of a flat tensor, chunk by chunk, from the host."""
+    count = max(CHUNK_BYTES // flat.element_size(), 1)
+    for first in range(0, flat.numel(), count):
+        part = flat[first : first + count].cpu().view(torch.uint8)
+        yield part.numpy().data
+
+
+def host_bytes(flat: torch.Tensor) -> memoryview:
+    """Returns the memory of a flat tensor on the host, to write into."""
+    return flat.view(torch.uint8).numpy().data
+
+
+def read_header(storage: Storage, path: Path) -> dict[str, tuple[int, int]]:
+    """Returns where in a file each tensor's bytes begin and end. Raises CheckpointError for another kind of file."""
+    try:
+        length = bytearray(8)
+        storage.read_into(path, [(0, memoryview(length))])
+        (size,) = struct.unpack("<Q", length)
+        total = storage.size(path)
+        if total is None or size > total:
+            raise ValueError(f"a header of {size} bytes in a file of {total}")
+        text = bytearray(size)
+        storage.read_into(path, [(8, memoryview(text))])
+        header = json.loads(text)
+        offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+        return {name: (8 + size + first, 8 + size + last) for name, (first, last) in offsets.items()}
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a file of tensors: {error}\n  use an older checkpoint") from error
+
+
+def read_runs(storage: Storage, path: Path, start: int, runs: Runs, out: memoryview, itemsize: int) -> None:
+    """Fills ``out`` with runs of a tensor whose bytes begin at ``start``: ``ours`` in it, ``theirs`` in the file."""
+    if len(runs.length) == 0:
+        return
+    windows = _windows(runs, itemsize)
+    single = [window.start for window in windows if window.stop - window.start == 1]
+    places = ((int(runs.theirs[i]), int(runs.ours[i]), int(runs.length[i])) for i in single)
+    storage.read_into(path, ((start + at * itemsize, _part(out, to, length, itemsize)) for at, to, length in places))
+    for window in windows:
+        if window.stop - window.start > 1:
+            _read_window(storage, path, start, Runs(*(part[window] for part in runs)), out, itemsize)
+
+
+def _part(out: memoryview, first: int, length: int, itemsize: int) -> memoryview:
+    return out[first * itemsize : (first + length) * itemsize]
+
+
+def _windows(runs: Runs, itemsize: int) -> list[slice]:
+    """Groups short runs that lie near one another in the file, up to about a chunk in size."""
+    begin, end = runs.theirs * itemsize, (runs.theirs + runs.length) * itemsize
+    is_long = runs.length * itemsize >= _LONG_BYTES
+    is_far = begin[1:] - end[:-1] > _GAP_BYTES
+    cuts = is_long[1:] | is_long[:-1] | is_far | (begin[1:] // CHUNK_BYTES != begin[:-1] // CHUNK_BYTES)
+    edges = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(begin)]
+    return [slice(first, last) for first, last in itertools.pairwise(edges)]
+
+
+def _read_window(storage: Storage, path: Path, start: int, runs: Runs, out: memoryview, itemsize: int) -> None:
+    """Reads what is around some runs in one go, and takes them out of it."""
+    first, last = int(runs.theirs[0]), int(runs.theirs[-1] + runs.length[-1])
+    window = bytearray((last - first) * itemsize)
+    storage.read_into(path, [(start + first * itemsize, memoryview(window))])
+    if runs.length.mean() < _SHORT:
+        target = np.frombuffer(out, dtype=np.uint8).reshape(-1, itemsize)
+        source = np.frombuffer(window, dtype=np.uint8).reshape(-1, itemsize)
+        steps = np.arange(int(runs.length.sum())) - np.repeat(np.cumsum(runs.length) - runs.length, runs.length)
+        target[np.repeat(runs.ours, runs.length) + steps] = source[np.repeat(runs.theirs - first, runs.length) + steps]
+        return
+    view = memoryview(window)
+    for ours, theirs, length in zip(*(part.tolist() for part in runs), strict=True):
+        _part(out, ours, length, itemsize)[:] = _part(view, theirs - first, length, itemsize)
+
+
+def grouped(entries: Iterable[Entry]) -> Mapping[str, list[Entry]]:
+    """Groups entries by dtype, each of which is a file."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(dtype_code(entry.flat.dtype), []).append(entry)
+    return groups
+
+
+def shown_shape(region: Region) -> tuple[int, ...]:
+    """Returns the shape that a piece is stored in: that of the part itself where it is one, else flat."""
+    return region.local_shape if region.is_whole_part else (region.size,)

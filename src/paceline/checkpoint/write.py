@@ -1,0 +1,262 @@
+"""Writing: every rank its own files, under a temporary name, and one rename when all are there.
+
+    .step-00000100.<token>/            made by whoever comes first; no other attempt has the token
+      rank-00000.f32.safetensors       a rank's share of what it holds, one file for each dtype
+      rank-00000.json                  when these are there: what is in them, their hashes, and the rank's own values
+      manifest.json                    when all ranks' are there: rank 0 merges them
+    step-00000100/                     the rename that makes it a checkpoint
+
+A rank knows by itself what it writes: its shards, and of those that n ranks hold alike the n-th part. Nothing is sent.
+Memory: one chunk of 16 MiB beside the tensors. Written once over all ranks: parameters + optimizer state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    SavedFile,
+    SavedPiece,
+    SavedTensor,
+    manifest_text,
+    parse_tensor,
+    tensor_entry,
+)
+from paceline.checkpoint.state import COMPRESSION, State
+from paceline.checkpoint.storage import LocalFiles, Storage
+from paceline.checkpoint.tensors import Entry, dtype_code, file_chunks, flat_view, grouped, shown_shape
+from paceline.checkpoint.values import encode
+from paceline.errors import CheckpointError
+from paceline.layout import Region, Shard
+
+_SMALL_BYTES = 2**16  # what several ranks hold is cut among them, unless it is small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a checkpoint goes, for one rank of the attempt that ``token`` names."""
+
+    folder: Path
+    step: int
+    rank: int
+    world: int
+    token: str
+    storage: Storage = field(default_factory=LocalFiles)
+
+    @property
+    def final(self) -> Path:
+        """The checkpoint."""
+        return self.folder / step_name(self.step)
+
+    @property
+    def partial(self) -> Path:
+        """The folder that is written to."""
+        return self.folder / f".{step_name(self.step)}.{self.token}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a rank writes of one tensor: the elements, one after another, and which of the whole they are."""
+
+    name: str
+    region: Region
+    flat: torch.Tensor
+
+
+def step_name(step: int) -> str:
+    """Returns the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def own_shares(shards: Iterable[Shard]) -> list[Share]:
+    """Returns what this rank writes: of what several hold alike, its part of it."""
+    shares: dict[str, Share] = {}
+    for shard in shards:
+        first, last = _own_interval(shard)
+        if shard.name in shares or (first == last and shard.region.size > 0) or shard.copy is None:
+            continue
+        if shard.region.size == 0 and 0 not in shard.region.shape:
+            continue  # an empty piece of a tensor that others have
+        flat = flat_view(shard.tensor, shard.region)[first:last]
+        shares[shard.name] = Share(name=shard.name, region=shard.region.narrow(first, last), flat=flat)
+    return list(shares.values())
+
+
+def _own_interval(shard: Shard) -> tuple[int, int]:
+    size, copy, copies = shard.region.size, shard.copy, shard.copies
+    if copy is None:
+        return 0, 0
+    if size * shard.tensor.element_size() < _SMALL_BYTES:
+        return (0, size) if zlib.crc32(shard.name.encode()) % copies == copy else (0, 0)
+    return copy * size // copies, (copy + 1) * size // copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainState:
+    """All of a state but its tensors, as JSON values: a copy, so that training may go on."""
+
+    step: int
+    position: int
+    values: Mapping[str, Any]
+    own: Any
+    found: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+
+def plain_state(state: State) -> PlainState:
+    """Copies the values of a state. Raises CheckpointError for one that cannot be saved."""
+    return PlainState(
+        step=state.step,
+        position=state.position,
+        values=_encode_table(state.values),
+        own=encode(dict(state.own), "this rank's state"),
+        found=_encode_table(state.found),
+        about=json.loads(json.dumps(dict(state.about))),
+    )
+
+
+def write_part(target: Target, shares: Sequence[Share], plain: PlainState) -> int:
+    """Writes this rank's files, and last the one that says so; returns their size.
+
+    Raises CheckpointError, naming the cause, when one cannot be written.
+    """
+    try:
+        storage, stem = target.storage, f"rank-{target.rank:05d}"
+        storage.make_folder(target.partial)
+        entries = [Entry(name=s.name, shape=shown_shape(s.region), flat=s.flat) for s in shares]
+        files: dict[str, SavedFile] = {}
+        file_of: dict[str, str] = {}
+        for code, group in grouped(entries).items():
+            name = f"{stem}.{code.lower()}.safetensors"
+            files[name] = storage.write(target.partial / name, file_chunks(group))
+            file_of |= {entry.name: name for entry in group}
+        tensors = {share.name: _saved(share, file_of[share.name]) for share in shares}
+        part = {
+            "rank": target.rank,
+            "values": plain.own,
+            "found": plain.found,
+            "files": {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in files.items()},
+            "tensors": {name: tensor_entry(tensor) for name, tensor in tensors.items()},
+        }
+        text = json.dumps(part, allow_nan=False).encode()
+        written = storage.write(target.partial / f".{stem}.json", [text])
+        storage.rename(target.partial / f".{stem}.json", target.partial / f"{stem}.json")
+    except OSError as error:
+        raise unwritten(target, error) from error
+    return sum(file.num_bytes for file in files.values()) + written.num_bytes
+
+
+def missing_parts(target: Target) -> list[int]:
+    """Returns the ranks that have not written their part yet, as far as is seen from here."""
+    there = set(target.storage.names(target.partial))
+    return [rank for rank in range(target.world) if f"rank-{rank:05d}.json" not in there]
+
+
+def commit(target: Target, plain: PlainState) -> Manifest:
+    """Merges the parts of all ranks into the manifest, and gives the checkpoint its name. Rank 0 calls it.
+
+    A checkpoint of the same step steps aside first, and is removed when the new one is there.
+    """
+    storage = target.storage
+    try:
+        manifest = _merged(target, plain)
+        storage.write(target.partial / MANIFEST, [manifest_text(manifest).encode()])
+        storage.settle(target.partial)
+        old = target.folder / f".{target.final.name}.old"
+        storage.remove(old)
+        if storage.names(target.final):
+            storage.rename(target.final, old)
+        try:
+            storage.rename(target.partial, target.final)
+        except OSError:
+            if storage.names(old):
+                storage.rename(old, target.final)
+            raise
+        storage.settle(target.folder)
+        storage.remove(old)
+    except OSError as error:
+        raise unwritten(target, error) from error
+    return manifest
+
+
+def discard(target: Target) -> None:
+    """Removes what was written of a checkpoint that will not be, as far as that works."""
+    try:
+        target.storage.remove(target.partial)
+    except OSError:
+        return  # the next start removes it
+
+
+def unwritten(target: Target, error: object) -> CheckpointError:
+    """Returns the error of a checkpoint that cannot be written."""
+    return CheckpointError(f"cannot write a checkpoint to {target.final}: {error}\n  older checkpoints are intact")
+
+
+def _saved(share: Share, file: str) -> SavedTensor:
+    piece = SavedPiece(file=file, region=share.region)
+    return SavedTensor(shape=share.region.shape, dtype=dtype_code(share.flat.dtype), pieces=(piece,))
+
+
+def _merged(target: Target, plain: PlainState) -> Manifest:
+    """Reads what the ranks have written, and puts it together."""
+    storage = target.storage
+    files: dict[str, SavedFile] = {}
+    tensors: dict[str, SavedTensor] = {}
+    found: dict[str, Any] = {}
+    for rank in range(target.world):
+        name = f"rank-{rank:05d}.json"
+        text = storage.read(target.partial / name)
+        part = json.loads(text)
+        files[name] = SavedFile.of(text)
+        files |= {each: SavedFile(num_bytes=e["bytes"], sha256=e["sha256"]) for each, e in part["files"].items()}
+        for each, entry in part["tensors"].items():
+            _add(tensors, each, parse_tensor(entry))
+        found |= part["found"]
+    _check_complete(target, tensors)
+    return Manifest(
+        step=plain.step,
+        position=plain.position,
+        world=target.world,
+        tensors=dict(sorted(tensors.items())),
+        files=files,
+        values=plain.values,
+        found=dict(sorted(found.items())),
+        about=plain.about,
+    )
+
+
+def _encode_table(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns named values as JSON values."""
+    return {name: encode(value, name) for name, value in values.items()}
+
+
+def _add(tensors: dict[str, SavedTensor], name: str, found: SavedTensor) -> None:
+    known = tensors.get(name)
+    if known is None:
+        tensors[name] = found
+        return
+    if (known.shape, known.dtype) != (found.shape, found.dtype):
+        raise CheckpointError(
+            f"{name} is {known.dtype} {list(known.shape)} on one rank and {found.dtype} {list(found.shape)} on another"
+        )
+    regions = {piece.region for piece in known.pieces}
+    new = tuple(piece for piece in found.pieces if piece.region not in regions)
+    tensors[name] = SavedTensor(shape=known.shape, dtype=known.dtype, pieces=(*known.pieces, *new))
+
+
+def _check_complete(target: Target, tensors: Mapping[str, SavedTensor]) -> None:
+    """Raises CheckpointError where the ranks have not written all of a tensor: a bug of who made the shards."""
+    for name, tensor in tensors.items():
+        size, found = math.prod(tensor.shape), sum(piece.region.size for piece in tensor.pieces)
+        if found != size and not name.startswith(COMPRESSION):  # what compression owes may be nothing here and there
+            raise CheckpointError(f"cannot write a checkpoint to {target.final}: {found} of {size} elements of {name}")

@@ -1,0 +1,312 @@
+"""Saving, all ranks together: at once, or in the background while training goes on.
+
+    at once         write | agree | rank 0: commit | agree
+    in background   copy to the host | a thread: write; rank 0's: wait for the others' parts, commit | agree, later
+
+In the background nothing is sent: rank 0's thread looks for the files with which each rank says that it has written.
+The ranks agree when the next save comes, or the end; there an error of any of them is raised on all. What a rank stands
+still for is the copy of what it writes, into memory that is kept for the next time.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
+from paceline.checkpoint.remote import storage_of
+from paceline.checkpoint.state import State
+from paceline.checkpoint.storage import LocalFiles, Storage
+from paceline.checkpoint.write import (
+    PlainState,
+    Share,
+    Target,
+    commit,
+    discard,
+    missing_parts,
+    own_shares,
+    plain_state,
+    write_part,
+)
+from paceline.comm.base import Communicator
+from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.errors import CheckpointError
+
+_LOOK_EVERY_S = 0.02
+_VISIBLE_S = 60.0  # how long a shared file system may take to show what another host has written
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What a save took on this rank: how long training stood still, how long it was under way, and its bytes."""
+
+    step: int
+    stall_s: float
+    total_s: float
+    num_bytes: int
+    is_background: bool
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time. All ranks make the same calls."""
+
+    def __init__(
+        self,
+        folder: Path,
+        comm: Communicator,
+        retention: Retention | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        """Clears what killed saves have left; rank 0 gives this attempt a token that no other has."""
+        self.folder = folder
+        self._comm = comm
+        self._retention = retention or Retention()
+        self._storage = storage or storage_of(folder)
+        if comm.rank == 0:
+            clear_leftovers(folder, storage=self._storage)
+        self._token: str = broadcast_object(comm, secrets.token_hex(4))
+        self._stage = torch.empty(0, dtype=torch.uint8)
+        self._pending: _Background | None = None
+        self._reports: list[SaveReport] = []
+
+    def save(self, state: State, *, in_background: bool = False) -> Path:
+        """Saves a state; returns where it is, or will be. Waits for the save before.
+
+        Raises CheckpointError on all ranks where one cannot write, now or in the save before; older ones are intact.
+        """
+        self.finish()
+        start = time.perf_counter()
+        target = Target(
+            folder=self.folder,
+            step=state.step,
+            rank=self._comm.rank,
+            world=self._comm.size,
+            token=self._token,
+            storage=self._storage,
+        )
+        if in_background:
+            self._start(target, state, start)
+            return target.final
+        problem, num_bytes, plain = "", 0, None
+        try:
+            plain = plain_state(state)
+            num_bytes = write_part(target, own_shares(state.shards), plain)
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            problem = _describe(error)
+        self._agree(target, problem)
+        if self._comm.rank == 0:
+            assert plain is not None
+            problem = _complete(target, plain, self._retention, threading.Event())
+        self._hear(problem)
+        seconds = time.perf_counter() - start
+        self._reports.append(
+            SaveReport(step=state.step, stall_s=seconds, total_s=seconds, num_bytes=num_bytes, is_background=False)
+        )
+        return target.final
+
+    def finish(self) -> None:
+        """Waits for what is being written. Raises CheckpointError, on all ranks, if one of them could not."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.written.wait()
+        try:
+            self._agree(pending.target, pending.problem)
+        except CheckpointError:
+            pending.is_abandoned.set()
+            pending.thread.join()
+            discard(pending.target)
+            raise
+        pending.is_agreed.set()
+        pending.thread.join()
+        self._hear(pending.commit_problem)
+        self._reports += pending.take_report()
+
+    def reports(self) -> list[SaveReport]:
+        """Returns what has come to an end since it was last asked. Sends nothing."""
+        if self._pending is not None and not self._pending.thread.is_alive() and not self._pending.has_failed:
+            self._reports += self._pending.take_report()
+        found, self._reports = self._reports, []
+        return found
+
+    def _start(self, target: Target, state: State, start: float) -> None:
+        """Copies what this rank writes, and leaves the rest to a thread."""
+        problem, plain, shares = "", None, []
+        try:
+            plain = plain_state(state)
+            shares = self._staged(own_shares(state.shards))
+        except Exception as error:
+            problem = _describe(error)
+        self._pending = _Background(target, shares, plain, self._retention, problem, start)
+
+    def _staged(self, shares: list[Share]) -> list[Share]:
+        """Copies shares to the host, into one buffer that is kept."""
+        offsets, length = [], 0
+        for share in shares:
+            offsets.append(length)
+            size = share.flat.numel() * share.flat.element_size()
+            length += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+        if self._stage.numel() < length:
+            is_pinned = any(share.flat.device.type == "cuda" for share in shares)
+            self._stage = torch.empty(0, dtype=torch.uint8)  # the old one is free before the new one is there
+            self._stage = torch.empty(length, dtype=torch.uint8, pin_memory=is_pinned)
+        staged = []
+        for share, offset in zip(shares, offsets, strict=True):
+            size = share.flat.numel() * share.flat.element_size()
+            place = self._stage[offset : offset + size].view(share.flat.dtype)
+            place.copy_(share.flat, non_blocking=True)
+            staged.append(Share(name=share.name, region=share.region, flat=place))
+        if any(share.flat.device.type == "cuda" for share in shares):
+            torch.cuda.synchronize()  # sync point: the next step may change what is being copied
+        return staged
+
+    def _agree(self, target: Target, problem: str) -> None:
+        """Raises CheckpointError on all ranks if one has a problem; a small exchange."""
+        problems = gather_objects(self._comm, problem)
+        told = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
+        if told:
+            if self._comm.rank == 0:
+                discard(target)
+            raise CheckpointError(told[0])
+
+    def _hear(self, problem: str) -> None:
+        """Raises CheckpointError on all ranks if rank 0 has a problem."""
+        heard = broadcast_object(self._comm, problem)
+        if heard:
+            raise CheckpointError(heard)
+
+
+def copy_checkpoint(path: Path, name: str) -> Path:
+    """Copies a checkpoint to the folder ``name`` beside it, which retention leaves alone; replaces an older copy.
+
+    The copy is made under a temporary name, so a kill while it is made leaves the older one. A kill between the two
+    renames leaves the older one under the name ``.<name>.old``. Files are shared with the original where they can be.
+    """
+    final, partial, old = path.parent / name, path.parent / f".{name}.new", path.parent / f".{name}.old"
+    files = LocalFiles()
+    try:
+        files.remove(partial)
+        shutil.copytree(path, partial, copy_function=_link)
+        files.remove(old)
+        if final.exists():
+            files.rename(final, old)
+        files.rename(partial, final)
+        files.remove(old)
+    except OSError as error:  # shutil.Error is one
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"cannot copy {path} to {final}: {error}\n  {path} itself is complete") from error
+    return final
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+    return target
+
+
+class _Background:
+    """A save under way: its thread, and what came of it."""
+
+    def __init__(
+        self,
+        target: Target,
+        shares: list[Share],
+        plain: PlainState | None,
+        retention: Retention,
+        problem: str,
+        start: float,
+    ) -> None:
+        self.target = target
+        self.problem = problem
+        self.commit_problem = ""
+        self.written = threading.Event()
+        self.is_agreed = threading.Event()
+        self.is_abandoned = threading.Event()
+        self._shares, self._plain, self._retention = shares, plain, retention
+        self._start, self._num_bytes, self._end = start, 0, start
+        self._stall_s = time.perf_counter() - start
+        self._is_taken = False
+        self.thread = threading.Thread(target=self._run, name=f"save {target.step}", daemon=True)
+        self.thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known here that it did not work."""
+        return bool(self.problem or self.commit_problem)
+
+    def take_report(self) -> list[SaveReport]:
+        """Returns what it took, once."""
+        if self._is_taken:
+            return []
+        self._is_taken = True
+        total = self._end - self._start
+        report = SaveReport(
+            step=self.target.step,
+            stall_s=self._stall_s,
+            total_s=total,
+            num_bytes=self._num_bytes,
+            is_background=True,
+        )
+        return [report]
+
+    def _run(self) -> None:
+        try:
+            if not self.problem:
+                assert self._plain is not None
+                self._num_bytes = write_part(self.target, self._shares, self._plain)
+        except Exception as error:  # told to all ranks when they next agree
+            self.problem = _describe(error)
+        self._shares = []
+        self.written.set()
+        if self.target.rank == 0 and not self.problem:
+            assert self._plain is not None
+            self.commit_problem = _complete(
+                self.target, self._plain, self._retention, self.is_abandoned, self.is_agreed
+            )
+        self._end = time.perf_counter()
+
+
+def _complete(
+    target: Target,
+    plain: PlainState,
+    retention: Retention,
+    is_abandoned: threading.Event,
+    is_agreed: threading.Event | None = None,
+) -> str:
+    """Waits for the parts of all ranks, commits, and removes what is not kept; returns what went wrong.
+
+    Once the ranks have agreed that all is written, it must be there soon.
+    """
+    try:
+        deadline: float | None = None
+        while missing := missing_parts(target):
+            if deadline is None and (is_agreed is None or is_agreed.is_set()):
+                deadline = time.monotonic() + _VISIBLE_S
+            if is_abandoned.wait(_LOOK_EVERY_S):
+                return ""
+            if deadline is not None and time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank {missing[0]} has written its part of {target.final}, and rank 0 does not see it\n"
+                    "  all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
+                )
+        commit(target, plain)
+        apply_retention(target.folder, target.step, retention, target.storage)
+    except Exception as error:  # told to all ranks
+        if not target.storage.names(target.final):
+            discard(target)
+        return _describe(error)
+    return ""
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

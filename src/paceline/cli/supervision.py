@@ -1,0 +1,107 @@
+"""What ``paceline train`` hands to the supervision of its ranks: where to start from, what to say, how to shrink."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from paceline.config import Config
+    from paceline.launch.supervise import RestartNote, StartingPoint, Surroundings
+    from paceline.train.recovery import RestartPolicy
+
+# What a rank needs, loaded once before ranks are forked.
+RANK_MODULES = (
+    "paceline.cli.worker",
+    "paceline.train.assemble",
+    "paceline.train.go_back",
+    "paceline.train.hooks",
+    "paceline.checkpoint",
+    "paceline.comm.torch_dist",
+    "paceline.launch.watch",
+    "torch.utils.tensorboard",
+)
+_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID")
+
+
+def is_scheduled() -> bool:
+    """Says whether something may have started this command before, with the same arguments."""
+    return any(name in os.environ for name in _SCHEDULERS)
+
+
+def restart_policy(config: Config) -> RestartPolicy:
+    """Returns what a config says about starting again."""
+    from paceline.train.recovery import RestartPolicy
+
+    return RestartPolicy(**{each.name: getattr(config.recovery, each.name) for each in fields(RestartPolicy)})
+
+
+def rank_command(folder: Path, checkpoint: Path | str | None, restart: RestartNote | None) -> list[str]:
+    """Returns what each rank runs: a module and its arguments."""
+    command = ["paceline.cli.worker", str(folder), "--launcher", str(os.getpid())]
+    if checkpoint is not None:
+        command += ["--resume", str(checkpoint)]
+    if restart is not None:
+        command += ["--restart", json.dumps(asdict(restart))]
+    return command
+
+
+def surroundings(folder: Path, first: Path | None) -> Surroundings:
+    """Returns what supervision needs to know of the run in ``folder``, whose first attempt began at ``first``."""
+    from paceline.launch.supervise import Surroundings
+
+    return Surroundings(find=lambda: _starting_point(folder, first), say=_say, halve=lambda: halve_microbatch(folder))
+
+
+def halve_microbatch(folder: Path) -> bool:
+    """Halves the microbatch of the config in a run's folder, for the next attempt; says whether it could.
+
+    The global batch stays: it comes in more microbatches, and the run computes the same.
+    """
+    from paceline.config import check_ranks, dump_yaml, load_config
+    from paceline.launch.folder import change_config, config_of
+
+    config = load_config(config_of(folder))
+    try:
+        used = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["batch"]["microbatch"]
+    except (OSError, ValueError, KeyError):
+        used = config.train.microbatch
+    ranks = config.parallel.ranks
+    if not isinstance(used, int) or used < 2 or not isinstance(ranks, int):
+        return False
+    train = config.train.model_copy(update={"microbatch": used // 2, "accumulate": None})
+    smaller = config.model_copy(update={"train": train})
+    try:
+        if check_ranks(smaller, ranks):
+            return False
+    except ConfigError:
+        return False
+    change_config(folder, dump_yaml(smaller))
+    return True
+
+
+def _starting_point(folder: Path, first: Path | None) -> StartingPoint:
+    from paceline.checkpoint import find_checkpoint
+    from paceline.launch.supervise import StartingPoint
+
+    try:
+        path = find_checkpoint("auto", folder).resolve()
+    except CheckpointError:
+        path = None
+    if path is None:
+        path = first
+    if path is None:
+        return StartingPoint(checkpoint=None, step=0)
+    number = path.name.rpartition("-")[2]
+    return StartingPoint(checkpoint=path, step=int(number) if number.isdecimal() else 0)
+
+
+def _say(text: str) -> None:
+    typer.echo(f"paceline: {text}", err=True)

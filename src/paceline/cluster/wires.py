@@ -1,0 +1,132 @@
+"""What an operation between ranks costs on a cluster's wires.
+
+    GPUs                    NCCL's own cost model (cluster/nccl.py)
+    hosts, no cluster       the least of ring, tree and halving (cluster/costs.py): alpha + beta B a message
+    a measured host         the all-reduces that were timed there; a gather or a scatter takes half
+
+Ranks fill a node before the next one. A broadcast of B bytes takes what an all-gather of B does: every rank receives
+them once. A barrier is an all-reduce of one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
+
+from paceline.cluster.costs import (
+    Link,
+    Links,
+    Placement,
+    all_reduce_seconds,
+    broadcast_seconds,
+    fastest_all_reduce,
+    fastest_broadcast,
+    fastest_scatter,
+    scatter_seconds,
+)
+from paceline.cluster.devices import Cluster
+from paceline.cluster.nccl import Collective, Group, collective_seconds
+from paceline.cluster.tables import seconds_between
+from paceline.errors import UsageError
+
+WireCost: TypeAlias = Callable[[str, int, tuple[int, ...]], float]  # of a kind, bytes and the ranks of a group
+
+_BARRIER_BYTES = 4
+_NCCL_KINDS: dict[str, Collective] = {
+    "all_reduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+    "broadcast": "all_gather",
+    "barrier": "all_reduce",
+    "all_to_all": "all_to_all",
+    "send": "send",
+    "recv": "send",
+}
+
+
+def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None) -> WireCost:
+    """Returns what operations cost on ``cluster``, or between processes of hosts where there is none.
+
+    Without a cluster ``node_ranks`` share a host; None: all do. Raises UsageError if the cluster has fewer devices
+    than there are ranks.
+    """
+    if cluster is None:
+        return _HostCost(links=Links(), node_ranks=node_ranks or ranks)
+    if cluster.devices < ranks:
+        raise UsageError(
+            f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n"
+            "  every rank has a device of its own\n"
+            f"  give fewer ranks, or more of them: {-(-ranks // cluster.node.devices)}x {cluster.node.name}"
+        )
+    if cluster.device.is_cpu:
+        formula = _HostCost(links=_links(cluster), node_ranks=cluster.node.devices)
+        measured = cluster.node.inside.all_reduce
+        return _MeasuredCost(formula=formula, points=measured) if measured and cluster.nodes == 1 else formula
+    return _DeviceCost(cluster=cluster)
+
+
+def _links(cluster: Cluster) -> Links:
+    inside, across = cluster.node.inside, cluster.between
+    near = Link(alpha_s=inside.latency_s, bandwidth=inside.bandwidth * inside.efficiency)
+    if across is None:
+        return Links(inside=near)
+    return Links(inside=near, across=Link(alpha_s=across.latency_s, bandwidth=across.bandwidth * across.efficiency))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceCost:
+    """Costs of NCCL."""
+
+    cluster: Cluster
+
+    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+        hosts = len({rank // self.cluster.node.devices for rank in ranks})
+        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
+        return collective_seconds(_NCCL_KINDS[kind], float(size), Group(len(ranks), hosts), self.cluster)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostCost:
+    """Costs of processes that talk through a host's memory or a network."""
+
+    links: Links
+    node_ranks: int
+
+    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+        by_host: dict[int, int] = {}
+        for rank in ranks:
+            by_host[rank // self.node_ranks] = by_host.get(rank // self.node_ranks, 0) + 1
+        # Hosts of the formulas are equal: where a group's are not, as if all had what the fullest has.
+        where = Placement(ranks=len(by_host) * max(by_host.values()), hosts=len(by_host))
+        return _host_seconds(kind, num_bytes, where, self.links)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeasuredCost:
+    """Costs on a host whose all-reduces were timed: by the nearest number of ranks, and the bytes that each sends."""
+
+    formula: _HostCost
+    points: Mapping[int, Sequence[tuple[int, float]]]
+
+    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+        if kind in ("send", "recv") or len(ranks) < 2:
+            return self.formula(kind, num_bytes, ranks)
+        known = min(self.points, key=lambda count: (abs(count - len(ranks)), count))
+        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
+        seconds = seconds_between(self.points[known], size)
+        seconds *= (1 - 1 / len(ranks)) / (1 - 1 / known)
+        return seconds if kind in ("all_reduce", "barrier") else seconds / 2
+
+
+@cache
+def _host_seconds(kind: str, num_bytes: int, where: Placement, links: Links) -> float:
+    if kind in ("send", "recv"):
+        return (links.inside if where.hosts == 1 else links.across).seconds(num_bytes)
+    if kind in ("all_reduce", "barrier"):
+        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
+        return all_reduce_seconds(fastest_all_reduce(size, where, links), size, where, links)
+    if kind == "broadcast":
+        return broadcast_seconds(fastest_broadcast(num_bytes, where, links), num_bytes, where, links)
+    return scatter_seconds(fastest_scatter(num_bytes, where, links), num_bytes, where, links)

@@ -1,0 +1,93 @@
+"""From where an operation was called: the first line outside communication and torch, ours or the user's.
+
+Walking frames costs some 50 ns each, so that the walk ends there. Where it ends in an engine, the user's line above it
+is looked for once, and told as the one from which this place was first reached.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+
+_PACKAGE = Path(__file__).parents[1]
+_OUR_COMM = f"{_PACKAGE / 'comm'}{os.sep}"
+_OURS = f"{_PACKAGE}{os.sep}"
+_FOUND = importlib.util.find_spec("torch")  # found, not imported: that takes seconds
+_TORCH = f"{Path(_FOUND.origin).parent}{os.sep}" if _FOUND is not None and _FOUND.origin else "<"
+_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_MOST_FRAMES = 12
+
+PLUMBING, ENGINE, USER = range(3)
+
+
+def kind_of_file(filename: str) -> int:
+    """Says whose a file is: the user's, ours, or plumbing whose lines say nothing about what a rank does."""
+    if filename.startswith((_OUR_COMM, _TORCH, "<")):
+        return PLUMBING
+    if filename.startswith(_OURS):
+        return ENGINE
+    is_library = filename.startswith(_STANDARD_LIBRARY) and f"{os.sep}site-packages{os.sep}" not in filename
+    return PLUMBING if is_library else USER
+
+
+def short_name(filename: str) -> str:
+    """Returns a path as it is told: ours below the package, others in full."""
+    return f"paceline/{filename.removeprefix(_OURS)}" if filename.startswith(_OURS) else filename
+
+
+class CallSites:
+    """Numbers call sites; ``add`` is told each new one once, with its number."""
+
+    def __init__(self, add: Callable[[int, str], object]) -> None:
+        self._add = add
+        # By identity, as a hash goes over all that is in a code; which is kept, so that no other gets its number.
+        self._kinds: dict[int, int] = {}
+        self._codes: list[CodeType] = []
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def number(self, frame: FrameType) -> int:
+        """Returns the number of what called: 0 where it is not known."""
+        kinds, numbers = self._kinds, self._numbers
+        for _ in range(_MOST_FRAMES):
+            code = frame.f_code
+            kind = kinds.get(id(code))
+            if kind is None:
+                kind = self._sort(code)
+            if kind:
+                # Not the line, which has to be looked up in a table, but the instruction.
+                return numbers.get((id(code), frame.f_lasti)) or self._new(frame, kind)
+            outer = frame.f_back
+            if outer is None:
+                break
+            frame = outer
+        return 0
+
+    def _sort(self, code: CodeType) -> int:
+        self._codes.append(code)
+        kind = self._kinds[id(code)] = kind_of_file(code.co_filename)
+        return kind
+
+    def _new(self, frame: FrameType, kind: int) -> int:
+        told = _describe(frame)
+        user = _user_frame(frame) if kind == ENGINE else None
+        if user is not None:
+            told = f"{_describe(user)} through {told}"
+        number = len(self._numbers) + 1
+        self._add(number, told)
+        self._numbers[id(frame.f_code), frame.f_lasti] = number
+        return number
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame of the user's code, from ``frame`` outwards."""
+    while frame is not None and kind_of_file(frame.f_code.co_filename) != USER:
+        frame = frame.f_back
+    return frame
+
+
+def _describe(frame: FrameType) -> str:
+    return f"{short_name(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,124 @@
+"""Which samples a run has consumed: a running hash over their numbers in order, and what to recompute it from.
+
+    hash(x_1 .. x_n) = sum of mix(x_i) * M^(n - i)   modulo 2^64, in two lanes
+
+So it depends on the samples and their order, and neither on ranks nor on where batches begin. It is taken from what the
+loader handed out; the segments say what it should have been. Cost: an append a step, and 20 us for every 64 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.order import DataOrder, Indices
+
+_MASK = (1 << 64) - 1
+_LANES = ((0x9E3779B97F4A7C15, 0xD1342543DE82EF95), (0xC2B2AE3D27D4EB4F, 0xAF251AF3B0F025B5))  # added, multiplied
+_FOLD_BATCHES = 64
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Samples that were consumed one after another: positions ``first`` to ``last`` of an order."""
+
+    order: DataOrder
+    first: int
+    last: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        order = {name: getattr(self.order, name) for name in DataOrder.__slots__}
+        return {**order, "first": self.first, "last": self.last}
+
+
+class ConsumedIds:
+    """The running hash, kept as the run goes."""
+
+    def __init__(self, order: DataOrder) -> None:
+        self._order = order
+        self._hash = (0, 0)
+        self._count = 0
+        self._segments: list[Segment] = []
+        self._pending: list[Indices] = []
+
+    def note(self, position: int, next_position: int, indices: Indices) -> None:
+        """Takes the samples of a step over all ranks, in order."""
+        last = self._segments[-1] if self._segments else None
+        if last is not None and last.order == self._order and last.last == position:
+            self._segments[-1] = Segment(order=self._order, first=last.first, last=next_position)
+        else:
+            self._segments.append(Segment(order=self._order, first=position, last=next_position))
+        self._pending.append(indices)
+        if len(self._pending) >= _FOLD_BATCHES:
+            self._fold()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns hash, count and segments as plain values."""
+        self._fold()
+        segments = [segment.to_json() for segment in self._segments]
+        return {"hash": _text(self._hash), "count": self._count, "segments": segments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what ``state_dict`` gave."""
+        text = state["hash"]
+        self._hash = (int(text[:16], 16), int(text[16:], 16))
+        self._count = state["count"]
+        self._segments = [_segment(each) for each in state["segments"]]
+        self._pending = []
+
+    def _fold(self) -> None:
+        if self._pending:
+            indices = np.concatenate(self._pending)
+            self._pending = []
+            self._hash = extend_hash(self._hash, indices)
+            self._count += len(indices)
+
+
+def extend_hash(known: tuple[int, int], indices: Indices) -> tuple[int, int]:
+    """Returns the hash of what was consumed and then ``indices``."""
+    for first in range(0, len(indices), _CHUNK):
+        part = indices[first : first + _CHUNK].astype(np.uint64)
+        known = (_extend(known[0], part, *_LANES[0]), _extend(known[1], part, *_LANES[1]))
+    return known
+
+
+def recompute(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns hash and count as the segments of a state say that they are: equal, unless samples were lost or twice."""
+    known, count = (0, 0), 0
+    for segment in map(_segment, state["segments"]):
+        position = segment.first
+        for batch in segment.order.batches(segment.first):
+            if position >= segment.last:
+                break
+            indices = batch.indices[: segment.last - batch.position]
+            known, count = extend_hash(known, indices), count + len(indices)
+            position = batch.next_position
+    return {"hash": _text(known), "count": count}
+
+
+def _extend(known: int, values: NDArray[np.uint64], added: int, factor: int) -> int:
+    mixed = values + np.uint64(added)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    powers = np.full(len(values), factor, dtype=np.uint64)
+    powers[0] = 1
+    powers = np.cumprod(powers, dtype=np.uint64)
+    total = int((mixed * powers[::-1]).sum(dtype=np.uint64))
+    return (known * pow(factor, len(values), 1 << 64) + total) & _MASK
+
+
+def _segment(entry: Mapping[str, Any]) -> Segment:
+    values = dict(entry)
+    first, last = values.pop("first"), values.pop("last")
+    return Segment(order=DataOrder(**values), first=first, last=last)
+
+
+def _text(known: tuple[int, int]) -> str:
+    return f"{known[0]:016x}{known[1]:016x}"

@@ -1,0 +1,125 @@
+"""What a run is expected to take, by a dry run: any model and engine, kernel by kernel, on the present machine.
+
+    python -m paceline.dryrun.expected CONFIG [--threads N] [--entry FILE]       prints what prediction.json holds
+
+It runs in a process of its own, below the priority of the ranks, while these start: a run is neither delayed nor ended
+by it. What it cannot say (a model that cannot be traced, offload, compression) is left to the formulas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.cluster.detect import Machine, detect_machine
+from paceline.config import Config, load_config
+from paceline.errors import PacelineError
+from paceline.planner.expect import present_cluster, unpriced
+from paceline.planner.expectation import Expectation
+
+_NICENESS = 10
+# What a replay of measured kernels was off by at most on the machines that it was tried on: see docs/prediction.md.
+_BAND = 0.15
+
+
+def expect_by_dry_run(
+    config: Config, machine: Machine, *, threads: int | None = None, entry: Path | None = None
+) -> Expectation:
+    """Records and replays a step of a config whose device and ranks are settled; a reason where that cannot be."""
+    from paceline.dryrun.record import record_stages
+    from paceline.planner.replay import replay
+
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    reason = unpriced(config, 1)
+    if reason:
+        return Expectation(ranks=ranks, reason=reason)
+    try:
+        cluster, assumed = present_cluster(config, machine, ranks, threads, entry)
+        if not cluster.device.memory_rates:
+            return Expectation(ranks=ranks, reason=f"{cluster.device.name} has no measured kernels")
+        found = replay(record_stages(config, ranks=ranks), cluster)
+    except PacelineError as error:
+        return Expectation(ranks=ranks, reason=str(error))
+    return Expectation(
+        ranks=ranks,
+        cluster=cluster.name,
+        plan=f"{config.parallel.strategy} over {ranks}, kernel by kernel",
+        step_s=found.seconds,
+        step_s_low=found.seconds * (1 - _BAND),
+        step_s_high=found.seconds * (1 + _BAND),
+        memory_bytes=float(found.total_memory),
+        fitted=True,
+        assumed=assumed,
+    )
+
+
+class Background:
+    """A dry run beside a run. ``result`` is asked for when the run is done."""
+
+    def __init__(self, config_file: Path, *, threads: int | None = None, entry: Path | None = None) -> None:
+        command = [sys.executable, "-m", __name__, str(config_file)]
+        command += [] if threads is None else ["--threads", str(threads)]
+        command += [] if entry is None else ["--entry", str(entry)]
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError:  # no process to be had: the formulas have said something
+            return
+
+    def result(self, timeout_s: float = 20.0) -> Expectation | None:
+        """Returns what came out, if it has figures; waits so long at most."""
+        if self._process is None:
+            return None
+        try:
+            text, _ = self._process.communicate(timeout=timeout_s)
+            found = Expectation.of_text(text.decode())
+        except (subprocess.TimeoutExpired, ValueError, OSError):
+            return None
+        finally:
+            self.stop()
+        return found if found.step_s is not None else None
+
+    def stop(self) -> None:
+        """Ends it, whether it is done or not. Safe to call twice."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+            self._process = None
+
+
+def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectation | None:
+    """Returns the dry run's figures where there are any; memory stays the estimate's, which counts what records do."""
+    if dry is None:
+        return formula
+    return replace(dry, memory_bytes=formula.memory_bytes if formula is not None else None)
+
+
+def main() -> None:
+    """Predicts the run of a file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--entry", type=Path)
+    arguments = parser.parse_args()
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
+    import torch
+
+    torch.set_num_threads(1)
+    config = load_config(arguments.config, [])
+    machine = detect_machine(with_gpus=config.parallel.device == "cuda")
+    found = expect_by_dry_run(config, machine, threads=arguments.threads, entry=arguments.entry)
+    sys.stdout.write(found.to_text())
+
+
+if __name__ == "__main__":
+    main()

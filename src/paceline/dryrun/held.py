@@ -1,0 +1,143 @@
+"""Memory of a rank that computes nothing: which storages are alive, of what size, and what they are for.
+
+A storage is noted when an operator first returns a tensor in it, and gone when nothing holds it any more; those whose
+memory comes and goes (the full parameters of sharded units) are looked at again and again. What a storage was for is
+known when the step is over:
+
+    given      parameters, optimizer states, gradients, buffers: by those who own them
+    others     activations, if they were made in forward (or while it is computed again) and lived on into backward;
+               else temporary
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.planner.program import Drop, Hold
+
+
+@dataclass(slots=True)
+class _Storage:
+    number: int
+    size: int
+    begin: int
+    category: str = ""
+    end: int | None = None
+
+
+class HeldMemory:
+    """Follows storages. Times are places in a list of events that somebody else keeps."""
+
+    def __init__(self) -> None:
+        self.place = 0  # where the list of events stands
+        self._alive: dict[int, _Storage] = {}  # by the address of the storage
+        self._elastic: dict[int, tuple[torch.UntypedStorage, str]] = {}
+        self._ended: list[_Storage] = []
+        self._categories: dict[int, str] = {}  # by number
+        self._next = 0
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes the storages of results."""
+        for tensor in tensors:
+            if tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._add(storage)
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Returns the number of a tensor's storage; those that were not noted yet are now."""
+        storage = tensor.untyped_storage()
+        found = self._alive.get(storage._cdata)
+        return (found or self._add(storage)).number
+
+    def follow(self, tensor: torch.Tensor, category: str) -> None:
+        """Looks at the size of a storage from now on, which comes and goes."""
+        storage = tensor.untyped_storage()
+        self.number(tensor)
+        self._elastic[storage._cdata] = (storage, category)
+        self.claim([tensor], category)
+
+    def claim(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Says what tensors are for, now and until they are gone; who says it first is right."""
+        for tensor in tensors:
+            if tensor.is_meta:
+                self._categories.setdefault(self.number(tensor), category)
+
+    def look(self) -> None:
+        """Notes which of the followed storages have other sizes than before."""
+        for address, (storage, category) in self._elastic.items():
+            known = self._alive[address]
+            size = storage.nbytes()
+            if size != known.size:
+                self._end(known)
+                self._alive[address] = fresh = self._fresh(size)
+                self._categories[fresh.number] = category
+
+    def start(self) -> None:
+        """Begins a step: what is there stays, unless it goes during the step; what has gone is forgotten."""
+        self._ended = []
+        self.place = 0
+        for storage in self._alive.values():
+            storage.begin = -1
+
+    def events(self, phases: Sequence[str], again: set[int]) -> tuple[dict[int, list[Hold | Drop]], dict[str, int]]:
+        """Returns what was taken and given back before each place, and bytes of what was there all the time.
+
+        ``phases`` are those of the places; ``again`` the places where forward is computed once more.
+        """
+        found: dict[int, list[Hold | Drop]] = {}
+        resident: dict[str, int] = {}
+        backward = _next_backward(phases)
+        for storage in sorted([*self._ended, *self._alive.values()], key=lambda each: each.number):
+            category = self._categories.get(storage.number) or _purpose(storage, phases, again, backward)
+            if storage.begin < 0 and storage.end is None:
+                resident[category] = resident.get(category, 0) + storage.size
+            elif storage.size:
+                place = max(storage.begin, 0)
+                found.setdefault(place, []).append(Hold(storage.number, storage.size, category))
+                if storage.end is not None:
+                    found.setdefault(storage.end, []).append(Drop(storage.number))
+        return found, resident
+
+    def _add(self, storage: torch.UntypedStorage) -> _Storage:
+        made = self._fresh(storage.nbytes())
+        self._alive[storage._cdata] = made
+        weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+        return made
+
+    def _fresh(self, size: int) -> _Storage:
+        self._next += 1
+        return _Storage(number=self._next, size=size, begin=self.place)
+
+    def _gone(self, address: int) -> None:
+        storage = self._alive.pop(address, None)
+        if storage is not None:
+            self._end(storage)
+
+    def _end(self, storage: _Storage) -> None:
+        storage.end = self.place
+        self._ended.append(storage)
+
+
+def _purpose(storage: _Storage, phases: Sequence[str], again: set[int], backward: Sequence[int]) -> str:
+    """Says what nobody has claimed: see the top of this file."""
+    if storage.begin < 0 or storage.begin >= len(phases):
+        return "temporary"
+    if storage.begin in again:
+        return "activations"
+    end = len(phases) if storage.end is None else storage.end
+    return "activations" if phases[storage.begin] == "forward" and backward[storage.begin] < end else "temporary"
+
+
+def _next_backward(phases: Sequence[str]) -> list[int]:
+    """Returns for each place the next one in a backward; past the end where there is none."""
+    found, following = [0] * len(phases), len(phases) + 1
+    for place in reversed(range(len(phases))):
+        if phases[place] == "backward":
+            following = place
+        found[place] = following
+    return found

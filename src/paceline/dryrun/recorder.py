@@ -1,0 +1,213 @@
+"""Writes down what a rank does: every kernel, every operation of its communicator, all memory that it takes.
+
+A block's kernels are known by where they come from: in forward by the module that is being called, in backward by the
+node of the graph, whose number lies between those at the beginning and the end of the block's forward.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.cluster.operations import Operation
+from paceline.comm.dry import DryOperation
+from paceline.dryrun.held import HeldMemory
+from paceline.dryrun.operators import Operators, tensors_of
+from paceline.dryrun.shapes import KnownShapes
+from paceline.errors import UsageError
+from paceline.planner.program import Event, Issue, Run, Wait
+
+_ROOMS = tuple(f"{Path(__file__).parent.parent / room}" for room in ("parallel", "train", "comm"))
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what is run inside; ``start`` forgets what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = HeldMemory()
+        self._operators = Operators(self._number)
+        self._shapes = KnownShapes()
+        self._places: dict[tuple[int, int], int] = {}
+        self._events: list[Run | Issue | Wait] = []
+        self._phases: list[str] = []
+        self._again: set[int] = set()
+        self._block = ""
+        self._starts: list[int] = []  # numbers of graph nodes at which the owner changes
+        self._owners: list[str] = []
+        self._is_backward = False
+
+    # What happens.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator on tensors without values, and notes the kernel that a device would run."""
+        del types
+        kwargs = kwargs or {}
+        value = self._read(func, args, kwargs)
+        if value is not None:
+            return value
+        result = self._call(func, args, kwargs)
+        made = list(tensors_of(result))
+        if any(tensor.is_meta for tensor in made) or any(tensor.is_meta for tensor in tensors_of(args)):
+            self.memory.look()
+            for kernel in self._operators.kernels(func, args, kwargs, result):
+                self._note(kernel)
+            self.memory.note(made)
+        return result
+
+    def attention(self, tensors: list[torch.Tensor], *, is_causal: bool, is_back: bool) -> None:
+        """Notes an attention kernel."""
+        self._note(
+            self._operators.attention(tensors[0], tensors[1], is_causal=is_causal, tensors=tensors, is_back=is_back)
+        )
+
+    def issue(self, operation: DryOperation) -> None:
+        """Notes an operation of the communicator."""
+        self._add(
+            Issue(
+                number=operation.number,
+                kind=operation.kind,
+                num_bytes=operation.num_bytes,
+                ranks=operation.ranks,
+                lane=operation.lane,
+                tag=operation.tag,
+            )
+        )
+
+    def wait(self, number: int) -> None:
+        """Notes a wait."""
+        self._add(Wait(number))
+
+    def lap(self, phase: str) -> None:
+        """Ends a phase: what was noted since the last one belongs to it."""
+        self._phases += [phase] * (len(self._events) - len(self._phases))
+
+    # What surrounds it.
+
+    def watch(self, blocks: Sequence[nn.Module]) -> None:
+        """Notes when blocks begin and end."""
+        for index, block in enumerate(blocks):
+            label = f"block {index}"
+            block.register_forward_pre_hook(lambda _module, _args, label=label: self._enter(label))
+            block.register_forward_hook(lambda _module, _args, _output: self._enter(""))
+
+    def start(self) -> None:
+        """Begins a step."""
+        self._events, self._phases, self._again = [], [], set()
+        self._starts, self._owners = [], []
+        self.memory.start()
+
+    def finish(self) -> tuple[tuple[Event, ...], dict[str, int]]:
+        """Ends a step: returns its events, and bytes by category that were there all the time."""
+        self.memory.look()
+        self.lap("optimizer")
+        changes, resident = self.memory.events(self._phases, self._again)
+        events: list[Event] = []
+        for place, (event, phase) in enumerate(zip(self._events, self._phases, strict=True)):
+            events += changes.get(place, ())
+            if isinstance(event, Run):
+                events.append(Run(replace(event.operation, phase=phase), event.block))
+            else:
+                events.append(replace(event, phase=phase))
+        events += changes.get(len(self._events), ())
+        return tuple(events), resident
+
+    def _enter(self, label: str) -> None:
+        self._block = label
+        if torch._C._current_graph_task_id() == -1:
+            self._starts.append(torch._C._autograd._get_sequence_nr())
+            self._owners.append(label)
+
+    def _owner(self) -> str:
+        """Returns the block that the present kernel belongs to."""
+        if torch._C._current_graph_task_id() == -1:
+            return self._block
+        node = torch._C._current_autograd_node()
+        if node is None or torch.is_grad_enabled():  # a hook of the engine; or a block that is computed again
+            return self._block if torch.is_grad_enabled() else ""
+        place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._owners[place] if 0 <= place < len(self._owners) else ""
+
+    def _note(self, kernel: Operation) -> None:
+        if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+            self._again.add(len(self._events))
+        self._add(Run(kernel, self._owner()))
+
+    def _add(self, event: Run | Issue | Wait) -> None:
+        self.memory.look()
+        self._events.append(event)
+        self.memory.place = len(self._events)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """Returns a number for what a tensor lies in: parts of one buffer are different things."""
+        key = (self.memory.number(tensor), int(tensor.storage_offset()))
+        return self._places.setdefault(key, len(self._places))
+
+    # What has no answer.
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = func._overloadpacket.__name__
+        if name.startswith("_fused_") and name.endswith("_"):  # optimizers of CUDA: torch has none on meta
+            return None
+        try:
+            return self._shapes.call(func, args, kwargs)
+        except NotImplementedError as error:
+            raise UsageError(_explain(f"torch cannot run {func} without values: {_first_line(error)}")) from error
+
+    def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Answers who asks for a value: an engine gets 0; a model is refused."""
+        name = func._overloadpacket.__name__
+        if name == "_local_scalar_dense":
+            is_read = args[0].is_meta
+        else:
+            device = kwargs.get("device") if name == "_to_copy" else None
+            is_read = device is not None and args[0].is_meta and torch.device(device).type != "meta"
+        if not is_read:
+            return None
+        if not _asked_by_engine():
+            raise UsageError(_explain(f"it reads a value of a tensor ({func})"))
+        tensor: torch.Tensor = args[0]
+        if name == "_to_copy":
+            return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype, device="cpu")
+        return 0.0 if tensor.is_floating_point() else 0
+
+
+def _asked_by_engine() -> bool:
+    """Says whether the code that asks is an engine: flags of what this rank did not use, nor did any that is alike."""
+    return _asker()[0].startswith(_ROOMS)
+
+
+def _asker() -> tuple[str, str]:
+    """Returns the file that asks, and what to call the place."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OURS, _TORCH, "<")):
+            return file, f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "", "code that cannot be told"
+
+
+def _explain(what: str) -> str:
+    return (
+        f"the model cannot be traced: {what}, at {_asker()[1]}\n"
+        "  a dry run has shapes and no values: .item(), .tolist(), if tensor.sum() > 0, tensor[mask] and operators\n"
+        "  without a meta kernel have no answer there\n"
+        "  compute with masks (torch.where) in the place of branches, or register a meta kernel (torch.library);\n"
+        "  paceline simulate runs such a model with values, on virtual ranks"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

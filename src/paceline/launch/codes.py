@@ -1,0 +1,34 @@
+"""The exit codes of `paceline train` and of its ranks: what a scheduler is told.
+
+Slurm and Kubernetes decide by the code alone whether a job is started again, so each code means one thing and stays
+what it is. 75 is the `EX_TEMPFAIL` of sysexits.h: nothing is wrong, try again later.
+"""
+
+from typing import Final
+
+DONE: Final = 0
+"""All steps were trained."""
+
+FAILED: Final = 1
+"""A rank failed, and starting again is not allowed or would not help."""
+
+REFUSED: Final = 2
+"""The command line or the config was refused: nothing was started."""
+
+PREEMPTED: Final = 75
+"""A signal asked the run to stop; the state is saved: start the same command again with `--resume auto`."""
+
+HUNG: Final = 76
+"""The ranks stopped making progress; the verdict names the rank and the line."""
+
+NO_PROGRESS: Final = 77
+"""The run was started again as often as it may be, or got no further than before."""
+
+MEANINGS: Final = {
+    DONE: "done",
+    FAILED: "failed",
+    REFUSED: "refused before it started",
+    PREEMPTED: "preempted: saved, start it again",
+    HUNG: "hung",
+    NO_PROGRESS: "gave up: no progress between restarts",
+}

@@ -1,0 +1,61 @@
+"""Ranks from a process that has torch loaded: the launcher's side of ``warm_server.py``.
+
+Loading torch takes seconds, and ranks that do it all at once share the cores. The server does it once, while the
+launcher is still busy with the config, and again never: a restart forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
+
+
+class WarmRanks:
+    """A running server; ``arguments`` makes what the agent has to start for a rank."""
+
+    def __init__(self, address: Path) -> None:
+        self._address = address
+
+    def arguments(self, command: Sequence[str]) -> list[str]:
+        """Returns the arguments of the Python that stands for a rank which runs ``python -m <command>``."""
+        client = Path(__file__).with_name("warm_client.py")
+        return ["-I", "-S", str(client), str(self._address), *command]
+
+
+@contextlib.contextmanager
+def warm_ranks(modules: Sequence[str], *, is_wanted: bool = True) -> Iterator[WarmRanks | None]:
+    """Starts a server that loads ``modules``, and ends it with its ranks; None where processes cannot be forked so.
+
+    macOS forbids what its frameworks do in a forked process.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
+    address = scratch / "ranks"
+    if not is_wanted or sys.platform != "linux" or len(os.fsencode(address)) > _LONGEST_ADDRESS:
+        scratch.rmdir()
+        yield None
+        return
+    server = subprocess.Popen(
+        [sys.executable, "-u", "-m", "paceline.launch.warm_server", str(address), *modules],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in a terminal goes to the launcher alone
+    )
+    try:
+        yield WarmRanks(address)
+    finally:
+        assert server.stdin is not None
+        server.stdin.close()  # which it takes for the launcher's end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(10.0)
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""What the agent starts in the place of a rank: it has the rank forked by the warm server, and ends as the rank ends.
+
+    python -I -S warm_client.py ADDRESS MODULE [ARGUMENT ...]
+
+Only the standard library, and little of it: this process is there in 20 ms. Signals that end it end the rank at once,
+together with what the rank started; the others are handed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from types import FrameType
+
+_LENGTH = struct.Struct("!I")
+_STATUS = struct.Struct("!i")
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> None:
+    """Asks for the rank, waits for its end, and ends likewise."""
+    address, *command = sys.argv[1:]
+    ended_by = 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.connect(address)
+        # pathlib would take longer to load than the rest of this
+        folder = os.getcwd()  # noqa: PTH109
+        request = {"command": command, "folder": folder, "environment": dict(os.environ)}
+        content = json.dumps(request).encode()
+        socket.send_fds(link, [_LENGTH.pack(len(content))], [1, 2])
+        link.sendall(content)
+
+        def end(number: int, _: FrameType | None) -> None:
+            nonlocal ended_by
+            ended_by = number
+            _tell(link, signal.SIGKILL)
+
+        for number in _ENDING:
+            signal.signal(number, end)
+        for number in _HANDED_ON:
+            signal.signal(number, lambda number, _: _tell(link, number))
+        status = _receive_status(link)
+    if status < 0 or ended_by:
+        _end_by(ended_by or -status)
+    os._exit(status)
+
+
+def _tell(link: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the rank is gone
+        link.sendall(bytes([number]))
+
+
+def _receive_status(link: socket.socket) -> int:
+    content = b""
+    while len(content) < _STATUS.size:
+        piece = link.recv(_STATUS.size - len(content))
+        if not piece:
+            return 1  # the server is gone, and its ranks go with it
+        content += piece
+    status: int = _STATUS.unpack(content)[0]
+    return status
+
+
+def _end_by(number: int) -> None:
+    """Ends this process by the signal that ended the rank, without a core file of its own."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    main()

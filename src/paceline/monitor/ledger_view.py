@@ -1,0 +1,121 @@
+"""What a rank's ledger says, as plain values: whoever writes it, a file, a thread or a test, it is judged alike.
+
+An operation is known by its group and its number there: all ranks of a group issue the same operations in the same
+order, so that the n-th of one rank is the n-th of the others. Messages are numbered by sender, receiver and tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
+
+State = Literal["running", "finished", "dead"]
+
+SETUP, DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT = (
+    "setup",
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "evaluation",
+    "checkpoint",
+)
+PHASES = (SETUP, DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupName:
+    """A group of ranks of the world; ``number`` tells groups of the same members apart, in the order they were made."""
+
+    ranks: tuple[int, ...]
+    number: int = 0
+
+    def __str__(self) -> str:
+        again = f" (group {self.number + 1} of these)" if self.number else ""
+        return f"{list(self.ranks)}{again}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What was asked for, as far as all ranks must agree on it. ``peer`` is a rank of the world: root, or other end."""
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    op: str = ""
+    peer: int | None = None
+    tag: int = 0
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it joins two ranks and not the whole group."""
+        return self.kind in ("send", "recv")
+
+    @property
+    def agreed(self) -> tuple[object, ...]:
+        """What must be the same on all ranks: not the shape of an all-to-all, nor how the same elements are shaped."""
+        if self.kind == "all_to_all":
+            return self.kind, self.dtype
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return self.kind, self.dtype, numel if self.dtype else 0, self.op, self.peer
+
+    def __str__(self) -> str:
+        data = f"{self.dtype} {list(self.shape)}" if self.dtype else ""
+        name = {"send": "to rank", "recv": "from rank"}.get(self.kind, "from rank")
+        peer = "" if self.peer is None else f"{name} {self.peer}"
+        tag = f"tag {self.tag}" if self.tag else ""
+        return f"{self.kind}({', '.join(part for part in (self.op, peer, data, tag) if part)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One operation of one rank. ``number`` counts all of the rank's; ``sequence`` those of the group, or of the pair.
+
+    Times are seconds of the ledger's clock; ``done_s`` is None until the rank's wait has returned.
+    """
+
+    number: int
+    group: GroupName
+    sequence: int
+    call: Call
+    site: str = ""
+    phase: str = ""
+    step: int = 0
+    issued_s: float = 0.0
+    done_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerView:
+    """One rank at one moment.
+
+    ``entries`` are its last operations, oldest first; ``issued`` says how many collectives it has issued in each
+    group; ``waiting`` is the number of the entry in which it stands now; ``changed_s`` is when anything last changed
+    here, and ``stands_at`` the line where it is, if somebody asked.
+    """
+
+    rank: int
+    state: State = "running"
+    phase: str = SETUP
+    step: int = 0
+    entries: tuple[Entry, ...] = ()
+    issued: Mapping[GroupName, int] = field(default_factory=dict)
+    waiting: int | None = None
+    changed_s: float = 0.0
+    stands_at: str = ""
+    host: str = ""
+    pid: int = 0
+
+    @property
+    def waits_in(self) -> Entry | None:
+        """The operation that it is in, if any."""
+        if self.waiting is None or self.state != "running":
+            return None
+        return next((entry for entry in reversed(self.entries) if entry.number == self.waiting), None)
+
+    def standing_at(self, line: str) -> Self:
+        """Returns the view with the line where the rank was found."""
+        return replace(self, stands_at=line)

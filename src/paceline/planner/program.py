@@ -1,0 +1,165 @@
+"""What one rank does in one step, as data: kernels, communication and memory in the order in which the host issues it.
+
+A dry run writes it down (dryrun/), ``replay`` prices it for a cluster. It knows no torch and no cluster; the same
+program may be replayed on any.
+
+    Run     a kernel                  Issue   an operation of the communicator starts
+    Hold    memory is taken
+    Wait    what follows needs it     Drop    memory is given back
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias
+
+from paceline.cluster.operations import Operation
+from paceline.errors import UsageError
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A kernel, and the block of the model that it belongs to; no block: the ends, the engine or the optimizer."""
+
+    operation: Operation
+    block: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A collective, or one side of a message, starts. What is on one lane is done in the order of its issue.
+
+    ``ranks`` are those of the world; of a message, its sender and its receiver.
+    """
+
+    number: int
+    kind: str
+    num_bytes: int
+    ranks: tuple[int, ...]
+    lane: str
+    tag: int = 0
+    phase: str = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What is computed from here on needs the result of an operation."""
+
+    number: int
+    phase: str = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Memory is taken."""
+
+    number: int
+    num_bytes: int
+    category: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Memory is given back."""
+
+    number: int
+
+
+Event: TypeAlias = Run | Issue | Wait | Hold | Drop
+_KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One step of one rank.
+
+    ``resident``: bytes by category that are there before the step and after it. ``samples`` are those of the global
+    batch, and ``elements`` what these count as: tokens, or samples. ``model_flops`` are what this rank's part of the
+    model takes by the usual count: three times its forward, attention in full, nothing twice.
+    """
+
+    name: str
+    rank: int
+    ranks: int
+    strategy: str
+    events: tuple[Event, ...]
+    resident: dict[str, int]
+    samples: int
+    elements: float
+    element: str = "samples"
+    model_flops: float = 0.0
+    dtype: str = "fp32"
+    is_compiled: bool = False
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def kernels(self) -> Iterator[Operation]:
+        """Iterates over the kernels."""
+        return (event.operation for event in self.events if isinstance(event, Run))
+
+    def count_operations(self) -> Counter[str]:
+        """Counts what is communicated by kind."""
+        return Counter(event.kind for event in self.events if isinstance(event, Issue))
+
+    def count_bytes(self) -> Counter[str]:
+        """Adds up what is communicated by kind."""
+        found: Counter[str] = Counter()
+        for event in self.events:
+            if isinstance(event, Issue):
+                found[event.kind] += event.num_bytes
+        return found
+
+    def peak_memory(self) -> dict[str, int]:
+        """Returns bytes by category at the moment when they are most together."""
+        now: Counter[str] = Counter(self.resident)
+        total = most = sum(now.values())
+        peak, held = dict(now), dict[int, Hold]()
+        for event in self.events:
+            if isinstance(event, Hold):
+                held[event.number] = event
+                now[event.category] += event.num_bytes
+                total += event.num_bytes
+                if total > most:
+                    most, peak = total, dict(now)
+            elif isinstance(event, Drop) and event.number in held:
+                gone = held.pop(event.number)
+                now[gone.category] -= gone.num_bytes
+                total -= gone.num_bytes
+        return {category: peak.get(category, 0) for category in CATEGORIES}
+
+    def to_text(self) -> str:
+        """Returns the program as JSON: the same program, the same bytes."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "events"}
+        rows = [[type(event).__name__, *asdict(event).values()] for event in self.events]
+        return json.dumps({**values, "events": rows}, separators=(",", ":"), sort_keys=True) + "\n"
+
+    @classmethod
+    def of_text(cls, text: str) -> Program:
+        """Reads what ``to_text`` wrote. Raises UsageError for anything else."""
+        try:
+            values: Any = json.loads(text)
+            events = tuple(_event(row) for row in values.pop("events"))
+            return cls(**values, events=events)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UsageError(f"this is not a program of a dry run: {error}") from error
+
+
+def _event(row: list[Any]) -> Event:
+    kind, *rest = row
+    if kind == "Run":
+        operation, block = rest
+        for name in ("sizes",):
+            operation[name] = tuple(operation[name])
+        for name in ("reads", "writes"):
+            operation[name] = tuple((number, size) for number, size in operation[name])
+        return Run(Operation(**operation), block)
+    if kind == "Issue":
+        rest[3] = tuple(rest[3])
+    event: Event = _KINDS[kind](*rest)
+    return event

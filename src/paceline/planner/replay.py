@@ -1,0 +1,351 @@
+"""Replays programs on a cluster: when every kernel and every collective of a step would run, and what the step takes.
+
+A rank has a host that launches one thing after another, a compute stream, and one stream a lane of communication:
+
+    kernel        starts when the host has launched it and the stream is free; communication beside it slows it
+    collective    starts when all its ranks have issued it, their compute has come so far, and its lane is free
+    wait          holds the compute stream until the collective is done
+    on a CPU      host and device are one: a launch takes time of both, and so does a wait
+
+So overlap, prefetch, bubbles and launch times follow from the order in which an engine issues things. Ranks that are
+alike are replayed once: one rank a stage, and the slowest rank beside them where some are slow. Programs of stages are
+replayed together, their messages matched in order. The same programs give the same times, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.cluster.devices import Cluster
+from paceline.cluster.wires import WireCost, wire_cost
+from paceline.errors import UsageError
+from paceline.estimate.memory import framework_bytes
+from paceline.planner.block import CALL_S
+from paceline.planner.constants import Constants, ConstantSets, constants_for, fitted_constants
+from paceline.planner.kernel_costs import KernelCosts, fuse_blocks, kept_bytes
+from paceline.planner.program import Event, Issue, Program, Run, Wait
+from paceline.planner.replayed import RankTimes, Replay
+from paceline.planner.timeline import Span
+
+
+def replay(
+    programs: Program | Sequence[Program],
+    cluster: Cluster,
+    *,
+    slow: Mapping[int, float] | None = None,
+    constants: Constants | None = None,
+    sets: ConstantSets | None = None,
+    keeps_spans: bool = False,
+) -> Replay:
+    """Returns what a step takes on a cluster: of one rank's program, or of one program for each stage of a pipeline.
+
+    ``slow`` makes ranks compute so many times as long. ``constants`` take the place of the fitted ones.
+    ``keeps_spans`` keeps what every stream does, for a trace. Raises UsageError where the ranks do not fit the cluster,
+    and for programs that wait for one another for ever.
+    """
+    rows = [programs] if isinstance(programs, Program) else list(programs)
+    _check(rows, slow or {})
+    framework = "compiled" if rows[0].is_compiled else "eager"
+    known = fitted_constants() if sets is None else sets
+    fitted, is_fitted = constants_for(known, cluster.device.generation, framework)
+    used = constants or fitted
+    wires = wire_cost(cluster, rows[0].ranks)
+    actors = [
+        _Actor(program, cluster, used, factor, keeps_spans=keeps_spans) for program, factor in _cast(rows, slow or {})
+    ]
+    _Stage(actors, wires, cluster, used).run()
+    times = [actor.times() for actor in actors]
+    return Replay(
+        name=rows[0].name,
+        cluster=cluster.name,
+        device=cluster.device.name,
+        ranks=rows[0].ranks,
+        strategy=rows[0].strategy,
+        times=tuple(times),
+        memory=_memory(rows, cluster),
+        memory_bytes=int(cluster.device.memory_bytes),
+        samples=rows[0].samples,
+        elements=rows[0].elements,
+        element=rows[0].element,
+        model_flops=max(row.model_flops for row in rows),
+        mean_flops=sum(row.model_flops for row in rows) / len(rows),
+        peak_flops=cluster.device.peak(rows[0].dtype),
+        is_fitted=is_fitted or bool(cluster.device.memory_rates),
+        framework=framework,
+        generation=cluster.device.generation,
+        slow=dict(slow or {}),
+    )
+
+
+def _check(rows: Sequence[Program], slow: Mapping[int, float]) -> None:
+    if [row.stage for row in rows] != list(range(rows[0].stages)) and len(rows) > 1:
+        raise UsageError(
+            f"programs of the stages {[row.stage for row in rows]} of {rows[0].stages}\n"
+            "  a pipeline is replayed with one program for each stage, in order\n  record them with record_stages"
+        )
+    if len(rows) == 1 and rows[0].stages > 1:
+        raise UsageError(
+            f"the program of one stage of {rows[0].stages}\n"
+            "  it waits for the others\n  give the programs of all stages: record_stages"
+        )
+    for rank, factor in slow.items():
+        if not 0 <= rank < rows[0].ranks or factor <= 0:
+            raise UsageError(
+                f"rank {rank} is slow by {factor}x, of {rows[0].ranks} ranks\n"
+                f"  ranks are 0 to {rows[0].ranks - 1}, and factors above 0\n  try --slow rank=0:1.5x"
+            )
+
+
+def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Program, float]]:
+    """Returns which programs are replayed, and how slow their ranks are.
+
+    In a pipeline the ranks that matter to a stage are as slow as its slowest: all wait for them at the end.
+    """
+    if len(rows) == 1:
+        worst = max(slow.values(), default=1.0)
+        own = slow.get(rows[0].rank, 1.0)
+        others = [(rows[0], worst)] if worst > own else []
+        return [(rows[0], own), *others]
+    width = rows[0].ranks // rows[0].stages
+    return [
+        (row, max((factor for rank, factor in slow.items() if rank // width == row.stage), default=1.0)) for row in rows
+    ]
+
+
+def _memory(rows: Sequence[Program], cluster: Cluster) -> dict[str, int]:
+    """Returns bytes by category of the rank that needs the most."""
+    peaks = [row.peak_memory() for row in rows]
+    for row, peak in zip(rows, peaks, strict=True):
+        if row.is_compiled:  # what is made again in the backward is not kept
+            less = kept_bytes(row.events) - kept_bytes(fuse_blocks(row.events))
+            peak["activations"] = max(0, peak["activations"] - less)
+    most = max(peaks, key=lambda peak: sum(peak.values()))
+    return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """An operation that several ranks take part in."""
+
+    kind: str
+    num_bytes: int
+    ranks: tuple[int, ...]
+    wanted: int
+    ready: list[float] = field(default_factory=list)
+    start: float = 0.0
+    end: float | None = None
+
+
+class _Actor:
+    """One rank: its streams, and how far it has come."""
+
+    def __init__(
+        self, program: Program, cluster: Cluster, constants: Constants, factor: float, *, keeps_spans: bool
+    ) -> None:
+        self.program = program
+        self.is_cpu = cluster.device.is_cpu
+        self.factor = factor
+        events: Sequence[Event] = fuse_blocks(program.events) if program.is_compiled else program.events
+        self.events = [event for event in events if isinstance(event, Run | Issue | Wait)]
+        self.costs = KernelCosts(cluster.device, constants, is_compiled=program.is_compiled)
+        self.contention = cluster.node.inside.busy if self.is_cpu else constants.contention
+        self.call_s = cluster.device.launch_s
+        self.place = 0
+        self.host = self.compute = 0.0
+        self.lanes: dict[str, float] = {}
+        self.meetings: dict[int, _Meeting] = {}
+        self.busy_lanes: list[_Meeting] = []
+        self.found = RankTimes(rank=program.rank, stage=program.stage, slowed=factor)
+        self.spans: list[Span] | None = [] if keeps_spans else None
+
+    def run(self, kernel: Run) -> None:
+        """Runs a kernel."""
+        work, launch = self.costs(kernel)
+        work *= self.factor
+        found, phase = self.found, kernel.operation.phase
+        self.host += launch
+        if self.is_cpu:
+            start = self.compute = self.host = max(self.host, self.compute + launch)
+        else:
+            start = max(self.host, self.compute)
+        found.launch_wait += launch if self.is_cpu else start - self.compute
+        lost = self._lost(start, work)
+        end = start + work + lost
+        found.add_phase(phase, end - self.compute + (launch if self.is_cpu else 0.0))
+        found.compute += work
+        found.contention += lost
+        self.compute = end
+        if self.is_cpu:
+            self.host = end
+        if self.spans is not None:
+            name = f"{kernel.block} {kernel.operation.name}".strip()
+            self.spans.append(Span(f"compute {phase}", name, start, end))
+
+    def issue(self, event: Issue) -> float:
+        """Returns when this rank is ready for an operation."""
+        self.host += self.call_s
+        if self.is_cpu:
+            self.compute = self.host = max(self.host, self.compute)
+        return max(self.host, self.compute, self.lanes.get(event.lane, 0.0))
+
+    def settle(self, meeting: _Meeting, lane: str) -> None:
+        """Notes when an operation of a lane is done."""
+        assert meeting.end is not None
+        self.lanes[lane] = max(self.lanes.get(lane, 0.0), meeting.end)
+        self.busy_lanes.append(meeting)
+        self.found.add_communication(meeting.kind, meeting.end - meeting.start, meeting.num_bytes)
+        if self.spans is not None:
+            size = f"{meeting.num_bytes / 1e6:.1f} MB on {len(meeting.ranks)}"
+            self.spans.append(Span(f"lane {lane}", f"{meeting.kind} {size}", meeting.start, meeting.end))
+
+    def wait(self, event: Wait, meeting: _Meeting) -> None:
+        """Holds compute until an operation is done."""
+        assert meeting.end is not None
+        now = max(self.host, self.compute)
+        stood = meeting.end - now
+        if stood <= 0:
+            return
+        self.found.add_phase(event.phase, meeting.end - self.compute)
+        self.found.launch_wait += now - self.compute
+        if meeting.kind in ("send", "recv"):
+            self.found.bubble += stood
+        else:
+            self.found.exposed += stood
+        self.compute = meeting.end
+        if self.is_cpu:
+            self.host = meeting.end
+        if self.spans is not None:
+            self.spans.append(Span("waits", f"{meeting.kind} is not there", now, meeting.end))
+
+    def _lost(self, start: float, work: float) -> float:
+        """Returns what communication beside a kernel costs it."""
+        if not self.busy_lanes or not self.contention:
+            return 0.0
+        self.busy_lanes = [each for each in self.busy_lanes if each.end is not None and each.end > start]
+        end = start + work
+        beside = 0.0
+        for each in self.busy_lanes:
+            assert each.end is not None
+            beside = max(beside, min(end, each.end) - max(start, each.start))
+        return self.contention * max(0.0, beside)
+
+    def times(self) -> RankTimes:
+        """Returns what this rank's step took."""
+        self.found.seconds = max(self.host, self.compute)
+        self.found.spans = tuple(self.spans or ())
+        return self.found
+
+
+class _Stage:
+    """All actors, and the operations between them."""
+
+    def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
+        self._actors = actors
+        self._wires = wires
+        self._extra = 0.0 if cluster.device.is_cpu else CALL_S
+        self._slowdown = constants.slowdown
+        self._open: dict[tuple[object, ...], deque[tuple[_Meeting, list[tuple[_Actor, str]]]]] = {}
+        self._numbers: dict[tuple[int, str], int] = {}
+
+    def run(self) -> None:
+        """Lets each actor go on until it must wait for another, round and round."""
+        while True:
+            moved = False
+            for actor in self._actors:
+                moved |= self._advance(actor)
+            if all(actor.place == len(actor.events) for actor in self._actors):
+                return
+            if not moved:
+                raise UsageError(self._explain())
+
+    def _advance(self, actor: _Actor) -> bool:
+        before = actor.place
+        events = actor.events
+        while actor.place < len(events):
+            event = events[actor.place]
+            if isinstance(event, Run):
+                actor.run(event)
+            elif isinstance(event, Issue):
+                self._meet(actor, event)
+            else:
+                meeting = actor.meetings.get(event.number)
+                if meeting is not None:  # else it was issued in the step before
+                    if meeting.end is None:
+                        break
+                    actor.wait(event, meeting)
+            actor.place += 1
+        return actor.place > before
+
+    def _meet(self, actor: _Actor, event: Issue) -> None:
+        """Adds a rank to an operation; the last one to come settles when it runs."""
+        ready = actor.issue(event)
+        if event.kind in ("send", "recv"):
+            self._pass_on(actor, event, ready)
+            return
+        others = [each for each in self._actors if each is not actor and self._shares(each, actor, event)]
+        meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 1 + len(others))
+        actor.meetings[event.number] = meeting
+        if not others:
+            meeting.ready = [ready]
+            self._settle(meeting, [(actor, event.lane)])
+            return
+        count = self._numbers.get((id(actor), event.lane), 0)
+        self._numbers[id(actor), event.lane] = count + 1
+        waiting = self._open.setdefault((event.ranks, event.lane, count), deque())
+        if waiting:
+            meeting = actor.meetings[event.number] = waiting[0][0]
+        else:
+            waiting.append((meeting, []))
+        meeting.ready.append(ready)
+        waiting[0][1].append((actor, event.lane))
+        if len(meeting.ready) == meeting.wanted:
+            self._settle(meeting, waiting.popleft()[1])
+
+    def _shares(self, other: _Actor, actor: _Actor, event: Issue) -> bool:
+        """Whether another actor takes part: the slow copy of a rank stands for one that all its groups have."""
+        if other.program is actor.program:
+            return len(event.ranks) > 1
+        return other.program.rank in event.ranks
+
+    def _pass_on(self, actor: _Actor, event: Issue, ready: float) -> None:
+        """Matches the two sides of a message, in order."""
+        key = (*event.ranks, event.tag)
+        side, opposite = ("send", "recv") if event.kind == "send" else ("recv", "send")
+        if not any(each.program.rank in event.ranks for each in self._actors if each is not actor):
+            meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 1, [ready])
+            actor.meetings[event.number] = meeting
+            self._settle(meeting, [(actor, event.lane)])
+            return
+        waiting = self._open.setdefault((opposite, *key), deque())
+        if waiting:
+            meeting, who = waiting.popleft()
+            actor.meetings[event.number] = meeting
+            meeting.ready.append(ready)
+            self._settle(meeting, [*who, (actor, event.lane)])
+            return
+        meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 2, [ready])
+        actor.meetings[event.number] = meeting
+        self._open.setdefault((side, *key), deque()).append((meeting, [(actor, event.lane)]))
+
+    def _settle(self, meeting: _Meeting, who: Sequence[tuple[_Actor, str]]) -> None:
+        meeting.start = max(meeting.ready)
+        seconds = 0.0
+        if len(meeting.ranks) > 1:
+            seconds = (self._wires(meeting.kind, meeting.num_bytes, meeting.ranks) + self._extra) * self._slowdown
+        meeting.end = meeting.start + seconds
+        for actor, lane in who:
+            actor.settle(meeting, lane)
+
+    def _explain(self) -> str:
+        stuck = []
+        for actor in self._actors:
+            if actor.place < len(actor.events):
+                event = actor.events[actor.place]
+                assert isinstance(event, Wait)
+                meeting = actor.meetings[event.number]
+                stuck.append(f"  rank {actor.program.rank} waits for {meeting.kind} of ranks {list(meeting.ranks)[:8]}")
+        return "\n".join(
+            ["the programs wait for one another for ever", *stuck, "  record them together: record_stages(config)"]
+        )

@@ -1,0 +1,114 @@
+"""A trainer's state: what a checkpoint of a run holds, and how a trainer goes on from one.
+
+tensors       parameters, buffers, optimizer state, what compression owes
+values        loss scale, bad steps, roll-backs, rates, metrics, consumed samples: the same on every rank
+each rank's   random states
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
+from paceline.checkpoint.read import Checkpoint, fill_model
+from paceline.checkpoint.state import COMPRESSION, MODEL, State, prefixed
+from paceline.errors import CheckpointError, MisfitError
+from paceline.layout import Region
+from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
+
+if TYPE_CHECKING:
+    from paceline.train.trainer import Trainer
+
+
+def collect_state(trainer: Trainer) -> State:
+    """Returns this rank's part of a trainer's state, without a copy of any tensor. Nothing is sent."""
+    parts, comm = trainer.parts, trainer.parts.engine.world
+    held = list(parts.engine.shards())
+    optimizer, found = optimizer_shards(parts.optimizer, held)
+    shards = [*prefixed(MODEL, held), *optimizer]
+    values: dict[str, Any] = {
+        "bad_steps": trainer.bad_steps.state_dict(),
+        "schedule": {"lr": [float(group["lr"]) for group in parts.optimizer.param_groups]},
+        "consumed": trainer.consumed.state_dict(),
+        "metrics": trainer.metrics if trainer.metrics.get("step") == trainer.step else {},
+        "best": trainer.best,
+    }
+    if trainer.num_roll_backs:
+        values["recovery"] = {"rate_scale": trainer.rate_scale, "num_roll_backs": trainer.num_roll_backs}
+    if trainer.scaler is not None:
+        values["scaler"] = trainer.scaler.state_dict()
+    if parts.compressor is not None:
+        shards += prefixed(COMPRESSION, parts.compressor.shards(comm))
+        values["compression"] = {"step": parts.compressor.step}
+    return State(
+        step=trainer.step,
+        position=trainer.position,
+        shards=shards,
+        values=values,
+        own={"random": capture_random_states(comm.device)},
+        found=found,
+    )
+
+
+def restore_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Continues a trainer from a checkpoint: see ``Trainer.load_state``."""
+    parts, comm, values = trainer.parts, trainer.parts.engine.world, checkpoint.values
+    try:
+        load_model_and_optimizer(trainer, checkpoint)
+    except (MisfitError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
+            "  resume with the config that the run was started with"
+        ) from error
+    trainer.step, trainer.position = checkpoint.step, checkpoint.position
+    if trainer.scaler is not None and "scaler" in values:
+        trainer.scaler.load_state_dict(values["scaler"])
+    if parts.compressor is not None and "compression" in values:
+        parts.compressor.load(_Below(checkpoint, COMPRESSION), values["compression"]["step"], comm)
+    recovery = values.get("recovery", {})
+    trainer.rate_scale = recovery.get("rate_scale", 1.0)
+    trainer.num_roll_backs = recovery.get("num_roll_backs", 0)
+    if "bad_steps" in values:
+        trainer.bad_steps.load_state_dict(values["bad_steps"])
+    if "consumed" in values:
+        trainer.consumed.load_state_dict(values["consumed"])
+    trainer.metrics, trainer.best = values.get("metrics") or {}, values.get("best")
+    if checkpoint.manifest.world == comm.size and "random" in (own := checkpoint.own(comm.rank)):
+        restore_random_states(own["random"], comm.device)
+    else:
+        seed_everything(parts.seed, parts.engine.random_stream, checkpoint.step)
+
+
+def load_model_and_optimizer(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Fills parameters, buffers and optimizer state. Rates and decay stay what the config asks for now."""
+    engine, optimizer = trainer.parts.engine, trainer.parts.optimizer
+    fill_model(checkpoint, engine)
+    asked = [_settings(group) for group in optimizer.param_groups]
+    load_optimizer(checkpoint, optimizer, list(engine.shards()))
+    for group, settings in zip(optimizer.param_groups, asked, strict=True):
+        group.update(settings)
+
+
+class _Below:
+    """The tensors of a checkpoint under one prefix."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self._checkpoint = checkpoint
+        self._prefix = prefix
+
+    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors whose names begin so, by what follows."""
+        return self._checkpoint.shapes(self._prefix + prefix)
+
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
+        """Returns a region of a tensor, flat, or a whole one."""
+        return self._checkpoint.read(self._prefix + name, region)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a parameter group's settings, with its rate as it was asked for."""
+    kept = {name: value for name, value in group.items() if name != "params"}
+    peak = kept.get("initial_lr", kept["lr"])
+    return {**kept, "lr": peak, "initial_lr": peak}

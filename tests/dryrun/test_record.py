@@ -1,0 +1,255 @@
+"""The dry run issues what real ranks issue, holds what they hold, and tells of models that it cannot trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.comm.traced import Trace, TracedCommunicator
+from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.config import Config, config_batch, config_from_dict
+from paceline.data.loader import StepBatch
+from paceline.dryrun.record import record, record_stages
+from paceline.errors import UsageError
+from paceline.estimate.activations import describe_model
+from paceline.estimate.memory import estimate_memory, setting_of
+from paceline.models.registry import build_model
+from paceline.planner.program import Program
+from paceline.train.assemble import build_engine, build_policy, build_workload
+from paceline.train.loss import build_loss
+from paceline.train.optim import build_optimizer
+from paceline.train.step import train_step
+
+RANKS = 4
+
+
+def make_config(**parallel: Any) -> Config:
+    train = parallel.pop("train", {})
+    memory = parallel.pop("memory", {})
+    return config_from_dict(
+        {
+            "name": "dry",
+            "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 32, "context": 16, "tied": True, "dropout": 0.0},
+            "data": {"kind": "synthetic_tokens", "vocab_size": 64, "context": 16, "samples": 64},
+            "parallel": {"ranks": RANKS, **parallel},
+            "train": {"steps": 2, "global_batch": 16, "accumulate": 2, **train},
+            "optim": {"kind": "adamw", "lr": 1e-3, "clip_norm": 1.0},
+            "comm": {"bucket_mb": 0.05, "first_bucket_mb": 0.01},
+            "memory": memory,
+        }
+    )
+
+
+@cache
+def recorded(strategy: str) -> Program:
+    return record(make_config(strategy=strategy, **({"shard_ranks": 2} if strategy == "hybrid" else {})), ranks=RANKS)
+
+
+def issued_by_real_ranks(config: Config, ranks: int = RANKS) -> list[tuple[Counter[str], Counter[str]]]:
+    """Trains two steps on virtual ranks; returns operations and bytes of the second, by rank."""
+
+    def work(comm: VirtualCommunicator) -> tuple[Counter[str], Counter[str]]:
+        work = build_workload(config)
+        trace = Trace(comm.device)
+        engine = build_engine(config, work.model, TracedCommunicator(comm, trace))
+        optimizer = build_optimizer(config.optim, engine.named_parameters())
+        batch = config_batch(config, ranks)
+        tokens = torch.zeros(batch.microbatch, 16, dtype=torch.long)
+        step = StepBatch(
+            position=0,
+            next_position=0,
+            epoch=0,
+            global_samples=batch.global_batch,
+            microbatches=[(tokens, tokens)] * batch.accumulate,
+            local_samples=[batch.microbatch] * batch.accumulate,
+        )
+        loss = build_loss("auto", work.data.shape)
+        train_step(engine, optimizer, step, loss, build_policy(config))
+        trace.num_operations.clear()
+        trace.num_bytes.clear()
+        train_step(engine, optimizer, step, loss, build_policy(config))
+        return Counter(trace.num_operations), Counter(trace.num_bytes)
+
+    return run_virtual(work, ranks)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hybrid"])
+def test_a_dry_rank_issues_what_a_real_one_does(strategy: str) -> None:
+    extra = {"shard_ranks": 2} if strategy == "hybrid" else {}
+    config = make_config(strategy=strategy, **extra)
+    program = recorded(strategy)
+    operations, num_bytes = issued_by_real_ranks(config)[0]
+    assert program.count_operations() == operations
+    assert program.count_bytes() == num_bytes
+    assert sum(num_bytes.values()) > 0
+
+
+def test_stages_and_tensor_ranks_issue_what_real_ones_do() -> None:
+    config = make_config(strategy="ddp", pipeline=2, tensor=2)
+    programs = record_stages(config, ranks=RANKS)
+    real = issued_by_real_ranks(config)
+    assert [program.rank for program in programs] == [0, 2]
+    for program in programs:
+        assert (program.count_operations(), program.count_bytes()) == real[program.rank]
+    assert programs[0].count_operations()["send"] and programs[1].count_operations()["recv"]
+
+
+def test_the_last_rank_of_the_last_stage_can_be_recorded_alone() -> None:
+    config = make_config(strategy="zero1", pipeline=2, tensor=2)
+    program = record(config, ranks=RANKS, rank=3)
+    assert (program.rank, program.stage) == (3, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_states_take_the_memory_of_the_estimate(strategy: str) -> None:
+    config = make_config(strategy=strategy)
+    program = recorded(strategy)
+    facts = describe_model(config, "cuda")
+    assert facts is not None
+    group = 1 if strategy == "ddp" else RANKS
+    batch = config_batch(config, RANKS)
+    setting = setting_of(config, group=group, microbatch=batch.microbatch, device="cuda")
+    expected, peak = estimate_memory(facts, setting), program.peak_memory()
+    assert peak["parameters"] == pytest.approx(expected.parameters, rel=0.03)
+    assert peak["optimizer"] == pytest.approx(expected.optimizer, rel=0.03)
+    total = sum(peak.values())
+    assert total == pytest.approx(expected.device_bytes - expected.framework, rel=0.25)
+
+
+def test_parameters_and_optimizer_are_counted_to_the_byte() -> None:
+    config = make_config(strategy="ddp")
+    program = recorded("ddp")
+    model = build_model(config.model, build_workload(config).data.shape)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    steps = 4 * len(list(model.parameters()))
+    assert program.resident["parameters"] == size
+    assert program.resident["optimizer"] == 2 * size + steps
+
+
+def test_checkpointing_trades_activations_for_kernels() -> None:
+    plain = recorded("ddp")
+    again = record(make_config(strategy="ddp", memory={"checkpoint_activations": "full"}), ranks=RANKS)
+    assert again.peak_memory()["activations"] < 0.6 * plain.peak_memory()["activations"]
+    assert sum(k.flops for k in again.kernels) > 1.2 * sum(k.flops for k in plain.kernels)
+    assert again.model_flops == plain.model_flops
+
+
+def test_flops_are_those_of_the_model() -> None:
+    program = recorded("ddp")
+    shape = build_model(make_config().model, build_workload(make_config()).data.shape)
+    matrices = sum(p.numel() for name, p in shape.named_parameters() if p.ndim == 2)  # the tied one is used as head
+    tokens, layers, width, context = 16 / RANKS * 16, 2, 32, 16
+    assert program.model_flops == pytest.approx(tokens * (6 * matrices + 12 * layers * width * context), rel=0.02)
+
+
+def test_attention_is_one_kernel_each_way() -> None:
+    program = recorded("ddp")
+    families = Counter(kernel.family for kernel in program.kernels)
+    assert families["attention"] == families["attention_backward"] == 2 * 2  # blocks x microbatches
+
+
+def test_autocast_computes_products_in_half_precision() -> None:
+    program = record(make_config(strategy="ddp", train={"precision": "bf16"}), ranks=RANKS)
+    assert {kernel.dtype for kernel in program.kernels if kernel.family == "matmul"} == {"bf16"}
+    assert program.dtype == "bf16"
+
+
+def test_blocks_have_their_kernels_in_both_directions() -> None:
+    program = recorded("fsdp")
+    runs = [event for event in program.events if type(event).__name__ == "Run"]
+    found = Counter((run.block, run.operation.phase) for run in runs if run.operation.family == "matmul")  # type: ignore[union-attr]
+    for block in range(2):
+        assert found[f"block {block}", "backward"] == 2 * found[f"block {block}", "forward"] > 0
+
+
+def test_a_world_of_thousands_is_recorded_as_a_small_one() -> None:
+    few = record(make_config(strategy="fsdp", train={"accumulate": 1, "global_batch": 4}), ranks=4)
+    many = record(make_config(strategy="fsdp", ranks=4096, train={"accumulate": 1, "global_batch": 4096}), ranks=4096)
+    assert few.count_operations() == many.count_operations()
+    assert many.peak_memory()["parameters"] < few.peak_memory()["parameters"]
+
+
+def test_the_same_config_gives_the_same_bytes() -> None:
+    first = recorded("fsdp").to_text()
+    assert first == record(make_config(strategy="fsdp"), ranks=RANKS).to_text()
+    assert Program.of_text(first).to_text() == first
+
+
+class Branches(nn.Module):
+    """Looks at its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        if outputs.sum() > 0:
+            return outputs
+        return outputs * 2
+
+
+class Selects(Branches):
+    """Has a shape that follows from values."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs + outputs[outputs > 0].sum()
+
+
+class LeavesOut(Branches):
+    """Has parameters that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
+
+
+def factory_config(name: str, strategy: str = "ddp") -> Config:
+    return config_from_dict(
+        {
+            "model": {"kind": "factory", "factory": f"{__name__}:{name}"},
+            "data": {"kind": "synthetic_classification", "features": 4, "classes": 3, "samples": 32},
+            "parallel": {"ranks": 2, "strategy": strategy},
+            "train": {"steps": 2, "global_batch": 8},
+        }
+    )
+
+
+def test_a_model_that_looks_at_values_is_told_where() -> None:
+    with pytest.raises(UsageError, match=r"(?s)cannot be traced: it reads a value.*test_record.py:\d+ in forward"):
+        record(factory_config("Branches"), ranks=2)
+
+
+def test_a_model_whose_shapes_follow_from_values_is_told_so() -> None:
+    with pytest.raises(UsageError, match=r"(?s)cannot be traced: torch cannot run aten.*torch.where"):
+        record(factory_config("Selects"), ranks=2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_unused_parameters_are_unused_on_all_ranks(strategy: str) -> None:
+    program = record(factory_config("LeavesOut", strategy), ranks=2)
+    updates = [kernel for kernel in program.kernels if kernel.family == "optimizer"]
+    assert updates and sum(kernel.tensors for kernel in updates) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"parallel": {"ranks": 2, "strategy": "auto"}}, "paceline plan"),
+        ({"comm": {"compression": {"policy": "topk"}}, "parallel": {"ranks": 2}}, "set it to none"),
+        ({"comm": {"algorithm": "ring"}, "parallel": {"ranks": 2}}, "set it to native"),
+    ],
+)
+def test_what_has_no_price_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        record(config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, **values}), ranks=2)

@@ -1,0 +1,186 @@
+"""Decisions about what went wrong: pure functions, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.train.recovery import (
+    Attempt,
+    GoBack,
+    GoOn,
+    Incident,
+    Kind,
+    LossPolicy,
+    Restart,
+    RestartPolicy,
+    Spike,
+    Stop,
+    after_failure,
+    find_spike,
+    num_stalled,
+    on_bad_steps,
+    on_full_disk,
+    on_spike,
+)
+
+
+def attempt(kind: Kind = "killed", step: int = 5, *, first: int = 0, message: str = "", rank: int = 1) -> Attempt:
+    text = message or f"rank {rank} was killed by SIGKILL"
+    return Attempt(first_step=first, incident=Incident(kind=kind, rank=rank, step=step, message=text))
+
+
+def decide(*attempts: Attempt, **settings: Any) -> Restart | Stop:
+    return after_failure(RestartPolicy(**settings), attempts)
+
+
+def test_a_killed_rank_is_started_again_up_to_the_limit() -> None:
+    found = [attempt(step=10 * number) for number in range(1, 5)]
+    decisions = [decide(*found[:number]) for number in range(1, 5)]
+    assert decisions[:3] == [Restart(number=1), Restart(number=2), Restart(number=3)]
+    assert decisions[3] == Stop(reason="not started again: recovery.max_restarts = 3 is reached", gives_up=True)
+    assert decide(found[0], max_restarts=0) == Stop()
+
+
+def test_the_same_at_the_same_step_twice_is_not_tried_a_third_time() -> None:
+    decision = decide(attempt("error", 7, message="ValueError: x"), attempt("error", 7, message="ValueError: x"))
+    assert decision == Stop(reason="not started again: the same came twice, after step 7", gives_up=True)
+    other = decide(attempt("error", 7, message="ValueError: x"), attempt("error", 7, message="OSError: y"))
+    assert other == Restart(number=2)
+    assert decide(attempt(step=7), attempt(step=7, rank=2), max_stalled_restarts=1) == Restart(number=2)
+
+
+def test_a_run_must_get_further() -> None:
+    stalled = [attempt(step=37), attempt(step=33, first=30), attempt(step=36, first=30, rank=0)]
+    assert decide(*stalled[:2]) == Restart(number=2)  # once is forgiven
+    decision = decide(*stalled)
+    assert isinstance(decision, Stop)
+    assert decision.gives_up
+    assert decision.reason == "not started again: each of the last 2 restarts came no further than step 37"
+    strict = decide(*stalled[:2], max_stalled_restarts=0)
+    assert strict == Stop(reason="not started again: the last restart came no further than step 37", gives_up=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "text"),
+    [
+        ("refused", {}, ""),
+        ("mistake", {}, "an error of this kind comes again"),
+        ("out_of_memory", {}, "memory would run out again"),
+        ("full_disk", {}, "there must be room first"),
+        ("hang", {"on_hang": "stop"}, "recovery.on_hang = stop"),
+    ],
+)
+def test_what_a_restart_does_not_help_against(kind: Kind, settings: dict[str, Any], text: str) -> None:
+    decision = decide(attempt(kind), **settings)
+    assert isinstance(decision, Stop)
+    assert text in decision.reason
+    assert not decision.gives_up
+
+
+def test_an_error_before_the_first_step_comes_again() -> None:
+    assert isinstance(decide(attempt("error", 0)), Stop)
+    assert decide(attempt("killed", 0)) == Restart(number=1)
+    assert decide(attempt("error", 30, first=30)) == Restart(number=1)
+
+
+def test_memory_and_hangs_are_asked_for() -> None:
+    assert decide(attempt("out_of_memory"), on_oom="restart") == Restart(number=1)
+    halved = [attempt("out_of_memory"), attempt("out_of_memory")]
+    assert decide(*halved, on_oom="halve") == Restart(number=2, halves_microbatch=True)
+    assert isinstance(decide(*halved, on_oom="restart"), Stop)
+    assert decide(attempt("hang")) == Restart(number=1)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 2))
+def test_restarts_end_whatever_comes(steps: list[int], limit: int, stalled: int) -> None:
+    attempts = [attempt(step=step, rank=place) for place, step in enumerate(steps)]
+    decision = decide(*attempts, max_restarts=limit, max_stalled_restarts=stalled)
+    if isinstance(decision, Restart):
+        assert decision.number == len(attempts) <= limit
+        assert num_stalled(attempts) <= stalled
+    assert decision == decide(*attempts, max_restarts=limit, max_stalled_restarts=stalled)
+
+
+def spike(losses: Sequence[float], loss: float, **settings: Any) -> Spike | None:
+    return find_spike(losses, loss, **{"by": "factor", "threshold": 3.0, "window": 10, **settings})
+
+
+def test_a_spike_is_far_above_the_median() -> None:
+    losses = [2.0, 1.9, 2.1, 2.0, 2.2]
+    assert spike(losses, 6.0) is None
+    assert spike(losses, 6.01) == Spike(loss=6.01, median=2.0, times=pytest.approx(3.005))
+    assert spike(losses[:4], 100.0) is None  # half a window must be there
+    assert spike([50.0] * 5 + losses * 2, 6.01) is not None  # only the window counts
+    assert spike([-2.0] * 5, 1.0) is None
+    assert spike([-2.0] * 5, 2.5) is not None
+    assert spike([0.0] * 5, 0.1) == Spike(loss=0.1, median=0.0, times=math.inf)
+    assert str(spike(losses, 9.0)) == "9 after a median of 2"
+
+
+def test_a_loss_that_is_not_finite_is_a_spike_and_not_part_of_the_median() -> None:
+    assert spike([2.0] * 5, math.nan) is not None
+    assert spike([2.0] * 5 + [math.inf] * 4, 7.0) is not None
+    assert spike([math.nan] * 9, 7.0) is None
+
+
+def test_deviations_are_robust() -> None:
+    losses = [2.0, 2.1, 1.9, 2.05, 1.95, 90.0]
+    assert spike(losses, 2.3, by="deviations", threshold=4.0) is None
+    assert spike(losses, 3.0, by="deviations", threshold=4.0) is not None
+    assert spike([2.0] * 6, 2.0, by="deviations") is None
+    assert spike([2.0] * 6, 2.1, by="deviations") is not None
+
+
+SPIKE = Spike(loss=9.0, median=2.0, times=4.5)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("ignore", GoOn()),
+        ("note", GoOn(is_noted=True)),
+        ("roll_back", GoBack(reason="the loss jumped to 9 after a median of 2", skips_data=True)),
+        (
+            "lower_rate",
+            GoBack(reason="the loss jumped to 9 after a median of 2", skips_data=False, rate_factor=0.25),
+        ),
+        ("stop", Stop(reason="the loss jumped to 9 after a median of 2")),
+    ],
+)
+def test_what_is_done_about_a_spike(choice: Any, expected: object) -> None:
+    policy = LossPolicy(on_spike=choice, rate_factor=0.25)
+    assert on_spike(policy, SPIKE, num_roll_backs=0, has_checkpoint=True) == expected
+
+
+def test_a_run_goes_back_only_so_often_and_only_to_a_checkpoint() -> None:
+    policy = LossPolicy(on_spike="roll_back", max_roll_backs=2)
+    often = on_spike(policy, SPIKE, num_roll_backs=2, has_checkpoint=True)
+    assert isinstance(often, Stop)
+    assert "recovery.max_roll_backs = 2 times" in often.reason
+    nowhere = on_spike(policy, SPIKE, num_roll_backs=0, has_checkpoint=False)
+    assert isinstance(nowhere, Stop)
+    assert "no checkpoint yet" in nowhere.reason
+
+
+def bad(on_nan: Any, num_in_a_row: int) -> object:
+    policy = LossPolicy(on_nan=on_nan)
+    return on_bad_steps(policy, num_in_a_row=num_in_a_row, limit=3, num_roll_backs=0, has_checkpoint=True)
+
+
+def test_what_is_done_about_gradients_that_are_not_finite() -> None:
+    assert bad("stop", 1) == Stop(reason="recovery.on_nan = stop")
+    assert bad("skip", 2) == bad("roll_back", 2) == bad("lower_rate", 2) == GoOn()
+    assert bad("skip", 3) == Stop()
+    assert bad("roll_back", 3) == GoBack(reason="3 steps in a row had gradients that are not finite", skips_data=True)
+    assert isinstance(bad("lower_rate", 3), GoBack)
+
+
+def test_a_full_disk() -> None:
+    assert on_full_disk("warn", is_last=False) == GoOn(is_noted=True)
+    assert on_full_disk("warn", is_last=True) == on_full_disk("stop", is_last=False) == Stop()
