@@ -2,10 +2,10 @@
 
 One set for each generation of devices and class of frameworks that such rows reach. What is made small is the mean over
 families, weighed by the root of their rows, of the logarithm of predicted over measured, so that twice and half weigh
-the same; near zero it is rounded, so that the search does not stick in a corner. A pull towards a prior keeps what few rows
-tell apart from running away: the prior of a set is the set of the same framework on the generation that has the most rows,
-and for that one the defaults. The search goes along one constant at a time and then on in the direction that helped,
-with steps that shrink: no random numbers, so that the same rows give the same file.
+the same; near zero it is rounded, so that the search does not stick in a corner. A pull towards a prior keeps what few
+rows tell apart from running away: the prior of a set is the set of the same framework on the generation that has the
+most rows, and for that one the defaults. The search goes along one constant at a time and then on in the direction that
+helped, with steps that shrink: no random numbers, so that the same rows give the same file.
 
     --check    instead of writing, leave out each source of rows in turn (family and GPU), and score it with the rest
 
@@ -59,6 +59,7 @@ class Known:
 
 
 Groups = dict[Key, list[Known]]
+Done = dict[tuple[Key, tuple[int, ...], Constants], Constants]
 
 
 def main() -> None:
@@ -111,13 +112,14 @@ def covered(groups: Groups) -> dict[tuple[str, str, str], Domain]:
 
 def check(groups: Groups) -> None:
     """Prints the error of each family and GPU, predicted with constants that were fitted without it."""
+    done: Done = {}
     for left_out, rows in _sources(groups):
         rest = {
             key: kept
             for key, all_rows in groups.items()
             if (kept := [row for row in all_rows if (row.family, row.gpu) != left_out])
         }
-        outside = error_of(fit_all(rest), rows, rounded=0.0)
+        outside = error_of(fit_all(rest, done), rows, rounded=0.0)
         print(f"{left_out[0]:<12}{left_out[1]:<28}{len(rows):>4} rows {100 * outside:6.1f} % unseen", flush=True)
 
 
@@ -129,11 +131,15 @@ def _sources(groups: Groups) -> Iterator[tuple[tuple[str, str], list[Known]]]:
     yield from sorted(found.items(), key=lambda each: each[0])
 
 
-def fit_all(groups: Groups) -> dict[Key, Constants]:
-    """Fits the sets with the most rows first: they are the priors of the others."""
+def fit_all(groups: Groups, done: Done | None = None) -> dict[Key, Constants]:
+    """Fits the sets with the most rows first: they are the priors of the others. ``done``: fits not to repeat."""
+    done = {} if done is None else done
     sets: dict[Key, Constants] = {}
     for key in sorted(groups, key=lambda each: (-len(groups[each]), each)):
-        sets[key] = fit(key, groups[key], prior_of(key, sets))
+        asked = (key, tuple(map(id, groups[key])), prior_of(key, sets))
+        if asked not in done:
+            done[asked] = fit(key, groups[key], asked[2])
+        sets[key] = done[asked]
     return sets
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.estimate.facts import ModelFacts
+    from paceline.planner.replayed import Replay
 
 Source: TypeAlias = "Config | str | Path | Mapping[str, Any] | Callable[[], nn.Module]"
 
@@ -62,6 +63,22 @@ def plan(
             )
         request = replace(request, host_memory=host_gb * GIB)
     return plan_for(request, by=by, gpus=gpus, price=price)
+
+
+def trace_plan(found: PlanResult, path: Path) -> Replay:
+    """Runs the first plan's engine without values, and writes the time line of its step for ui.perfetto.dev.
+
+    Returns the step as it was replayed. Raises UsageError where there is no config, or it cannot be run so.
+    """
+    from paceline.dryrun.record import record_stages  # with torch
+    from paceline.planner.replay import replay
+    from paceline.planner.trace import write_trace
+
+    cluster = found.request.cluster
+    programs = record_stages(found.config, ranks=cluster.devices, node_ranks=cluster.node.devices)
+    replayed = replay(programs, cluster, keeps_spans=True)
+    write_trace(replayed, path)
+    return replayed
 
 
 def read_source(

@@ -37,6 +37,7 @@ from rich.text import Text
 from paceline.errors import RunFolderError
 from paceline.monitor.console import format_loss, format_percent
 from paceline.monitor.records import EndRecord, EvalRecord, RunRecord, StepRecord, read_records, strict_json
+from paceline.monitor.straggler import Straggler, find_straggler
 from paceline.planner.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -87,6 +88,7 @@ class RunSummary:
     comm_s: float
     ranks: tuple[RankSummary, ...]
     prediction: Compared | None = None
+    straggler: Straggler | None = None
 
 
 def summarize(run_folder: Path) -> RunSummary:
@@ -125,6 +127,7 @@ def summarize(run_folder: Path) -> RunSummary:
         comm_s=comm_s,
         ranks=tuple(_rank_summary(rank, log, steps) for rank, log in sorted(logs.items())),
         prediction=_compared(run_folder, logs, steps),
+        straggler=find_straggler(list(steps.values())),
     )
 
 
@@ -142,6 +145,8 @@ def render(summary: RunSummary) -> RenderableType:
     if summary.prediction is not None:
         told = summary.prediction.lines()
         parts += ["", *map(Text, told)] if told else []
+    if summary.straggler is not None:
+        parts.append(Text(str(summary.straggler), style="yellow"))
     parts += [Text(line, style="yellow") for line in _doubts(summary)]
     return Group(*parts)
 

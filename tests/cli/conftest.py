@@ -22,6 +22,7 @@ data: {kind: factory, factory: "user_code:data"}
 train: {steps: 3, global_batch: 8}
 parallel: {ranks: 2, device: cpu, threads: 1}
 monitor: {tensorboard: false}
+recovery: {max_restarts: 0}
 """
 
 USER_CODE = '''

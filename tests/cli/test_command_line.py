@@ -16,6 +16,8 @@ Call = Callable[..., Any]
 # Calls the command line in a fresh process; then says which of the slow modules that took.
 CALL = """
 import sys
+
+from paceline.checkpoint.manifest import Manifest, manifest_text
 sys.argv = ["paceline", *sys.argv[1:]]
 try:
     import paceline.cli.main
@@ -117,7 +119,8 @@ def test_an_older_run_is_found_before_torch_is_loaded(project: Path) -> None:
 def test_replacing_a_run_and_going_on_with_it_exclude_each_other(call: Call, project: Path) -> None:
     checkpoint = project / "runs" / "tiny" / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
+    empty = manifest_text(Manifest(step=3, position=0, world=1, tensors={}, files={}))
+    (checkpoint / "manifest.json").write_text(empty)
     for resume in ("auto", "runs/tiny", str(checkpoint)):
         called = call("train", "tiny.yaml", "--force", "--resume", resume)
         assert called.code == 2

@@ -110,7 +110,7 @@ def test_a_rank_that_dies_before_it_starts_is_named_with_what_it_said(
         "    os._exit(3)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(project / "site"))
-    called = call("train", "tiny.yaml")
+    called = call("train", "tiny.yaml", "recovery.warm=false")
     assert called.code == 1
     assert called.err.startswith("paceline: rank 1 left with exit code 3 and no error\n\nno libfoo\n")
     assert (project / "runs" / "tiny" / "logs" / "rank-1.log").read_text() == "no libfoo\n"

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline.checkpoint.manifest import Manifest, manifest_text
 from paceline.cli import worker
-from paceline.cli.train import Place, _next_steps, _Progress, find_place, show_result
+from paceline.cli.train import Place, Progress, _next_steps, find_place, show_result
 from paceline.config import Config, load_config
 from paceline.errors import CheckpointError, LaunchError, RunFolderError
 from paceline.launch.failure import Failure
@@ -51,7 +52,8 @@ def run(project: Path) -> Path:
     path = project / "runs" / "tiny"
     with claim_folder(path, "name: tiny\n"):
         (path / "checkpoints" / "step-00000003").mkdir()
-        (path / "checkpoints" / "step-00000003" / "manifest.json").write_text("{}")
+        empty = manifest_text(Manifest(step=3, position=0, world=1, tensors={}, files={}))
+        (path / "checkpoints" / "step-00000003" / "manifest.json").write_text(empty)
     return path
 
 
@@ -149,7 +151,7 @@ def test_progress_leaves_out_failures_and_older_attempts(run: Path, capsys: pyte
     event = EventRecord(name="saved", step=4, detail={"folder": str(Path.cwd() / "runs" / "x")}, time=4e9)
     old = replace(RUN, time=1.0, strategy="older")
     write(run, [old, RUN, STEP, event, replace(RUN, total_steps=0), replace(END, status="failed", message="rank 0")])
-    with _Progress(run, is_shown=True):
+    with Progress(run, is_shown=True):
         pass
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
@@ -157,7 +159,7 @@ def test_progress_leaves_out_failures_and_older_attempts(run: Path, capsys: pyte
         "step 4   saved   folder runs/x",
         "step 4/4   epoch 1.00   loss 2.0000   2 samples/s",
     ]
-    with _Progress(run, is_shown=False):
+    with Progress(run, is_shown=False):
         pass
     assert capsys.readouterr().out == ""
 

@@ -66,7 +66,7 @@ KEY_TYPOS = [
     ("train.hidden_dim", "model.hidden_dim"),
     ("train.shuffle", "data.shuffle"),
     ("model.clip_norm", "optim.clip_norm"),
-    ("checkpoint.folder", "monitor.folder"),
+    ("train.folder", "monitor.folder"),
     ("monitor.every_steps", "checkpoint.every_steps"),
     # what other frameworks call it
     ("train.batch_size", "train.global_batch"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.cluster.devices import load_cluster
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import VirtualCommunicator, run_virtual
 from paceline.config import Config, config_batch, config_from_dict
@@ -19,7 +21,8 @@ from paceline.errors import UsageError
 from paceline.estimate.activations import describe_model
 from paceline.estimate.memory import estimate_memory, setting_of
 from paceline.models.registry import build_model
-from paceline.planner.program import Program
+from paceline.planner.program import Issue, Program, Run, Wait
+from paceline.planner.replay import replay
 from paceline.train.assemble import build_engine, build_policy, build_workload
 from paceline.train.loss import build_loss
 from paceline.train.optim import build_optimizer
@@ -96,7 +99,8 @@ def test_stages_and_tensor_ranks_issue_what_real_ones_do() -> None:
     assert [program.rank for program in programs] == [0, 2]
     for program in programs:
         assert (program.count_operations(), program.count_bytes()) == real[program.rank]
-    assert programs[0].count_operations()["send"] and programs[1].count_operations()["recv"]
+    assert programs[0].count_operations()["send"]
+    assert programs[1].count_operations()["recv"]
 
 
 def test_the_last_rank_of_the_last_stage_can_be_recorded_alone() -> None:
@@ -180,6 +184,37 @@ def test_the_same_config_gives_the_same_bytes() -> None:
     assert Program.of_text(first).to_text() == first
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_step_of_many_microbatches_is_composed_of_three(strategy: str) -> None:
+    config = make_config(strategy=strategy, train={"accumulate": 5, "global_batch": 20})
+    composed, whole = record(config, ranks=RANKS), record(config, ranks=RANKS, is_whole=True)
+    assert composed.count_operations() == whole.count_operations()
+    assert composed.count_bytes() == whole.count_bytes()
+    assert composed.model_flops == whole.model_flops
+    for category, size in whole.peak_memory().items():  # but for a number a microbatch: its loss
+        assert composed.peak_memory()[category] == pytest.approx(size, abs=32)
+    same, other = (_shapes(each) for each in (composed, whole))
+    assert same == other
+    there = load_cluster("1x dgx-h100")
+    for is_compiled in (False, True):
+        times = [replay(replace(each, is_compiled=is_compiled), there).seconds for each in (composed, whole)]
+        assert times[0] == pytest.approx(times[1], rel=1e-4)
+
+
+def _shapes(program: Program) -> list[tuple[Any, ...]]:
+    """All but the numbers of what is issued, run and waited for, in order."""
+    found: list[tuple[Any, ...]] = []
+    for event in program.events:
+        if isinstance(event, Run):
+            kernel = event.operation
+            found.append((kernel.name, kernel.sizes, max(64, kernel.num_bytes), kernel.phase, event.block))
+        elif isinstance(event, Issue):
+            found.append((event.kind, event.num_bytes, event.lane, event.phase))
+        elif isinstance(event, Wait):
+            found.append(("wait", event.phase))
+    return found
+
+
 class Branches(nn.Module):
     """Looks at its values."""
 
@@ -239,7 +274,8 @@ def test_a_model_whose_shapes_follow_from_values_is_told_so() -> None:
 def test_unused_parameters_are_unused_on_all_ranks(strategy: str) -> None:
     program = record(factory_config("LeavesOut", strategy), ranks=2)
     updates = [kernel for kernel in program.kernels if kernel.family == "optimizer"]
-    assert updates and sum(kernel.tensors for kernel in updates) == 2
+    assert updates
+    assert sum(kernel.tensors for kernel in updates) == 2
 
 
 @pytest.mark.parametrize(

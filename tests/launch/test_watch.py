@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from paceline.launch.codes import FAILED, HUNG
 from paceline.launch.failure import RunFailedError
 from paceline.launch.local import launch_local
+from paceline.launch.processes import free_port, loopback_interface
 from paceline.launch.watch import WatchPolicy
 from paceline.monitor.verdict import Limits
 
@@ -110,3 +113,31 @@ def test_a_dead_rank_is_named_with_what_it_did_last(tmp_path: Path, backend: str
     assert error.rank == GUILTY
     assert re.search(rf"rank 1 was killed by SIGKILL in phase forward.*after barrier\(\) at {PROGRAM}", error.text)
     assert json.loads((tmp_path / "verdict.json").read_text())["kind"] == "dead"
+
+
+def watch_themselves(folder: Path, fault: str, hosts: list[str]) -> list[int]:
+    """Runs a rank on each of ``hosts``, which share no folder, and returns how they ended."""
+    port = str(free_port())
+    processes = []
+    for rank, host in enumerate(hosts):
+        meeting = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface(), "PYTHONPATH": str(POOL)}
+        command = [sys.executable, "-m", "faulty_rank", str(folder / host), fault, "gloo", host]
+        processes.append(subprocess.Popen(command, env={**os.environ, **meeting, **settings}, start_new_session=True))
+    return [process.wait() for process in processes]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", ["loop", "sleep", "skip"])
+@pytest.mark.parametrize("hosts", [["a", "a", "a"], ["a", "b", "a"], ["b", "a", "c"]])
+def test_ranks_of_a_foreign_launcher_watch_themselves_across_hosts(
+    tmp_path: Path, fault: str, hosts: list[str]
+) -> None:
+    codes = watch_themselves(tmp_path, fault, hosts)
+    assert HUNG in codes
+    assert set(codes) <= {HUNG, -9}
+    for host in set(hosts):
+        told = json.loads((tmp_path / host / "verdict.json").read_text())
+        assert told["ranks"] == [GUILTY]
+        assert line_of(fault) in told["sentence"]

@@ -120,3 +120,12 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(make_table: Ma
     assert [row.id for row in table.of_split("dev").rows] == ["gpt-2"]
     with pytest.raises(UsageError, match="splits of this file: calib, dev"):
         table.of_split("blind")
+
+
+def test_of_an_encoders_sequence_the_filled_part_is_computed(make_table: MakeTable) -> None:
+    bert = {"model_family": "BERT-Large", "seq_len": "512", "zero_stage_or_fsdp": "DDP"}
+    table = read_table(make_table(bert, {**bert, "seq_len": "128"}, {**bert, "zero_stage_or_fsdp": "none"}))
+    lengths = [read_case(row).workload.run.seq_len for row in table.rows]
+    assert lengths[0] < 512 * 0.6
+    assert 128 * 0.8 < lengths[1] < 128
+    assert lengths[2] == 512

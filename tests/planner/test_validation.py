@@ -73,3 +73,30 @@ def test_scores_are_plain_data_and_the_same_every_time(make_table: MakeTable) ->
     assert first["rows"] == 2
     assert first["families"]["gpt"]["time"]["rows"] == 1
     assert first["overall"]["memory"]["mean"] == pytest.approx(first["families"]["gpt"]["memory"]["mean"])
+
+
+def test_scaling_is_told_from_the_smallest_run_of_any_split(make_table: MakeTable) -> None:
+    small = {"n_gpus": "1", "dp": "1", "global_batch": "8", "zero_stage_or_fsdp": "DDP", "value": "1.0"}
+    middle = {**small, "n_gpus": "4", "dp": "4", "global_batch": "32", "value": "99"}
+    large = {**small, "n_gpus": "8", "dp": "8", "global_batch": "64", "split": "dev", "value": "1.1"}
+    found = validate(read_table(make_table(small, middle, large)), "dev")
+    assert len(found.rows) == 1
+    assert found.scaling is not None
+    assert (found.scaling.groups, found.scaling.rows) == (1, 1)
+    alone = validate(read_table(make_table(small, large)), "dev")
+    assert alone.scaling == found.scaling
+
+
+def test_rows_outside_the_calibrated_domain_are_scored_apart(make_table: MakeTable) -> None:
+    found = validate(read_table(make_table({}, {"gpu": "B200"}, {"seq_len": "16"})))
+    assert [bool(each.outside) for each in found.rows] == [False, True, True]
+    assert found.inside is not None
+    assert found.outside is not None
+    assert (found.inside.rows, found.outside.rows) == (1, 2)
+    assert to_json(found)["overall"]["outside_calibrated_domain"]["rows"] == 2
+
+
+def test_runs_that_ran_and_were_said_not_to_fit_are_counted(make_table: MakeTable) -> None:
+    huge = {"layers": "96", "hidden": "12288", "heads": "96", "kv_heads": "96", "ffn": "49152", "params_b": "175"}
+    found = validate(read_table(make_table({}, huge, {**huge, "value": "OOM"})))
+    assert (found.false_fits, found.false_misfits) == (0, 1)

@@ -1,6 +1,8 @@
 """One rank of a small loop that goes wrong on rank 1 in a way that is asked for: what verdicts are tested on.
 
-    python -m faulty_rank FOLDER FAULT BACKEND
+    python -m faulty_rank FOLDER FAULT BACKEND [HOST]
+
+With a host's name, the ranks watch themselves, as those of a launcher that knows nothing of verdicts do.
 
 Lines that a verdict is to name end in ``# stands here: <fault>``.
 """
@@ -19,8 +21,10 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.ledger import Ledger
 from paceline.comm.torch_dist import connect, disconnect
+from paceline.launch.beside import start_beside
 from paceline.launch.orphans import note_process
-from paceline.launch.watch import keep_ledger
+from paceline.launch.watch import WatchPolicy, keep_ledger
+from paceline.monitor.verdict import Limits
 
 ROUNDS = 6
 BAD_ROUND = 3
@@ -67,11 +71,15 @@ def main() -> None:
     """Runs a rank."""
     folder, fault, backend = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     rank = int(os.environ["RANK"])
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     note_process(folder, rank)
     comm = keep_ledger(connect(backend, timeout_s=120.0), folder)  # type: ignore[arg-type]
+    if len(sys.argv) > 4:
+        policy = WatchPolicy(limits=Limits(step_s=2.0, setup_s=100.0))
+        start_beside(comm, folder, policy, host=sys.argv[4])
     for number in range(ROUNDS):
         one_round(comm, comm.ledger, fault, number == BAD_ROUND and rank == GUILTY)
-        comm.ledger.cells[7] += 1
+        comm.ledger.count_step()
     comm.ledger.finish()
     disconnect()
 

@@ -10,12 +10,16 @@ import torch
 from torch.nn import functional as F
 
 from paceline.cluster.devices import device_named
-from paceline.simulate.compute import PricedCompute, Rates
+from paceline.cluster.operations import Operation
+from paceline.planner.constants import constants_for, fitted_constants
+from paceline.planner.kernel_costs import KernelCosts
+from paceline.planner.program import Run
+from paceline.simulate.compute import KernelPrices, PricedCompute, Rates
 
 HOST = Rates(flops=1e3, half_flops=2e3, bandwidth=1e2, launch_s=0.5)
 
 
-def price(work: Callable[[], Any], rates: Rates = HOST) -> list[float]:
+def price(work: Callable[[], Any], rates: Rates | KernelPrices = HOST) -> list[float]:
     spent: list[float] = []
     with PricedCompute(rates, spent.append):
         work()
@@ -67,8 +71,27 @@ def test_attention_is_counted_on_a_host() -> None:
     assert [seconds for seconds in spent if seconds > 1e3] == pytest.approx([forward, 2.5 * forward])
 
 
-def test_rates_of_a_device_are_those_of_the_catalog() -> None:
+def test_a_device_of_the_catalog_prices_kernels_as_a_replay_does() -> None:
     device = device_named("a100-sxm-80gb")
-    rates = Rates.of(device)
-    assert (rates.half_flops, rates.runs_ahead) == (device.ceiling("bf16"), True)
-    assert rates.bandwidth == device.memory_bandwidth * device.memory_share
+    constants, _ = constants_for(fitted_constants(), device.generation, "eager")
+    costs = KernelCosts(device, constants, is_compiled=False)
+    a, b = torch.ones(256, 512), torch.ones(512, 1024)
+    product = Operation(name="mm", family="matmul", sizes=(256, 512, 1024), layout="nn")
+    (spent,) = price(lambda: a @ b, KernelPrices(device))
+    assert spent == max(costs(Run(product)))
+
+
+def test_attention_is_one_kernel_on_a_host_of_the_catalog() -> None:
+    device = device_named("cpu-host")
+    constants, _ = constants_for(fitted_constants(), device.generation, "eager")
+    costs = KernelCosts(device, constants, is_compiled=False)
+    query = torch.ones(2, 3, 64, 8, requires_grad=True)
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+
+    forward = Operation(name="attention", family="attention", sizes=(2, 3, 64, 8))
+    backward = Operation(name="attention_backward", family="attention_backward", sizes=(2, 3, 64, 8))
+    spent = price(attend, KernelPrices(device))
+    assert spent[0] == pytest.approx(sum(costs(Run(forward))))
+    assert sum(costs(Run(backward))) == pytest.approx(max(spent[1:]))

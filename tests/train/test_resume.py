@@ -15,7 +15,8 @@ import torch
 from saved_runs import save_now
 from torch import nn
 
-from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
+from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint, read_manifest
+from paceline.checkpoint.manifest import manifest_text
 from paceline.checkpoint.storage import LocalFiles
 from paceline.checkpoint.values import encode
 from paceline.comm.base import Communicator
@@ -301,9 +302,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_with_other_names_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    text = (path / "manifest.json").read_text()
+    manifest = read_manifest(path)
     name = next(iter(open_checkpoint(path).shapes("model/")))
-    (path / "manifest.json").write_text(text.replace(f'"model/{name}"', f'"model/{name}_of_old"'))
+    tensors = dict(manifest.tensors)
+    tensors[f"model/{name}_of_old"] = tensors.pop(f"model/{name}")
+    (path / "manifest.json").write_text(manifest_text(dataclasses.replace(manifest, tensors=tensors)))
     message = refusal(path, make_config())
     assert f"unexpected {name}_of_old" in message
     assert f"missing {name}" in message

@@ -95,7 +95,13 @@ def manifest_text(manifest: Manifest) -> str:
     lines += [f'  "files": {_table(files)}']
     lines += [f'  "found": {_table(manifest.found)}']
     lines += [f'  "tensors": {_table({name: tensor_entry(tensor) for name, tensor in manifest.tensors.items()})}']
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    body = "{\n" + ",\n".join(lines)
+    return body + _tail(body)
+
+
+def _tail(body: str) -> str:
+    """Returns the manifest's own hash, which ends it: a change of any byte before it, or in it, is seen."""
+    return f',\n  "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
 def parse_manifest(text: str, source: object) -> Manifest:
@@ -108,6 +114,9 @@ def parse_manifest(text: str, source: object) -> Manifest:
                 f"{source} has schema {schema}; this version reads {SCHEMA_VERSION}\n"
                 "  read it with the version that wrote it"
             )
+        body = text[: -len(_tail(""))]
+        if text != body + _tail(body):
+            raise CheckpointError(f"{source}'s manifest is damaged: its hash is not its own\n  use an older checkpoint")
         return Manifest(
             step=int(found["step"]),
             position=int(found["position"]),

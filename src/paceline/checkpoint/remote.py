@@ -1,6 +1,7 @@
 """Checkpoints in object stores and other places that fsspec knows: S3, GCS, Azure, HTTP file servers, memory.
 
-An object store has no folders and no rename. So a rename here is a copy inside the store, object by object, and its rule is
+An object store has no folders and no rename. So a rename here is a copy inside the store, object by object, and the
+rule is
 
     the manifest comes last under the new name, and goes first under the old one.
 
@@ -61,7 +62,9 @@ class RemoteFiles:
                 start = offset + first
                 found = self._files.cat_file(_text(path), start=start, end=start + len(view))
                 if len(found) != len(view):
-                    raise EOFError(f"{path} ends at byte {start + len(found)}, and {len(view) - len(found)} more are needed")
+                    raise EOFError(
+                        f"{path} ends at byte {start + len(found)}, and {len(view) - len(found)} more are needed"
+                    )
                 view[:] = found
 
     def size(self, path: Path) -> int | None:

@@ -52,7 +52,9 @@ def compare(left: Checkpoint, right: Checkpoint, tell: Tell = be_silent) -> Diff
     """Compares two checkpoints, tensor by tensor and value by value."""
     ours, theirs = left.manifest.tensors, right.manifest.tensors
     shared = [name for name in ours if name in theirs]
-    other = [name for name in shared if (ours[name].shape, ours[name].dtype) != (theirs[name].shape, theirs[name].dtype)]
+    other = [
+        name for name in shared if (ours[name].shape, ours[name].dtype) != (theirs[name].shape, theirs[name].dtype)
+    ]
     alike = [name for name in shared if name not in set(other)]
     found = [_compare_tensor(left, right, name, tell) for name in alike]
     return Difference(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
 from paceline.checkpoint.manifest import MANIFEST, Manifest
@@ -37,7 +37,7 @@ class Listed:
 
 
 def folder_of(where: Path) -> Path:
-    """Returns the folder with checkpoints that a run, a folder or a checkpoint names. Raises CheckpointError for none."""
+    """Returns the folder with checkpoints that a run, folder or checkpoint names. Raises CheckpointError for none."""
     storage = storage_of(where)
     if storage.size(where / MANIFEST) is not None:
         return where.parent
@@ -60,9 +60,7 @@ def list_folder(where: Path, now: float, depth: Depth = "fast", tell: Tell = be_
     return [_with_reasons(each, reasons.get(each.path, ())) for each in found]
 
 
-def kept_because(
-    found: Sequence[Listed], manifests: Mapping[Path, Manifest | None]
-) -> dict[Path, tuple[str, ...]]:
+def kept_because(found: Sequence[Listed], manifests: Mapping[Path, Manifest | None]) -> dict[Path, tuple[str, ...]]:
     """Returns why each whole checkpoint is kept, by the settings of the newest one's run."""
     whole = [each for each in found if not each.problem]
     if not whole:
@@ -88,7 +86,7 @@ def kept_because(
 def retention_of(settings: Mapping[str, Any]) -> Retention:
     """Returns the policy that the ``checkpoint`` section of a saved config asks for."""
     metric = settings.get("best_metric", "eval_loss")
-    usual = "max" if metric == "eval_accuracy" else "min"
+    usual: Literal["min", "max"] = "max" if metric == "eval_accuracy" else "min"
     return Retention(
         last=settings.get("keep"),
         every=settings.get("keep_every"),

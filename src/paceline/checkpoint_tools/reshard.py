@@ -1,7 +1,7 @@
 """Cutting a checkpoint anew, as another world would have saved it.
 
-Loading needs none of this: any ranks read any checkpoint. It is for copying to machines where each rank sees its own disk,
-and for evening out files. Ranks stand as in training, data outermost, then stages, then tensor ranks:
+Loading needs none of this: any ranks read any checkpoint. It is for copying to machines where each rank sees its own
+disk, and for evening out files. Ranks stand as in training, data outermost, then stages, then tensor ranks:
 
     fsdp, zero    the tensors of a block lie one after another, and every data rank has an equal piece of them
     ddp           all data ranks hold everything, and share the writing: the n-th part of each tensor
@@ -61,9 +61,7 @@ class World:
     @property
     def mesh(self) -> Mesh:
         """The ranks as a grid."""
-        return Mesh.of(
-            data=self.ranks // (self.pipeline * self.tensor), pipeline=self.pipeline, tensor=self.tensor
-        )
+        return Mesh.of(data=self.ranks // (self.pipeline * self.tensor), pipeline=self.pipeline, tensor=self.tensor)
 
 
 def reshard(

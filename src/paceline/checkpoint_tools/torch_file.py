@@ -1,7 +1,7 @@
 """A torch state dict in one file, written as a stream: what ``torch.load(path, weights_only=True)`` reads.
 
-The file is a zip archive without compression. ``data.pkl`` has the structure, in which every tensor is a reference to the
-bytes that follow under ``data/<n>``. torch itself needs all tensors in memory to write it; here it is one window.
+The file is a zip archive without compression. ``data.pkl`` has the structure, in which every tensor is a reference to
+the bytes that follow under ``data/<n>``. torch itself needs all tensors in memory to write it; here it is one window.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Tensor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         stream = self.storage.stream
-        arguments = (self.storage, 0, stream.shape, row_major(stream.shape), False, OrderedDict())
+        arguments: tuple[Any, ...] = (self.storage, 0, stream.shape, row_major(stream.shape), False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
 
@@ -106,7 +106,12 @@ def _pickled(structure: Any) -> bytes:
 
 
 def _add(
-    archive: zipfile.ZipFile, name: str, parts: Iterable[bytes | memoryview], tell: Tell = be_silent, *, num_bytes: int | None = None
+    archive: zipfile.ZipFile,
+    name: str,
+    parts: Iterable[bytes | memoryview],
+    tell: Tell = be_silent,
+    *,
+    num_bytes: int | None = None,
 ) -> None:
     """Adds a file to the archive, whose bytes begin at a multiple of 64."""
     info = zipfile.ZipInfo(f"{_NAME}/{name}", date_time=(1980, 1, 1, 0, 0, 0))

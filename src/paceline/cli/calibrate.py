@@ -23,6 +23,12 @@ def calibrate(
     compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
     noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
     as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
+    run: Path | None = typer.Option(
+        None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a finished run's folder."
+    ),
+    cluster: Path | None = typer.Option(
+        None, "--cluster", metavar="FILE.yaml", help="The entry that --from fits.  [default: the catalog's cpu-host]"
+    ),
 ) -> None:
     """Measure this machine: products by shape, attention, memory, launches, and collectives where ranks are several.
 
@@ -37,7 +43,12 @@ def calibrate(
       paceline calibrate --ranks 2 --name my-host --output mine.yaml
 
       paceline cluster show mine.yaml
+
+      paceline calibrate --from runs/gpt-pydoc --output mine.yaml
     """
+    if run is not None:
+        _refit(run, cluster, output, as_json=as_json)
+        return
     import json
     import platform
     import time
@@ -77,6 +88,30 @@ def calibrate(
         typer.echo(f"\n{text}", nl=False)
     else:
         typer.echo(f"\nwrote {output}: use it as --cluster {output}")
+
+
+def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) -> None:
+    import json
+
+    from paceline.calibrate.entry import write_entry
+    from paceline.calibrate.refit import refit, to_json
+    from paceline.cluster.detect import detect_machine
+
+    found = refit(run, detect_machine(), base)
+    if output is not None:
+        write_entry(found.text, output)
+    if as_json:
+        typer.echo(json.dumps(to_json(found), indent=2))
+        return
+    typer.echo(f"measured          {1e3 * found.measured_s:10.4g} ms a step")
+    for name, seconds in (("before", found.before_s), ("fitted", found.after_s)):
+        typer.echo(f"{name:<17} {1e3 * seconds:10.4g} ms predicted: {100 * found.error(seconds):+.1f} %")
+    typer.echo(f"kernels           {found.compute:10.4g} times what the entry said")
+    typer.echo(f"collectives       {found.communication:10.4g} times")
+    if output is None:
+        typer.echo(f"\n{found.text}", nl=False)
+    else:
+        typer.echo(f"\nwrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}")
 
 
 def _show(measured: Measured) -> None:

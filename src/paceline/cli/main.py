@@ -12,6 +12,7 @@ import typer
 
 from paceline.cli.bench import app as bench_app
 from paceline.cli.calibrate import calibrate
+from paceline.cli.checkpoint import app as checkpoint_app
 from paceline.cli.cluster import app as cluster_app
 from paceline.cli.config import app as config_app
 from paceline.cli.doctor import doctor
@@ -49,6 +50,7 @@ app.command()(doctor)
 app.command()(calibrate)
 app.add_typer(config_app, name="config")
 app.add_typer(cluster_app, name="cluster")
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
 
 

@@ -40,6 +40,9 @@ def plan(
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="Write the first plan as a config for paceline train."
     ),
+    trace: Path | None = typer.Option(
+        None, "--trace", metavar="FILE", help="Run the first plan's engine without values, and write its time line."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Find the fastest way to train a model on a cluster: mesh, strategy, microbatch, schedule, recomputation, offload.
@@ -73,10 +76,14 @@ def plan(
     if output is not None:
         _write(output, found)
     is_drawn = png is not None and _draw(png, found)
+    traced_s = _trace(trace, found)
     if as_json:
-        typer.echo(json.dumps(found.to_json(top), indent=2))
+        replayed = {} if traced_s is None else {"replayed_s": traced_s}
+        typer.echo(json.dumps(found.to_json(top) | replayed, indent=2))
     else:
         typer.echo(found.to_text(top))
+        if traced_s is not None:
+            typer.echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {trace}")
         if output is not None and found.winner is not None:
             typer.echo(f"\nwritten to {output}: paceline train {output}")
         if png is not None:
@@ -126,6 +133,15 @@ def _write(output: Path, found: PlanResult) -> None:
         output.write_text(found.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the plan cannot be written to {output}: {error.strerror}") from error
+
+
+def _trace(path: Path | None, found: PlanResult) -> float | None:
+    """Returns the seconds of the step whose time line was written; None where none was."""
+    if path is None or found.winner is None:
+        return None
+    from paceline.planning import trace_plan
+
+    return trace_plan(found, path).seconds
 
 
 def _draw(png: Path, found: PlanResult) -> bool:

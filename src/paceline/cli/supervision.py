@@ -18,17 +18,26 @@ if TYPE_CHECKING:
     from paceline.train.recovery import RestartPolicy
 
 # What a rank needs, loaded once before ranks are forked.
-RANK_MODULES = (
+_RANK_MODULES = (
     "paceline.cli.worker",
     "paceline.train.assemble",
     "paceline.train.go_back",
-    "paceline.train.hooks",
-    "paceline.checkpoint",
+    "paceline.train.saving",
     "paceline.comm.torch_dist",
     "paceline.launch.watch",
-    "torch.utils.tensorboard",
+    "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
 )
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID")
+
+
+def rank_modules(config: Config) -> list[str]:
+    """Returns what a rank of a config loads before its first step, besides the user's own code."""
+    modules = list(_RANK_MODULES)
+    if config.data.kind == "digits":
+        modules.append("sklearn.datasets")
+    if config.monitor.tensorboard:
+        modules.append("torch.utils.tensorboard")
+    return modules
 
 
 def is_scheduled() -> bool:

@@ -32,6 +32,9 @@ def train(
     force: bool = typer.Option(False, "--force", help="Replace a run folder of the same name."),
     port: int = typer.Option(0, min=0, max=65535, help="Port where the ranks meet; 0: a free one."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
+    nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
+    rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
+    node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU, or two."),
 ) -> None:
     """Train on this machine: one rank per GPU, or two CPU ranks.
 
@@ -44,6 +47,8 @@ def train(
       paceline train configs/digits.yaml train.epochs=30 --resume auto
 
       torchrun --nproc-per-node 2 -m paceline train configs/digits.yaml
+
+      paceline train configs/digits.yaml --nnodes 1:4 --rdzv host1:29400
     """
     from paceline.config import load_config
 
@@ -52,6 +57,14 @@ def train(
         from paceline.cli.worker import run_under_launcher
 
         run_under_launcher(asked, force=force, resume=resume, as_json=as_json)
+        return
+    if nnodes is not None or rdzv is not None:
+        from paceline.cli.nodes import NodeOptions, launch_node
+
+        if nnodes is None or rdzv is None:
+            raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
+        options = NodeOptions(counts=nnodes, endpoint=rdzv, ranks=node_ranks)
+        launch_node(asked, options, force=force, resume=resume, as_json=as_json)
         return
     _launch(asked, force=force, resume=resume, port=port, as_json=as_json)
 
@@ -137,6 +150,7 @@ def predict_run(config: Config, *, threads: int | None = None, node_ranks: int |
     """
     if config.model.kind != "gpt":
         return None
+    from paceline.cli.foretell import machine_entry
     from paceline.cluster.detect import detect_machine
     from paceline.planner.expect import expect_run
 
@@ -144,7 +158,7 @@ def predict_run(config: Config, *, threads: int | None = None, node_ranks: int |
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)
     hosts = -(-ranks // (config.parallel.node_ranks or node_ranks or ranks))
-    return expect_run(config, machine, threads=threads, hosts=hosts)
+    return expect_run(config, machine, threads=threads, hosts=hosts, entry=machine_entry())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,14 +207,15 @@ def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
 
 def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_json: bool) -> None:
     place = find_place(asked, force=force, resume=resume)  # before torch is imported, which takes seconds
-    from paceline.cli.supervision import RANK_MODULES
+    from paceline.cli.supervision import rank_modules
     from paceline.launch.warm import warm_ranks
 
-    with warm_ranks(RANK_MODULES, is_wanted=asked.recovery.warm) as warm:  # loads torch while this process does
+    with warm_ranks(rank_modules(asked), is_wanted=asked.recovery.warm) as warm:  # loads torch while this process does
         _launch_in(place, asked, force=force, port=port, as_json=as_json, warm=warm)
 
 
 def _launch_in(place: Place, asked: Config, *, force: bool, port: int, as_json: bool, warm: WarmRanks | None) -> None:
+    from paceline.cli.foretell import Foretold
     from paceline.config import dump_yaml
     from paceline.errors import LaunchError, UsageError
     from paceline.launch.failure import RunFailedError, RunPreemptedError, RunStoppedError
@@ -219,19 +234,20 @@ def _launch_in(place: Place, asked: Config, *, force: bool, port: int, as_json: 
         if expected is not None:
             claimed.expect(expected.to_text())
         try:
-            with _Progress(place.folder, is_shown=config.monitor.console and not as_json):
+            shown = config.monitor.console and not as_json
+            with Progress(place.folder, is_shown=shown), Foretold(config, place.folder, expected):
                 _run_attempts(config, place, port=port, variables=variables, warm=warm)
         except UsageError:
             claimed.discard()
             raise
         except RunPreemptedError as error:
-            raise RunPreemptedError(f"{error}{_how_to_continue(place.folder)}") from None
+            raise RunPreemptedError(f"{error}{how_to_continue(place.folder)}") from None
         except RunFailedError as error:
-            raise RunFailedError(f"{error}{_how_to_continue(place.folder)}", error.cause, error.code) from error
+            raise RunFailedError(f"{error}{how_to_continue(place.folder)}", error.cause, error.code) from error
         except RunStoppedError as error:
-            raise RunStoppedError(error.number, _how_to_continue(place.folder)) from None
+            raise RunStoppedError(error.number, how_to_continue(place.folder)) from None
         except LaunchError as error:
-            raise LaunchError(f"{error}{_how_to_continue(place.folder)}") from error
+            raise LaunchError(f"{error}{how_to_continue(place.folder)}") from error
         show_result(place.folder, config, as_json=as_json, choice=choice)
 
 
@@ -270,7 +286,7 @@ def _tell_passed_over(passed: PassedOver) -> None:
     typer.echo(f"paceline: {passed}", err=True)
 
 
-def _how_to_continue(folder: Path) -> str:
+def how_to_continue(folder: Path) -> str:
     """Returns the line that says how to go on from the newest checkpoint, if there is one."""
     from paceline.checkpoint import list_checkpoints
 
@@ -358,7 +374,7 @@ def _longer(config: Config) -> str:
     return f"train.steps={2 * train.steps}" if train.steps else f"train.epochs={2 * (train.epochs_to_run or 1):g}"
 
 
-class _Progress:
+class Progress:
     """Shows rank 0's records as they are written, in a thread of its own."""
 
     def __init__(self, folder: Path, *, is_shown: bool) -> None:

@@ -85,7 +85,11 @@ def _show(found: Validation) -> None:
             typer.echo(f"{where:<13}{_told(errors)} over {errors.rows} rows {where} the calibrated domain")
     if found.memory is not None:
         typer.echo(f"memory       {_told(found.memory)} over {found.memory.rows} rows")
-    typer.echo(f"fits         {found.false_fits} of {found.ran_out} known out-of-memory runs were said to fit")
+    timed = 0 if found.time is None else found.time.rows
+    typer.echo(
+        f"fits         {found.false_fits} of {found.ran_out} known out-of-memory runs were said to fit, and "
+        f"{found.false_misfits} of {timed} that ran were said not to"
+    )
     if found.ranking is not None:
         ranking = found.ranking
         typer.echo(
@@ -99,8 +103,11 @@ def _show(found: Validation) -> None:
             f"scaling      efficiency within {scaling.points:.1f} points; throughput given the smallest run "
             f"{_percent(scaling.given_first.mean)}; {scaling.rows} rows"
         )
-        each = [family for family in found.families if family.scaling is not None]
-        told = ", ".join(f"{one.family} {_percent(one.scaling.given_first.mean)}" for one in each if one.scaling)
+        told = ", ".join(
+            f"{one.family} {_percent(one.scaling.given_first.mean)}"
+            for one in found.families
+            if one.scaling is not None
+        )
         typer.echo(f"             given the smallest run, by family: {told}")
     for row in found.skipped[:20]:
         typer.echo(f"skipped      {row.row.id}: {row.skipped}")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.errors import CheckpointError, PreemptedError
 from paceline.launch.codes import FAILED, PREEMPTED, REFUSED
-from paceline.launch.failure import Failure, describe_error, is_refusal, write_failure
+from paceline.launch.failure import Failure, describe_error, forget_failure, is_refusal, write_failure
 from paceline.launch.folder import RunFolder, claim_folder, config_of, settle_config
 from paceline.launch.orphans import end_children, end_with_parent, note_process
 from paceline.launch.progress import StepNote
@@ -52,13 +52,14 @@ def main() -> None:
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
     end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
-    attempt = Attempt(folder, rank, restart=arguments.restart)
+    attempt = Attempt(folder, rank, restart=arguments.restart or _restarted_by_launcher())
     try:
         from paceline.config import load_config
 
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=_exit)
-        note_process(folder, rank)
+        note_process(folder, rank, arguments.launcher)
+        forget_failure(folder, rank)
         _redirect_output(folder / "logs" / f"rank-{rank}.log")
         if config.comm.backend == "virtual":
             _run_virtual(config, attempt, arguments.resume)
@@ -345,9 +346,7 @@ def _restarted_by_launcher() -> dict[str, Any] | None:
     return {"number": number, "of": of, "reason": "restarted by the agent"} if number else None
 
 
-def _find_together(
-    config: Config, comm: Communicator, folder: Path, resume: str | Path | None
-) -> Path | None:
+def _find_together(config: Config, comm: Communicator, folder: Path, resume: str | Path | None) -> Path | None:
     """Returns the checkpoint to start from, the same on all ranks; None with ``auto`` where there is none yet."""
     if resume is None or str(resume) != "auto":
         return None if resume is None else Path(resume)

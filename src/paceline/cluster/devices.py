@@ -281,7 +281,18 @@ class _Catalog:
         found = find_name(name, self.entries.devices)
         if found is None:
             raise _unknown(name, "device", self.entries.devices)
-        return _device(found, self.entries.devices[found])
+        entry = self.entries.devices[found]
+        device = _device(found, entry)
+        if entry.tables_of is None:
+            return device
+        measured = self.device(entry.tables_of)
+        return replace(
+            device,
+            shapes=measured.shapes,
+            memory_rates=measured.memory_rates,
+            operation_s=measured.operation_s,
+            tensor_s=measured.tensor_s,
+        )
 
     def node(self, name: str) -> Node:
         found = find_name(name, self.entries.nodes)

@@ -87,6 +87,7 @@ class DeviceEntry(Entry):
     tensor_us: float = Field(default=0.0, ge=0)
     factor: Positive = 1.0
     measured: MeasuredEntry | None = None
+    tables_of: str | None = None
 
 
 class LinkEntry(Entry):

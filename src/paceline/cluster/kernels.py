@@ -1,7 +1,7 @@
 """What a kernel takes on a device: matrix products, attention, memory-bound work, and the host that launches them.
 
     product      2 m n k FLOPs at  ceiling x rate x k / (k + k_half) x filled;  at least its bytes over the bandwidth
-    k_half       of A100 in bf16; elsewhere in proportion to FLOPs a byte: filling tiles and writing results takes memory
+    k_half       of A100 in bf16; elsewhere in proportion to FLOPs a byte: tiles come from memory and go back to it
     filled       tiles / (waves x multiprocessors), tiles of 128 x 128 outputs: the last wave stands partly empty
     attention    fused: 4 b s s' h FLOPs at ceiling x attention rate; unfused: two batched products, and the scores
                  are read and written as memory-bound work

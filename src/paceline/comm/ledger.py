@@ -92,6 +92,10 @@ class Ledger:
         self.cells[PHASE] = _PHASE_NUMBERS[phase]
         self.cells[LAPS] += 1
 
+    def count_step(self) -> None:
+        """Notes that a step is over: from the first on, the limit of a step holds."""
+        self.cells[STEP] += 1
+
     def finish(self) -> None:
         """Notes that the rank leaves as it should: nobody is to wait for it."""
         self.cells[layout.IS_FINISHED] = 1

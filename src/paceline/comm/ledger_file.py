@@ -55,7 +55,8 @@ FILE_BYTES: Final = TABLE_AT + TABLE_BYTES
     WALL_NS,
     CLOCK_NS,
     BORN_NS,
-) = range(15)
+    HEARTBEAT,
+) = range(16)
 _CHANGING = (IS_FINISHED, PHASE, STEP, ISSUED, WAITING, LAPS)
 _LAST = 96  # records that a look takes
 
@@ -147,6 +148,11 @@ class LedgerReader:
     def wall_offset_s(self) -> float:
         """What added to the ledger's times gives the time of day, on its host."""
         return (self._cells[WALL_NS] - self._cells[CLOCK_NS]) / 1e9
+
+    @property
+    def heartbeat(self) -> int:
+        """How often the rank's own watch has looked."""
+        return self._cells[HEARTBEAT]
 
     def pulse(self) -> Pulse:
         """Returns what changes with every operation and phase. Costs a microsecond."""

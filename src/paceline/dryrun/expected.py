@@ -1,6 +1,6 @@
 """What a run is expected to take, by a dry run: any model and engine, kernel by kernel, on the present machine.
 
-    python -m paceline.dryrun.expected CONFIG [--threads N] [--entry FILE]       prints what prediction.json holds
+    python -m paceline.dryrun.expected [--threads N] [--entry FILE] < CONFIG       prints what prediction.json holds
 
 It runs in a process of its own, below the priority of the ranks, while these start: a run is neither delayed nor ended
 by it. What it cannot say (a model that cannot be traced, offload, compression) is left to the formulas.
@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.detect import Machine, detect_machine
-from paceline.config import Config, load_config
+from paceline.config import Config, config_from_dict
+from paceline.config.yaml_text import parse_document
 from paceline.errors import PacelineError
 from paceline.planner.expect import present_cluster, unpriced
 from paceline.planner.expectation import Expectation
@@ -61,17 +62,21 @@ def expect_by_dry_run(
 class Background:
     """A dry run beside a run. ``result`` is asked for when the run is done."""
 
-    def __init__(self, config_file: Path, *, threads: int | None = None, entry: Path | None = None) -> None:
-        command = [sys.executable, "-m", __name__, str(config_file)]
+    def __init__(self, config_yaml: str, *, threads: int | None = None, entry: Path | None = None) -> None:
+        command = [sys.executable, "-m", __name__]
         command += [] if threads is None else ["--threads", str(threads)]
         command += [] if entry is None else ["--entry", str(entry)]
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
-        except OSError:  # no process to be had: the formulas have said something
-            return
+            assert self._process.stdin is not None
+            self._process.stdin.write(config_yaml.encode())
+            self._process.stdin.close()
+            self._process.stdin = None  # communicate would flush it
+        except OSError:  # no process to be had, or one that left: the formulas have said something
+            self.stop()
 
     def result(self, timeout_s: float = 20.0) -> Expectation | None:
         """Returns what came out, if it has figures; waits so long at most."""
@@ -104,9 +109,8 @@ def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectati
 
 
 def main() -> None:
-    """Predicts the run of a file."""
+    """Predicts the run whose config comes in."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("config", type=Path)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--entry", type=Path)
     arguments = parser.parse_args()
@@ -115,7 +119,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    config = load_config(arguments.config, [])
+    config = config_from_dict(parse_document(sys.stdin.read(), "stdin").values, "stdin")
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
     found = expect_by_dry_run(config, machine, threads=arguments.threads, entry=arguments.entry)
     sys.stdout.write(found.to_text())

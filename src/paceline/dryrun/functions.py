@@ -2,17 +2,19 @@
 
 ``scaled_dot_product_attention`` has no fused kernel there: it would be taken apart into products and a softmax over all
 pairs of tokens. Here it is one kernel forward and one backward, which keep what the fused ones keep: their inputs, the
-output and one number a row. Autocast knows no meta device: here the same functions cast their tensors, as on CUDA.
+output and one number a row. ``rms_norm`` is fused on GPUs alone, and keeps its input there: it is put down as the layer
+norm, which does. Autocast knows no meta device: here the same functions cast their tensors, as on CUDA.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map
 
 
@@ -78,11 +80,17 @@ _IN_FULL = {
 class MetaFunctions(TorchFunctionMode):
     """Runs attention as one kernel, and casts as autocast does if there is a dtype for it."""
 
-    def __init__(self, seer: SeesAttention, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, seer: SeesAttention, autocast: torch.dtype | None = None, *, fuses_norms: bool = False) -> None:
         super().__init__()
         self._seer = seer
+        self._fuses_norms = fuses_norms and hasattr(torch.ops.aten, "_fused_rms_norm")
         self._autocast = autocast
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def back_on(self) -> contextlib.AbstractContextManager[object]:
+        """Returns what makes it work where it does not: backward leaves modes behind, and blocks are computed again."""
+        is_on = any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+        return contextlib.nullcontext() if is_on else self
 
     def forget_copies(self) -> None:
         """Lets go of the parameters' copies, as autocast does when a forward ends."""
@@ -92,10 +100,6 @@ class MetaFunctions(TorchFunctionMode):
         """Calls a function, with other tensors or another way."""
         del types
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward:
-            with self:  # a mode is off while it handles a call; in this one blocks may be computed again
-                _backward(*args, **kwargs)
-            return None
         if self._autocast is not None:
             if func in _IN_HALF:
                 args, kwargs = tree_map(self._halve, (args, kwargs))
@@ -103,6 +107,8 @@ class MetaFunctions(TorchFunctionMode):
                 args, kwargs = tree_map(_widen, (args, kwargs))
         if func is F.scaled_dot_product_attention:
             return self._attend(func, *args, **kwargs)
+        if func is F.rms_norm and self._fuses_norms:
+            return _norm(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _halve(self, value: Any) -> Any:
@@ -148,14 +154,9 @@ class _Attention(torch.autograd.Function):
         return *found, None, None
 
 
-def _backward(
-    tensor: torch.Tensor,
-    gradient: torch.Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+def _norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
+    return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
 
 
 def _new(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

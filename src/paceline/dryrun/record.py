@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from paceline.models.registry import build_model, model_blocks, model_context
 from paceline.parallel.engine import Engine
 from paceline.parallel.face import EngineFace
 from paceline.parallel.fsdp import FullySharded
+from paceline.planner.compose import repeat
 from paceline.planner.program import Program, Run
 from paceline.precision import precision_named
 from paceline.train.assemble import build_engine, build_policy
@@ -39,14 +40,19 @@ from paceline.train.optim import build_optimizer
 from paceline.train.scaler import LossScaler, make_scaler
 from paceline.train.step import StepPolicy, train_step
 
+_KEPT = 3  # microbatches of a step that are run
 _FEW = 16  # samples of data whose values nobody looks at
 
 
-def record(config: Config, *, ranks: int, rank: int = 0, node_ranks: int | None = None) -> Program:
+def record(
+    config: Config, *, ranks: int, rank: int = 0, node_ranks: int | None = None, is_whole: bool = False
+) -> Program:
     """Runs one rank of ``ranks`` on meta tensors and returns its step.
 
-    ``node_ranks`` is how many ranks share a host; None: all. A stage of a pipeline learns its inputs from the stages
-    before, which are run too. Raises UsageError for a model that cannot be traced, and for what has no price yet.
+    ``node_ranks`` is how many ranks share a host; None: all. Of many microbatches without a pipeline three are run, and
+    the second stands for all but the first and the last; with ``is_whole`` each of them is. A stage of a pipeline
+    learns its inputs from the stages before, which are run too. Raises UsageError for a model that cannot be traced,
+    and for what has no price yet.
     """
     _check(config)
     world, width = DryWorld(ranks), ranks // config.parallel.pipeline  # ranks of a stage
@@ -54,7 +60,7 @@ def record(config: Config, *, ranks: int, rank: int = 0, node_ranks: int | None 
     first = () if rank % width == 0 or config.parallel.pipeline == 1 else (0,)  # tells all where the model is cut
     for earlier in (*first, *chain):
         _record(config, world, earlier, node_ranks)
-    return _record(config, world, rank, node_ranks)
+    return _record(config, world, rank, node_ranks, is_whole=is_whole)
 
 
 def record_stages(config: Config, *, ranks: int, node_ranks: int | None = None) -> tuple[Program, ...]:
@@ -76,33 +82,30 @@ class _Parts:
     scaler: LossScaler | None
 
 
-def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None) -> Program:
+def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None, *, is_whole: bool = False) -> Program:
     recorder = Recorder()
-    functions = MetaFunctions(recorder, precision_named(config.train.precision).autocast_dtype)
+    autocast = precision_named(config.train.precision).autocast_dtype
+    functions = MetaFunctions(recorder, autocast, fuses_norms=config.parallel.device != "cpu")
     comm = world.rank(rank, recorder)
     data = _data(config)
     model = _model(config, data)
-    recorder.watch(model_blocks(model))
+    recorder.watch(model_blocks(model), functions)
     if config.parallel.strategy in ("ddp", "zero1"):  # else whole gradients are there for a moment only
         _watch_gradients(recorder, model)
     with recorder, functions:
         parts = _build(config, model, data, comm, node_ranks)
         _claim(recorder, parts)
-        for _ in range(2):  # the first teaches, the second is kept
+        laps = _Laps(recorder, functions)
+        for batch in _steps(config, parts.batch, is_whole=is_whole):  # the first teaches, the second is kept
             recorder.start()
             with _claiming_gradients(recorder, parts):
-                train_step(
-                    parts.engine,
-                    parts.optimizer,
-                    parts.batch,
-                    parts.loss,
-                    parts.policy,
-                    _Laps(recorder, functions),
-                    parts.scaler,
-                )
+                train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, laps, parts.scaler)
             _claim(recorder, parts)
-        events, resident = recorder.finish()
-    batch = config_batch(config, world.size)
+        done = recorder.finish()
+    more = len(parts.batch.microbatches) - len(batch.microbatches)
+    # Forward and backward of the second microbatch are between the second and the fourth lap.
+    events = repeat(done.events, done.laps[1], done.laps[3], 1 + more) if more else done.events
+    plan = config_batch(config, world.size)
     per_sample = parts.loss.elements_per_sample or 1.0
     each = world.size // config.parallel.pipeline
     return Program(
@@ -111,9 +114,9 @@ def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None) 
         ranks=world.size,
         strategy=config.parallel.strategy,
         events=events,
-        resident=resident,
-        samples=batch.global_batch,
-        elements=batch.global_batch * per_sample,
+        resident=done.resident,
+        samples=plan.global_batch,
+        elements=plan.global_batch * per_sample,
         element="tokens" if data.shape.kind == "tokens" else "samples",
         model_flops=_model_flops(events),
         dtype=_compute_dtype(config),
@@ -121,6 +124,13 @@ def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None) 
         stage=rank // each,
         stages=config.parallel.pipeline,
     )
+
+
+def _steps(config: Config, batch: StepBatch, *, is_whole: bool) -> tuple[StepBatch, StepBatch]:
+    """Returns the batches of the two steps: one microbatch is enough to learn from, and three to tell of any number."""
+    if config.parallel.pipeline > 1 or is_whole:
+        return batch, batch
+    return replace(batch, microbatches=batch.microbatches[:1]), replace(batch, microbatches=batch.microbatches[:_KEPT])
 
 
 def _check(config: Config) -> None:

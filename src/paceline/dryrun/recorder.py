@@ -7,9 +7,10 @@ node of the graph, whose number lies between those at the beginning and the end 
 from __future__ import annotations
 
 import bisect
+import functools
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cluster.operations import Operation
 from paceline.comm.dry import DryOperation
+from paceline.dryrun.functions import MetaFunctions
 from paceline.dryrun.held import HeldMemory
 from paceline.dryrun.operators import Operators, tensors_of
 from paceline.dryrun.shapes import KnownShapes
@@ -29,6 +31,15 @@ from paceline.planner.program import Event, Issue, Run, Wait
 _ROOMS = tuple(f"{Path(__file__).parent.parent / room}" for room in ("parallel", "train", "comm"))
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A step that was written down: its events, bytes that were there all the time, and where its phases end."""
+
+    events: tuple[Event, ...]
+    resident: dict[str, int]
+    laps: tuple[int, ...]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -42,6 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places: dict[tuple[int, int], int] = {}
         self._events: list[Run | Issue | Wait] = []
         self._phases: list[str] = []
+        self._laps: list[int] = []
         self._again: set[int] = set()
         self._block = ""
         self._starts: list[int] = []  # numbers of graph nodes at which the owner changes
@@ -60,7 +72,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = self._call(func, args, kwargs)
         made = list(tensors_of(result))
         if any(tensor.is_meta for tensor in made) or any(tensor.is_meta for tensor in tensors_of(args)):
-            self.memory.look()
             for kernel in self._operators.kernels(func, args, kwargs, result):
                 self._note(kernel)
             self.memory.note(made)
@@ -92,36 +103,49 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def lap(self, phase: str) -> None:
         """Ends a phase: what was noted since the last one belongs to it."""
         self._phases += [phase] * (len(self._events) - len(self._phases))
+        self._laps.append(len(self._events))
 
     # What surrounds it.
 
-    def watch(self, blocks: Sequence[nn.Module]) -> None:
+    def watch(self, blocks: Sequence[nn.Module], functions: MetaFunctions) -> None:
         """Notes when blocks begin and end."""
         for index, block in enumerate(blocks):
-            label = f"block {index}"
-            block.register_forward_pre_hook(lambda _module, _args, label=label: self._enter(label))
-            block.register_forward_hook(lambda _module, _args, _output: self._enter(""))
+            # Not by hooks: a block that is computed again is not called, but its forward is.
+            block.forward = functools.partial(self._call_block, f"block {index}", block.forward, functions)
 
     def start(self) -> None:
         """Begins a step."""
-        self._events, self._phases, self._again = [], [], set()
+        self._events, self._phases, self._laps, self._again = [], [], [], set()
         self._starts, self._owners = [], []
         self.memory.start()
 
-    def finish(self) -> tuple[tuple[Event, ...], dict[str, int]]:
-        """Ends a step: returns its events, and bytes by category that were there all the time."""
+    def finish(self) -> Recorded:
+        """Ends a step."""
         self.memory.look()
         self.lap("optimizer")
         changes, resident = self.memory.events(self._phases, self._again)
         events: list[Event] = []
+        places: list[int] = []
         for place, (event, phase) in enumerate(zip(self._events, self._phases, strict=True)):
+            places.append(len(events))
             events += changes.get(place, ())
             if isinstance(event, Run):
                 events.append(Run(replace(event.operation, phase=phase), event.block))
             else:
                 events.append(replace(event, phase=phase))
+        places.append(len(events))
         events += changes.get(len(self._events), ())
-        return tuple(events), resident
+        return Recorded(events=tuple(events), resident=resident, laps=tuple(places[lap] for lap in self._laps))
+
+    def _call_block(
+        self, label: str, forward: Callable[..., Any], functions: MetaFunctions, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._enter(label)
+        try:
+            with functions.back_on():
+                return forward(*args, **kwargs)
+        finally:
+            self._enter("")
 
     def _enter(self, label: str) -> None:
         self._block = label

@@ -152,10 +152,15 @@ def read_failures(folder: Path) -> list[Failure]:
     return found
 
 
+def forget_failure(folder: Path, rank: int) -> None:
+    """Forgets how a rank failed in an earlier attempt."""
+    (folder / "logs" / f"rank-{rank}.error.json").unlink(missing_ok=True)
+
+
 def clear_failures(folder: Path) -> None:
     """Forgets the failures of an earlier attempt."""
     for path in (folder / "logs").glob("rank-*.error.json"):
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def silent_failure(rank: int, exit_code: int, output: str = "") -> Failure:

@@ -43,6 +43,7 @@ from paceline.launch.failure import (
     read_failures,
     silent_failure,
 )
+from paceline.launch.nodes import Nodes, address_towards, interface_of, rendezvous_settings
 from paceline.launch.orphans import end_groups, forget_processes, noted_processes
 from paceline.launch.processes import loopback_interface
 from paceline.launch.progress import forget_progress
@@ -69,37 +70,39 @@ def launch_local(
     variables: Mapping[str, str] | None = None,
     warm: WarmRanks | None = None,
     watch: WatchPolicy | None = None,
+    nodes: Nodes | None = None,
 ) -> None:
     """Runs ``python -m <command>`` on ``ranks`` processes until all are done, with ``variables`` in their environment.
 
     ``num_records`` is how many ranks write records, where processes have several each; None: one each. With ``warm``
     the processes are forked from one that has torch loaded. ``watch`` says when ranks that stand still are ended; None:
-    never.
+    never. With ``nodes`` these are the ranks of one host of several, and the agent starts them again by itself.
 
     Raises RunFailedError with the cause when a rank fails, UsageError when it refuses what was asked for,
     RunPreemptedError when a signal asked the ranks to stop and they have saved, and RunStoppedError when a signal ends
     the run. In each case the records get an end, and no rank is left.
     """
-    clear_failures(folder)
-    forget_processes(folder)
-    forget_progress(folder)
+    if nodes is None:  # else others use the folder too
+        clear_failures(folder)
+        forget_processes(folder)
+        forget_progress(folder)
     started, written = time.time(), range(num_records or ranks)
     arguments = ["-u", "-m", *command] if warm is None else warm.arguments(command)
-    settings = {**_settings(ranks, threads), **(variables or {})}
+    settings = {**_settings(ranks, threads, nodes), **(variables or {})}
     with _signals(folder) as asked, _environment(settings), _quiet_agent():
         try:
             with tempfile.TemporaryDirectory() as scratch, watching(folder, written, watch):
-                agent = _agent_config(ranks, port, Path(scratch))
+                agent = _agent_config(ranks, port, Path(scratch), nodes)
                 _run_agent(arguments, folder, agent, Path(scratch), written=written, started=started, asked=asked)
         except SignalException as error:
             with _deaf():
-                end_groups(noted_processes(folder).values())
+                end_groups(noted_processes(folder, os.getpid()).values())
                 end_records(folder, written, "stopped", f"ended by {error.sigval.name}", since=started)
             raise RunStoppedError(error.sigval) from None
         except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
             raise LaunchError(_explain_start(error, port)) from error
         finally:
-            forget_processes(folder)
+            forget_processes(folder, os.getpid())
 
 
 def check_port(port: int) -> None:
@@ -127,7 +130,9 @@ def _run_agent(
         elastic_launch(agent, sys.executable)(*arguments)
     except ChildFailedError as error:
         with _deaf():
-            end_groups([*(failure.pid for failure in error.failures.values()), *noted_processes(folder).values()])
+            end_groups(
+                [*(failure.pid for failure in error.failures.values()), *noted_processes(folder, os.getpid()).values()]
+            )
             codes = {int(failure.exitcode) for failure in error.failures.values()}
             if PREEMPTED in codes:
                 end_records(folder, written, "stopped", "preempted", since=started)
@@ -145,20 +150,22 @@ def _run_agent(
         raise problem from None
 
 
-def _agent_config(ranks: int, port: int, scratch: Path) -> LaunchConfig:
+def _agent_config(ranks: int, port: int, scratch: Path, nodes: Nodes | None) -> LaunchConfig:
     known = LaunchConfig.__dataclass_fields__
     handled = ",".join(each.name for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN)
     newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
     return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=1 if nodes is None else nodes.least,
+        max_nodes=1 if nodes is None else nodes.most,
         nproc_per_node=ranks,
-        run_id=f"paceline-{os.getpid()}",
+        run_id=f"paceline-{os.getpid()}" if nodes is None else nodes.run_id,
         rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{port}",
-        rdzv_configs={"is_host": True},  # else it joins whoever has the port
-        local_addr="localhost",  # else it looks this machine's name up, which laptops often cannot
-        max_restarts=0,
+        rdzv_endpoint=f"localhost:{port}" if nodes is None else nodes.endpoint,
+        # Alone it keeps the store; else it would join whoever has the port.
+        rdzv_configs={"is_host": True} if nodes is None else rendezvous_settings(),
+        # Without an address it looks this machine's name up, which laptops often cannot.
+        local_addr="localhost" if nodes is None else address_towards(nodes.host, nodes.port),
+        max_restarts=0 if nodes is None else nodes.max_restarts,
         monitor_interval=0.05,
         # What a worker prints before it opens its own log.
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch), redirects=Std.ALL),
@@ -166,11 +173,12 @@ def _agent_config(ranks: int, port: int, scratch: Path) -> LaunchConfig:
     )
 
 
-def _settings(ranks: int, threads: int | None) -> dict[str, str]:
+def _settings(ranks: int, threads: int | None, nodes: Nodes | None) -> dict[str, str]:
     share = max(1, (os.cpu_count() or 1) // ranks)
+    near = loopback_interface() if nodes is None else interface_of(address_towards(nodes.host, nodes.port))
     return {
         "OMP_NUM_THREADS": str(threads or share),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface()),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", near or loopback_interface()),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         "PYTHONUNBUFFERED": "1",
     }
@@ -242,7 +250,7 @@ def _signals(folder: Path) -> Iterator[list[signal.Signals]]:
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         nonlocal asked_at
-        now, processes = time.monotonic(), noted_processes(folder)
+        now, processes = time.monotonic(), noted_processes(folder, os.getpid())
         if asked and now - asked_at < SAME_REQUEST_S:
             return
         if asked or not processes:

@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -53,22 +54,30 @@ def end_groups(leaders: Iterable[int], *, patience_s: float = 2.0) -> None:
         _signal_group(leader, signal.SIGKILL)
 
 
-def note_process(folder: Path, rank: int) -> None:
-    """Leaves this rank's process number for the launcher."""
-    (folder / "logs" / f"rank-{rank}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
+def note_process(folder: Path, rank: int, launcher: int | None = None) -> None:
+    """Leaves this rank's process number for the launcher: with the host and the launcher, as folders may be shared."""
+    text = f"{os.getpid()} {socket.gethostname()} {launcher or ''}".rstrip()
+    (folder / "logs" / f"rank-{rank}.pid").write_text(f"{text}\n", encoding="utf-8")
 
 
-def noted_processes(folder: Path) -> dict[int, int]:
-    """Returns the process of each rank that noted one, by rank."""
-    notes = (folder / "logs").glob("rank-*.pid")
-    texts = {int(path.stem.removeprefix("rank-")): path.read_text(encoding="utf-8") for path in notes}
-    return {rank: int(text) for rank, text in sorted(texts.items()) if text.strip()}
+def noted_processes(folder: Path, launcher: int | None = None) -> dict[int, int]:
+    """Returns the process of each rank that noted one on this host, by rank; those of one launcher if it is given."""
+    found = {}
+    for path in sorted((folder / "logs").glob("rank-*.pid")):
+        words = path.read_text(encoding="utf-8").split()
+        is_here = len(words) < 2 or words[1] == socket.gethostname()
+        is_ours = launcher is None or len(words) < 3 or int(words[2]) == launcher
+        if words and is_here and is_ours:
+            found[int(path.stem.removeprefix("rank-"))] = int(words[0])
+    return dict(sorted(found.items()))
 
 
-def forget_processes(folder: Path) -> None:
-    """Removes the notes: process numbers are used again."""
+def forget_processes(folder: Path, launcher: int | None = None) -> None:
+    """Removes the notes, of one launcher's ranks if it is given: process numbers are used again."""
+    ours = None if launcher is None else noted_processes(folder, launcher)
     for path in (folder / "logs").glob("rank-*.pid"):
-        path.unlink()
+        if ours is None or int(path.stem.removeprefix("rank-")) in ours:
+            path.unlink(missing_ok=True)
 
 
 def _signal_group(leader: int, number: int) -> bool:

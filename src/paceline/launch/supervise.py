@@ -95,13 +95,18 @@ def _attempt(cause: Failure, folder: Path) -> Attempt:
     first = min((each.first_step for each in progress.values()), default=0)
     own = progress.get(cause.rank)
     step = own.last_step if own is not None else max((each.last_step for each in progress.values()), default=0)
-    incident = Incident(kind=cause.kind, rank=cause.rank, step=step, message=str(cause).splitlines()[0])
+    incident = Incident(kind=cause.kind, rank=cause.rank, step=step, message=_headline(cause))
     return Attempt(first_step=first, incident=incident)
 
 
 def _sentence(incident: Incident) -> str:
     where = f"after step {incident.step}" if incident.step else "before its first step"
     return f"{incident.message.rstrip('.')} {where}"
+
+
+def _headline(cause: Failure) -> str:
+    """Returns the first line of a failure, without where in a step it was: that is never the same twice."""
+    return str(cause).splitlines()[0].partition(" in phase ")[0]
 
 
 def _with_reason(error: RunFailedError, decision: Stop) -> RunFailedError:

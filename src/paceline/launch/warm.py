@@ -44,6 +44,8 @@ def warm_ranks(modules: Sequence[str], *, is_wanted: bool = True) -> Iterator[Wa
         return
     server = subprocess.Popen(
         [sys.executable, "-u", "-m", "paceline.launch.warm_server", str(address), *modules],
+        # Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one.
+        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C in a terminal goes to the launcher alone

@@ -138,13 +138,15 @@ class WarmServer:
 def main() -> None:
     """Serves until the launcher is gone; in a rank, runs what was asked for."""
     address, *modules = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they are for the launcher
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(address)
         listener.listen(1024)  # clients may come while modules load
         for name in modules:
-            importlib.import_module(name)
+            with contextlib.suppress(ImportError):  # a rank that needs it says so
+                importlib.import_module(name)
         gc.collect()
         gc.freeze()  # so that collections in ranks do not write to pages that all of them share
         server = os.getpid()
@@ -160,6 +162,8 @@ def _run(request: dict[str, Any], server: int) -> NoReturn:
     os.environ.update(request["environment"], **{PARENT: str(server)})
     os.chdir(request["folder"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
     _use_threads(os.environ.get("OMP_NUM_THREADS"))
     name, *arguments = request["command"]
     sys.argv = [name, *arguments]

@@ -101,6 +101,7 @@ class Watch:
         self._looked_at_all_s = 0.0
         self._longest_s = 0.0
         self._suspect: Verdict | None = None
+        self.last_views: list[LedgerView] = []  # with the lines where ranks stand, once there was a verdict
         self._host = socket.gethostname()
 
     def look(self) -> Verdict | None:
@@ -129,6 +130,15 @@ class Watch:
             for rank in self._ranks.values()
         ]
 
+    def stands_still(self, now: float) -> bool:
+        """Says whether no rank has moved since the last look."""
+        return all(rank.reader.pulse() == rank.pulse and rank.changed_s < now for rank in self._ranks.values())
+
+    def heartbeats(self) -> dict[int, int]:
+        """Returns how often each rank's own watch has looked, where ranks have one."""
+        self._find_ledgers(time.monotonic())
+        return {number: rank.reader.heartbeat for number, rank in self._ranks.items()}
+
     def processes(self) -> dict[int, int]:
         """Returns the process of each rank that was seen."""
         return {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
@@ -156,6 +166,7 @@ class Watch:
             if view.phase == DATA and view.waits_in is None:
                 line = self._line_of_worker(view) or line
             views.append(view.standing_at(line))
+        self.last_views = views
         return judge(views, now, self._limits()) or found
 
     def _line_of_worker(self, view: LedgerView) -> str:

@@ -165,7 +165,7 @@ class BlockModel:
 
     def _attention(self) -> tuple[float, float]:
         model, tokens = self.model, self.tokens
-        width = model.query_width / self.layout.tensor
+        width = model.score_width / self.layout.tensor
         flops = 4.0 * tokens * self.run.seq_len * width
         if self.run.fused_attention:
             flops /= 2 if model.causal else 1

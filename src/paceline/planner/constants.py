@@ -55,7 +55,16 @@ class Constants:
         )
 
 
-DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "contention", "convolution", "convolution_wide")
+DEVICE_FIELDS = (
+    "matmul",
+    "k_half",
+    "attention",
+    "attention_half",
+    "eight_bit",
+    "contention",
+    "convolution",
+    "convolution_wide",
+)
 FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
 CUDNN_ATTENTION = 0.40

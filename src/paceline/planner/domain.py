@@ -1,8 +1,8 @@
 """What the rows cover that constants were fitted on, and in what a workload lies outside of it, in words.
 
-For each generation of devices, class of frameworks and kind of model, ``calibrated_domain.yaml`` holds the precisions of those
-rows and the least and most of their sizes; ``bench/fit_constants.py`` writes it beside the constants. A size is outside
-where it is less than half of the least or more than twice the most.
+For each generation of devices, class of frameworks and kind of model, ``calibrated_domain.yaml`` holds the precisions
+of those rows and the least and most of their sizes; ``bench/fit_constants.py`` writes it beside the constants. A size
+is outside where it is less than half of the least or more than twice the most.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def outside_of(workload: Workload, cluster: Cluster, *, is_fitted: bool) -> tupl
     for name, value in sizes_of(workload).items():
         low, high = found.sizes[name]
         if not low / MARGIN <= value <= high * MARGIN:
-            reasons.append(f"{SIZES[name].format(_short(value))}, where those runs have {_short(low)} to {_short(high)}")
+            reasons.append(
+                f"{SIZES[name].format(_short(value))}, where those runs have {_short(low)} to {_short(high)}"
+            )
     return tuple(reasons)
 
 

@@ -44,8 +44,6 @@ def price_untuned(candidate: Candidate, cluster: Cluster) -> Prediction:
     step = found.step
     if isinstance(workload.model, SampleModel):
         step = _of_samples(step, candidate, cluster)
-        # Of these only convolutional networks were fitted.
-        found = replace(found, fitted=found.fitted and workload.model.kind == "convolution")
     elif candidate.strategy == "zero2" and workload.microbatches > 1:
         step = _reduced_each_time(step, workload, cluster)
     elif workload.layout.sharding == "fsdp" and workload.layout.pipeline > 1:

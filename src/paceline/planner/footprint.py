@@ -18,6 +18,7 @@ from paceline.planner.workload import ModelShape, Part, SampleModel, Workload
 from paceline.units import GIB
 
 _CONTEXT_BYTES = 1.5 * GIB
+_CUT_PIECES = 0.05  # of what comes and goes: blocks of the allocator that nothing fits into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +57,14 @@ def footprint(workload: Workload) -> Footprint:
     weights, gradients, optimizer = _bytes_per_parameter(workload)
     shards = layout.shards
     whole = layout.sharding != "fsdp"
+    activations, temporary = _activations(workload, layers), _temporary(workload)
     return Footprint(
         parameters=params * weights / (1 if whole else shards),
         gradients=params * gradients / (1 if whole and layout.sharding != "zero2" else shards),
         optimizer=params * optimizer / shards,
-        activations=_activations(workload, layers),
-        temporary=_temporary(workload),
-        framework=_CONTEXT_BYTES,
+        activations=activations,
+        temporary=temporary,
+        framework=_CONTEXT_BYTES + _CUT_PIECES * (activations + temporary),
     )
 
 
@@ -110,8 +112,10 @@ def _block_bytes(workload: Workload, tokens: float) -> float:
     across = tensor if layout.sequence_parallel else 1
     hidden = model.hidden
     width = 2 if run.compute in ("fp32", "tf32") else 1
-    norms = 10 * hidden / across
-    inner = (6 * model.query_width + 2 * model.kv_width) / tensor
+    # Two inputs of norms, two of products; Megatron's GPTs keep two masks of dropout as well, others have none.
+    norms = (10 if run.framework == "megatron" else 8) * hidden / across
+    # Queries and what goes into the output's product; keys and values.
+    inner = (4 * model.query_width + 2 * model.kv_width) / tensor
     wide = (4 if not model.gated else 6) * model.ffn / tensor * (model.active_experts or 1)
     scores = 0.0
     if not run.fused_attention and run.recompute in ("none", "full"):

@@ -85,18 +85,54 @@ def fuse_blocks(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-def kept_bytes(events: Sequence[Event]) -> int:
-    """Returns the bytes that the forward of blocks writes and their backward reads."""
+def bytes_made_again(events: Sequence[Event]) -> int:
+    """Returns how many bytes less compiled blocks keep for their backward than they do as they stand.
+
+    What a group of kernels makes is made again, from the last one to the first, where what it is made of is kept
+    anyway or is smaller. What another block reads stays: a graph ends there.
+    """
     made: dict[int, int] = {}
-    kept: dict[int, int] = {}
+    outside: set[int] = set()
+    owner: dict[int, str] = {}
+    kept: set[int] = set()
     for event in events:
-        if not isinstance(event, Run) or not event.block:
+        if not isinstance(event, Run):
             continue
-        if event.operation.phase == "forward":
-            made |= dict(event.operation.writes)
-        else:
-            kept |= {tensor: made[tensor] for tensor, _ in event.operation.reads if tensor in made}
-    return sum(kept.values())
+        operation, block = event.operation, event.block
+        for tensor, _ in operation.reads:
+            if tensor not in made:
+                continue
+            if operation.phase != "forward":
+                kept.add(tensor)
+            elif owner[tensor] != block:
+                outside.add(tensor)
+        if operation.phase == "forward" and block:
+            made |= dict(operation.writes)
+            owner |= {tensor: block for tensor, _ in operation.writes}
+    before = sum(made[tensor] for tensor in kept)
+    for group in reversed(_made_of(events)):
+        wanted = [tensor for tensor in group if tensor in kept and tensor not in outside]
+        sources = {source for tensor in wanted for source in group[tensor] if source in made}
+        if wanted and sum(made[each] for each in sources - kept) <= sum(made[each] for each in wanted):
+            kept = (kept - set(wanted)) | sources
+    return before - sum(made[tensor] for tensor in kept)
+
+
+def _made_of(events: Sequence[Event]) -> list[dict[int, set[int]]]:
+    """Returns for each group of kernels of the forward what every tensor that it makes is made of."""
+    found: dict[int, dict[int, set[int]]] = {}
+    for place, group in _groups(events).items():
+        event = events[place]
+        assert isinstance(event, Run)
+        if event.operation.phase != "forward":
+            continue
+        made = found.setdefault(group, {})
+        sources: set[int] = set()
+        for tensor, _ in event.operation.reads:
+            sources |= made.get(tensor, {tensor})
+        for tensor, _ in event.operation.writes:
+            made[tensor] = set(sources)
+    return list(found.values())
 
 
 def _groups(events: Sequence[Event]) -> dict[int, int]:

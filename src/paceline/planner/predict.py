@@ -27,7 +27,7 @@ COMPOSED_P90 = 0.29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (planner/domain.py), in words.
+    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (planner/domain.py).
 
     ``fitted``: whether it lies inside, with constants that were fitted for this generation and framework.
     """
@@ -133,7 +133,7 @@ def model_flops(workload: Workload) -> float:
     model, length = workload.model, workload.run.seq_len
     if isinstance(model, SampleModel):
         return 3 * model.flops
-    return length * (6 * model.active_matmul_params + 12 * model.layers * model.query_width * length)
+    return length * (6 * model.active_matmul_params + 12 * model.layers * model.score_width * length)
 
 
 def _sample_flops(workload: Workload) -> float:

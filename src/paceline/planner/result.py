@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,7 +171,14 @@ def _order(by: str) -> Order:
 def _search(request: Request, order: Order) -> Search:
     """Searches in all precisions that are asked for, as one."""
     found = [
-        search(way.task, request.cluster, order=order, need=way.need, host_memory=request.host_memory)
+        search(
+            way.task,
+            request.cluster,
+            order=order,
+            need=way.need,
+            host_memory=request.host_memory,
+            keep=_allows(request.config),
+        )
         for way in request.ways
     ]
     if len(found) == 1:
@@ -192,6 +199,13 @@ def _search(request: Request, order: Order) -> Search:
         nearest=None if ranked else nearest,
         host_memory=request.host_memory,
     )
+
+
+def _allows(config: Config) -> Callable[[Candidate], bool]:
+    """Gradients that are compressed are those that replicas of a whole model average (config/checks.py)."""
+    if config.comm.compression.policy == "none":
+        return lambda _: True
+    return lambda each: each.layout.pipeline * each.layout.tensor == 1 and each.strategy in ("ddp", "hybrid")
 
 
 def _judge(request: Request, found: Search) -> tuple[Ranked | None, list[Change]]:

@@ -130,7 +130,8 @@ def _domain(winner: Ranked) -> str:
     low, high = winner.prediction.band
     source = "constants were fitted on published runs of this generation, kind of framework and size"
     if not winner.prediction.fitted:
-        source = f"OUTSIDE the calibrated domain: {'; '.join(winner.prediction.outside) or 'nothing like it was fitted'}"
+        reasons = "; ".join(winner.prediction.outside) or "nothing like it was fitted"
+        source = f"OUTSIDE the calibrated domain: {reasons}"
     return f"step of the first between {format_seconds(low)} and {format_seconds(high)}; {source} (docs/prediction.md)"
 
 

@@ -33,6 +33,7 @@ Need: TypeAlias = Callable[[Candidate], float]
 ORDERS: tuple[Order, ...] = ("time", "cost", "memory")
 
 TOO_LARGE = "more memory than the device has"
+NOT_ALLOWED = "the config forbids them"
 NO_ROOM_ON_HOST = "more memory than the host has"
 _TIMED_BY_MEMORY = 200  # of the smallest candidates, where the smallest are asked for
 _WORTH_TUNING = 0.995
@@ -144,8 +145,11 @@ def search(
     nearest: tuple[Candidate, float] | None = None
     any_mesh = False
     fitter = Fitter(task=task, cluster=cluster, need=need, host_memory=host_memory, every=order == "memory")
-    for candidate in filter(keep, candidates_for(task, cluster, left_out)):
+    for candidate in candidates_for(task, cluster, left_out):
         any_mesh = True
+        if not keep(candidate):
+            left_out[NOT_ALLOWED] += 1
+            continue
         forms = fitter.fitting(candidate)
         if not forms.fitting:
             left_out[NO_ROOM_ON_HOST if forms.lacks_host else TOO_LARGE] += 1

@@ -65,7 +65,10 @@ class FamilyScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere."""
+    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere.
+
+    ``false_fits``: runs that ran out of memory and were said to fit; ``false_misfits``: runs that ran and were not.
+    """
 
     source: str
     split: str | None
@@ -78,6 +81,7 @@ class Validation:
     memory: Errors | None
     ran_out: int
     false_fits: int
+    false_misfits: int
     ranking: Ranking | None
     scaling: Scaling | None
 
@@ -110,6 +114,7 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
         memory=errors_of(_pairs(rows, memory=True)),
         ran_out=sum(each.ran_out for each in rows),
         false_fits=sum(each.ran_out and each.fits for each in rows),
+        false_misfits=sum(not each.fits and each.measured is not None and not each.is_memory for each in rows),
         ranking=ranking_of(_alternatives(rows)),
         scaling=scaling_of(_scaled(rows, references)),
     )
@@ -300,6 +305,7 @@ def to_json(validation: Validation) -> dict[str, Any]:
             "memory": _plain(validation.memory),
             "ran_out_of_memory": validation.ran_out,
             "false_fits": validation.false_fits,
+            "false_misfits": validation.false_misfits,
             "ranking": _plain(validation.ranking),
             "scaling": _plain(validation.scaling),
         },

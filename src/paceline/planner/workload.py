@@ -24,7 +24,10 @@ Part: TypeAlias = Literal["all", "activations", "states"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A transformer. ``experts`` is 0 for a dense one; with experts, ``ffn`` is the width of one of them."""
+    """A transformer. ``experts`` is 0 for a dense one; with experts, ``ffn`` is the width of one of them.
+
+    ``score_dim``: where scores and values of a head differ in size (latent attention), their mean; else 0.
+    """
 
     layers: int
     hidden: int
@@ -39,6 +42,12 @@ class ModelShape:
     experts: int = 0
     active_experts: int = 0
     total_params: float = 0.0
+    score_dim: int = 0
+
+    @property
+    def score_width(self) -> int:
+        """Over all heads: 4 x this x length are the FLOPs of one token's attention."""
+        return self.heads * self.score_dim or self.query_width
 
     @property
     def query_width(self) -> int:

@@ -1,10 +1,11 @@
 """What a rank's compute takes on another device: every operation of torch is run here, and priced for there.
 
-    seconds of an operation  =  max(floating point operations / rate, bytes read and written / bandwidth)
+    on a device of the catalog  the kernels that a dry run would count, by its measured tables where it has any, else by
+                                the formulas with fitted constants (planner/kernel_costs.py)
+    on no device in particular  max(floating point operations / rate, bytes read and written / bandwidth)
     on a host                   + what it takes to call it
     on a GPU                    at least what it takes to launch it: launches run ahead of the device
 
-Operations are counted as torch's flop counter does (products, convolutions, attention); all others are bound by memory.
 Views cost nothing. The same run costs the same on every machine, to the bit: nothing is measured.
 """
 
@@ -21,6 +22,11 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from paceline.cluster.devices import Device
+from paceline.cluster.operations import Operation
+from paceline.dryrun.operators import Operators
+from paceline.planner.constants import constants_for, fitted_constants
+from paceline.planner.kernel_costs import KernelCosts
+from paceline.planner.program import Run
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NO_WORK = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "lift_fresh", "_unsafe_view", "detach")
@@ -37,17 +43,12 @@ class Rates:
     launch_s: float = 5e-6
     runs_ahead: bool = False
 
-    @classmethod
-    def of(cls, device: Device) -> Rates:
-        """Reads them from a device of the catalog: the most that products reach there, and what streams reach."""
-        return cls(
-            name=device.name,
-            flops=device.ceiling("fp32"),
-            half_flops=device.ceiling("bf16"),
-            bandwidth=device.memory_bandwidth * device.memory_share,
-            launch_s=device.launch_s,
-            runs_ahead=not device.is_cpu,
-        )
+    def price(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        """Returns what a call takes."""
+        tensors = list(_tensors((args, kwargs, result)))
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        dtype = tensors[0].dtype if tensors else torch.float32
+        return self.seconds(_flops(func, args, kwargs, result), num_bytes, dtype)
 
     def seconds(self, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
         """Returns how long one operation takes."""
@@ -56,10 +57,42 @@ class Rates:
         return max(work, self.launch_s) if self.runs_ahead else work + self.launch_s
 
 
+class KernelPrices:
+    """What calls take on a device of the catalog, kernel by kernel."""
+
+    def __init__(self, device: Device) -> None:
+        constants, _ = constants_for(fitted_constants(), device.generation, "eager")
+        self.name = device.name
+        self._runs_ahead = not device.is_cpu
+        self._costs = KernelCosts(device, constants, is_compiled=False)
+        self._operators = Operators(lambda tensor: int(tensor.untyped_storage()._cdata))
+
+    def price(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        """Returns what a call takes."""
+        total = 0.0
+        for kernel in self._kernels(func, args, kwargs, result):
+            work, launch = self._costs(Run(kernel))
+            total += max(work, launch) if self._runs_ahead else work + launch
+        return total
+
+    def _kernels(self, func: Any, args: Any, kwargs: Any, result: Any) -> list[Operation]:
+        name = func.__name__
+        if "scaled_dot_product" not in name:
+            return self._operators.kernels(func, args, kwargs, result)
+        is_back = "backward" in name
+        four = [tensor for tensor in _tensors(args) if tensor.ndim == 4][1 if is_back else 0 :]
+        written = [tensor for tensor in _tensors(result) if tensor.ndim == 4]
+        names = [each.name for each in func._schema.arguments]
+        place = names.index("is_causal") if "is_causal" in names else len(args)
+        is_causal = bool(args[place]) if place < len(args) else bool(kwargs.get("is_causal", False))
+        tensors = [*four, written[0]]
+        return [self._operators.attention(four[0], four[1], is_causal=is_causal, tensors=tensors, is_back=is_back)]
+
+
 class PricedCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Spends the price of every operation that is run inside; a context of one thread."""
 
-    def __init__(self, rates: Rates, spend: Callable[[float], None]) -> None:
+    def __init__(self, rates: Rates | KernelPrices, spend: Callable[[float], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rates = rates
         self._spend = spend
@@ -73,10 +106,7 @@ class PricedCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in self._is_free:
             self._is_free[func] = _is_free(func)
         if not self._is_free[func]:
-            tensors = list(_tensors((args, kwargs, result)))
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            dtype = tensors[0].dtype if tensors else torch.float32
-            self._spend(self._rates.seconds(_flops(func, args, kwargs, result), num_bytes, dtype))
+            self._spend(self._rates.price(func, args, kwargs, result))
         return result
 
 

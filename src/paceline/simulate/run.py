@@ -25,7 +25,7 @@ from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
 from paceline.monitor.records import EndRecord, Record
 from paceline.monitor.sinks import Fanout, Sink
-from paceline.simulate.compute import PricedCompute, Rates
+from paceline.simulate.compute import KernelPrices, PricedCompute, Rates
 from paceline.simulate.network import network_cost
 from paceline.simulate.recording import ClockMeter, ClockSink, Memory, StepBounds, run_record
 from paceline.simulate.summary import SimulationSummary, summarize_clocks
@@ -52,9 +52,9 @@ class Conditions:
     slow_links: Mapping[int, float] = field(default_factory=dict)
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> Rates | KernelPrices:
         """The rates that modelled compute is priced by."""
-        return Rates() if self.cluster is None else Rates.of(self.cluster.device)
+        return Rates() if self.cluster is None else KernelPrices(self.cluster.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,226 @@
+"""Refits a machine's entry to a run that it has finished: what its kernels and its collectives really took.
+
+    compute         c = measured (step - waiting for ranks - waiting for data) / what the kernels of a dry run add up to
+    communication   m such that the step of the dry run, with its collectives times m, takes as long as the run's
+
+Times are medians over steps of the slowest rank, without the first tenth. The same run and entry give the same figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from paceline.cluster.detect import Machine
+from paceline.cluster.devices import Cluster
+from paceline.cluster.entries import parse_catalog
+from paceline.config import Config, load_config
+from paceline.dryrun.record import record_stages
+from paceline.errors import UsageError
+from paceline.monitor.records import RunRecord, StepRecord, read_records
+from paceline.planner.expect import present_cluster
+from paceline.planner.program import Program
+from paceline.planner.replay import replay
+
+_SMALL_HOST = "cpu-host.yaml"
+_ROUNDS = 40
+_MOST = 20.0  # times what was measured: more is another machine
+_FEWEST = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTimes:
+    """Seconds of a finished run's steps, and of their compute; on how many ranks, over what."""
+
+    step_s: float
+    compute_s: float
+    ranks: int
+    backend: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refit:
+    """What came out: seconds that were predicted before and are now, beside the measured; and the entry's text."""
+
+    measured_s: float
+    before_s: float
+    after_s: float
+    compute: float
+    communication: float
+    text: str
+
+    def error(self, seconds: float) -> float:
+        """Returns by which part of the measured time a prediction is off."""
+        return seconds / self.measured_s - 1
+
+
+def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit:
+    """Fits ``base`` (None: the catalog's small host) to a run. Raises UsageError for a run that tells too little."""
+    config, times = _config(run_folder), read_times(run_folder)
+    config = config.model_copy(
+        update={"parallel": config.parallel.model_copy(update={"ranks": times.ranks}), "name": config.name}
+    )
+    text = _text_of(base, config)
+    programs = record_stages(config, ranks=times.ranks)
+    before = _predict(programs, _cluster(config, machine, text))
+    compute = times.compute_s / before[1]
+    communication = _fit(config, machine, programs, text, compute, times)
+    fitted = rescale(text, compute, communication, times.backend, str(run_folder.name))
+    after = _predict(programs, _cluster(config, machine, fitted))
+    return Refit(
+        measured_s=times.step_s,
+        before_s=before[0],
+        after_s=after[0],
+        compute=compute,
+        communication=communication,
+        text=fitted,
+    )
+
+
+def read_times(run_folder: Path) -> RunTimes:
+    """Reads what a run's steps took. Raises UsageError where there are too few of them."""
+    steps: dict[int, list[StepRecord]] = {}
+    run: RunRecord | None = None
+    try:
+        for path in sorted((run_folder / "records").glob("rank-*.jsonl")):
+            for record in read_records(path):
+                if isinstance(record, RunRecord):
+                    run = record
+                elif isinstance(record, StepRecord):
+                    steps.setdefault(record.step, []).append(record)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{run_folder} cannot be read: {error}\n  a run's folder has records\n  name another"
+        ) from error
+    whole = [records for _, records in sorted(steps.items())]
+    whole = whole[max(1, len(whole) // 10) :]
+    if run is None or len(whole) < _FEWEST:
+        raise UsageError(
+            f"{run_folder} holds {len(steps)} steps\n  an entry is fitted to a run of {_FEWEST + 1} steps at least\n"
+            "  train for longer: paceline train CONFIG train.steps=40"
+        )
+    return RunTimes(
+        step_s=median(max(each.step_s for each in records) for records in whole),
+        compute_s=median(max(each.step_s - each.comm_s - each.data_s for each in records) for records in whole),
+        ranks=run.world_size,
+        backend=run.backend,
+        steps=len(steps),
+    )
+
+
+def rescale(text: str, compute: float, communication: float, backend: str, run: str) -> str:
+    """Returns an entry whose kernels take ``compute`` times as long, and the collectives of a backend so many times."""
+    lines = [line for line in text.splitlines() if line.startswith("#")]
+    content: dict[str, Any] = yaml.safe_load(text)
+    for device in content["devices"].values():
+        device["factor"] = _round(device.get("factor", 1.0) * compute)
+        for key in ("operation_us", "tensor_us", "launch_us", "compiled_launch_us"):
+            if key in device:
+                device[key] = _round(device[key] * compute)
+        if "measured" in device:
+            device["measured"]["fitted_to"] = run
+    for link in content.get("links", {}).values():
+        if (link["kind"] == "loopback") == (backend == "gloo"):
+            _slow_down(link, communication)
+    lines.append(
+        f"# Fitted to the run {run}: kernels x {compute:.3f}, collectives over {backend} x {communication:.3f}."
+    )
+    written = "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False, width=110, default_flow_style=None)
+    parse_catalog(written, "the fitted entry")
+    return written
+
+
+def _slow_down(link: dict[str, Any], factor: float) -> None:
+    link["latency_us"] = _round(link["latency_us"] * factor)
+    link["gb_per_s"] = _round(link["gb_per_s"] / factor)
+    link["ring_gb_per_s"] = {count: _round(rate / factor) for count, rate in link.get("ring_gb_per_s", {}).items()}
+    link["all_reduce_us"] = {
+        count: {size: _round(took * factor) for size, took in points.items()}
+        for count, points in link.get("all_reduce_us", {}).items()
+    }
+
+
+def _fit(
+    config: Config, machine: Machine, programs: tuple[Program, ...], text: str, compute: float, times: RunTimes
+) -> float:
+    """Halves the range of the factor until the step takes as long as it did; its ends where nothing in it does."""
+    if times.ranks == 1:
+        return 1.0
+
+    def seconds(factor: float) -> float:
+        return _predict(programs, _cluster(config, machine, rescale(text, compute, factor, times.backend, "")))[0]
+
+    low, high = 1 / _MOST, _MOST
+    if seconds(low) >= times.step_s or seconds(high) <= times.step_s:
+        return low if seconds(low) >= times.step_s else high
+    for _ in range(_ROUNDS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(middle) < times.step_s else (low, middle)
+    return _round((low * high) ** 0.5)
+
+
+def _predict(programs: tuple[Program, ...], cluster: Cluster) -> tuple[float, float]:
+    """Returns seconds of a step, and of its compute with what the host adds."""
+    found = replay(programs, cluster)
+    rank = found.longest
+    return found.seconds, rank.compute + rank.launch_wait + rank.contention
+
+
+def _cluster(config: Config, machine: Machine, text: str) -> Cluster:
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "entry.yaml"
+        path.write_text(text, encoding="utf-8")
+        return present_cluster(config, machine, ranks, None, path)[0]
+
+
+def _config(run_folder: Path) -> Config:
+    path = run_folder / "config.yaml"
+    if not path.is_file():
+        raise UsageError(
+            f"{run_folder} is no run: it has no config.yaml\n  a run's folder holds its config and records\n"
+            "  name the folder that paceline train has told"
+        )
+    return load_config(path, [])
+
+
+def _text_of(base: Path | None, config: Config) -> str:
+    if base is not None:
+        try:
+            return base.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{base} cannot be read: {error}\n  an entry is a file that paceline calibrate wrote\n  name one"
+            ) from error
+    if config.parallel.device != "cpu":
+        raise UsageError(
+            "a run on GPUs, and no entry to fit\n  the catalog's small host is a CPU\n"
+            "  measure this machine first: paceline calibrate --output mine.yaml, then --cluster mine.yaml"
+        )
+    return resources.files("paceline.cluster").joinpath("catalog", _SMALL_HOST).read_text(encoding="utf-8")
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def to_json(found: Refit) -> Mapping[str, float]:
+    """Returns the figures as plain data."""
+    return {
+        "measured_s": found.measured_s,
+        "before_s": found.before_s,
+        "before_error": found.error(found.before_s),
+        "after_s": found.after_s,
+        "after_error": found.error(found.after_s),
+        "compute": found.compute,
+        "communication": found.communication,
+    }

@@ -1,0 +1,108 @@
+"""torch's distributed checkpoints (DCP): written so that ``torch.distributed.checkpoint.load`` reads them, and read.
+
+    {"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}}
+
+torch plans with the shapes, and asks for each tensor when it is its turn; each is a file of its own, since torch keeps
+what it has written to a file until that is done. Memory: the largest tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from paceline.checkpoint_tools.stream import Stream, Tell, be_silent, stream_made
+from paceline.errors import CheckpointError
+
+_FILE = ".metadata"
+
+
+def is_distributed(path: Path) -> bool:
+    """Says whether a folder is a distributed checkpoint of torch."""
+    return (path / _FILE).is_file()
+
+
+def write_distributed(path: Path, content: Mapping[str, Any], tell: Tell = be_silent) -> None:
+    """Writes nested dicts of streams, tensors and plain values as a distributed checkpoint."""
+    streams: dict[int, Stream] = {}
+    shapes = _shapes(content, streams)
+    writer = FileSystemWriter(path, single_file_per_rank=False, thread_count=1, sync_files=True)
+    with _alone():
+        save(shapes, storage_writer=writer, planner=_Planner(streams, tell), no_dist=True)
+
+
+def read_distributed(path: Path) -> dict[tuple[str | int, ...], Any]:
+    """Returns what a distributed checkpoint has, by its place in the nested dicts: streams, and plain values."""
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except (OSError, ValueError, EOFError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is no distributed checkpoint of torch: {error}") from error
+    places = metadata.planner_data or {}
+    found: dict[tuple[str | int, ...], Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        place = tuple(places.get(name, (name,)))
+        if isinstance(entry, TensorStorageMetadata):
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            found[place] = stream_made(name, shape, dtype, _loader(path, name, shape, dtype))
+        else:
+            found[place] = _load(path, {name: None})[name]
+    return found
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans with tensors that have shapes alone, and reads their values when they are written."""
+
+    def __init__(self, streams: Mapping[int, Stream], tell: Tell) -> None:
+        super().__init__()
+        self._streams = streams
+        self._tell = tell
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002  (torch's name)
+        stream = self._streams.get(id(object))
+        if stream is None:
+            return super().transform_object(write_item, object)
+        self._tell(stream.num_bytes)
+        return stream.whole()
+
+
+def _shapes(value: Any, streams: dict[int, Stream]) -> Any:
+    """Returns a structure with a tensor without values for each stream; notes which is whose."""
+    if isinstance(value, Mapping):
+        return {key: _shapes(each, streams) for key, each in value.items()}
+    if not isinstance(value, Stream):
+        return value
+    tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    streams[id(tensor)] = value
+    return tensor
+
+
+def _loader(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    def make() -> torch.Tensor:
+        found: torch.Tensor = _load(path, {name: torch.empty(shape, dtype=dtype)})[name]
+        return found
+
+    return make
+
+
+def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    with _alone():
+        load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
+    return wanted
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One process is what is meant here: torch need not say so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

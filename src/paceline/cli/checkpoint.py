@@ -1,0 +1,271 @@
+"""``paceline checkpoint``: look at checkpoints, verify and compare them, and carry them to other worlds and formats.
+
+Nothing here needs the model's code or a GPU, and memory stays at some windows of 16 MiB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.cli import checkpoint_text as text
+
+if TYPE_CHECKING:
+    from paceline.checkpoint_tools.outgoing import Format
+    from paceline.checkpoint_tools.reshard import Strategy
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="List, inspect, verify and compare checkpoints; cut them for another world; export and import.",
+)
+
+_JSON = typer.Option(False, "--json", help="Print it as JSON.")
+_FORCE = typer.Option(False, "--force", help="Replace what is there.")
+_PATH = typer.Argument(metavar="PATH", help="A checkpoint; of a run or folder, the newest whole one. URLs work, too.")
+
+
+@app.command("ls")
+def list_all(
+    where: str = typer.Argument(metavar="RUN|FOLDER", help="A run's folder, one with checkpoints, or a URL."),
+    full: bool = typer.Option(False, "--full", help="Compare the hash of every file, too: reads everything."),
+    as_json: bool = _JSON,
+) -> None:
+    """List the checkpoints of a run: step, age, size, who wrote them, whether they are whole, and why they are kept.
+
+    Ends with exit code 1 if one of them is damaged.
+
+    Examples:
+
+      paceline checkpoint ls runs/digits
+
+      paceline checkpoint ls s3://bucket/run --full --json
+    """
+    import time
+
+    from paceline.checkpoint_tools.listing import list_folder
+
+    with _progress("reading", None, as_json) as tell:
+        found = list_folder(Path(where), time.time(), "full" if full else "fast", tell)
+    text.show_list(found, as_json=as_json)
+    if any(each.problem for each in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    path: str = _PATH,
+    tensors: str = typer.Option(None, metavar="PATTERN", help="List tensors whose names fit: '*' is any text."),
+    as_json: bool = _JSON,
+) -> None:
+    """Say in words what a checkpoint holds. Reads its manifest alone.
+
+    Examples:
+
+      paceline checkpoint inspect runs/digits
+
+      paceline checkpoint inspect runs/gpt/checkpoints/step-00000100 --tensors 'layers.0.*'
+    """
+    from paceline.checkpoint_tools.summary import summarize
+
+    found = summarize(_find(path), tensors)
+    text.show_summary(found, lists_tensors=tensors is not None, as_json=as_json)
+
+
+@app.command()
+def verify(
+    path: str = _PATH,
+    fast: bool = typer.Option(False, "--fast", help="Compare sizes instead of hashes: reads no tensor."),
+    as_json: bool = _JSON,
+) -> None:
+    """Verify a checkpoint: every file's hash, every tensor's completeness, and the samples that the run has consumed.
+
+    The ids of the consumed samples are hashed again in the order that the data has, which is a pure function of seed,
+    epoch and index, and compared with the hash that the run has kept. Says exactly what was checked; ends with exit
+    code 1 if something is wrong.
+
+    Examples:
+
+      paceline checkpoint verify runs/digits
+
+      paceline checkpoint verify runs/digits/checkpoints/step-00000100 --fast
+    """
+    from paceline.checkpoint import read_manifest
+    from paceline.checkpoint_tools.audit import audit
+
+    chosen = _find(path)
+    with _progress("verifying", read_manifest(chosen).num_bytes, as_json) as tell:
+        found = audit(chosen, "fast" if fast else "full", tell)
+    text.show_audit(found, as_json=as_json)
+    if not found.is_good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    left: str = typer.Argument(metavar="A", help="A checkpoint, run, folder or URL."),
+    right: str = typer.Argument(metavar="B", help="Another one."),
+    as_json: bool = _JSON,
+) -> None:
+    """Compare two checkpoints, however each of them is cut: tensors and values, settings, positions.
+
+    Ends with exit code 1 if the states differ; settings alone do not count.
+
+    Example:  paceline checkpoint diff runs/a runs/b
+    """
+    from paceline.checkpoint import open_checkpoint
+    from paceline.checkpoint_tools.difference import compare
+
+    ours, theirs = open_checkpoint(_find(left)), open_checkpoint(_find(right))
+    with _progress("comparing", ours.manifest.num_bytes, as_json) as tell:
+        found = compare(ours, theirs, tell)
+    text.show_difference(found, str(ours.path), str(theirs.path), as_json=as_json)
+    if not found.is_same_state:
+        raise typer.Exit(1)
+
+
+@app.command()
+def reshard(
+    source: str = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL."),
+    target: str = typer.Argument(metavar="DST", help="The folder or URL where step-<number> is written."),
+    ranks: int = typer.Option(..., min=1, help="For so many ranks."),
+    strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid."),
+    pipeline: int = typer.Option(1, min=1, help="Stages among the ranks."),
+    tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks."),
+    force: bool = _FORCE,
+    as_json: bool = _JSON,
+) -> None:
+    """Rewrite a checkpoint as the ranks of another world would have saved it.
+
+    Resuming does not need it: any ranks read any checkpoint. It is for machines where each rank sees a disk of its
+    own, and for fewer or smaller files. Every bit of every tensor stays.
+
+    Examples:
+
+      paceline checkpoint reshard runs/gpt /data/gpt-8 --ranks 8
+
+      paceline checkpoint reshard runs/gpt /data/gpt-8 --ranks 8 --pipeline 2 --tensor 2
+    """
+    from typing import cast
+
+    from paceline.checkpoint import open_checkpoint
+    from paceline.checkpoint_tools.reshard import World
+    from paceline.checkpoint_tools.reshard import reshard as write
+
+    _check_word("--strategy", strategy, ("ddp", "zero1", "zero2", "fsdp", "hybrid"))
+    world = World(ranks=ranks, strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor)
+    checkpoint = open_checkpoint(_find(source))
+    with _progress("writing", checkpoint.manifest.num_bytes, as_json) as tell:
+        path = write(checkpoint, Path(target), world, tell=tell, may_replace=force)
+    text.show_written("resharded", path, as_json=as_json)
+
+
+@app.command()
+def export(
+    source: str = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL."),
+    target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf or dcp the folder, to write."),
+    kind: str = typer.Option("safetensors", "--format", help="safetensors, torch or dcp."),
+    hf: bool = typer.Option(False, "--hf", help="A GPT as Hugging Face has it, with config.json."),
+    optimizer: bool = typer.Option(False, "--optimizer", help="The optimizer's state, too."),
+    force: bool = _FORCE,
+    as_json: bool = _JSON,
+) -> None:
+    """Write the model of a checkpoint in a format that others read.
+
+    safetensors is one file; torch a state dict for torch.load; dcp a folder for torch.distributed.checkpoint.load, as
+    {"model": ..., "optim": ...}. With --hf a GPT becomes a Llama or a GPT-2 for from_pretrained.
+
+    Examples:
+
+      paceline checkpoint export runs/digits digits.safetensors
+
+      paceline checkpoint export runs/gpt gpt-hf --hf
+
+      paceline checkpoint export runs/gpt gpt-dcp --format dcp --optimizer
+    """
+    from typing import cast
+
+    from paceline.checkpoint import open_checkpoint
+    from paceline.checkpoint_tools.outgoing import ExportOptions, exported_bytes
+    from paceline.checkpoint_tools.outgoing import export as write
+
+    _check_word("--format", kind, ("safetensors", "torch", "dcp"))
+    options = ExportOptions(
+        format=cast("Format", kind), is_hugging_face=hf, with_optimizer=optimizer, may_replace=force
+    )
+    checkpoint = open_checkpoint(_find(source))
+    with _progress("writing", exported_bytes(checkpoint.manifest, options), as_json) as tell:
+        path = write(checkpoint, target, options, tell)
+    text.show_written("exported", path, as_json=as_json)
+
+
+@app.command("import")
+def take(
+    source: Path = typer.Argument(metavar="SRC", help="A safetensors or torch file, a Hugging Face or DCP folder."),
+    target: str = typer.Argument(metavar="DST", help="The folder or URL where step-00000000 is written."),
+    kind: str = typer.Option(None, "--format", help="safetensors, torch or dcp.  [default: by what is there]"),
+    prefix: str = typer.Option("", help="Take this off the names, such as 'module.'."),
+    force: bool = _FORCE,
+    as_json: bool = _JSON,
+) -> None:
+    """Make a checkpoint of somebody's weights, to start a run from.
+
+    The model's weights are taken, and the optimizer's state where the format has it by parameters' names. A folder of
+    Hugging Face with a Llama or GPT-2 becomes the package's GPT.
+
+    Examples:
+
+      paceline checkpoint import model.safetensors start
+
+      paceline train configs/gpt_small.yaml --resume start
+
+      paceline checkpoint import llama-folder start
+    """
+    from typing import cast
+
+    from paceline.checkpoint_tools.incoming import format_of, open_incoming, take_in
+
+    if kind is not None:
+        _check_word("--format", kind, ("safetensors", "torch", "dcp"))
+    found = open_incoming(source, cast("Format", kind) if kind is not None else format_of(source), prefix)
+    with _progress("writing", found.num_bytes, as_json) as tell:
+        path = take_in(found, Path(target), str(source), tell=tell, may_replace=force)
+    text.show_written("imported", path, as_json=as_json)
+
+
+def _find(where: str) -> Path:
+    """Returns the checkpoint that is named, as it is; of a run or folder, the newest whole one."""
+    from paceline.checkpoint import find_checkpoint
+    from paceline.checkpoint.manifest import MANIFEST
+    from paceline.checkpoint.remote import storage_of
+
+    path = Path(where)
+    if storage_of(path).size(path / MANIFEST) is not None:
+        return path  # damaged or not: what is wrong with it is for the command to say
+    return find_checkpoint(where, path, "fast", lambda passed: typer.echo(f"paceline: {passed}", err=True))
+
+
+def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
+    from paceline.errors import UsageError
+
+    if word not in known:
+        raise UsageError(f"{option} {word}: there are {', '.join(known)}")
+
+
+@contextlib.contextmanager
+def _progress(what: str, num_bytes: int | None, as_json: bool) -> Iterator[Callable[[int], None]]:
+    """Shows a bar of bytes on a terminal while something long is done."""
+    if as_json or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=num_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -1,0 +1,203 @@
+"""What ``paceline checkpoint`` prints: tables for people, and JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.manifest import Manifest
+    from paceline.checkpoint_tools.audit import Audit
+    from paceline.checkpoint_tools.difference import Difference
+    from paceline.checkpoint_tools.listing import Listed
+    from paceline.checkpoint_tools.summary import Summary
+
+_FIRST = 20  # rows of a long table, of which JSON has all
+
+
+def show_list(found: Sequence[Listed], *, as_json: bool) -> None:
+    """Shows the checkpoints of a folder, the newest last."""
+    if as_json:
+        _print_json([{**asdict(each), "path": str(each.path), "is_whole": not each.problem} for each in found])
+        return
+    from paceline.units import format_bytes, format_seconds
+
+    rows = [
+        (
+            str(each.step),
+            format_seconds(each.age_s) if each.age_s is not None else "-",
+            format_bytes(each.num_bytes),
+            _world(each.world, each.strategy, each.mesh or {}),
+            f"NO: {each.problem}" if each.problem else "yes",
+            ", ".join(f"{name} {value:.4g}" for name, value in (each.metrics or {}).items()) or "-",
+            ", ".join(each.kept) or "-",
+        )
+        for each in found
+    ]
+    _print_table(("step", "age", "size", "written by", "whole", "metrics", "kept because"), rows)
+
+
+def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
+    """Shows a manifest in words, and tensors if they were asked for."""
+    if as_json:
+        _print_json(_summary_json(found, lists_tensors))
+        return
+    from paceline.units import format_bytes, format_count
+
+    manifest = found.manifest
+    about = manifest.about
+    typer.echo(f"{found.path}")
+    typer.echo(f"  step {manifest.step}, {manifest.position:,} samples consumed, saved because of: {_reason(manifest)}")
+    typer.echo(
+        f"  written by {_world(manifest.world, str(about.get('strategy', '')), about.get('mesh') or {})} into "
+        f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes)}"
+    )
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.bytes_by_kind.items())
+    dtypes = ", ".join(f"{code} {format_bytes(size)}" for code, size in found.bytes_by_dtype.items())
+    typer.echo(f"  {len(manifest.tensors)} tensors, {format_count(found.num_parameters)} elements in the model")
+    typer.echo(f"    by kind   {kinds}")
+    typer.echo(f"    by dtype  {dtypes}")
+    for settings in found.optimizer.values():
+        shown = {key: value for key, value in settings.items() if value is not None and value is not False}
+        typer.echo("  optimizer group: " + ", ".join(f"{key} {value}" for key, value in shown.items()))
+    if manifest.metrics:
+        typer.echo("  metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
+    typer.echo(f"  values: {', '.join(manifest.values) or 'none'}")
+    if not lists_tensors:
+        typer.echo("  list tensors with --tensors '*'")
+        return
+    rows = [
+        (each.name, each.dtype, "x".join(map(str, each.shape)) or "scalar", format_bytes(each.num_bytes), _cut(each))
+        for each in found.tensors
+    ]
+    _print_table(("tensor", "dtype", "shape", "size", "pieces"), rows)
+
+
+def show_audit(found: Audit, *, as_json: bool) -> None:
+    """Shows what was checked, and what is wrong."""
+    if as_json:
+        checks = [{**asdict(check), "is_good": check.is_good} for check in found.checks]
+        _print_json(
+            {
+                "path": str(found.path),
+                "step": found.step,
+                "depth": found.depth,
+                "is_good": found.is_good,
+                "checks": checks,
+            }
+        )
+        return
+    typer.echo(f"{found.path}: {'good' if found.is_good else 'DAMAGED'}")
+    for check in found.checks:
+        word = ("good" if check.is_good else "WRONG") if check.is_done else "-"
+        typer.echo(f"  {check.what:<9}{word:<7}{check.finding}")
+        for problem in check.problems[:_FIRST]:
+            typer.echo(f"{'':18}{problem}")
+        if len(check.problems) > _FIRST:
+            typer.echo(f"{'':18}and {len(check.problems) - _FIRST} more: --json lists them")
+
+
+def show_difference(found: Difference, left: str, right: str, *, as_json: bool) -> None:
+    """Shows what differs, the tensors that are furthest apart first."""
+    if as_json:
+        _print_json({"left": left, "right": right, "is_same_state": found.is_same_state, **asdict(found)})
+        return
+    typer.echo(f"A  {left}\nB  {right}")
+    for title, names in (("only in A", found.only_left), ("only in B", found.only_right), ("other", found.other_shape)):
+        for name in names[:_FIRST]:
+            typer.echo(f"  {title}: {name}")
+        if len(names) > _FIRST:
+            typer.echo(f"  {title}: and {len(names) - _FIRST} more")
+    if found.tensors:
+        ordered = sorted(found.tensors, key=lambda each: (-each.max_absolute, each.name))
+        rows = [
+            (each.name, f"{each.num_different:,} of {each.num_elements:,}", *map(_number, _gaps(each)))
+            for each in ordered[:_FIRST]
+        ]
+        _print_table(("tensor", "elements that differ", "largest", "relative"), rows)
+        if len(ordered) > _FIRST:
+            typer.echo(f"  and {len(ordered) - _FIRST} more tensors: --json lists them")
+    for title, pairs in (("value", found.values), ("setting", found.settings)):
+        for name, (ours, theirs) in list(pairs.items())[:_FIRST]:
+            typer.echo(f"  {title} {name}: {_short(ours)} -> {_short(theirs)}")
+        if len(pairs) > _FIRST:
+            typer.echo(f"  and {len(pairs) - _FIRST} more {title}s: --json lists them")
+    same = found.num_compared - len(found.tensors)
+    word = "the same state, to the last bit" if found.is_same_state else "other states"
+    typer.echo(f"{same} of {found.num_compared} tensors are alike: {word}")
+
+
+def show_written(what: str, path: Path, *, as_json: bool) -> None:
+    """Shows where something was written."""
+    from paceline.checkpoint.remote import url_of
+
+    if as_json:
+        _print_json({what: url_of(path)})
+    else:
+        typer.echo(f"{what} to {url_of(path)}")
+
+
+def _summary_json(found: Summary, lists_tensors: bool) -> dict[str, Any]:
+    manifest = found.manifest
+    made: dict[str, Any] = {
+        "path": str(found.path),
+        "step": manifest.step,
+        "position": manifest.position,
+        "world": manifest.world,
+        "num_bytes": manifest.num_bytes,
+        "num_parameters": found.num_parameters,
+        "bytes_by_kind": found.bytes_by_kind,
+        "bytes_by_dtype": found.bytes_by_dtype,
+        "optimizer": found.optimizer,
+        "metrics": manifest.metrics,
+        "about": manifest.about,
+        "files": {name: asdict(file) for name, file in manifest.files.items()},
+    }
+    if lists_tensors:
+        made["tensors"] = [asdict(each) for each in found.tensors]
+    return made
+
+
+def _world(ranks: int, strategy: str, mesh: Any) -> str:
+    if not ranks:
+        return "-"
+    axes = "".join(f", {name} {size}" for name, size in mesh.items() if isinstance(size, int) and size > 1)
+    return f"{ranks} rank{'s' if ranks > 1 else ''}{f' {strategy}' if strategy else ''}{axes}"
+
+
+def _reason(manifest: Manifest) -> str:
+    return str(manifest.about.get("reason", "a call"))
+
+
+def _cut(line: Any) -> str:
+    count = len(line.files)
+    return "whole" if count == 1 and line.cut == "whole" else f"{count} ({line.cut})"
+
+
+def _gaps(each: Any) -> tuple[float, float]:
+    return each.max_absolute, each.max_relative
+
+
+def _number(value: float) -> str:
+    return "not a number" if math.isinf(value) else f"{value:.3g}"
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[at]) for row in (titles, *rows)) for at in range(len(titles))]
+    for row in (titles, *rows):
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, default=str))

@@ -1,0 +1,114 @@
+"""Several hosts, one launcher on each: who takes part may change while the run goes on.
+
+    paceline train CONFIG --nnodes 1:4 --rdzv HOST:PORT          the same on every host
+
+The launchers meet at HOST:PORT (torch's c10d rendezvous; the launcher on HOST keeps the store). When a node goes or
+comes, all ranks are started again, as many as there are now, from the newest checkpoint. The global batch stays: it is
+cut among the ranks there are. A node that is gone is missed after about three seconds; the others then wait
+``_LAST_CALL_S`` for more. The launcher on HOST must stay, as the store is in it.
+
+The run's folder is shared. The first launcher has it; the others are guests.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.errors import UsageError
+
+_ENDPOINT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
+_COUNTS = re.compile(r"(?P<least>\d+)(:(?P<most>\d+))?")
+_LAST_CALL_S = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """How many hosts take part, where they meet, and which run it is."""
+
+    least: int
+    most: int
+    host: str
+    port: int
+    run_id: str
+    max_restarts: int = 0
+
+    @property
+    def endpoint(self) -> str:
+        """Where the launchers meet."""
+        return f"{self.host}:{self.port}"
+
+
+def parse_nodes(counts: str, endpoint: str, *, run_id: str, max_restarts: int) -> Nodes:
+    """Reads ``--nnodes`` (``2`` or ``1:4``) and ``--rdzv`` (``HOST:PORT``). Raises UsageError for what is neither."""
+    found = _COUNTS.fullmatch(counts)
+    least = int(found["least"]) if found else 0
+    most = int(found["most"] or least) if found else 0
+    if not 1 <= least <= most:
+        raise UsageError(
+            f"--nnodes {counts}\n  it is a number of hosts, or the fewest and the most: 1:4\n  try --nnodes 1:2"
+        )
+    place = _ENDPOINT.fullmatch(endpoint)
+    if place is None or not 0 < int(place["port"]) < 2**16:
+        raise UsageError(
+            f"--rdzv {endpoint}\n  it is the name of one of the hosts, and a port of it: HOST:PORT\n"
+            "  try --rdzv $(hostname):29400 on a first host, and the same text on the others"
+        )
+    return Nodes(
+        least=least,
+        most=most,
+        host=place["host"].strip("[]"),
+        port=int(place["port"]),
+        run_id=run_id,
+        max_restarts=max_restarts,
+    )
+
+
+def rendezvous_settings() -> dict[str, Any]:
+    """Returns what the rendezvous is told: how soon a node that is gone is missed."""
+    return {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": _LAST_CALL_S}
+
+
+def address_towards(host: str, port: int) -> str:
+    """Returns the address under which others that reach ``host`` reach this machine. Raises UsageError without one."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"--rdzv {host}:{port}: {error.strerror or error}\n  all launchers must reach that host\n  check its name"
+        ) from error
+
+
+def interface_of(address: str) -> str | None:
+    """Returns the network interface that has an address; None if none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
+def is_in_use(folder: Path) -> bool:
+    """Says whether a launcher holds a run's folder now."""
+    try:
+        lock = os.open(folder / ".lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False

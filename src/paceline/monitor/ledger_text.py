@@ -1,0 +1,46 @@
+"""A ledger's view as text, for another host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from paceline.monitor.ledger_view import Call, Entry, GroupName, LedgerView
+
+_LAST = 8
+
+
+def views_to_text(views: Sequence[LedgerView], now: float) -> str:
+    """Writes views down, each with its last operations, and how long it has stood still in place of since when."""
+    return json.dumps([_to_json(replace(view, changed_s=now - view.changed_s)) for view in views])
+
+
+def views_from_text(text: str, now: float) -> list[LedgerView]:
+    """Reads them back: ``now`` is that of the reader's clock."""
+    found = [_from_json(values) for values in json.loads(text)]
+    return [replace(view, changed_s=now - view.changed_s) for view in found]
+
+
+def _to_json(view: LedgerView) -> dict[str, Any]:
+    entry = view.waits_in
+    kept = {each.number: each for each in (*view.entries[-_LAST:], *([] if entry is None else [entry]))}
+    values = asdict(replace(view, entries=(), issued={}))
+    issued = [[list(group.ranks), group.number, count] for group, count in view.issued.items()]
+    return values | {"entries": [asdict(kept[number]) for number in sorted(kept)], "issued": issued}
+
+
+def _from_json(values: dict[str, Any]) -> LedgerView:
+    issued = {GroupName(tuple(ranks), number): count for ranks, number, count in values.pop("issued")}
+    entries = tuple(map(_entry, values.pop("entries")))
+    return LedgerView(**values, entries=entries, issued=issued)
+
+
+def _entry(values: dict[str, Any]) -> Entry:
+    group, call = values.pop("group"), values.pop("call")
+    return Entry(
+        **values,
+        group=GroupName(tuple(group["ranks"]), group["number"]),
+        call=Call(**call | {"shape": tuple(call["shape"])}),
+    )

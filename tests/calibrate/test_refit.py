@@ -1,0 +1,132 @@
+"""An entry is fitted to a finished run: what is predicted of that run afterwards is what it took."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.calibrate.refit import Refit, read_times, refit, rescale
+from paceline.cluster.detect import Machine
+from paceline.cluster.entries import parse_catalog
+from paceline.config import config_from_dict, dump_yaml
+from paceline.errors import UsageError
+from paceline.monitor.records import RunRecord, StepRecord
+from paceline.monitor.sinks import JsonlSink
+from paceline.units import GIB
+
+HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)
+RUN = RunRecord(
+    rank=0,
+    world_size=2,
+    local_rank=0,
+    device="cpu",
+    host="here",
+    pid=1,
+    python="3",
+    torch="2",
+    paceline="0",
+    num_parameters=1,
+    strategy="ddp",
+    backend="shared_memory",
+    global_batch=8,
+    microbatch=4,
+    accumulate=1,
+    total_steps=20,
+    time=0.0,
+)
+STEP = StepRecord(
+    step=1,
+    epoch=0.0,
+    position=8,
+    loss=1.0,
+    loss_sum=1.0,
+    count=1,
+    lr=0.1,
+    grad_norm=1.0,
+    samples=4,
+    step_s=0.05,
+    data_s=0.01,
+    forward_s=0.01,
+    backward_s=0.02,
+    comm_s=0.01,
+    optimizer_s=0.01,
+    samples_per_s=80.0,
+    memory_bytes=1,
+    time=0.0,
+)
+
+
+def make_run(folder: Path, num_steps: int = 20) -> Path:
+    values = {
+        "name": "small",
+        "model": {"kind": "mlp", "hidden_dim": 32},
+        "data": {"kind": "synthetic_classification", "samples": 64, "features": 16, "classes": 4},
+        "parallel": {"ranks": 2, "device": "cpu", "strategy": "ddp"},
+        "train": {"steps": num_steps, "global_batch": 8},
+        "optim": {"kind": "adamw", "lr": 1e-3},
+    }
+    (folder / "records").mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_yaml(config_from_dict(values)))
+    for rank in range(2):
+        sink = JsonlSink(folder / "records" / f"rank-{rank}.jsonl")
+        sink.write(replace(RUN, rank=rank))
+        for step in range(1, num_steps + 1):
+            slow = 9.0 if step == 1 else 1.0 + 0.2 * rank
+            sink.write(replace(STEP, step=step, step_s=STEP.step_s * slow))
+        sink.close()
+    return folder
+
+
+def test_the_slowest_rank_counts_and_the_first_steps_do_not(tmp_path: Path) -> None:
+    found = read_times(make_run(tmp_path / "run"))
+    assert (found.step_s, found.ranks, found.backend, found.steps) == (pytest.approx(0.06), 2, "shared_memory", 20)
+    assert found.compute_s == pytest.approx(0.06 - 0.02)
+
+
+def test_a_fitted_entry_predicts_the_run_that_it_was_fitted_to(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    found = refit(run, HOST)
+    assert abs(found.error(found.after_s)) < 0.01 < abs(found.error(found.before_s))
+    assert found == refit(run, HOST)
+    entry = tmp_path / "mine.yaml"
+    entry.write_text(found.text)
+    again = refit(run, HOST, entry)  # nothing is left to fit
+    assert again.compute == pytest.approx(1.0, abs=0.02)
+    assert again.before_s == pytest.approx(found.after_s)
+
+
+ENTRY = """
+# Measured by: somebody
+devices:
+  mine: {vendor: host, generation: cpu, memory_gib: 4, memory_gb_per_s: 10, peak_tflops: {fp32: 0.03}, launch_us: 10,
+    operation_us: 20, multiprocessors: 1, node: mine}
+links:
+  mine-shm: {kind: shared_memory, gb_per_s: 4, efficiency: 1.0, latency_us: 20, all_reduce_us: {2: {1024: 50}}}
+  mine-gloo: {kind: loopback, gb_per_s: 2, efficiency: 1.0, latency_us: 100}
+nodes:
+  mine: {device: mine, devices: 2, inside: mine-shm}
+"""
+
+
+def test_kernels_and_the_link_of_the_run_are_changed_and_no_other() -> None:
+    text = rescale(ENTRY, 1.5, 2.0, "shared_memory", "a-run")
+    found = parse_catalog(text, "the entry")
+    device, links = found.devices["mine"], found.links
+    assert (device.factor, device.operation_us, device.launch_us) == (1.5, 30, 15)
+    assert (links["mine-shm"].gb_per_s, links["mine-shm"].all_reduce_us) == (2, {2: {1024: 100}})
+    assert (links["mine-gloo"].gb_per_s, links["mine-gloo"].latency_us) == (2, 100)
+    assert text.startswith("# Measured by: somebody\n# Fitted to the run a-run: kernels x 1.500")
+    assert parse_catalog(rescale(text, 2.0, 1.0, "gloo", "b"), "again").devices["mine"].factor == 3.0
+
+
+def test_runs_that_tell_too_little_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no run: it has no config"):
+        refit(tmp_path, HOST)
+    with pytest.raises(UsageError, match="holds 3 steps\n"):
+        read_times(make_run(tmp_path / "short", num_steps=3))
+    run = make_run(tmp_path / "run")
+    with pytest.raises(UsageError, match="nowhere.yaml cannot be read"):
+        refit(run, HOST, tmp_path / "nowhere.yaml")
+    assert Refit(measured_s=2.0, before_s=1.0, after_s=2.0, compute=1.0, communication=1.0, text="").error(1.0) == -0.5

@@ -1,0 +1,60 @@
+"""Which checkpoints are kept: a pure policy."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.checkpoint.retention import Retention, Saved, steps_to_remove
+
+
+def removed(policy: Retention, values: dict[int, float | None], newest: int | None = None) -> list[int]:
+    saved = [Saved(step=step, value=value) for step, value in values.items()]
+    return steps_to_remove(saved, max(values) if newest is None else newest, policy)
+
+
+def test_the_newest_are_kept() -> None:
+    steps = dict.fromkeys(range(1, 6))
+    assert removed(Retention(last=2), steps) == [1, 2, 3]
+    assert removed(Retention(last=9), steps) == []
+    assert removed(Retention(), steps) == []
+    assert removed(Retention(last=1), steps) == [1, 2, 3, 4]
+
+
+def test_the_one_just_written_is_kept_also_where_later_steps_lie() -> None:
+    """A run that was taken up further back."""
+    assert removed(Retention(last=1), dict.fromkeys([2, 8, 9]), newest=2) == [8, 9]
+
+
+def test_every_so_many_steps_one_is_kept() -> None:
+    assert removed(Retention(last=1, every=4), dict.fromkeys(range(1, 11))) == [1, 2, 3, 5, 6, 7, 9]
+
+
+def test_the_best_are_kept_by_less_or_more() -> None:
+    values = {1: 0.5, 2: 0.1, 3: None, 4: 0.9, 5: math.nan, 6: 0.3}
+    assert removed(Retention(last=1, best=2), values) == [1, 3, 4, 5]
+    assert removed(Retention(last=1, best=2, mode="max"), values) == [2, 3, 5]
+
+
+def test_of_equals_the_later_one_is_the_best() -> None:
+    assert removed(Retention(last=1, best=1), {1: 0.5, 2: 0.5, 3: 0.7}) == [1]
+
+
+@given(
+    steps=st.dictionaries(st.integers(0, 50), st.none() | st.floats(), min_size=1),
+    last=st.none() | st.integers(1, 5),
+    every=st.none() | st.integers(1, 10),
+    best=st.integers(0, 3),
+    mode=st.sampled_from(["min", "max"]),
+    data=st.data(),
+)
+def test_something_is_always_left(steps: dict, last, every, best, mode, data: st.DataObject) -> None:  # type: ignore[no-untyped-def, type-arg]
+    newest = data.draw(st.sampled_from(sorted(steps)))
+    policy = Retention(last=last, every=every, best=best, mode=mode)
+    gone = removed(policy, steps, newest)
+    assert newest not in gone
+    assert gone == sorted(set(gone) & set(steps))
+    left = set(steps) - set(gone)
+    assert len(left) >= min(last or len(steps), len(steps))

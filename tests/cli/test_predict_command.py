@@ -1,0 +1,76 @@
+"""``paceline predict`` from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Call = Callable[..., Any]
+CONFIG = """
+name: small
+model: {kind: gpt, layers: 2, heads: 2, width: 64, context: 32, dropout: 0.0}
+data: {kind: synthetic_tokens, vocab_size: 128, context: 32, samples: 64}
+train: {steps: 2, global_batch: 32, accumulate: 2}
+optim: {kind: adamw, lr: 1e-3}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_a_step_is_told_part_by_part(call: Call, config: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    words = ("parallel.strategy=fsdp", "-c", "1x dgx-h100", "--price", "3", "--slow", "rank=2:1.5x")
+    shown = call("predict", config, *words, "--trace", str(trace))
+    assert (shown.code, shown.err) == (0, "")
+    for part in ("step ", "tokens ", "MFU", "USD a step", "exposed", "backward", "all_gather", "framework", "fits"):
+        assert part in shown.out
+    assert "What binds: " in shown.out
+    assert "rank 2, which is 1.5x as slow" in shown.out
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"block 0 attention", "block 1 attention_backward"} <= names
+
+
+def test_json_says_the_same_twice(call: Call, config: str) -> None:
+    words = ("predict", config, "parallel.strategy=zero1", "-c", "1x dgx-h100", "--ranks", "4", "--json")
+    shown = call(*words)
+    found = json.loads(shown.out)
+    assert found["ranks"] == 4
+    assert found["step_s_low"] < found["step_s"] < found["step_s_high"]
+    assert set(found["phases_s"]) == {"forward", "backward", "optimizer"}
+    assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"], rel=0.01)
+    assert sum(found["phases_s"].values()) == pytest.approx(found["step_s"], rel=0.01)
+    assert found["memory_bytes"]["total"] == sum(v for k, v in found["memory_bytes"].items() if k != "total")
+    assert call(*words).out == shown.out
+
+
+def test_a_pipeline_has_a_bubble(call: Call, config: str) -> None:
+    words = ("parallel.pipeline=2", "-c", "1x dgx-h100", "--ranks", "4", "--json")
+    found = json.loads(call("predict", config, *words).out)
+    assert [each["stage"] for each in found["stages"]] == [0, 1]
+    assert found["stages"][0]["bubble_s"] > 0
+    assert {"send", "recv"} & set(found["communication_s"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("-c", "1x dgx-h1000"), "dgx-h100"),
+        (("-c", "1x dgx-h100", "--ranks", "16"), "16 ranks on 1x dgx-h100"),
+        (("-c", "1x dgx-h100", "--slow", "rank=99:2x"), "ranks are 0 to 7"),
+        (("-c", "1x dgx-h100", "--slow", "link=1:2x"), "paceline simulate"),
+        (("parallel.strategy=auto", "-c", "1x dgx-h100"), "paceline plan"),
+    ],
+)
+def test_what_cannot_be_is_told(call: Call, config: str, words: tuple[str, ...], told: str) -> None:
+    shown = call("predict", config, *words)
+    assert shown.code == 2
+    assert told in shown.err

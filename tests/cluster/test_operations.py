@@ -1,0 +1,74 @@
+"""Prices of kernels on a device with tables: between what was measured, and what stands in where nothing was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.cluster.devices import Device, ShapeRate, device_named
+from paceline.cluster.operations import Operation, host_seconds, memory_rate, work_seconds
+from paceline.cluster.tables import seconds_between
+
+
+def _device(**changes: object) -> Device:
+    plain = replace(device_named("cpu-host"), shapes=(), memory_rates={}, operation_s=None, tensor_s=0.0)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def _product(layout: str) -> Operation:
+    return Operation(name="mm", family="matmul", sizes=(64, 32, 16), layout=layout)
+
+
+def test_products_of_a_layout_run_at_what_was_measured_in_it() -> None:
+    shapes = tuple(
+        ShapeRate(kind="matmul", dtype="fp32", sizes=(64, 32, 16), flops=rate, layout=layout)
+        for layout, rate in (("nt", 1e9), ("nn", 2e9))
+    )
+    device = _device(shapes=shapes)
+    flops = 2.0 * 64 * 32 * 16
+    assert work_seconds(device, _product("nt")) == flops / 1e9
+    assert work_seconds(device, _product("nn")) == flops / 2e9
+    assert work_seconds(device, replace(_product("nn"), batch=3)) == 3 * flops / 2e9
+    assert flops / 2e9 <= work_seconds(device, _product("tn")) <= flops / 1e9  # not measured: among the others
+    assert work_seconds(_device(), _product("nt")) == flops / device.ceiling("fp32")
+
+
+def test_the_backward_of_attention_has_a_rate_of_its_own() -> None:
+    sizes = (2, 4, 128, 32)
+    shapes = (
+        ShapeRate(kind="attention", dtype="fp32", sizes=sizes, flops=1e9),
+        ShapeRate(kind="attention_backward", dtype="fp32", sizes=sizes, flops=4e9),
+    )
+    forward = Operation(name="attention", family="attention", sizes=sizes)
+    backward = Operation(name="attention_backward", family="attention_backward", sizes=sizes)
+    assert (forward.flops, backward.flops) == (2 * 8 * 128**2 * 32, 5 * 8 * 128**2 * 32)
+    assert replace(forward, is_causal=False).flops == 2 * forward.flops
+    assert work_seconds(_device(shapes=shapes), backward) == backward.flops / 4e9
+    assert work_seconds(_device(shapes=shapes[:1]), backward) == backward.flops / 1e9
+
+
+def test_families_that_were_not_measured_go_as_plain_ones_and_those_by_the_memory() -> None:
+    device = _device(memory_rates={"pointwise": ((1000, 1e9), (100_000, 1e8)), "softmax": ((1000, 5e7),)})
+    assert memory_rate(device, "softmax", 12) == memory_rate(device, "softmax", 1e9) == 5e7
+    assert memory_rate(device, "pointwise", 1) == 1e9
+    assert memory_rate(device, "norm", 10_000) == pytest.approx(math.sqrt(1e9 * 1e8))
+    assert memory_rate(_device(), "norm", 10_000) == device.memory_bandwidth * device.memory_share
+
+
+def test_the_host_pays_for_each_operation_and_for_each_tensor_of_a_list() -> None:
+    device = _device(operation_s=5e-6, tensor_s=1e-6)
+    update = Operation(name="_fused_adamw_", family="optimizer", tensors=11)
+    assert host_seconds(device, update) == pytest.approx(15e-6)
+    assert host_seconds(device, replace(update, tensors=1), is_compiled=True) == device.compiled_launch_s
+    assert host_seconds(_device(), replace(update, tensors=1)) == device.launch_s
+
+
+@given(st.floats(min_value=1, max_value=1e12))
+def test_a_table_never_jumps(size: float) -> None:
+    points = ((1024, 1e-5), (65536, 2e-5), (1 << 20, 3e-4))
+    here, more = seconds_between(points, size), seconds_between(points, size * 1.01)
+    assert here <= more <= here * 1.02
