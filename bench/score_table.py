@@ -80,8 +80,8 @@ def _paragraphs(dev: Validation) -> list[str]:
     return [
         "Errors are means of |predicted / measured - 1| in each row's own metric. *One rate per device* is what a "
         "single FLOP/s figure for each kind of device and precision would reach, chosen on these very rows after the "
-        f"fact; it is better than the model on: {told or 'none'}. *Given the smallest run*: errors of the others' throughput, "
-        "where that one's is known.",
+        f"fact; it is better than the model on: {told or 'none'}. *Given the smallest run*: errors of the others' "
+        "throughput, where that one's is known.",
         f"On `dev` rows besides: p90 {_percent(dev.time.p90)} over all rows; {_both(dev.inside)} inside the calibrated "
         f"domain and {_both(dev.outside)} outside; Spearman {ranking.spearman:.2f} within {ranking.groups} groups of "
         f"alternatives, regret {_percent(ranking.mean_regret)} on average and {_percent(ranking.worst_regret)} at "

@@ -47,6 +47,8 @@ SIDEWAYS = {
     ("monitor.verdict", "monitor.ledger_view"),
     ("parity", "launch.processes"),
     ("bench", "launch.processes"),
+    ("bench", "launch.orphans"),
+    ("bench", "launch.progress"),
     ("doctor", "launch.processes"),
     ("calibrate", "launch.processes"),
     ("calibrate", "dryrun.operators"),

@@ -16,6 +16,7 @@ HOMES = {
     "connect": "paceline.comm.torch_dist",
     "run_virtual": "paceline.comm.virtual",
     "parallelize": "paceline.parallel.apply",
+    "watch": "paceline.launch.beside",
     "verify": "paceline.parity.certificate",
     "plan": "paceline.planning",
     "DistributedConfig": "paceline.train.facade",

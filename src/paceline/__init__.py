@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.comm.optimizer import CommunicationOptimizer as CommunicationOptimizer
     from paceline.comm.torch_dist import connect as connect
     from paceline.comm.virtual import run_virtual as run_virtual
+    from paceline.launch.beside import watch as watch
     from paceline.models.mlp import MLPClassifier as MLPClassifier
     from paceline.parallel.apply import parallelize as parallelize
     from paceline.parity.certificate import verify as verify
@@ -29,6 +30,7 @@ _HOMES = {
     "connect": "paceline.comm.torch_dist",
     "run_virtual": "paceline.comm.virtual",
     "parallelize": "paceline.parallel.apply",
+    "watch": "paceline.launch.beside",
     "verify": "paceline.parity.certificate",
     "plan": "paceline.planning",
     "DistributedConfig": "paceline.train.facade",

@@ -9,10 +9,12 @@ import pytest
 
 from paceline.calibrate.collectives import LinkFigures
 from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
+from paceline.calibrate.families import FamilyFigures
 from paceline.calibrate.kernels import KernelFigures, Rate
 from paceline.calibrate.machine import Measured, best_rates, middle_of
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import load_cluster
+from paceline.cluster.entries import read_catalog
 from paceline.errors import UsageError
 from paceline.units import GIB
 
@@ -74,6 +76,28 @@ def test_a_known_gpu_keeps_its_data_sheet_beside_what_was_measured(tmp_path: Pat
     )
     assert found.memory_share == pytest.approx(0.9003)
     assert found.compiled_launch_s == pytest.approx(2e-6)
+
+
+def test_tables_and_their_origin_are_written_and_read_back(tmp_path: Path) -> None:
+    families = FamilyFigures(rates={"softmax": ((1024, 2e9), (4096, 1e9))}, operation_s=2e-5, tensor_s=1e-6)
+    rates = (replace(RATES[0], layout="nt"), *RATES[1:])
+    link = replace(LINK, by_ranks={2: ((4096, 1e-4),), 4: ((4096, 3e-4),)}, busy=0.8)
+    kernels = replace(KERNELS, families=families, rates=rates)
+    measured = _measured(ranks=2, threads=1, kernels=kernels, links={"shared_memory": link})
+    origin = replace(ORIGIN, time="2026-01-01T00:00:00Z", python="3.12")
+    text = make_entry("mine", HOST, measured, best_rates(rates), origin)
+    path = tmp_path / "mine.yaml"
+    write_entry(text, path)
+    found = load_cluster(str(path))
+    device, inside = found.device, found.node.inside
+    assert device.memory_rates == {"softmax": ((1024, 2e9), (4096, 1e9))}
+    assert (device.operation_s, device.tensor_s) == (pytest.approx(2e-5), pytest.approx(1e-6))
+    assert [each.layout for each in device.shapes] == ["nt", "", ""]
+    assert inside.all_reduce == {2: ((4096, pytest.approx(1e-4)),), 4: ((4096, pytest.approx(3e-4)),)}
+    assert inside.busy == 0.8
+    entry = read_catalog(path).devices["mine"].measured
+    assert entry is not None
+    assert (entry.time, entry.torch, entry.threads, entry.ranks) == ("2026-01-01T00:00:00Z", "x", 1, 2)
 
 
 def test_an_entry_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:

@@ -8,27 +8,47 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 
+from paceline.calibrate.collectives import LinkFigures
 from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels
-from paceline.calibrate.machine import RankFigures, Wanted, measure_machine, measure_rank, put_together
+from paceline.calibrate.machine import (
+    RankFigures,
+    Wanted,
+    measure_machine,
+    measure_rank,
+    put_together,
+    with_more_ranks,
+)
 from paceline.calibrate.sampling import Stopwatch
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 
-SMALL = Shapes(products={"fp32": ((8, 8, 8), (16, 8, 4))}, attention=((1, 2, 16, 8),), stream_bytes=4096)
+SMALL = Shapes(
+    products={"fp32": ((8, 8, 8), (16, 8, 4))},
+    attention=((1, 2, 16, 8),),
+    stream_bytes=4096,
+    linears=((16, 8, 4),),
+)
 
 
 def test_kernels_of_this_device_are_measured_and_settings_are_left_as_they_were() -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     found = measure_kernels(torch.device("cpu"), SMALL, Stopwatch(samples=2), with_compiled=False)
-    assert [(rate.kind, rate.sizes) for rate in found.rates] == [
-        ("matmul", (8, 8, 8)),
-        ("matmul", (16, 8, 4)),
-        ("attention", (1, 2, 16, 8)),
+    assert [(rate.kind, rate.sizes, rate.layout) for rate in found.rates] == [
+        ("matmul", (8, 8, 8), ""),
+        ("matmul", (16, 8, 4), ""),
+        ("matmul", (16, 8, 4), "nt"),
+        ("matmul", (16, 4, 8), "nn"),
+        ("matmul", (4, 16, 8), "tn"),
+        ("attention", (1, 2, 16, 8), ""),
+        ("attention_backward", (1, 2, 16, 8), ""),
     ]
     assert min(rate.flops for rate in found.rates) > 0
     assert min(found.memory_bandwidth, found.launch_s) > 0
     assert found.compiled_launch_s is None
-    assert set(found.spreads) == {"fp32 8x8x8", "fp32 16x8x4", "attention 1x2x16x8", "memory", "launches"}
+    assert found.families is None
+    products = {"fp32 8x8x8", "fp32 16x8x4", "fp32 16x8x4 nt", "fp32 16x4x8 nn", "fp32 4x16x8 tn"}
+    attention = {"attention 1x2x16x8", "attention 1x2x16x8 backward"}
+    assert set(found.spreads) == products | attention | {"memory", "launches"}
     assert torch.backends.cuda.matmul.allow_tf32 == before
 
 
@@ -46,6 +66,18 @@ def test_ranks_measure_their_links_together(gloo_pool: GlooPool) -> None:
     for link in found.links.values():
         assert min(link.bandwidth, link.latency_s) > 0
         assert [size for size, _ in link.points] == [1024, 65536]
+        assert link.by_ranks == {2: link.points}
+        assert link.busy > 0
+
+
+def test_links_learn_what_more_ranks_take() -> None:
+    link = LinkFigures(
+        latency_s=1e-5, bandwidth=1e9, worst=0.0, points=((8, 1.0),), spreads={}, by_ranks={2: ((8, 1.0),)}
+    )
+    more = replace(link, by_ranks={4: ((8, 3.0),)})
+    found = with_more_ranks({"loopback": link, "shared_memory": link}, {"loopback": more})
+    assert found["loopback"].by_ranks == {2: ((8, 1.0),), 4: ((8, 3.0),)}
+    assert found["shared_memory"] == link
 
 
 def test_noise_is_refused_unless_it_is_taken() -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of any mesh and strategy, read by any other: every tensor is whole, and each rank gets its part of it."""
+"""A checkpoint of any mesh and strategy, read by any other: each tensor is whole, and each rank gets its part of it."""
 
 from __future__ import annotations
 

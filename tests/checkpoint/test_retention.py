@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,7 +51,14 @@ def test_of_equals_the_later_one_is_the_best() -> None:
     mode=st.sampled_from(["min", "max"]),
     data=st.data(),
 )
-def test_something_is_always_left(steps: dict, last, every, best, mode, data: st.DataObject) -> None:  # type: ignore[no-untyped-def, type-arg]
+def test_something_is_always_left(
+    steps: dict[int, float | None],
+    last: int | None,
+    every: int | None,
+    best: int,
+    mode: Literal["min", "max"],
+    data: st.DataObject,
+) -> None:
     newest = data.draw(st.sampled_from(sorted(steps)))
     policy = Retention(last=last, every=every, best=best, mode=mode)
     gone = removed(policy, steps, newest)

@@ -106,6 +106,11 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: p
     check_saved(tmp_path / "step-00000001", 1, 1)
 
 
+def save_and_wait(writer: CheckpointWriter, state: State, *, in_background: bool) -> None:
+    writer.save(state, in_background=in_background)
+    writer.finish()
+
+
 def failing_on(rank: int, at: int) -> Callable[..., Any]:
     """A disk that is full for one rank's tensors, in its n-th save; some bytes were written before."""
     write, count = LocalFiles.write, 0
@@ -133,8 +138,7 @@ def test_a_rank_that_cannot_write_stops_all_and_harms_nothing(
         writer = CheckpointWriter(tmp_path, comm)
         writer.save(make_state(comm, 1), in_background=in_background)
         with pytest.raises(CheckpointError) as failure:
-            writer.save(make_state(comm, 2), in_background=in_background)
-            writer.finish()
+            save_and_wait(writer, make_state(comm, 2), in_background=in_background)
         assert [report.step for report in writer.reports()] == [1]
         comm.barrier()
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -1,77 +1,18 @@
-"""A small GPT that ranks have trained for a step, saved by each strategy; made once for all tests here."""
+"""Checkpoints of a small GPT, saved by each strategy; each made once for all tests here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from trained_gpt import LLAMA, Save, save_trained
 
-from paceline.checkpoint.optimizer import optimizer_shards
-from paceline.checkpoint.state import MODEL, State, prefixed
-from paceline.checkpoint.writer import CheckpointWriter
-from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
-from paceline.data.consumed import ConsumedIds
-from paceline.data.order import DataOrder
-from paceline.models.gpt import GPT, gpt_config
-from paceline.parallel.apply import parallelize
-
-LLAMA = {"kind": "gpt", "size": "gpt-nano", "tied": False}
-CLASSIC = {
-    "kind": "gpt",
-    "layers": 2,
-    "heads": 4,
-    "width": 32,
-    "context": 16,
-    "norm": "layer",
-    "mlp": "gelu",
-    "positions": "learned",
-    "tied": True,
-}
-VOCABULARY = 50
-ORDER = DataOrder(length=40, global_batch=8, seed=3)
-
-Save = Callable[..., Path]
-
-
-def make_model(model: dict[str, object]) -> GPT:
-    torch.manual_seed(5)
-    return GPT(gpt_config(**{name: value for name, value in model.items() if name != "kind"}, vocab_size=VOCABULARY))
-
-
-def save_trained(comm: Communicator, folder: Path, strategy: str, model: dict[str, object], step: int = 7) -> None:
-    """Trains for a step, and saves with all that a run has."""
-    engine = parallelize(make_model(model), comm, strategy)
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
-    torch.manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (4, 16))
-    logits = engine(tokens[:, :-1])
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    optimizer.step()
-    held = list(engine.shards())
-    tensors, found = optimizer_shards(optimizer, held)
-    ids, batches = ConsumedIds(ORDER), ORDER.batches(0)
-    for _ in range(step):
-        batch = next(batches)
-        ids.note(batch.position, batch.next_position, batch.indices)
-    config = {"model": model, "data": {"seed": None, "shuffle": True}, "train": {"seed": 3}, "checkpoint": {"keep": 2}}
-    state = State(
-        step=step,
-        position=batch.next_position,
-        shards=[*prefixed(MODEL, held), *tensors],
-        values={"consumed": ids.state_dict(), "metrics": {"step": step, "eval_loss": 0.5}},
-        own={"random": [comm.rank, torch.arange(3)]},
-        found=found,
-        about={"strategy": strategy, "mesh": {"pipeline": 1, "tensor": 1}, "config": config, "reason": "steps"},
-    )
-    CheckpointWriter(folder, comm).save(state)
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
-    """Returns the checkpoint of a strategy, number of ranks and model: made when it is first asked for. Do not write to it."""
+    """Returns the checkpoint of a strategy, ranks and model, made when it is first asked for. Do not write to it."""
     known: dict[tuple[object, ...], Path] = {}
 
     def get(strategy: str = "fsdp", ranks: int = 2, model: dict[str, object] = LLAMA) -> Path:

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trained_gpt import Save, change_manifest
 
 from paceline.checkpoint.manifest import SavedPiece, SavedTensor
 from paceline.checkpoint_tools.audit import audit, coverage_problems
 from paceline.errors import CheckpointError
 from paceline.layout import Region
 
-Save = Callable[..., Path]
-
 
 @pytest.fixture
 def copy(saved: Save, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved(), tmp_path / "step-00000007"))
-
-
-def change_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    change(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def problems_of(path: Path, what: str) -> str:

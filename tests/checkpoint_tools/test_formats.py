@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
+from trained_gpt import CLASSIC, LLAMA, VOCABULARY, Save, make_model
 
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
 from paceline.checkpoint_tools.difference import compare
@@ -18,10 +18,6 @@ from paceline.checkpoint_tools.outgoing import ExportOptions, export
 from paceline.comm.virtual import run_virtual
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel.apply import parallelize
-
-from .conftest import CLASSIC, LLAMA, VOCABULARY, make_model
-
-Save = Callable[..., Path]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -68,7 +64,9 @@ def test_dcp_own_loader_reads_the_export(saved: Save, tmp_path: Path) -> None:
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     assert_same(state["model"], wanted)
-    shapes = {name: {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")} for name, p in model.named_parameters()}
+    shapes = {
+        name: {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")} for name, p in model.named_parameters()
+    }
     inner = {"state": {name: {**each, "step": torch.tensor(0.0)} for name, each in shapes.items()}}
     dcp.load({"optim": inner}, checkpoint_id=path, no_dist=True)
     rows = [{**{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}, "params": list(shapes)}]
@@ -78,13 +76,11 @@ def test_dcp_own_loader_reads_the_export(saved: Save, tmp_path: Path) -> None:
     assert found["step"] == 1
 
 
-def test_torch_own_dcp_is_taken_in_with_its_optimizer(saved: Save, tmp_path: Path) -> None:
+def test_torch_own_dcp_is_taken_in_with_its_optimizer(tmp_path: Path) -> None:
     model = make_model(LLAMA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     optimizer.step()
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": moments}, checkpoint_id=tmp_path / "theirs", no_dist=True)
     path = take_in(open_incoming(tmp_path / "theirs", format_of(tmp_path / "theirs")), tmp_path / "start", "theirs")

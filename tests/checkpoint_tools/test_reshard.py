@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from trained_gpt import Save, change_manifest
 
 from paceline.checkpoint.find import read_manifest, verify_checkpoint
 from paceline.checkpoint.manifest import SavedPiece, SavedTensor
@@ -21,8 +21,6 @@ from paceline.checkpoint_tools.rewrite import Part, Piece, write_checkpoint
 from paceline.checkpoint_tools.stream import stream_made
 from paceline.errors import CheckpointError, UsageError
 from paceline.layout import whole_region
-
-Save = Callable[..., Path]
 
 WORLDS = [
     World(ranks=1),
@@ -49,7 +47,7 @@ def test_every_world_has_the_same_state_and_goes_back(saved: Save, tmp_path: Pat
 
 def test_ranks_have_parts_of_about_one_size(saved: Save) -> None:
     manifest = read_manifest(saved())
-    for world in (World(ranks=4), World(ranks=4, strategy="ddp"), World(ranks=4, tensor=2)):
+    for world in (World(ranks=4), World(ranks=4, tensor=2), World(ranks=7)):
         sizes = [sum(region.size for _, region in held) for held in cut_regions(manifest.tensors, world)]
         assert max(sizes) < 1.2 * min(sizes), world
 
@@ -74,7 +72,11 @@ def test_random_states_stay_where_the_number_of_ranks_does(saved: Save, tmp_path
 def test_a_channels_last_tensor_and_odd_shapes_survive(tmp_path: Path) -> None:
     weight = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
     order = (0, 2, 3, 1)
-    tensors = {"model/conv": (weight, order), "model/none": (torch.empty(0, 3), None), "model/one": (torch.ones(()), None)}
+    tensors = {
+        "model/conv": (weight, order),
+        "model/none": (torch.empty(0, 3), None),
+        "model/one": (torch.ones(()), None),
+    }
     pieces = []
     for name, (tensor, dims) in tensors.items():
         laid = tensor if dims is None else tensor.permute(dims)
@@ -125,10 +127,8 @@ def test_differences_are_told_by_tensor_value_and_setting(saved: Save, tmp_path:
     old = torch.frombuffer(content, dtype=torch.float32, count=1, offset=start).item()
     content[start : start + 4] = torch.tensor([old + 0.5]).numpy().tobytes()
     (copy / piece.file).write_bytes(content)
-    text = json.loads((copy / "manifest.json").read_text())
-    text["position"] = 64
-    text["about"]["config"]["train"]["seed"] = 4
-    (copy / "manifest.json").write_text(json.dumps(text))
+    change_manifest(copy, lambda text: text.update(position=64))
+    change_manifest(copy, lambda text: text["about"]["config"]["train"].update(seed=4))
     found = compare(open_checkpoint(saved()), open_checkpoint(copy))
     (tensor,) = found.tensors
     assert (tensor.name, tensor.num_different, tensor.num_elements) == (name, 1, 64)
@@ -147,7 +147,6 @@ def test_tensors_of_one_side_and_of_other_shapes_are_named(saved: Save) -> None:
     right.manifest = type(left.manifest)(
         **{name: getattr(left.manifest, name) for name in left.manifest.__slots__ if name != "tensors"}, tensors=tensors
     )
-    right.manifest.tensors["model/more"]
     found = compare(left, right)
     assert found.only_left == ("model/norm.weight",)
     assert found.only_right == ("model/more",)

@@ -39,13 +39,14 @@ def misbehave(plot, phase, rank="1"):
         raise ValueError("a mistake of the user")
     os.kill(os.getpid(), getattr(signal, deed))
 
-class Bomb:
+class Bomb(dict):
     """Goes off while it is written to a file."""
     def __init__(self, plot):
+        super().__init__()
         self.plot = plot
-    def __reduce__(self):
+    def items(self):
         misbehave(self.plot, "checkpoint", rank="0")
-        return str, ()
+        return super().items()
 
 class Data(torch.utils.data.Dataset):
     def __init__(self, plot, samples):

@@ -120,7 +120,7 @@ def test_no_name_means_two_things_of_a_kind_nor_a_node_and_a_device() -> None:
         for name, entry in kind.items():
             for key in {_key(name), *map(_key, entry.aliases)}:
                 assert owners.setdefault(key, name) == name
-    measured = {name for name in known.devices if known.devices[name].generation == "cpu"}
+    measured = {name for name, each in known.devices.items() if each.generation == "cpu" or each.measured is not None}
     assert [name for name in known.devices if name not in measured and find_name(name, known.nodes)] == []
 
 

@@ -15,12 +15,12 @@ from paceline.comm.base import BucketShape, Communicator
 from paceline.comm.compress import POLICIES, Compression, Compressor
 from paceline.comm.compress.quantised import BLOCK, dequantise, pack_bits, quantise, unpack_bits
 from paceline.comm.compress.sparse import num_kept, pack, unpack
-from paceline.comm.objects import broadcast_object
+from paceline.comm.objects import gather_objects
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.errors import CheckpointError, UsageError
-from paceline.layout import flat_layout
+from paceline.layout import Region, flat_layout
 
 RANKS = st.integers(1, 4)
 SHAPES = st.tuples(st.integers(2, 9), st.integers(2, 9))
@@ -429,35 +429,52 @@ def test_a_run_goes_on_exactly_from_its_state(policy: str) -> None:
         whole, first, second = Compressor(chosen), Compressor(chosen), Compressor(chosen)
         expected = reduce(comm, whole, shape, [make(comm, step) for step in range(4)])[-1]
         reduce(comm, first, shape, [make(comm, step) for step in range(2)])
-        state = first.state_dict(comm)
-        assert (state == {}) == (comm.rank != 0)
-        second.load_state_dict(first_of(comm, state), comm)
+        second.load(saved(comm, first), first.step, comm)
         return expected, reduce(comm, second, shape, [make(comm, step) for step in (2, 3)])[-1]
 
     for expected, found in run_virtual(work, 3):
         assert torch.equal(expected, found)
 
 
-def first_of(comm: Communicator, state: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's state on every rank, as a checkpoint gives it."""
-    return broadcast_object(comm, state)
+class Saved:
+    """What ranks have saved, whole: as a checkpoint gives it."""
+
+    def __init__(self, shards: list[tuple[str, Region, torch.Tensor]]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, region, values in shards:
+            whole = self.tensors.setdefault(name, torch.zeros(region.shape, dtype=values.dtype))
+            whole.view(-1)[region.begin : region.end] = values.reshape(-1)
+
+    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
+        found = {name: tuple(value.shape) for name, value in self.tensors.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): shape for name, shape in found.items()}
+
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
+        whole = self.tensors[name].clone()
+        return whole if region is None else whole.view(-1)[region.begin : region.end]
+
+
+def saved(comm: Communicator, compressor: Compressor) -> Saved:
+    """What all ranks write, put together on every rank."""
+    mine = [(each.name, each.region, each.tensor) for each in compressor.shards(comm) if each.copy is not None]
+    return Saved([shard for shards in gather_objects(comm, mine) for shard in shards])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_other_ranks_owe_what_the_ranks_before_owed_together(ranks: int) -> None:
     shape = shape_of((8, 8))
 
-    def before(comm: Communicator) -> tuple[dict[str, Any], Compressor]:
+    def before(comm: Communicator) -> tuple[Saved, Compressor]:
         compressor = Compressor(settings("topk", ratio=0.1))
         reduce(comm, compressor, shape, [gradient(11, comm.rank, step, 64) for step in range(2)])
-        return compressor.state_dict(comm), compressor
+        return saved(comm, compressor), compressor
 
     found = run_virtual(before, 3)
     state = found[0][0]
 
     def after(comm: Communicator) -> Compressor:
         compressor = Compressor(settings("topk", ratio=0.1))
-        compressor.load_state_dict(state, comm)
+        compressor.load(state, 2, comm)
         return compressor
 
     later = run_virtual(after, ranks)
@@ -471,7 +488,7 @@ def test_what_is_owed_to_a_tensor_that_travels_whole_now_is_paid_once() -> None:
     comm, before = SoloCommunicator(torch.device("cpu")), Compressor(settings("topk", ratio=0.1))
     reduce(comm, before, shape, values[:1])
     after = Compressor(settings("topk", ratio=0.1, exclude=("t1",)))
-    after.load_state_dict(before.state_dict(comm), comm)
+    after.load(saved(comm, before), before.step, comm)
     owed, slot = before.residuals["t1"], shape.layout.slots[1]
     first, second = (slot.view(each).reshape(-1) for each in reduce(comm, after, shape, values[1:]))
     assert owed.norm() > 0
@@ -486,7 +503,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
     reduce(comm, other, shape_of((6, 6)), [gradient(12, 0, 0, 36)])
     before = residual_of(compressor).clone()
     with pytest.raises(CheckpointError, match="the residual of t0 has 36 elements, the tensor 64"):
-        compressor.load_state_dict(other.state_dict(comm), comm)
+        compressor.load(saved(comm, other), other.step, comm)
     assert torch.equal(residual_of(compressor), before)
 
 

@@ -19,7 +19,6 @@ from paceline.errors import (
     CommunicationError,
     ConfigError,
     DataError,
-    LaunchError,
     PacelineError,
     Problem,
     TrainingError,

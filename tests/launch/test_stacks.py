@@ -40,7 +40,8 @@ def test_threads_and_frames_are_read() -> None:
 def test_the_telling_line_is_the_users_then_a_librarys_then_ours() -> None:
     user, library, ours = parse_stacks(dump())[0xFFFF00000001][1:]
     assert telling_line([ours, library, user]) == "/home/me/my model/net.py:8 in forward <locals>"
-    assert telling_line([ours, library]).endswith("other/lib.py:9 in call")
+    assert telling_line([library, ours]).endswith("other/lib.py:9 in call")
+    assert telling_line([ours, library]) == "paceline/train/step.py:170 in accumulate"
     assert telling_line([ours]) == "paceline/train/step.py:170 in accumulate"
     assert telling_line([]) == ""
 

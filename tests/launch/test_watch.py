@@ -111,11 +111,13 @@ def test_a_dead_rank_is_named_with_what_it_did_last(tmp_path: Path, backend: str
     error = hang(tmp_path, "dead", backend, ranks=4)
     assert error.code == FAILED
     assert error.rank == GUILTY
-    assert re.search(rf"rank 1 was killed by SIGKILL in phase forward.*after barrier\(\) at {PROGRAM}", error.text)
+    assert re.search(
+        rf"rank 1 was killed by SIGKILL\n  it was in phase forward.*after barrier\(\) at {PROGRAM}", error.text
+    )
     assert json.loads((tmp_path / "verdict.json").read_text())["kind"] == "dead"
 
 
-def watch_themselves(folder: Path, fault: str, hosts: list[str]) -> list[int]:
+def watch_themselves(folder: Path, fault: str, hosts: str) -> list[int]:
     """Runs a rank on each of ``hosts``, which share no folder, and returns how they ended."""
     port = str(free_port())
     processes = []
@@ -129,14 +131,13 @@ def watch_themselves(folder: Path, fault: str, hosts: list[str]) -> list[int]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", ["loop", "sleep", "skip"])
-@pytest.mark.parametrize("hosts", [["a", "a", "a"], ["a", "b", "a"], ["b", "a", "c"]])
-def test_ranks_of_a_foreign_launcher_watch_themselves_across_hosts(
-    tmp_path: Path, fault: str, hosts: list[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("fault", "hosts"), [("loop", "aaa"), ("sleep", "aba"), ("skip", "aba"), ("loop", "abb"), ("sleep", "bac")]
+)
+def test_ranks_of_a_foreign_launcher_watch_themselves_across_hosts(tmp_path: Path, fault: str, hosts: str) -> None:
     codes = watch_themselves(tmp_path, fault, hosts)
     assert HUNG in codes
-    assert set(codes) <= {HUNG, -9}
+    assert 0 not in codes
     for host in set(hosts):
         told = json.loads((tmp_path / host / "verdict.json").read_text())
         assert told["ranks"] == [GUILTY]

@@ -34,7 +34,8 @@ def test_the_rank_and_the_phase_are_named(phase: str) -> None:
     assert (found.rank, found.phase, found.steps_last, found.steps) == (2, phase, 18, 18)
     assert found.lost_s == pytest.approx(0.06)
     assert found.loss == pytest.approx(0.3)
-    assert str(found).startswith("rank 2 is the last in 18 of 18 steps: the others wait 60.0 ms for it, 30 % of a step;")
+    told = "rank 2 is the last in 18 of 18 steps: the others wait 60.0 ms for it, 30 % of a step;"
+    assert str(found).startswith(told)
 
 
 def test_a_small_or_rare_delay_is_nobodys_fault() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.monitor.ledger_text import views_from_text, views_to_text
 from paceline.monitor.ledger_view import Call, Entry, GroupName, LedgerView
 from paceline.monitor.verdict import Limits, Verdict, judge
 
@@ -235,3 +236,19 @@ def test_whoever_is_behind_is_blamed_whatever_the_others_wait_in(size: int, data
     behind = tuple(r for r, count in enumerate(counts) if count == least)
     assert found.kind == ("silent" if len(behind) == size else "missing")
     assert found.ranks == behind
+
+
+def test_a_verdict_and_its_ledgers_survive_the_way_to_another_host() -> None:
+    views = [waits(0, SUM, ROOT), replace(rank(1, SUM, stands_at="u.py:1 in f"), changed_s=2.0), rank(2, state="dead")]
+    read = views_from_text(views_to_text(views, 10.0), 1000.0)
+    assert [replace(view, changed_s=view.changed_s - 990.0) for view in read] == views
+    found = judge(read[:2], 1000.0, LIMITS)
+    assert found is not None
+    assert Verdict.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_the_operation_that_a_rank_waits_in_is_sent_however_old_it_is() -> None:
+    view = replace(rank(0, *[SUM] * 30), waiting=2)
+    (read,) = views_from_text(views_to_text([view], 0.0), 0.0)
+    assert read.waits_in == view.waits_in
+    assert len(read.entries) < len(view.entries)

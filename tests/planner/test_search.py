@@ -139,6 +139,9 @@ def test_a_batch_that_no_mesh_shares_is_refused() -> None:
     odd = replace(TASK, model=replace(LARGE, layers=4, kv_heads=1, heads=1), global_batch=3)
     with pytest.raises(UsageError, match=r"no mesh fits a batch of 3[^!]*try train.global_batch=64, or 3 devices"):
         search(odd, cluster)
+    few = replace(TASK, model=replace(LARGE, layers=1, kv_heads=1, heads=1), global_batch=80)
+    with pytest.raises(UsageError, match="or 40 or 80 devices"):
+        search(few, cluster)
 
 
 # What the engines send beside what is predicted.
@@ -262,7 +265,7 @@ def test_experts_are_shared_inside_a_node() -> None:
 def test_the_fewest_changes_come_first_and_each_is_faster(found: Search) -> None:
     asked = written()
     assert rank_one(asked, NODES).memory_bytes > found.budget
-    changes = smallest_changes(asked, found)
+    changes = smallest_changes(asked, found, most=10)
     times = [each.ranked.seconds for each in changes if each.ranked]
     assert len(times) == len(changes) >= 2
     assert times == sorted(times, reverse=True)

@@ -1,7 +1,7 @@
 """Measures what memory binds, family by family and size by size, and what the host pays for each operation.
 
     seconds of a kernel  =  what a call takes  -  what a call on next to nothing takes        (a GPU: the call's alone)
-    host, an operation   =  forward and backward of a small transformer on next to nothing / its operations
+    host, an operation   =  a training step of a small transformer on next to nothing / its operations
 
 Bytes are those that a dry run counts (dryrun/operators.py), so that what is measured is what is priced later.
 """
@@ -18,13 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.calibrate.sampling import Stopwatch, Timed
 from paceline.cluster.operations import Operation
+from paceline.comm.solo import SoloCommunicator
 from paceline.dryrun.operators import Operators
 from paceline.models.gpt import GPT, gpt_config
+from paceline.parallel.apply import parallelize
+from paceline.train.update import update_if_finite
 from paceline.units import KIB, MIB
 
 Call = Callable[[], object]
 ON_CPU_BYTES = (32 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 32 * MIB)
-ON_CUDA_BYTES = (1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+ON_CUDA_BYTES = (16 * MIB, 64 * MIB, 256 * MIB)  # less takes the host longer to launch than the device to run
 _ROW = 512  # elements of a row, where kernels go row by row
 _TINY_BYTES = 2 * KIB  # one row
 _TENSORS = 32
@@ -57,7 +60,8 @@ def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwa
             spreads[f"{family} {size // KIB} KiB"] = timed.spread
             points.append((counted, counted / max(timed.seconds - empty, 0.1 * timed.seconds)))
         rates[family] = tuple(points)
-    operation, tensor = _operation(device, watch), _tensor(device, watch)
+    tensor = _tensor(device, watch)
+    operation = _operation(device, watch, tensor.seconds)
     spreads |= {"operations": operation.spread, "tensors of a list": tensor.spread}
     return FamilyFigures(rates=rates, operation_s=operation.seconds, tensor_s=tensor.seconds, spreads=spreads)
 
@@ -171,19 +175,24 @@ _MAKERS: dict[str, Callable[[torch.device, int], Call]] = {
 }
 
 
-def _operation(device: torch.device, watch: Stopwatch) -> Timed:
-    """Forward and backward of a transformer whose kernels have nothing to do: modules, dispatch, autograd."""
+def _operation(device: torch.device, watch: Stopwatch, tensor_s: float) -> Timed:
+    """A training step whose kernels have nothing to do: modules, dispatch, autograd, the engine, the optimizer."""
     model = GPT(gpt_config(None, layers=4, heads=2, width=8, context=4, vocab_size=8)).to(device)
+    engine = parallelize(model, SoloCommunicator(device), "ddp")
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-6, fused=True)
     tokens = torch.zeros(1, 4, dtype=torch.int64, device=device)
 
     def step() -> None:
-        logits = model(tokens)
+        logits = engine(tokens)
         F.cross_entropy(logits.view(-1, 8), tokens.view(-1)).backward()  # type: ignore[no-untyped-call]
+        update_if_finite(optimizer, engine.clip_grad_norm_(float("inf")), 1.0)
+        optimizer.zero_grad(set_to_none=True)
 
     step()
-    count = len(_recorded(step))
+    found = _recorded(step)
     timed = _host(watch, step)
-    return Timed(seconds=timed.seconds / count, spread=timed.spread)
+    lists = sum(each.tensors - 1 for each in found) * tensor_s
+    return Timed(seconds=max(timed.seconds - lists, 0.5 * timed.seconds) / len(found), spread=timed.spread)
 
 
 def _tensor(device: torch.device, watch: Stopwatch) -> Timed:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from paceline.calibrate.sampling import Stopwatch, Timed
 from paceline.units import MIB
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_COLD_BYTES, _MOST_COPIES = 64 * MIB, 64
 _CHAIN = 100  # operations in a row, few enough that a device's queue does not fill
 _COMPILED_PAIRS = 10
 
@@ -156,11 +158,21 @@ def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: di
             ("nn", (rows, outer, inner), gradient, weight),
             ("tn", (outer, rows, inner), gradient.t(), inputs),
         ):
-            timed = watch.time(lambda a=left, b=right: torch.mm(a, b))  # type: ignore[misc]
+            timed = watch.time(_by_turns(left, right))
             spreads[f"{dtype} {'x'.join(map(str, sizes))} {layout}"] = timed.spread
             flops = 2.0 * rows * inner * outer / timed.seconds
             found.append(Rate(kind="matmul", dtype=dtype, sizes=sizes, flops=flops, layout=layout))
     return found
+
+
+def _by_turns(left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
+    """Multiplies with one copy of the second operand after another: on a CPU what was read in another step is no
+    longer in its cache, and what was computed just before is."""
+    if left.device.type != "cpu":
+        return lambda: torch.mm(left, right)
+    num_copies = max(1, min(_MOST_COPIES, _COLD_BYTES // (right.numel() * right.element_size())))
+    turns = cycle([right.clone() for _ in range(num_copies)])  # clone keeps the layout
+    return lambda: torch.mm(left, next(turns))
 
 
 class _Tf32:

@@ -30,7 +30,7 @@ from paceline.planner.program import Program
 from paceline.planner.replay import replay
 
 _SMALL_HOST = "cpu-host.yaml"
-_ROUNDS = 40
+_ROUNDS = 14
 _MOST = 20.0  # times what was measured: more is another machine
 _FEWEST = 5
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from paceline.errors import MisfitError, UsageError
 from paceline.layout import Shard, whole_region
 
 _GROUP = "group/"
+_REST = "optimizer"
 _MEMBERS = ("params", "param_names")
 _WHOLE = "step"  # one value for the parameter, also where that has one element itself
 _SMALL = 64  # elements: fewer are kept as values
@@ -50,7 +51,15 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) 
             if shard.region.has_first and shard.copy == 0:
                 found[label] = settings
                 found[f"{OPTIMIZER}{shard.name}"] = {"group": label, "values": whole}
+    found |= _rest(packed, {number for saved in packed["param_groups"] for number in saved["params"]})
     return tensors, found
+
+
+def _rest(packed: Mapping[str, Any], numbers: Collection[int]) -> dict[str, Any]:
+    """Returns what an optimizer of the user's own keeps besides, in the packed state and beside it."""
+    state = {key: value for key, value in packed["state"].items() if key not in numbers}
+    beside = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    return {_REST: {"state": state, "beside": beside}} if state or beside else {}
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
@@ -76,7 +85,8 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
             rows[-1]["params"].append(number)
             number += 1
     try:
-        optimizer.load_state_dict({"state": state, "param_groups": rows})
+        rest = checkpoint.found.get(_REST, {"state": {}, "beside": {}})
+        optimizer.load_state_dict({**rest["beside"], "state": {**rest["state"], **state}, "param_groups": rows})
     except (RuntimeError, ValueError, KeyError) as error:
         raise MisfitError(str(error)) from error
 

@@ -78,7 +78,7 @@ def flat_view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     found = tensor.detach()
     if region.order is not None and tuple(tensor.shape) == region.local_shape:  # else a flat piece of it
         found = found.permute(region.order)
-    return found.reshape(-1)
+    return found.reshape(-1).contiguous()  # a view with holes counts as flat to torch
 
 
 def file_chunks(entries: Sequence[Entry]) -> Iterator[memoryview | bytes]:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
 from paceline.checkpoint.remote import storage_of
+from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
 from paceline.checkpoint.state import State
 from paceline.checkpoint.storage import LocalFiles, Storage
 from paceline.checkpoint.write import (

@@ -3,7 +3,7 @@
     {"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}}
 
 torch plans with the shapes, and asks for each tensor when it is its turn; each is a file of its own, since torch keeps
-what it has written to a file until that is done. Memory: the largest tensor.
+what it has written to a file until that is done. Memory: the largest tensor, or 64 MiB.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from paceline.checkpoint_tools.stream import Stream, Tell, be_silent, stream_mad
 from paceline.errors import CheckpointError
 
 _FILE = ".metadata"
+_TOGETHER_BYTES = 2**26
 
 
 def is_distributed(path: Path) -> bool:
@@ -47,16 +49,45 @@ def read_distributed(path: Path) -> dict[tuple[str | int, ...], Any]:
         metadata = FileSystemReader(path).read_metadata()
     except (OSError, ValueError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{path} is no distributed checkpoint of torch: {error}") from error
-    places = metadata.planner_data or {}
+    places, entries = metadata.planner_data or {}, metadata.state_dict_metadata
+    shapes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    values = _load(path, {name: None for name in entries if name not in shapes})
+    tensors = _Tensors(path, shapes)
     found: dict[tuple[str | int, ...], Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
+    for name in entries:
         place = tuple(places.get(name, (name,)))
-        if isinstance(entry, TensorStorageMetadata):
-            shape, dtype = tuple(entry.size), entry.properties.dtype
-            found[place] = stream_made(name, shape, dtype, _loader(path, name, shape, dtype))
-        else:
-            found[place] = _load(path, {name: None})[name]
+        found[place] = tensors.stream(name) if name in shapes else values[name]
     return found
+
+
+class _Tensors:
+    """Reads tensors in the order in which they are asked for, several small ones at a time: each time has its price."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, TensorStorageMetadata]) -> None:
+        self._path = path
+        self._shapes = shapes
+        self._read: dict[str, torch.Tensor] = {}
+
+    def stream(self, name: str) -> Stream:
+        entry = self._shapes[name]
+        return stream_made(name, tuple(entry.size), entry.properties.dtype, partial(self._take, name))
+
+    def _take(self, name: str) -> torch.Tensor:
+        if name not in self._read:
+            names = list(self._shapes)
+            self._read = self._load_from(names[names.index(name) :])
+        return self._read.pop(name)
+
+    def _load_from(self, names: list[str]) -> dict[str, torch.Tensor]:
+        wanted: dict[str, Any] = {}
+        num_bytes = 0
+        for name in names:
+            entry = self._shapes[name]
+            num_bytes += entry.size.numel() * entry.properties.dtype.itemsize
+            if wanted and num_bytes > _TOGETHER_BYTES:
+                break
+            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return _load(self._path, wanted)
 
 
 class _Planner(DefaultSavePlanner):
@@ -86,15 +117,9 @@ def _shapes(value: Any, streams: dict[int, Stream]) -> Any:
     return tensor
 
 
-def _loader(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    def make() -> torch.Tensor:
-        found: torch.Tensor = _load(path, {name: torch.empty(shape, dtype=dtype)})[name]
-        return found
-
-    return make
-
-
 def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    if not wanted:
+        return wanted
     with _alone():
         load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
     return wanted

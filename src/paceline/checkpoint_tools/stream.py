@@ -1,6 +1,6 @@
 """Tensors as streams of bytes: read from a checkpoint window by window, written to a safetensors file as they come.
 
-Memory: one window of 16 MiB, whatever the size of a tensor or of the checkpoint.
+Memory: some windows of 8 MiB, whatever the size of a tensor or of the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tensors import dtype_code, host_bytes
 from paceline.layout import Region, whole_region
 
-WINDOW_BYTES = 2**24
+WINDOW_BYTES = 2**23
 _SCATTERED = 2**18  # elements of a window where memory lies in another order, and each is looked up by itself
 
 Tell: TypeAlias = Callable[[int], None]

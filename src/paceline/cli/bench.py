@@ -292,6 +292,70 @@ def pipeline(
 
 
 @app.command()
+def checkpoint(
+    size: str = typer.Option("gpt-11m", help="The GPT whose parameters and AdamW state are saved."),
+    layers: int = typer.Option(None, help="With so many layers instead.", min=1),
+    ranks: int = typer.Option(2, help="Gloo ranks that save, with one thread each.", min=1),
+    load_ranks: str = typer.Option("1,3", help="Comma-separated: numbers of ranks that load it."),
+    rounds: int = typer.Option(8, help="Rounds in which every arm takes a turn.", min=2),
+    folder: str = typer.Option(None, help="The disk to write to.  [default: where temporary files go]"),
+    output: Path = typer.Option(None, help="Also write the record to this file."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """Time saves and loads of a sharded state beside torch's distributed checkpoints (DCP).
+
+    A GPT with AdamW's state under full sharding: saved at once and in the background, how long training stands still,
+    how much memory that takes, and loaded into other numbers of ranks. Both write to the same disk, with fsync; ours
+    also hashes what it writes. The arms take turns in one run; the ratio to DCP is what counts.
+
+    Examples:
+
+      paceline bench checkpoint --json
+
+      paceline bench checkpoint --size gpt-nano --rounds 2
+    """
+    from paceline.bench.checkpoint import CheckpointWorkload, bench_checkpoint
+
+    work = CheckpointWorkload(
+        size=size,
+        layers=layers,
+        ranks=ranks,
+        load_ranks=tuple(_numbers("--load-ranks", load_ranks)),
+        rounds=rounds,
+        folder=folder,
+    )
+    rows = bench_checkpoint(work, lambda text: typer.echo(text, err=True))
+    settings = {"device": "cpu", "fsync": "both", **work.to_json()}
+    _write("checkpoint", rows, settings, output)
+    _finish("checkpoint", rows, settings, tables.show_checkpoints if not as_json else None)
+
+
+@app.command()
+def restart(
+    ranks: int = typer.Option(2, help="Gloo ranks, with one thread each.", min=2),
+    rounds: int = typer.Option(5, help="Rounds in which every arm takes a turn.", min=1),
+    output: Path = typer.Option(None, help="Also write the record to this file."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """Time how long a killed rank stops a run: from SIGKILL to the first new step, beside a script under torchrun.
+
+    Examples:
+
+      paceline bench restart
+
+      paceline bench restart --ranks 4 --rounds 3 --json
+    """
+    import os
+
+    from paceline.bench.restart import bench_restart
+
+    rows = bench_restart(ranks, rounds, os.environ, lambda text: typer.echo(text, err=True))
+    settings = {"device": "cpu", "ranks": ranks, "rounds": rounds}
+    _write("restart", rows, settings, output)
+    _finish("restart", rows, settings, tables.show_restarts if not as_json else None)
+
+
+@app.command()
 def predict(
     device: str = typer.Option("cpu", help="cpu: two ranks; cuda: world size 1 in bf16."),
     cluster: str = typer.Option(

@@ -93,6 +93,42 @@ def show_comm(rows: Rows) -> None:
     _print_table(titles, cells, left=("ranks", "size", "arm"))
 
 
+def show_checkpoints(rows: Rows) -> None:
+    """Shows saves and loads beside DCP's."""
+    titles = ("what", "ranks", "arm", "time", "ratio", "quartiles", "stall", "of at once", "memory / shard")
+    cells = [
+        (
+            row["what"],
+            str(row["ranks"]),
+            row["arm"],
+            f"{row['median_ms']:,.1f} ms",
+            f"{row['ratio']:.3f}",
+            f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}",
+            f"{row['stall_ms']:,.1f} ms" if "stall_ms" in row else "",
+            f"{row['stall_of_at_once']:.3f}" if "stall_ms" in row else "",
+            f"{row['memory_of_shard']:.2f}" if "stall_ms" in row else "",
+        )
+        for row in rows
+    ]
+    _print_table(titles, cells, left=("what", "ranks", "arm"))
+
+
+def show_restarts(rows: Rows) -> None:
+    """Shows how long a killed rank stopped a run."""
+    titles = ("arm", "kill to first step", "of torchrun", "least to most", "steps lost")
+    cells = [
+        (
+            row["arm"],
+            f"{row['median_s']:.2f} s",
+            f"{row['ratio']:.2f}",
+            f"{row['least_s']:.2f}-{row['most_s']:.2f}",
+            f"{row['steps_lost']:g}",
+        )
+        for row in rows
+    ]
+    _print_table(titles, cells, left=("arm",))
+
+
 def show_compression(rows: Rows) -> None:
     """Shows what each policy saves and costs."""
     from paceline.units import format_bytes

@@ -1,6 +1,6 @@
 """``paceline checkpoint``: look at checkpoints, verify and compare them, and carry them to other worlds and formats.
 
-Nothing here needs the model's code or a GPU, and memory stays at some windows of 16 MiB.
+Nothing here needs the model's code or a GPU, and memory stays at some windows of 8 MiB.
 """
 
 from __future__ import annotations

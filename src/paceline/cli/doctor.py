@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from paceline.doctor.findings import Check, Finding, Surroundings
 
+_PATIENCE_S = 240.0  # ranks that import torch, on machines that may be busy
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
@@ -19,6 +20,7 @@ def doctor(
     config: Path = typer.Argument(None, metavar="CONFIG", help="A YAML file: checks the machine for this run too."),
     overrides: list[str] = typer.Argument(None, metavar="SECTION.KEY=VALUE", help="Changes to the config."),
     quick: bool = typer.Option(False, "--quick", help="Start no ranks, and compile nothing."),
+    ranks: int = typer.Option(0, min=0, help="Also test so many ranks; under torchrun, those that it started."),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
     """Check this machine: what is there, what that means, and what to do.
@@ -36,13 +38,22 @@ def doctor(
       paceline doctor configs/digits.yaml parallel.ranks=4
 
       NCCL_DEBUG=INFO paceline doctor --quick --json
+
+      paceline doctor --ranks 4
+
+      torchrun --nnodes 2 --nproc-per-node 8 -m paceline doctor --quick --ranks 16
     """
     from paceline.doctor.findings import examine, missing_packages
 
     findings = missing_packages()
     if not findings:
         surroundings, findings = _surroundings(config, overrides or [], is_quick=quick)
-        findings += examine(_checks(), surroundings)
+        if os.environ.get("RANK", "0") == "0":
+            findings += examine(_checks(), surroundings)
+        if ranks:
+            findings += _test_ranks(ranks)
+        if os.environ.get("RANK", "0") != "0":
+            return  # one rank tells
     is_well = all(each.status != "problem" for each in findings)
     if as_json:
         import json
@@ -78,12 +89,14 @@ def _checks() -> list[Check]:
     return [
         machine.python,
         devices.torch_build,
+        devices.driver,
         devices.gpus,
         machine.processors,
         machine.memory,
         machine.shared_memory,
         machine.compiler,
         machine.open_files,
+        machine.locked_memory,
         machine.disk,
         machine.packages,
         network.interfaces,
@@ -95,6 +108,26 @@ def _checks() -> list[Check]:
         settings.run,
         handshake.handshake,
     ]
+
+
+def _test_ranks(ranks: int) -> list[Finding]:
+    """Lets ranks talk: new ones on this host, or those of a launcher, of which this process is one."""
+    from paceline.comm.torch_dist import connect, disconnect
+    from paceline.doctor.self_test import failed_test, report_findings, self_test
+    from paceline.errors import PacelineError, UsageError
+    from paceline.launch.processes import run_processes
+
+    try:
+        if "RANK" not in os.environ:
+            return list(report_findings(run_processes(self_test, ranks, timeout_s=_PATIENCE_S)[0]))
+        comm = connect(timeout_s=_PATIENCE_S)
+        if comm.size != ranks:
+            raise UsageError(f"--ranks {ranks}, and the launcher started {comm.size}\n  give the number that it starts")
+        reports = self_test(comm)
+        disconnect()
+        return list(report_findings(reports))
+    except PacelineError as error:
+        return [failed_test(error)]
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.chaos.notes import VARIABLE
 from paceline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _RANK_MODULES = (
     "paceline.launch.watch",
     "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
 )
-_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID")
+_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID", VARIABLE)
 
 
 def rank_modules(config: Config) -> list[str]:
@@ -62,11 +63,13 @@ def rank_command(folder: Path, checkpoint: Path | str | None, restart: RestartNo
     return command
 
 
-def surroundings(folder: Path, first: Path | None) -> Surroundings:
+def surroundings(config: Config, folder: Path, first: Path | None) -> Surroundings:
     """Returns what supervision needs to know of the run in ``folder``, whose first attempt began at ``first``."""
     from paceline.launch.supervise import Surroundings
 
-    return Surroundings(find=lambda: _starting_point(folder, first), say=_say, halve=lambda: halve_microbatch(folder))
+    return Surroundings(
+        find=lambda: _starting_point(config, folder, first), say=_say, halve=lambda: halve_microbatch(folder)
+    )
 
 
 def halve_microbatch(folder: Path) -> bool:
@@ -96,20 +99,25 @@ def halve_microbatch(folder: Path) -> bool:
     return True
 
 
-def _starting_point(folder: Path, first: Path | None) -> StartingPoint:
+def _starting_point(config: Config, folder: Path, first: Path | None) -> StartingPoint:
+    """Finds the newest checkpoint that is whole, and tells of newer ones that are not."""
     from paceline.checkpoint import find_checkpoint
+    from paceline.checkpoint.remote import settled
     from paceline.launch.supervise import StartingPoint
 
+    where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    passed: list[str] = []
+    path: Path | None
     try:
-        path = find_checkpoint("auto", folder).resolve()
+        found = find_checkpoint("auto", where, config.checkpoint.verify, lambda each: passed.append(str(each)))
+        path = settled(found)
     except CheckpointError:
-        path = None
-    if path is None:
         path = first
+    note = "\n  ".join(passed)
     if path is None:
-        return StartingPoint(checkpoint=None, step=0)
+        return StartingPoint(checkpoint=None, step=0, note=note)
     number = path.name.rpartition("-")[2]
-    return StartingPoint(checkpoint=path, step=int(number) if number.isdecimal() else 0)
+    return StartingPoint(checkpoint=path, step=int(number) if number.isdecimal() else 0, note=note)
 
 
 def _say(text: str) -> None:

@@ -34,7 +34,7 @@ def train(
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
     nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
     rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
-    node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU, or two."),
+    node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU."),
 ) -> None:
     """Train on this machine: one rank per GPU, or two CPU ranks.
 
@@ -182,12 +182,13 @@ def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
         check_folder(folder, force=force)
         return Place(folder=folder)
     from paceline.checkpoint import find_checkpoint
+    from paceline.checkpoint.remote import settled
     from paceline.cli.supervision import is_scheduled
     from paceline.errors import CheckpointError, UsageError
 
     try:
         where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
-        checkpoint = find_checkpoint(resume, where, config.checkpoint.verify, _tell_passed_over).resolve()
+        checkpoint = settled(find_checkpoint(resume, where, config.checkpoint.verify, _tell_passed_over))
     except CheckpointError:
         if resume != "auto" or not is_scheduled():
             raise
@@ -277,7 +278,7 @@ def _run_attempts(
             watch=watch_policy(config),
         )
 
-    around = surroundings(place.folder, place.checkpoint)
+    around = surroundings(config, place.folder, place.checkpoint)
     names = f"{ranks} {'virtual ' if is_virtual else ''}rank{'s' if ranks > 1 else ''}"
     supervise(start, place.checkpoint, place.folder, restart_policy(config), around, ranks=names)
 

@@ -21,17 +21,20 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from paceline.chaos.notes import VARIABLE
 from paceline.errors import CheckpointError, PreemptedError
-from paceline.launch.codes import FAILED, PREEMPTED, REFUSED
+from paceline.launch.codes import DONE, FAILED, PREEMPTED, REFUSED
 from paceline.launch.failure import Failure, describe_error, forget_failure, is_refusal, write_failure
 from paceline.launch.folder import RunFolder, claim_folder, config_of, settle_config
 from paceline.launch.orphans import end_children, end_with_parent, note_process
 from paceline.launch.progress import StepNote
-from paceline.launch.requests import hear_requests
+from paceline.launch.requests import hear_requests, note_preemption
 from paceline.launch.warm_server import PARENT
 from paceline.train.stop import StopRequest
 
 if TYPE_CHECKING:
+    from paceline.chaos.inject import Injector
+    from paceline.checkpoint.storage import Storage
     from paceline.cli.train import Place
     from paceline.comm.base import Communicator
     from paceline.config import Config
@@ -142,12 +145,15 @@ class Attempt:
         comm = keep_ledger(comm, self._folder)
         started = time.time()
         try:
-            hooks = _hooks(config, self._folder, self.request)
+            faults = _faults(config, self._folder, self._rank)
+            hooks = _hooks(config, self._folder, self.request, None if faults is None else faults.storage())
             trainer = self._trainer = build_trainer(config, comm, hooks=hooks, node_ranks=_node_ranks(config))
             checkpoint = _find_together(config, comm, self._folder, resume)
             if checkpoint is not None:
                 _load(trainer, checkpoint)
             _prepare_recovery(config, trainer, self._folder)
+            if faults is not None:
+                faults.attach(trainer)
         except BaseException as error:
             if not self._is_refusal(error):
                 self._write_start(_run_record(config, comm, None))
@@ -176,7 +182,10 @@ class Attempt:
     def leave(self, error: BaseException) -> NoReturn:
         """Ends this process with an error, which it leaves to the launcher and in its log."""
         if isinstance(error, PreemptedError):
-            _exit(PREEMPTED)
+            # An agent that restarts by itself takes every other code for a failure.
+            restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+            note_preemption(self._folder)
+            _exit(DONE if restarts else PREEMPTED)
         failure = self.describe(error)
         try:
             write_failure(self._folder, failure)
@@ -242,7 +251,9 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.config import check_ranks
     from paceline.errors import ConfigError, UsageError
+    from paceline.launch.beside import watch_beside
     from paceline.launch.settings import set_variables
+    from paceline.launch.watch import watch_policy
     from paceline.monitor.console import ProgressView
     from paceline.train.resolve import resolve_together
 
@@ -271,6 +282,7 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
         show_decisions(config, choice)
     attempt, started = Attempt(place.folder.absolute(), comm.rank, restart=_restarted_by_launcher()), time.time()
     hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=_exit)
+    comm = watch_beside(comm, place.folder.absolute(), watch_policy(config))
     try:
         attempt.run(config, comm, resume=place.checkpoint, view=view)
     except BaseException as error:
@@ -409,7 +421,22 @@ class _NoteStep:
         self._note.write(result.step)
 
 
-def _hooks(config: Config, folder: Path, request: StopRequest) -> list[Hook]:
+def _checkpoint_folder(config: Config, folder: Path) -> Path:
+    return folder / "checkpoints" if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+
+
+def _faults(config: Config, folder: Path, rank: int) -> Injector | None:
+    """Returns the faults that ``paceline chaos`` has for this rank; None in every other run."""
+    where = os.environ.get(VARIABLE)
+    if where is None:
+        return None
+    from paceline.chaos.inject import Injector
+
+    return Injector(Path(where), rank, _checkpoint_folder(config, folder))
+
+
+def _hooks(config: Config, folder: Path, request: StopRequest, storage: Storage | None = None) -> list[Hook]:
+    from paceline.train.full_disk import ForgivingSaver
     from paceline.train.go_back import SpikeListener
     from paceline.train.hooks import EvaluateHook
     from paceline.train.preemption import ConsensusHook, Listener, StopWhenAsked
@@ -417,10 +444,9 @@ def _hooks(config: Config, folder: Path, request: StopRequest) -> list[Hook]:
     from paceline.train.trainer import Every
 
     hooks: list[Hook] = [Every(config.train.eval_every, EvaluateHook())]
-    where = folder / "checkpoints" if config.checkpoint.folder is None else Path(config.checkpoint.folder)
     policy = save_policy(config.checkpoint, ask_every=config.monitor.log_every)
-    save = Saver(where, policy, about=_about(config))
-    hooks.append(save)
+    save = Saver(_checkpoint_folder(config, folder), policy, about=_about(config), storage=storage)
+    hooks.append(ForgivingSaver(save, config.recovery.on_full_disk))
     # The last: a wish to stop is obeyed when everything else of the step is done, and is not saved twice.
     listeners: list[Listener] = [StopWhenAsked(request, save.save_now)]
     watches = config.recovery.on_spike != "ignore"

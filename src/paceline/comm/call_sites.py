@@ -19,19 +19,21 @@ _OURS = f"{_PACKAGE}{os.sep}"
 _FOUND = importlib.util.find_spec("torch")  # found, not imported: that takes seconds
 _TORCH = f"{Path(_FOUND.origin).parent}{os.sep}" if _FOUND is not None and _FOUND.origin else "<"
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_SCRIPTS = f"{sysconfig.get_path('scripts')}{os.sep}"
 _MOST_FRAMES = 12
 
-PLUMBING, ENGINE, USER = range(3)
+PLUMBING, ENGINE, LIBRARY, USER = range(4)
 
 
 def kind_of_file(filename: str) -> int:
-    """Says whose a file is: the user's, ours, or plumbing whose lines say nothing about what a rank does."""
+    """Says whose a file is: the user's, a library's, ours, or plumbing that says nothing about what a rank does."""
     if filename.startswith((_OUR_COMM, _TORCH, "<")):
         return PLUMBING
     if filename.startswith(_OURS):
         return ENGINE
-    is_library = filename.startswith(_STANDARD_LIBRARY) and f"{os.sep}site-packages{os.sep}" not in filename
-    return PLUMBING if is_library else USER
+    if f"-packages{os.sep}" in filename:
+        return LIBRARY
+    return PLUMBING if filename.startswith((_STANDARD_LIBRARY, _SCRIPTS)) else USER
 
 
 def short_name(filename: str) -> str:

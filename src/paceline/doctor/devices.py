@@ -55,6 +55,29 @@ def _backends() -> Iterator[Finding]:
     )
 
 
+def driver(_: Surroundings) -> Iterator[Finding]:
+    """The GPUs' driver, where there is one: it limits which CUDA torch may be built for."""
+    try:
+        import pynvml
+    except ImportError:
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return  # no driver: what that means is told with the GPUs
+    try:
+        version = pynvml.nvmlSystemGetDriverVersion()
+        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+    finally:
+        pynvml.nvmlShutdown()
+    yield Finding(
+        name="driver",
+        status="ok",
+        found=f"{version}, for CUDA up to {number // 1000}.{number % 1000 // 10}",
+        meaning="a torch that is built for a newer CUDA does not start on it",
+    )
+
+
 def gpus(surroundings: Surroundings) -> Iterator[Finding]:
     """The GPUs, or why there is none."""
     import torch

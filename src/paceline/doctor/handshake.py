@@ -16,7 +16,7 @@ from paceline.errors import CommunicationError, PacelineError
 from paceline.launch.processes import Place, run_processes
 from paceline.units import format_seconds
 
-_PATIENCE_S = 60.0  # two interpreters that import torch, on a machine that may be busy
+_PATIENCE_S = 240.0  # two interpreters that import torch, on a machine that may be busy
 _ROUNDS = 20
 
 

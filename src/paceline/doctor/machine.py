@@ -104,6 +104,24 @@ def open_files(_: Surroundings) -> Iterator[Finding]:
     )
 
 
+def locked_memory(_: Surroundings) -> Iterator[Finding]:
+    """How much memory a process may lock: InfiniBand, and copies to a GPU, need pages that stay where they are."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    has_fabric = Path("/sys/class/infiniband").is_dir()
+    is_low = has_fabric and soft != resource.RLIM_INFINITY
+    yield Finding(
+        name="locked memory",
+        status="problem" if is_low else "ok",
+        found="no limit" if soft == resource.RLIM_INFINITY else f"{format_bytes(soft)} for a process",
+        meaning="NCCL cannot register its buffers with InfiniBand"
+        if is_low
+        else "InfiniBand needs it, and there is none here"
+        if not has_fabric
+        else "NCCL can register its buffers with InfiniBand",
+        fix="ulimit -l unlimited (in a container: --ulimit memlock=-1)" if is_low else "",
+    )
+
+
 def disk(surroundings: Surroundings) -> Iterator[Finding]:
     """Runs can be written, there is room for them, and their files get the time that processes see."""
     runs = surroundings.runs.absolute()

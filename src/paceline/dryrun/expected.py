@@ -116,10 +116,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
-    import torch
+    config = config_from_dict(parse_document(sys.stdin.read(), "stdin").values, "stdin")
+    import torch  # which takes seconds
 
     torch.set_num_threads(1)
-    config = config_from_dict(parse_document(sys.stdin.read(), "stdin").values, "stdin")
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
     found = expect_by_dry_run(config, machine, threads=arguments.threads, entry=arguments.entry)
     sys.stdout.write(found.to_text())

@@ -128,9 +128,10 @@ def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None, 
 
 def _steps(config: Config, batch: StepBatch, *, is_whole: bool) -> tuple[StepBatch, StepBatch]:
     """Returns the batches of the two steps: one microbatch is enough to learn from, and three to tell of any number."""
-    if config.parallel.pipeline > 1 or is_whole:
-        return batch, batch
-    return replace(batch, microbatches=batch.microbatches[:1]), replace(batch, microbatches=batch.microbatches[:_KEPT])
+    first = replace(batch, microbatches=batch.microbatches[:1])
+    if config.parallel.pipeline > 1 or is_whole:  # a schedule is made for its number of microbatches
+        return first, batch
+    return first, replace(batch, microbatches=batch.microbatches[:_KEPT])
 
 
 def _check(config: Config) -> None:

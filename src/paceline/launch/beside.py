@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.comm.ledger import Ledger, LedgerCommunicator
-from paceline.comm.ledger_file import HEARTBEAT
+from paceline.comm.ledger_file import HEARTBEAT, ledger_path
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.launch.codes import HUNG
-from paceline.launch.watch import Watch, WatchPolicy, end_ranks, forget_health, keep_ledger
+from paceline.launch.watch import Watch, WatchPolicy, end_ranks, keep_ledger, tell_verdict
 from paceline.monitor.ledger_text import views_from_text, views_to_text
 from paceline.monitor.verdict import Limits, Verdict, judge
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.comm.base import Communicator
 
 _BEAT_S = 3.0  # a thread that has not run for so long does not lead
+_ASK_S = 0.02
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 
 
@@ -50,11 +51,16 @@ def watch(
     """
     where = Path(folder).absolute()
     rank = comm.ranks[comm.rank]
-    forget_health(where, [rank])
+    ledger_path(where, rank).unlink(missing_ok=True)
     (where / "logs").mkdir(parents=True, exist_ok=True)
-    kept = keep_ledger(comm, where)
     limits = Limits(step_s=hang_s, setup_s=hang_s if hang_setup_s is None else hang_setup_s)
-    start_beside(kept, where, WatchPolicy(limits=limits))
+    return watch_beside(comm, where, WatchPolicy(limits=limits))
+
+
+def watch_beside(comm: Communicator, folder: Path, policy: WatchPolicy | None) -> LedgerCommunicator:
+    """Lets ranks write down what they do, and watch themselves; None: only the first."""
+    kept = keep_ledger(comm, folder)
+    start_beside(kept, folder, policy)
     return kept
 
 
@@ -156,6 +162,14 @@ class Beside:
             channel.publish("verdict", json.dumps(verdict.to_json()))
         return verdict
 
+    def _wait_for_others(self, channel: SideChannel) -> None:
+        """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
+        deadline = time.monotonic() + _BEAT_S
+        with contextlib.suppress(CommunicationError):
+            channel.publish(f"has/{self._host}", "it")
+            while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self._hosts):
+                time.sleep(_ASK_S)
+
     def _mute_hosts(self, hosts: list[str]) -> Verdict:
         ranks = sorted(rank for host in hosts for rank in self._hosts[host])
         told = ", ".join(f"{host} (ranks {', '.join(map(str, self._hosts[host]))})" for host in hosts)
@@ -168,8 +182,10 @@ class Beside:
 
     def _leave(self, verdict: Verdict) -> NoReturn:
         """Ends the ranks of this host, and this one with the code that says why."""
-        processes = self._watch.processes()
-        end_ranks(self._folder, verdict, processes)
+        tell_verdict(self._folder, verdict, self._hosts[self._host])
+        if self._channel is not None:
+            self._wait_for_others(self._channel)
+        end_ranks(self._folder, verdict, self._watch.processes())
         sys.stderr.write(f"paceline: {verdict.sentence}\n")
         sys.stderr.flush()
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")

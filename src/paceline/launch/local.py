@@ -48,7 +48,7 @@ from paceline.launch.orphans import end_groups, forget_processes, noted_processe
 from paceline.launch.processes import loopback_interface
 from paceline.launch.progress import forget_progress
 from paceline.launch.records import end_records, open_attempts
-from paceline.launch.requests import PREEMPTING, SAME_REQUEST_S
+from paceline.launch.requests import PREEMPTING, SAME_REQUEST_S, was_preempted
 from paceline.launch.watch import WatchPolicy, note_deaths, note_mismatch, watching
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ def _run_agent(
 ) -> None:
     try:
         elastic_launch(agent, sys.executable)(*arguments)
+        if was_preempted(folder, since=started):
+            raise RunPreemptedError("preempted: the state is saved")
     except ChildFailedError as error:
         with _deaf():
             end_groups(
@@ -181,6 +183,8 @@ def _settings(ranks: int, threads: int | None, nodes: Nodes | None) -> dict[str,
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", near or loopback_interface()),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         "PYTHONUNBUFFERED": "1",
+        # The agent's shared store is announced in the first round only: who joins later would wait for it in vain.
+        **({} if nodes is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
     }
 
 

@@ -11,11 +11,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAME_REQUEST_S = 1.0
 _BY_SIGNAL = 128
+
+
+def note_preemption(folder: Path) -> None:
+    """Leaves word that the ranks have saved and left because they were asked to."""
+    (folder / "logs" / "preempted").touch()
+
+
+def was_preempted(folder: Path, *, since: float) -> bool:
+    """Says whether ranks left such word after a time."""
+    try:
+        return (folder / "logs" / "preempted").stat().st_mtime >= since
+    except OSError:
+        return False
 
 
 def hear_requests(ask: Callable[[int], None], *, grace_s: float, leave: Callable[[int], object]) -> None:

@@ -15,15 +15,15 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from paceline.comm.call_sites import ENGINE, USER, kind_of_file, short_name
+from paceline.comm.call_sites import ENGINE, LIBRARY, USER, kind_of_file, short_name
 
 STACK_SIGNAL = signal.SIGURG
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^\s+File "(.+)", line (\d+) in (.+)$')
 _LOOK_S = 0.02
-_LIBRARIES = f"-packages{os.sep}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,21 @@ class Frame:
         return f"{short_name(self.filename)}:{self.line} in {self.function}"
 
 
-def stack_path(folder: Path, rank: int) -> Path:
-    """Returns where a rank of a run writes its stacks."""
-    return folder / "health" / f"rank-{rank}.stack"
+def stack_path(folder: Path, pid: int) -> Path:
+    """Returns where a process of a run writes its stacks, with those of all ranks that live in it."""
+    return folder / "health" / f"process-{pid}.stack"
 
 
+@cache
 def dump_stacks_into(path: Path) -> None:
-    """Lets this process write its stacks into ``path`` whenever it gets the signal; so do processes forked from it."""
+    """Lets this process write its stacks into ``path`` whenever it gets the signal; so do processes forked from it.
+
+    Asked again for the same path, as by virtual ranks, it does nothing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", encoding="utf-8")  # kept open by the handler
-    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+    # Open as long as the handler may write.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
 
 
 def ask_for_stacks(asked: Iterable[tuple[int, Path]], *, patience_s: float = 2.0) -> dict[int, str]:
@@ -92,12 +97,13 @@ def parse_stacks(text: str) -> dict[int, list[Frame]]:
 
 
 def telling_line(frames: Iterable[Frame]) -> str:
-    """Returns the line that says most: the innermost of the user's own code, of a library's, of ours, or any."""
-    known = list(frames)
-    users = [frame for frame in known if kind_of_file(frame.filename) == USER]
-    own = [frame for frame in users if _LIBRARIES not in frame.filename]
-    ours = [frame for frame in known if kind_of_file(frame.filename) == ENGINE]
-    chosen = next(iter([*own, *users, *ours, *known]), None)
+    """Returns the line that says most of frames, innermost first: the user's, a library's that we called, ours, any."""
+    known = [(kind_of_file(frame.filename), frame) for frame in frames]
+    first = next((place for place, (kind, _) in enumerate(known) if kind == ENGINE), len(known))
+    users = [frame for kind, frame in known if kind == USER]
+    libraries = [frame for kind, frame in known[:first] if kind == LIBRARY]  # those beyond call us: a command line
+    ours = [frame for _, frame in known[first:]]
+    chosen = next(iter([*users, *libraries, *ours, *(frame for _, frame in known)]), None)
     return "" if chosen is None else str(chosen)
 
 

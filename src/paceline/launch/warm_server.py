@@ -130,6 +130,7 @@ class WarmServer:
                     client.sendall(_STATUS.pack(os.waitstatus_to_exitcode(status)))
 
     def _end_all(self) -> None:
+        signal.set_wakeup_fd(-1)
         for pid in self._clients:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)

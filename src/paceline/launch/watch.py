@@ -57,9 +57,11 @@ def watch_policy(config: Config) -> WatchPolicy | None:
 
 
 def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
-    """Lets a rank write down what it does, and where it stands when it is asked."""
+    """Lets a rank write down what it does, and where it stands when asked; one that does already is left alone."""
+    if isinstance(comm, LedgerCommunicator):
+        return comm
     rank = comm.ranks[comm.rank]
-    dump_stacks_into(stack_path(folder, rank))
+    dump_stacks_into(stack_path(folder, os.getpid()))
     ledger = Ledger(rank=rank, world=comm.size, path=ledger_path(folder, rank), now=ledger_clock(comm))
     return LedgerCommunicator(comm, ledger)
 
@@ -157,8 +159,8 @@ class Watch:
 
     def _with_lines(self, found: Verdict, now: float) -> Verdict:
         """Asks the ranks where they stand, and judges again."""
-        asked = {rank.reader.pid: stack_path(self._folder, number) for number, rank in reversed(self._ranks.items())}
-        texts = ask_for_stacks(asked.items())
+        processes = {rank.reader.pid for rank in self._ranks.values()}  # virtual ranks share one
+        texts = ask_for_stacks((pid, stack_path(self._folder, pid)) for pid in sorted(processes))
         views = []
         for view in self.views(now):
             text = texts.get(view.pid, "")
@@ -171,7 +173,7 @@ class Watch:
 
     def _line_of_worker(self, view: LedgerView) -> str:
         """Returns where a loader worker of a rank stands in the user's code, if one was forked from it."""
-        path = stack_path(self._folder, view.rank)
+        path = stack_path(self._folder, view.pid)
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(view.pid).children():
                 texts = ask_for_stacks([(child.pid, path)], patience_s=0.3)
@@ -282,17 +284,16 @@ def _with_last_words(folder: Path, failure: Failure) -> Failure:
     view = reader.view(last=1)
     last = f", after {view.entries[-1].call} at {view.entries[-1].site}" if view.entries else ""
     head, *rest = failure.message.split("\n")
-    told = f"{head} in phase {view.phase}, {view.step} steps after its start{last}"
-    verdict = Verdict(kind="dead", ranks=(failure.rank,), sentence=f"rank {failure.rank} {told}")
+    where = f"in phase {view.phase}, {view.step} steps after its start{last}"
+    verdict = Verdict(kind="dead", ranks=(failure.rank,), sentence=f"rank {failure.rank} {head} {where}")
     tell_verdict(folder, verdict, ())
-    return replace(failure, message="\n".join([told, *rest]))
+    return replace(failure, message="\n".join([head, f"  it was {where}", *rest]))
 
 
 def forget_health(folder: Path, ranks: Iterable[int]) -> None:
     """Removes what an earlier attempt left: its ledgers and stacks."""
-    for rank in ranks:
-        ledger_path(folder, rank).unlink(missing_ok=True)
-        stack_path(folder, rank).unlink(missing_ok=True)
+    for path in [*(ledger_path(folder, rank) for rank in ranks), *folder.glob("health/process-*.stack")]:
+        path.unlink(missing_ok=True)
 
 
 def _write(path: Path, text: str) -> None:

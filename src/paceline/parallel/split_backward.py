@@ -73,7 +73,7 @@ class DeferredWeights(TorchFunctionMode):
 
     def _linear(self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None) -> torch.Tensor:
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         used = weight.detach().to(x.dtype)

@@ -36,15 +36,14 @@ def choose_by_time(choice: Choice, config: Config, model: ModelFacts, machine: M
     try:
         cluster = _known_cluster(config, machine, ranks=room.ranks, node_ranks=room.node_ranks)
         task = task_of(_settled(config), room.ranks, facts=model)
+        ladder = tuple(
+            each
+            if each.rejected
+            else dataclasses.replace(each, seconds=_seconds(each, choice, config, model, task, cluster))
+            for each in choice.ladder
+        )
     except (UsageError, ConfigError) as error:
         return dataclasses.replace(choice, untimed=_first_line(error))
-    timed = [
-        each
-        if each.rejected
-        else dataclasses.replace(each, seconds=_seconds(each, choice, config, model, task, cluster))
-        for each in choice.ladder
-    ]
-    ladder = tuple(timed)
     chosen = _fastest([each for each in ladder if not each.rejected])
     if chosen is None:
         return dataclasses.replace(choice, untimed="none of these ways is priced")
@@ -58,22 +57,18 @@ def first_microbatch(
 
     All of them fit by the estimate. Of those that are within 2 % of the fastest, it is the largest.
     """
-    try:
-        cluster = _known_cluster(config, machine, ranks=ranks, node_ranks=node_ranks)
-        task = task_of(_settled(config), ranks, facts=model)
-    except (UsageError, ConfigError):
-        return None
     parallel, memory = config.parallel, config.memory
     if parallel.pipeline * parallel.tensor > 1 or memory.checkpoint_activations not in RECOMPUTES:
         return None
     strategy = "fsdp" if parallel.strategy == "zero3" else parallel.strategy
     group = 1 if strategy == "ddp" else (parallel.shard_ranks or node_ranks) if strategy == "hybrid" else ranks
-    seconds = {
-        size: price(
-            _whole(task, ranks, (strategy, group), size, memory.checkpoint_activations, tuple(memory.offload)), cluster
-        ).seconds
-        for size in sizes
-    }
+    way, checkpoint, offload = (strategy, group), memory.checkpoint_activations, tuple(memory.offload)
+    try:
+        cluster = _known_cluster(config, machine, ranks=ranks, node_ranks=node_ranks)
+        task = task_of(_settled(config), ranks, facts=model)
+        seconds = {size: price(_whole(task, ranks, way, size, checkpoint, offload), cluster).seconds for size in sizes}
+    except (UsageError, ConfigError):
+        return None
     least = min(seconds.values(), default=0.0)
     return max((size for size, each in seconds.items() if each * ENOUGH <= least), default=None)
 

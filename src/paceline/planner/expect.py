@@ -51,6 +51,8 @@ def _priced(config: Config, candidate: Candidate, cluster: Cluster, assumed: tup
     need = EngineMemory.of(config, config.parallel.device)
     num_bytes = None if need is None else need(candidate)
     low, high = ranked.prediction.band
+    if not cluster.device.is_cpu:
+        assumed += tuple(f"outside the calibrated domain: {reason}" for reason in ranked.prediction.outside)
     return Expectation(
         ranks=candidate.layout.devices,
         cluster=cluster.name,

@@ -20,7 +20,7 @@ FILE = "prediction.json"
 class Expectation:
     """A prediction of a run. ``reason`` says why there is none; the figures are None then.
 
-    ``fitted``: whether constants were fitted for this generation of devices and kind of framework.
+    ``fitted``: whether the run is like those that constants were fitted on; ``assumed`` says in what it is not.
     """
 
     ranks: int = 0

@@ -63,6 +63,7 @@ class KernelCosts:
 
 def fuse_blocks(events: Sequence[Event]) -> list[Event]:
     """Puts the kernels of compiled blocks together as a compiler does; everything else stays where it is."""
+    events = _delayed(_without_copies(events))
     groups = _groups(events)
     readers: dict[int, set[int]] = {}
     for place, event in enumerate(events):
@@ -85,54 +86,84 @@ def fuse_blocks(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-def bytes_made_again(events: Sequence[Event]) -> int:
-    """Returns how many bytes less compiled blocks keep for their backward than they do as they stand.
+def bytes_not_kept(events: Sequence[Event]) -> int:
+    """Returns how many bytes less compiled blocks keep for their backward than they do as they stand."""
+    return _kept(events) - _kept(fuse_blocks(events))
 
-    What a group of kernels makes is made again, from the last one to the first, where what it is made of is kept
-    anyway or is smaller. What another block reads stays: a graph ends there.
-    """
+
+def _kept(events: Sequence[Event]) -> int:
+    """Bytes that the forward of blocks writes and something of the backward reads."""
     made: dict[int, int] = {}
-    outside: set[int] = set()
-    owner: dict[int, str] = {}
-    kept: set[int] = set()
+    kept: dict[int, int] = {}
     for event in events:
         if not isinstance(event, Run):
             continue
-        operation, block = event.operation, event.block
-        for tensor, _ in operation.reads:
-            if tensor not in made:
-                continue
-            if operation.phase != "forward":
-                kept.add(tensor)
-            elif owner[tensor] != block:
-                outside.add(tensor)
-        if operation.phase == "forward" and block:
-            made |= dict(operation.writes)
-            owner |= {tensor: block for tensor, _ in operation.writes}
-    before = sum(made[tensor] for tensor in kept)
-    for group in reversed(_made_of(events)):
-        wanted = [tensor for tensor in group if tensor in kept and tensor not in outside]
-        sources = {source for tensor in wanted for source in group[tensor] if source in made}
-        if wanted and sum(made[each] for each in sources - kept) <= sum(made[each] for each in wanted):
-            kept = (kept - set(wanted)) | sources
-    return before - sum(made[tensor] for tensor in kept)
-
-
-def _made_of(events: Sequence[Event]) -> list[dict[int, set[int]]]:
-    """Returns for each group of kernels of the forward what every tensor that it makes is made of."""
-    found: dict[int, dict[int, set[int]]] = {}
-    for place, group in _groups(events).items():
-        event = events[place]
-        assert isinstance(event, Run)
         if event.operation.phase != "forward":
+            kept |= {tensor: made[tensor] for tensor, _ in event.operation.reads if tensor in made}
+        elif event.block:
+            made |= dict(event.operation.writes)
+    return sum(kept.values())
+
+
+def _without_copies(events: Sequence[Event]) -> list[Event]:
+    """Leaves out what a block converts a second time: autocast does so for each layer that reads the same tensor."""
+    known: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[tuple[int, int], ...]] = {}
+    same: dict[int, int] = {}
+    found: list[Event] = []
+    for event in events:
+        if not isinstance(event, Run):
+            found.append(event)
             continue
-        made = found.setdefault(group, {})
-        sources: set[int] = set()
-        for tensor, _ in event.operation.reads:
-            sources |= made.get(tensor, {tensor})
-        for tensor, _ in event.operation.writes:
-            made[tensor] = set(sources)
-    return list(found.values())
+        kernel = event.operation
+        if same:
+            kernel = replace(kernel, reads=tuple((same.get(tensor, tensor), size) for tensor, size in kernel.reads))
+        if event.block and kernel.family == "convert" and kernel.phase == "forward":
+            first = known.setdefault((event.block, kernel.reads), kernel.writes)
+            if first is not kernel.writes and len(first) == len(kernel.writes):
+                same |= {copy: one for (copy, _), (one, _) in zip(kernel.writes, first, strict=True)}
+                continue
+        found.append(Run(kernel, event.block))
+    return found
+
+
+def _delayed(events: Sequence[Event]) -> list[Event]:
+    """Moves kernels that go through memory to the first one that reads their results, where both may be fused.
+
+    An activation function whose result waits for a product's is then made beside what reads both.
+    """
+    first: dict[int, int] = {}
+    for place, event in enumerate(events):
+        for tensor, _ in event.operation.reads if isinstance(event, Run) else ():
+            first.setdefault(tensor, place)
+    later: dict[int, list[Event]] = {}
+    found: list[Event] = []
+
+    def put(place: int, event: Event) -> None:
+        found.extend((*later.pop(place, ()), event))
+
+    for place, event in enumerate(events):
+        target = _reader(events, event, first) if isinstance(event, Run) else None
+        if target is None or target <= place:
+            put(place, event)
+        else:
+            later.setdefault(target, []).extend([*later.pop(place, ()), event])
+    return found
+
+
+def _reader(events: Sequence[Event], event: Run, first: dict[int, int]) -> int | None:
+    """Returns the place of the kernel that an operation may be put before; None where it stays."""
+    kernel = event.operation
+    written = {tensor for tensor, _ in kernel.writes}
+    is_in_place = any(tensor in written for tensor, _ in kernel.reads)
+    if not event.block or kernel.family not in FUSED or is_in_place:
+        return None
+    place = min((first[tensor] for tensor in written if tensor in first), default=None)
+    if place is None:
+        return None
+    reader = events[place]
+    assert isinstance(reader, Run)
+    is_same = reader.block == event.block and reader.operation.phase == kernel.phase
+    return place if is_same and reader.operation.family in FUSED else None
 
 
 def _groups(events: Sequence[Event]) -> dict[int, int]:

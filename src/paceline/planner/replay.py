@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 from paceline.estimate.memory import framework_bytes
 from paceline.planner.block import CALL_S
 from paceline.planner.constants import Constants, ConstantSets, constants_for, fitted_constants
-from paceline.planner.kernel_costs import KernelCosts, bytes_made_again, fuse_blocks
+from paceline.planner.kernel_costs import KernelCosts, bytes_not_kept, fuse_blocks
 from paceline.planner.program import Event, Issue, Program, Run, Wait
 from paceline.planner.replayed import RankTimes, Replay
 from paceline.planner.timeline import Span
@@ -119,7 +119,7 @@ def _memory(rows: Sequence[Program], cluster: Cluster) -> dict[str, int]:
     peaks = [row.peak_memory() for row in rows]
     for row, peak in zip(rows, peaks, strict=True):
         if row.is_compiled:  # what is made again in the backward is not kept
-            peak["activations"] = max(0, peak["activations"] - bytes_made_again(row.events))
+            peak["activations"] = max(0, peak["activations"] - bytes_not_kept(row.events))
     most = max(peaks, key=lambda peak: sum(peak.values()))
     return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
 

@@ -21,7 +21,7 @@ from paceline.cluster.devices import Cluster
 from paceline.config.sharding import FULLY_SHARDED
 from paceline.errors import UsageError
 from paceline.estimate.choice import MARGIN
-from paceline.planner.candidates import Candidate, Task, Value, candidates_for, divisors, recomputing, tuned
+from paceline.planner.candidates import Candidate, Task, Value, candidates_for, recomputing, tuned
 from paceline.planner.engine_costs import candidate_footprint, price_untuned, with_tuning
 from paceline.planner.predict import Prediction, model_flops
 from paceline.planner.tuning import BUCKETS_MB, part_params
@@ -43,7 +43,7 @@ _PARTS = {
     "compute": "computing",
     "tensor_wait": "waiting for tensor-parallel ranks",
     "launch_wait": "waiting for kernel launches",
-    "bubble": "waiting for other stages, or for the slowest rank",
+    "bubble": "pipeline bubble",
     "exposed": "communication that nothing hides",
     "contention": "computing slowed by communication",
     "optimizer": "the optimizer",
@@ -302,14 +302,32 @@ def _tunings(candidate: Candidate) -> Iterator[Candidate]:
 
 def _no_mesh(task: Task, cluster: Cluster, left_out: Counter[str]) -> UsageError:
     devices, batch = cluster.devices, task.global_batch
-    near = [count for count in divisors(batch) if count <= devices]
     why = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
     more = -(-batch // devices) * devices
+    near = [str(count) for count in _near_counts(task, cluster)]
     return UsageError(
         f"{devices} devices: no mesh fits a batch of {batch}: {why}\n"
         "  devices = pipeline x data x tensor, and every data rank gets as many samples\n"
-        f"  try train.global_batch={more}, or {near[-1]} devices"
+        f"  try train.global_batch={more}, or {' or '.join(near)} devices"
     )
+
+
+def _near_counts(task: Task, cluster: Cluster) -> Iterator[int]:
+    """Iterates over the next smaller and the next larger number of devices that a mesh fits: parts of a node, nodes."""
+    each, devices = cluster.node.devices, cluster.devices
+    sizes = [*range(1, each), *range(each, 2 * devices + 1, each)]
+    below = [count for count in reversed(sizes) if count < devices]
+    above = [count for count in sizes if count > devices and cluster.between is not None]
+    for counts in (below, above):
+        found = next((count for count in counts if _has_mesh(task, cluster, count)), None)
+        if found is not None:
+            yield found
+
+
+def _has_mesh(task: Task, cluster: Cluster, devices: int) -> bool:
+    node, nodes = cluster.node, max(1, devices // cluster.node.devices)
+    other = replace(cluster, nodes=nodes, node=replace(node, devices=min(devices, node.devices)))
+    return next(candidates_for(task, other, Counter()), None) is not None
 
 
 # Reasons.
@@ -319,17 +337,23 @@ def explain_winner(found: Search) -> str:
     """Returns a sentence on what the first one's step is made of."""
     winner = found.ranked[0]
     step = winner.prediction.step
-    parts = sorted(((getattr(step, name), words) for name, words in _PARTS.items()), reverse=True)
+    parts = sorted(((getattr(step, name), words) for name, words in _parts_of(winner.candidate).items()), reverse=True)
     told = ", ".join(f"{words} {value / step.total:.0%}" for value, words in parts[:3] if value > 0.005 * step.total)
     first = {"time": "fastest", "cost": "cheapest", "memory": "smallest"}[found.order]
     return f"{winner.candidate} is the {first} of {found.num_fit} that fit: {told}"
+
+
+def _parts_of(candidate: Candidate) -> dict[str, str]:
+    """Parts in words: without a pipeline, what ranks wait for is the slowest of them."""
+    return _PARTS if candidate.layout.pipeline > 1 else _PARTS | {"bubble": "waiting for the slowest rank"}
 
 
 def explain_against(winner: Ranked, other: Ranked) -> str:
     """Returns a sentence on what another one loses, and gains, against the winner."""
     slower = other.seconds / winner.seconds - 1
     ours, theirs = winner.prediction.step, other.prediction.step
-    gaps = {words: getattr(theirs, name) - getattr(ours, name) for name, words in _PARTS.items()}
+    names = _parts_of(other.candidate if other.candidate.layout.pipeline > 1 else winner.candidate)
+    gaps = {words: getattr(theirs, name) - getattr(ours, name) for name, words in names.items()}
     worst, best = max(gaps, key=lambda each: gaps[each]), min(gaps, key=lambda each: gaps[each])
     told = f"takes {abs(slower):.1%} {'longer' if slower > 0 else 'less'}" if abs(slower) >= 0.0005 else "takes as long"
     more = f"{format_seconds(gaps[worst])} more of {worst}" if gaps[worst] > 0.001 * winner.seconds else ""

@@ -85,6 +85,8 @@ def load_model_and_optimizer(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Fills parameters, buffers and optimizer state. Rates and decay stay what the config asks for now."""
     engine, optimizer = trainer.parts.engine, trainer.parts.optimizer
     fill_model(checkpoint, engine)
+    if checkpoint.manifest.about.get("weights_only"):
+        return  # somebody's weights: the optimizer begins anew
     asked = [_settings(group) for group in optimizer.param_groups]
     load_optimizer(checkpoint, optimizer, list(engine.shards()))
     for group, settings in zip(optimizer.param_groups, asked, strict=True):

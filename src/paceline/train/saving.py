@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from paceline.checkpoint.retention import Retention
+from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.monitor.records import EventRecord
@@ -60,12 +61,19 @@ def save_policy(config: CheckpointConfig, *, ask_every: int = 10) -> SavePolicy:
 class Saver:
     """Saves a trainer's state into a folder. All ranks call it at the same steps."""
 
-    def __init__(self, folder: Path, policy: SavePolicy, about: Mapping[str, Any] | None = None) -> None:
-        """``about`` is what the run is, for whoever looks at a checkpoint: JSON values."""
+    def __init__(
+        self,
+        folder: Path,
+        policy: SavePolicy,
+        about: Mapping[str, Any] | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        """``about`` is what the run is, for whoever looks at a checkpoint: JSON values; ``storage`` None: as usual."""
         self.folder = folder
         self.policy = policy
         self.last_saved: int | None = None
         self._about = dict(about or {})
+        self._storage = storage
         self._writer: CheckpointWriter | None = None
         self._clock = time.monotonic()
         self._trainer: Trainer | None = None
@@ -94,7 +102,9 @@ class Saver:
             return
         trainer.parts.meter.enter("checkpoint")
         if self._writer is None:
-            self._writer = CheckpointWriter(self.folder, trainer.parts.engine.world, self.policy.retention)
+            self._writer = CheckpointWriter(
+                self.folder, trainer.parts.engine.world, self.policy.retention, self._storage
+            )
         state = trainer.state()
         self._note_best(trainer)
         values = {**state.values, "best": trainer.best}

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -29,10 +28,6 @@ from paceline.comm.compress.state import (
     Piece,
     TensorSource,
     factor_shards,
-    gather_factors,
-    gather_residuals,
-    own_factor,
-    own_residual,
     read_factors,
     read_residuals,
     residual_shards,
@@ -103,32 +98,6 @@ class Compressor:
         kept = [self.residuals, self._pass.residuals, self.factors, self._pass.factors]
         return sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
 
-    def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        """Returns what is owed, a row of whole tensors for each replica, and the factors, on the CPU of rank 0.
-
-        Empty on the others. All ranks call it; ``comm`` has all of them.
-        """
-        self.settle()
-        rows = gather_residuals(self.residuals, self._pieces, comm, self._replica(comm))
-        factors = gather_factors(self.factors, self._pieces, comm, self._replica(comm))
-        return {"step": self.step, "residuals": rows, "factors": factors} if comm.rank == 0 else {}
-
-    def load_state_dict(self, state: dict[str, Any], comm: Communicator) -> None:
-        """Goes on from a state: each replica with its own row, or with the mean of all where their number is another.
-
-        Raises CheckpointError where a tensor has another size now; nothing is loaded then.
-        """
-        rows = state["residuals"] if self.settings.error_feedback else {}
-        wanted = [name for name in rows if name in self._pieces or not self._is_sharded]
-        residuals = {
-            name: own_residual(name, rows[name], self._pieces.get(name), self._replica(comm)).to(comm.device, copy=True)
-            for name in wanted
-        }
-        factors = {name: own_factor(found, self._pieces.get(name)) for name, found in state["factors"].items()}
-        self._pass = _Pass()
-        self.step, self.residuals = int(state["step"]), residuals
-        self.factors = {name: factor.to(comm.device, copy=True) for name, factor in factors.items()}
-
     def shards(self, comm: Communicator) -> Iterator[Shard]:
         """Yields what this rank owes, and its factors, to be saved. ``comm`` has all ranks."""
         self.settle()
@@ -136,7 +105,7 @@ class Compressor:
         yield from factor_shards(self.factors, self._pieces, self._replica(comm))
 
     def load(self, source: TensorSource, step: int, comm: Communicator) -> None:
-        """Goes on from what ``shards`` of any ranks gave: see ``state_dict`` for who takes what.
+        """Goes on from what ``shards`` of any ranks gave: each replica with its own row, or with the mean of all.
 
         Raises CheckpointError where a tensor has another size now; nothing is loaded then.
         """
@@ -144,7 +113,7 @@ class Compressor:
         residuals = (
             read_residuals(source, self._pieces, held, self._replica(comm)) if self.settings.error_feedback else {}
         )
-        factors = read_factors(source, self._pieces)
+        factors = read_factors(source, self._pieces, held)
         self._pass = _Pass()
         self.step = step
         self.residuals = {name: each.to(comm.device) for name, each in residuals.items()}

@@ -1,0 +1,325 @@
+"""Checkpoints beside torch's distributed ones (DCP): the same sharded state, saved and loaded in turns in one run.
+
+Both have a GPT under fully sharded data parallelism (ours, and FSDP2) with AdamW's state, over Gloo ranks of this
+machine, and write to the same disk. Both end a file with fsync; ours hashes everything besides (SHA-256), and renames.
+The state dict that DCP is given is made beforehand and not timed; ours collects its shards within the time.
+
+    stall     until a save returns to training: all of it, or in the background until the copy is made
+    total     until the checkpoint is there, on all ranks
+    memory    growth of the resident memory while saving, at its peak, over the bytes that the rank writes: the kernel's
+              own high-water mark of the process, which is reset before (Linux). The page cache is not in it.
+    load      into ranks of another number; the files are in the page cache for both
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from paceline.checkpoint.find import Depth, verify_checkpoint
+from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
+from paceline.checkpoint.read import fill_model, open_checkpoint
+from paceline.checkpoint.state import MODEL, State, prefixed
+from paceline.checkpoint.writer import CheckpointWriter
+from paceline.comm.base import Communicator
+from paceline.comm.objects import gather_objects
+from paceline.launch.processes import run_processes
+from paceline.models.gpt import GPT, gpt_config
+from paceline.parallel.apply import parallelize
+
+Rows = list[dict[str, Any]]
+Measures = dict[str, float]
+
+PEER = "torch DCP"
+OURS = "paceline"
+_TIMEOUT_S = 1800.0
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWorkload:
+    """What is saved: a GPT of a named size with more or fewer layers, and how often."""
+
+    size: str = "gpt-11m"
+    layers: int | None = None
+    vocabulary: int = 8192
+    ranks: int = 2
+    load_ranks: tuple[int, ...] = (1, 3)
+    rounds: int = _ROUNDS
+    folder: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "folder"}
+
+
+def bench_checkpoint(work: CheckpointWorkload, tell: Callable[[str], None] = lambda _: None) -> Rows:
+    """Times saves on some ranks, and loads of what they saved on others; returns a row for each arm."""
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=work.folder) as name:
+        folder = Path(name)
+        tell(f"saving on {work.ranks} ranks ...")
+        rows: Rows = run_processes(_measure_saves, work.ranks, args=(work, folder), threads=1, timeout_s=_TIMEOUT_S)[0]
+        for ranks in work.load_ranks:
+            tell(f"loading on {ranks} ranks ...")
+            args = (work, folder)
+            rows += run_processes(_measure_loads, ranks, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
+    return rows
+
+
+# Saving
+
+
+def _measure_saves(comm: Communicator, work: CheckpointWorkload, folder: Path) -> Rows:
+    ours, theirs = _Ours(comm, work), _Theirs(comm, work)
+    arms: dict[str, Callable[[Path], Measures]] = {
+        f"{OURS} at once": ours.save_at_once,
+        f"{OURS} in background": ours.save_in_background,
+        f"{PEER} at once": theirs.save_at_once,
+        f"{PEER} in background": theirs.save_in_background,
+    }
+    memory = {}
+    for name, arm in arms.items():  # the first time, when nothing is kept from before
+        memory[name] = _peak_growth(partial(arm, folder / f"first {name}"))
+    found = _take_turns(comm, arms, work.rounds, folder)
+    shard = ours.num_bytes
+    _keep_one(comm, ours, theirs, folder)
+    largest = [max(memory_of) for memory_of in zip(*gather_objects(comm, list(memory.values())), strict=True)]
+    rows = []
+    for at, name in enumerate(arms):
+        kind = "at once" if name.endswith("at once") else "in background"
+        row = _row("save", name, f"{PEER} {kind}", found, "total")
+        stall = _ratios(found[name]["stall"], found[f"{OURS} at once"]["stall"])
+        row |= {
+            "ranks": comm.size,
+            "stall_ms": round(statistics.median(found[name]["stall"]) * 1e3, 2),
+            "stall_of_at_once": round(statistics.median(stall), 4),
+            "shard_bytes": shard,
+            "memory_bytes": int(largest[at]),
+            "memory_of_shard": round(largest[at] / shard, 3),
+            "mb_per_s": round(shard * comm.size / statistics.median(found[name]["total"]) / 1e6, 1),
+        }
+        rows.append(row)
+    return rows
+
+
+def _take_turns(
+    comm: Communicator, arms: dict[str, Callable[[Path], Measures]], rounds: int, folder: Path
+) -> dict[str, dict[str, list[float]]]:
+    """Runs the arms in turns, each starting on all ranks together; the slowest rank's time counts."""
+    names = list(arms)
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            place = folder / f"{number} {name}"
+            gc.collect()
+            comm.barrier()
+            measured = arms[name](place)
+            everywhere = gather_objects(comm, measured)
+            for key in measured:
+                found[name].setdefault(key, []).append(max(each[key] for each in everywhere))
+            comm.barrier()
+            if comm.rank == 0:
+                shutil.rmtree(place, ignore_errors=True)
+            comm.barrier()
+    return found
+
+
+def _keep_one(comm: Communicator, ours: _Ours, theirs: _Theirs, folder: Path) -> None:
+    """Leaves one of each for those who load."""
+    ours.save_at_once(folder / OURS)
+    theirs.save_at_once(folder / PEER)
+    comm.barrier()
+
+
+class _Ours:
+    """Our engine, its optimizer, and a writer for each way to save."""
+
+    def __init__(self, comm: Communicator, work: CheckpointWorkload) -> None:
+        self._comm = comm
+        self.engine = parallelize(_model(work), comm, "fsdp")
+        self.optimizer = torch.optim.AdamW(self.engine.parameters(), lr=1e-3)
+        _fill_optimizer(self.optimizer)
+        self._writers: dict[str, CheckpointWriter] = {}
+        state = self._state()
+        self.num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in state.shards)
+
+    def save_at_once(self, place: Path) -> Measures:
+        """Saves, and comes back when it is there."""
+        writer = self._writer(place, "at once")
+        start = time.perf_counter()
+        writer.save(self._state())
+        seconds = time.perf_counter() - start
+        return {"stall": seconds, "total": seconds}
+
+    def save_in_background(self, place: Path) -> Measures:
+        """Saves in the background, and waits for it."""
+        writer = self._writer(place, "in background")
+        start = time.perf_counter()
+        writer.save(self._state(), in_background=True)
+        stall = time.perf_counter() - start
+        writer.finish()
+        return {"stall": stall, "total": time.perf_counter() - start}
+
+    def load(self, path: Path, depth: Depth) -> None:
+        """Loads model and optimizer, after what ``depth`` says was checked by rank 0, as in training."""
+        if depth != "none":
+            if self._comm.rank == 0:
+                verify_checkpoint(path, depth)
+            self._comm.barrier()
+        checkpoint = open_checkpoint(path)
+        fill_model(checkpoint, self.engine)
+        load_optimizer(checkpoint, self.optimizer, list(self.engine.shards()))
+
+    def _writer(self, place: Path, kind: str) -> CheckpointWriter:
+        """Returns the writer of a kind, which keeps its memory, for another folder."""
+        if kind not in self._writers:
+            self._writers[kind] = CheckpointWriter(place, self._comm)
+        self._writers[kind].folder = place
+        return self._writers[kind]
+
+    def _state(self) -> State:
+        held = list(self.engine.shards())
+        tensors, found = optimizer_shards(self.optimizer, held)
+        return State(step=1, position=0, shards=[*prefixed(MODEL, held), *tensors], found=found)
+
+
+class _Theirs:
+    """FSDP2's model and optimizer, and the state dict of both that DCP is given."""
+
+    def __init__(self, comm: Communicator, work: CheckpointWorkload) -> None:
+        model = _model(work)
+        mesh = init_device_mesh("cpu", (comm.size,))
+        for block in model.blocks():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        _fill_optimizer(optimizer)
+        weights, moments = get_state_dict(model, optimizer)
+        self.state: dict[str, Any] = {"model": weights, "optim": moments}
+
+    def save_at_once(self, place: Path) -> Measures:
+        """Saves, and comes back when it is there."""
+        start = time.perf_counter()
+        save(self.state, storage_writer=FileSystemWriter(place))
+        seconds = time.perf_counter() - start
+        return {"stall": seconds, "total": seconds}
+
+    def save_in_background(self, place: Path) -> Measures:
+        """Saves in the background, and waits for it."""
+        start = time.perf_counter()
+        pending: Any = async_save(self.state, storage_writer=FileSystemWriter(place))
+        stall = time.perf_counter() - start
+        pending.result()
+        return {"stall": stall, "total": time.perf_counter() - start}
+
+    def load(self, path: Path) -> None:
+        """Loads into the tensors of model and optimizer."""
+        load_distributed(self.state, storage_reader=FileSystemReader(path))
+
+
+def _model(work: CheckpointWorkload) -> GPT:
+    torch.manual_seed(0)
+    return GPT(gpt_config(work.size, layers=work.layers, vocab_size=work.vocabulary))
+
+
+def _fill_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Gives the optimizer its state: a step with gradients of one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _peak_growth(action: Callable[[], object]) -> float:
+    """Returns by how much the resident memory grows while something is done, at its peak; 0 where that is not told."""
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        before = _status_bytes("VmRSS")
+        action()
+        return max(_status_bytes("VmHWM") - before, 0)
+    except OSError:
+        action()
+        return 0.0
+
+
+def _status_bytes(key: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return float(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {key}")
+
+
+# Loading
+
+
+def _measure_loads(comm: Communicator, work: CheckpointWorkload, folder: Path) -> Rows:
+    ours, theirs = _Ours(comm, work), _Theirs(comm, work)
+    path = folder / OURS / "step-00000001"
+
+    def timed(load: Callable[[], None]) -> Callable[[Path], Measures]:
+        def run(_: Path) -> Measures:
+            start = time.perf_counter()
+            load()
+            return {"total": time.perf_counter() - start}
+
+        return run
+
+    arms = {
+        OURS: timed(lambda: ours.load(path, "none")),
+        f"{OURS}, hashes compared": timed(lambda: ours.load(path, "full")),
+        PEER: timed(lambda: theirs.load(folder / PEER)),
+    }
+    for arm in arms.values():
+        arm(folder)
+    _check_loaded(ours, theirs)
+    found = _take_turns(comm, arms, work.rounds, folder / "none")
+    return [
+        {**_row(f"load {work.ranks} to {comm.size}", name, PEER, found, "total"), "ranks": comm.size} for name in arms
+    ]
+
+
+def _check_loaded(ours: _Ours, theirs: _Theirs) -> None:
+    """Both have loaded the model that both have saved."""
+    full = ours.engine.full_state_dict()
+    for name, value in theirs.state["model"].items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert torch.equal(full[name], whole), name
+
+
+def _row(what: str, name: str, peer: str, found: dict[str, dict[str, list[float]]], key: str) -> dict[str, Any]:
+    ratios = _ratios(found[name][key], found[peer][key])
+    quarter = len(ratios) // 4
+    return {
+        "what": what,
+        "arm": name,
+        "peer": peer,
+        "median_ms": round(statistics.median(found[name][key]) * 1e3, 2),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_low": round(ratios[quarter], 4),
+        "ratio_high": round(ratios[-1 - quarter], 4),
+        "rounds": len(ratios),
+    }
+
+
+def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Returns the ratios within each round, sorted."""
+    return sorted(a / b for a, b in zip(ours, theirs, strict=True))

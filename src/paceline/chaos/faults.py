@@ -1,0 +1,213 @@
+"""Faults as data: what goes wrong, on which rank, at which step.
+
+    kill:rank=1@step=20            kill:rank=1:phase=backward@step=20
+    slow:rank=0x2@step=30          spike:x100@step=12
+    disk-full@step=40              corrupt-checkpoint
+
+``KIND[:rank=R][:xFACTOR][:phase=PHASE][:steps=N][@step=S]``, several with commas between. Without a step, a fault comes
+after the second checkpoint.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from paceline.config.suggest import nearest
+from paceline.errors import ConfigError, Problem
+
+STEP_PHASES: Final = ("data", "forward", "backward", "optimizer")
+PHASES: Final = (*STEP_PHASES, "evaluation", "checkpoint")
+_PASSES = ("forward", "backward")
+_FACTOR = re.compile(r"x(\d+(?:\.\d+)?)")
+_RANK = re.compile(r"(\d+)(?:x(\d+(?:\.\d+)?))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trait:
+    """What a kind of fault does, and what can be said about it. ``phases``: where it may come, the usual one first."""
+
+    does: str
+    phases: tuple[str, ...] = ()
+    factor: float | None = None
+    has_length: bool = False
+    on_all_ranks: bool = False
+
+
+TRAITS: Final[Mapping[str, Trait]] = {
+    "kill": Trait(does="SIGKILL", phases=("forward", *(each for each in PHASES if each != "forward"))),
+    "hang": Trait(does="stands still for good", phases=("forward", *(each for each in PHASES if each != "forward"))),
+    "exception": Trait(does="raises an error", phases=("forward", *(each for each in PHASES if each != "forward"))),
+    "oom": Trait(does="runs out of memory", phases=_PASSES),
+    "preempt": Trait(does="gets SIGUSR1", phases=("optimizer", "data", "forward", "backward")),
+    "slow": Trait(does="takes longer over its steps", factor=2.0, has_length=True),
+    "nan": Trait(does="the loss is not a number", on_all_ranks=True),
+    "spike": Trait(does="the loss jumps", factor=100.0, on_all_ranks=True),
+    "disk-full": Trait(does="no space is left while it saves"),
+    "unwritable": Trait(does="may not write while it saves"),
+    "kill-while-saving": Trait(does="SIGKILL in the middle of a file of a checkpoint"),
+    "corrupt-checkpoint": Trait(does="flips a bit of the newest checkpoint, then SIGKILL"),
+}
+WHILE_SAVING: Final = ("disk-full", "unwritable", "kill-while-saving")
+ON_LOSS: Final = ("nan", "spike")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong, once a run. ``rank`` None: on all; ``step`` None: not placed yet.
+
+    It comes in ``step`` itself; while saving, in the first checkpoint of ``step`` or later.
+    """
+
+    number: int
+    kind: str
+    rank: int | None = 0
+    step: int | None = None
+    phase: str = ""
+    factor: float = 1.0
+    length: int = 10
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f":rank={self.rank}"
+        trait = TRAITS[self.kind]
+        times = "" if trait.factor is None else f"{'' if rank else ':'}x{self.factor:g}"
+        phase = f":phase={self.phase}" if trait.phases and self.phase != trait.phases[0] else ""
+        step = "" if self.step is None else f"@step={self.step}"
+        return f"{self.kind}{rank}{times}{phase}{step}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return asdict(self)
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """Reads a list of faults. Raises ConfigError with all problems at once."""
+    found: list[Fault] = []
+    problems: list[Problem] = []
+    for number, each in enumerate(filter(None, (part.strip() for part in text.split(",")))):
+        fault, wrong = _parse(number, each)
+        problems += wrong
+        if fault is not None:
+            found.append(fault)
+    if not found and not problems:
+        problems = [Problem(what="--faults names none", rule=_syntax(), fix="write --faults kill:rank=1@step=20")]
+    if problems:
+        raise ConfigError(problems, source="--faults")
+    return found
+
+
+def place_faults(faults: Sequence[Fault], *, after: int) -> list[Fault]:
+    """Gives faults without a step the one behind ``after``."""
+    return [each if each.step is not None else replace(each, step=after + 1) for each in faults]
+
+
+def check_faults(faults: Sequence[Fault], *, ranks: int, total_steps: int | None) -> list[Problem]:
+    """Lists what cannot happen in a run of so many ranks and steps."""
+    problems = []
+    for fault in faults:
+        if fault.rank is not None and fault.rank >= ranks:
+            last = "there is rank 0 alone" if ranks == 1 else f"ranks are 0 to {ranks - 1}"
+            problems.append(
+                Problem(what=f"{fault}: there is no rank {fault.rank}", rule=last, fix="choose one of them")
+            )
+        if total_steps is not None and fault.step is not None and fault.step > total_steps:
+            rule = f"the run has {total_steps} steps"
+            fix = "choose an earlier step, or set train.steps"
+            problems.append(Problem(what=f"{fault}: step {fault.step} never comes", rule=rule, fix=fix))
+    return problems
+
+
+def random_faults(seed: int, number: int, *, ranks: int, last_step: int) -> list[Fault]:
+    """Draws faults of any kind, at steps in order: the same for the same arguments."""
+    draw = random.Random(seed)
+    steps = sorted(draw.randrange(2, max(3, last_step)) for _ in range(number))
+    found = []
+    for place, step in enumerate(steps):
+        kind = draw.choice(sorted(TRAITS))
+        trait = TRAITS[kind]
+        phases = [each for each in trait.phases if each in STEP_PHASES]
+        found.append(
+            Fault(
+                number=place,
+                kind=kind,
+                rank=None if trait.on_all_ranks else draw.randrange(ranks),
+                step=step,
+                phase=draw.choice(phases) if phases else "",
+                factor=trait.factor or 1.0,
+            )
+        )
+    return found
+
+
+def fault_from_json(values: Mapping[str, Any]) -> Fault:
+    """Reads back what ``to_json`` gave."""
+    return Fault(**values)
+
+
+def _parse(number: int, text: str) -> tuple[Fault | None, list[Problem]]:
+    head, _, where = text.partition("@")
+    kind, *parts = (part.strip() for part in head.split(":"))
+    trait = TRAITS.get(kind)
+    if trait is None:
+        near = nearest(kind, TRAITS)
+        fix = f"did you mean {near}?" if near else "choose one of these"
+        return None, [
+            Problem(what=f"{text}: no fault is called {kind!r}", rule=f"there are {', '.join(TRAITS)}", fix=fix)
+        ]
+    values: dict[str, Any] = {
+        "rank": None if trait.on_all_ranks else 0,
+        "phase": trait.phases[0] if trait.phases else "",
+        "factor": trait.factor or 1.0,
+    }
+    problems = [
+        Problem(what=f"{text}: {wrong}", rule=_syntax(), fix=fix) for wrong, fix in _read_parts(parts, trait, values)
+    ]
+    if where:
+        key, _, value = where.partition("=")
+        if key.strip() != "step" or not value.strip().isdecimal() or int(value) < 1:
+            problems.append(Problem(what=f"{text}: @{where}", rule="steps count from 1", fix="write @step=20"))
+        else:
+            values["step"] = int(value)
+    return (None, problems) if problems else (Fault(number=number, kind=kind, **values), [])
+
+
+def _read_parts(parts: Sequence[str], trait: Trait, values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Reads what stands between the colons into ``values``; returns what is wrong with it, and what to do."""
+    wrong = []
+    for part in filter(None, parts):
+        key, _, value = part.partition("=")
+        factor = _FACTOR.fullmatch(part)
+        rank = _RANK.fullmatch(value) if key == "rank" else None
+        if rank is not None and (rank[2] is None or trait.factor is not None):
+            values["rank"] = int(rank[1])
+            values["factor"] = float(rank[2]) if rank[2] else values["factor"]
+        elif factor is not None and trait.factor is not None:
+            values["factor"] = float(factor[1])
+        elif key == "phase" and _phase(value) in trait.phases:
+            values["phase"] = _phase(value)
+        elif key == "steps" and trait.has_length and value.isdecimal() and int(value) > 0:
+            values["length"] = int(value)
+        else:
+            wrong.append((f"{part!r} says nothing here", _fix(key, value, trait)))
+    if trait.factor is not None and values["factor"] <= 1.0:
+        wrong.append((f"x{values['factor']:g} changes nothing", "write a factor above 1, such as x2"))
+    return wrong
+
+
+def _phase(name: str) -> str:
+    return "checkpoint" if name == "saving" else name
+
+
+def _fix(key: str, value: str, trait: Trait) -> str:
+    if key == "phase" and trait.phases:
+        near = nearest(value, trait.phases)
+        return f"did you mean phase={near}?" if near else f"phases are {', '.join(sorted(trait.phases))}"
+    keys = ["rank=1", *(["phase=backward"] if trait.phases else []), *(["x2"] if trait.factor else [])]
+    return f"it takes {' and '.join([*keys, *(['steps=5'] if trait.has_length else [])])}"
+
+
+def _syntax() -> str:
+    return "a fault is KIND[:rank=R][:xFACTOR][:phase=PHASE]@step=S"

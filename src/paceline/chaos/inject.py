@@ -1,0 +1,222 @@
+"""Lets faults happen in a rank, where a plan says so; in a run without a plan none of this is there.
+
+    in a phase     the meter hears where every phase ends, on every path: there a rank dies, hangs, raises, or dawdles
+    in a loss      the trainer's loss is multiplied, before backward, so that all ranks see the same gradients
+    while saving   the writes of a checkpoint end in the middle of a chunk
+
+A phase's fault comes at its end; that of an evaluation or a checkpoint at its beginning.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.chaos.faults import ON_LOSS, STEP_PHASES, WHILE_SAVING, Fault
+from paceline.chaos.notes import Fired, note_fired, read_fired, read_plan
+from paceline.checkpoint import list_checkpoints
+from paceline.checkpoint.remote import storage_of
+from paceline.checkpoint.storage import Storage
+from paceline.train.loss import Loss, LossValue
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.manifest import SavedFile
+    from paceline.train.trainer import Trainer
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+class InjectedError(RuntimeError):
+    """An error that a plan of faults asked for."""
+
+
+class Injector:
+    """The faults of one rank in one attempt: those of the plan that have not happened yet."""
+
+    def __init__(self, folder: Path, rank: int, checkpoints: Path) -> None:
+        plan = read_plan(folder)
+        done = {(fired.number, fired.rank) for fired in read_fired(folder)}
+        self._folder, self._rank, self._seed, self._checkpoints = folder, rank, plan.seed, checkpoints
+        self._faults = [each for each in plan.faults if each.rank in (None, rank) and (each.number, rank) not in done]
+        self._slow: Fault | None = None
+        self._slow_until = 0
+        self._loss_factor = 1.0
+        self._lap_at = time.perf_counter()
+        self._trainer: Trainer | None = None
+
+    def storage(self) -> Storage:
+        """Returns where checkpoints go, with the faults of saving."""
+        storage = storage_of(self._checkpoints)
+        if any(each.kind in WHILE_SAVING for each in self._faults):
+            storage.write = self._spoil(storage.write)  # type: ignore[method-assign]
+        return storage
+
+    def attach(self, trainer: Trainer) -> None:
+        """Puts the faults of phases and losses into a trainer that is about to run."""
+        self._trainer, meter = trainer, trainer.parts.meter
+        meter.lap = self._after_phases(meter.lap)  # type: ignore[method-assign]
+        meter.enter = self._at_entries(meter.enter)  # type: ignore[method-assign]
+        if any(each.kind in ON_LOSS for each in self._faults):
+            trainer.parts = replace(trainer.parts, loss=FaultyLoss(trainer.parts.loss, lambda: self._loss_factor))
+
+    def _after_phases(self, lap: Callable[[str], None]) -> Callable[[str], None]:
+        def faulty_lap(phase: str) -> None:
+            assert self._trainer is not None
+            step = self._trainer.step + 1
+            self._dawdle(step)
+            if phase == "optimizer":
+                self._loss_factor = 1.0
+            for fault in list(self._faults):
+                if fault.kind == "slow" and _is_due(fault, step):
+                    self._fire(fault, step)
+                    self._slow, self._slow_until = fault, step + fault.length
+                elif fault.kind in ON_LOSS and phase == "data" and _is_due(fault, step):
+                    self._fire(fault, step)
+                    self._loss_factor = float("nan") if fault.kind == "nan" else fault.factor
+                elif (
+                    fault.kind == "corrupt-checkpoint" and _is_due(fault, step) and list_checkpoints(self._checkpoints)
+                ):
+                    self._corrupt(fault, step)
+                elif fault.phase == phase and _is_due(fault, step):
+                    self._do(fault, step)
+            lap(phase)
+            self._lap_at = time.perf_counter()
+
+        return faulty_lap
+
+    def _at_entries(self, enter: Callable[[str], None]) -> Callable[[str], None]:
+        def faulty_enter(phase: str) -> None:
+            assert self._trainer is not None
+            enter(phase)
+            step = self._trainer.step
+            for fault in list(self._faults):
+                if fault.phase == phase and phase not in STEP_PHASES and _is_due(fault, step):
+                    self._do(fault, step)
+
+        return faulty_enter
+
+    def _do(self, fault: Fault, step: int) -> None:
+        self._fire(fault, step)
+        if fault.kind == "kill":
+            die()
+        if fault.kind == "hang":
+            hang()
+        if fault.kind == "preempt":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if fault.kind == "exception":
+            raise InjectedError(f"an error that chaos asked for, in step {step}")
+        if fault.kind == "oom":
+            raise torch.OutOfMemoryError(f"out of memory, as chaos asked for, in step {step}")
+
+    def _dawdle(self, step: int) -> None:
+        """Makes the phase that ends here take as many times as long as a slow rank's."""
+        if self._slow is not None and step < self._slow_until:
+            time.sleep((self._slow.factor - 1.0) * (time.perf_counter() - self._lap_at))
+
+    def _corrupt(self, fault: Fault, step: int) -> None:
+        """Flips one bit of one file of the newest checkpoint, and dies: the next start must do without."""
+        newest = list_checkpoints(self._checkpoints)[-1]
+        draw = self._draw(fault)
+        files = sorted(path for path in newest.iterdir() if path.is_file() and path.stat().st_size)
+        path = draw.choice(files)
+        place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
+        self._fire(fault, step, detail=f"bit {bit} of byte {place} of {newest.name}/{path.name}")
+        with path.open("r+b") as file:
+            file.seek(place)
+            value = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([value ^ (1 << bit)]))
+        die()
+
+    def _spoil(self, write: Callable[[Path, Iterable[memoryview | bytes]], SavedFile]) -> Any:
+        def faulty_write(path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
+            found = _STEP.search(path.parent.name)
+            step = int(found[1]) if found is not None else 0
+            for fault in list(self._faults):
+                if fault.kind in WHILE_SAVING and _is_due(fault, step):
+                    if fault.kind == "unwritable":
+                        self._fire(fault, step, detail=path.name)
+                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+                    return write(path, self._cut(fault, step, path, chunks))
+            return write(path, chunks)
+
+        return faulty_write
+
+    def _cut(
+        self, fault: Fault, step: int, path: Path, chunks: Iterable[memoryview | bytes]
+    ) -> Iterator[memoryview | bytes]:
+        """Yields the first bytes of a file, and ends as the fault says."""
+        draw = self._draw(fault)
+        num_whole, num_written = draw.randrange(3), 0
+        for number, chunk in enumerate(chunks):
+            if number < num_whole:
+                num_written += len(chunk)
+                yield chunk
+                continue
+            part = memoryview(chunk)[: draw.randrange(len(chunk) + 1)]
+            num_written += len(part)
+            yield part
+            break
+        self._fire(fault, step, detail=f"after {num_written} bytes of {path.name}")
+        if fault.kind == "kill-while-saving":
+            die()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def _fire(self, fault: Fault, step: int, *, detail: str = "") -> None:
+        """Notes that a fault happens, before it does."""
+        position = 0 if self._trainer is None else self._trainer.position
+        self._faults.remove(fault)
+        note_fired(
+            self._folder,
+            Fired(number=fault.number, rank=self._rank, step=step, position=position, time=time.time(), detail=detail),
+        )
+
+    def _draw(self, fault: Fault) -> random.Random:
+        return random.Random(f"{self._seed} {fault.number}")
+
+
+class FaultyLoss:
+    """A loss that is multiplied in some steps; as it is else."""
+
+    def __init__(self, loss: Loss, factor: Callable[[], float]) -> None:
+        self._loss = loss
+        self._factor = factor
+
+    @property
+    def elements_per_sample(self) -> float | None:
+        """Elements that each sample contributes, as the loss says."""
+        return self._loss.elements_per_sample
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """Runs the model on a batch and returns the summed loss, times the factor of the step."""
+        value, factor = self._loss(model, batch), self._factor()
+        return value if factor == 1.0 else replace(value, total=value.total * factor)
+
+    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """The same for evaluation, where nothing happens."""
+        return self._loss.score(model, batch)
+
+
+def die() -> None:
+    """Ends this process as the kernel does when memory is short."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    """Stands still until somebody ends this process."""
+    while True:
+        time.sleep(3600.0)
+
+
+def _is_due(fault: Fault, step: int) -> bool:
+    return fault.step is not None and step >= fault.step

@@ -1,0 +1,72 @@
+"""The files by which a plan of faults reaches the ranks, and by which they say what they did.
+
+    plan.json       seed and faults, written once
+    fired.jsonl     one line for each fault of each rank, written before it happens: it happens once, also over restarts
+
+A line is one ``write`` to a file that is opened for appending, so that ranks do not mix theirs, and SIGKILL right after
+it loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.chaos.faults import Fault, fault_from_json
+
+VARIABLE: Final = "PACELINE_CHAOS"
+"""Names the folder of these files to the ranks; set by ``paceline chaos`` alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which faults a run is to have; ``seed`` says at which byte or bit."""
+
+    seed: int
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fired:
+    """A fault that happened: on which rank, in which step, after how many samples, and when."""
+
+    number: int
+    rank: int
+    step: int
+    position: int
+    time: float
+    detail: str = ""
+
+
+def write_plan(folder: Path, seed: int, faults: Sequence[Fault]) -> None:
+    """Writes the plan for the ranks."""
+    content = {"seed": seed, "faults": [fault.to_json() for fault in faults]}
+    (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_plan(folder: Path) -> Plan:
+    """Reads the plan back."""
+    content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    return Plan(seed=content["seed"], faults=tuple(map(fault_from_json, content["faults"])))
+
+
+def note_fired(folder: Path, fired: Fired) -> None:
+    """Notes a fault that is about to happen."""
+    descriptor = os.open(folder / "fired.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(asdict(fired)) + "\n").encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_fired(folder: Path) -> list[Fired]:
+    """Returns what has happened so far, in that order."""
+    try:
+        lines = (folder / "fired.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    return sorted((Fired(**json.loads(line)) for line in lines), key=lambda fired: fired.time)

@@ -1,0 +1,239 @@
+"""What a run with faults cost, and how often it should be saved.
+
+    goodput     seconds of the steps that the result is made of / seconds from the first start to the end
+    interval    W = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C        Daly 2006; the root alone is Young's
+
+C is what a checkpoint costs the training (its stall), M the mean time between failures. A save in the background takes
+longer than it stalls: the interval is never shorter than that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from paceline.chaos.timeline import Attempt, Command, Handling, final_steps
+from paceline.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCost:
+    """What saving took in the median: how long training stood still, how long it was under way; how often."""
+
+    number: int
+    stall_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """How often to save. ``mtbf_s`` is the mean time between failures that it is for."""
+
+    mtbf_s: float
+    is_observed: bool
+    young_s: float
+    daly_s: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sameness:
+    """How a run compares with the undisturbed one. ``first_difference``: the step, None if there is none."""
+
+    num_steps: int
+    first_difference: int | None
+    is_expected: bool
+    samples: str
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all losses are the same bits."""
+        return self.first_difference is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that a run with faults tells."""
+
+    name: str
+    ranks: int
+    code: int
+    steps: int
+    wall_s: float
+    goodput: float
+    handlings: tuple[Handling, ...]
+    save: SaveCost | None
+    interval: Interval | None
+    samples: str
+    told: tuple[str, ...]
+    sameness: Sameness | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the run came to its end, every fault was handled as its policy says, and the samples are right."""
+        same = self.sameness is None or not self.sameness.is_expected or self.sameness.is_same
+        handled = all(each.is_right for each in self.handlings)
+        return self.code == 0 and handled and same and not self.samples.startswith("wrong")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        faults = [
+            {
+                "fault": str(each.fault),
+                "kind": each.fault.kind,
+                "rank": each.fault.rank,
+                "step": each.fault.step,
+                "how": each.how,
+                "expected": list(each.expected),
+                "handled": each.is_right,
+                "lost_steps": each.lost_steps,
+                "lost_samples": each.lost_samples,
+                "recovery_s": each.recovery_s,
+                "verdict": each.verdict,
+                "detail": each.detail,
+            }
+            for each in self.handlings
+        ]
+        return {
+            "name": self.name,
+            "ranks": self.ranks,
+            "handled": self.is_good,
+            "exit_code": self.code,
+            "steps": self.steps,
+            "lost_steps": sum(each.lost_steps for each in self.handlings),
+            "lost_samples": sum(each.lost_samples for each in self.handlings),
+            "wall_s": round(self.wall_s, 3),
+            "goodput": round(self.goodput, 4),
+            "faults": faults,
+            "checkpoint": None if self.save is None else asdict(self.save),
+            "interval": None if self.interval is None else asdict(self.interval),
+            "samples": self.samples,
+            "told": list(self.told),
+            "undisturbed": None
+            if self.sameness is None
+            else {**asdict(self.sameness), "is_same": self.sameness.is_same},
+        }
+
+
+def recommend(save: SaveCost, *, step_s: float, mtbf_s: float, is_observed: bool) -> Interval:
+    """Returns how often to save, by Young and Daly."""
+    cost = max(save.stall_s, 1e-6)
+    young = math.sqrt(2.0 * cost * mtbf_s)
+    ratio = cost / (2.0 * mtbf_s)
+    daly = young * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - cost if ratio < 1.0 else mtbf_s
+    interval = max(daly, save.total_s)
+    steps = max(1, round(interval / step_s)) if step_s > 0 else 1
+    return Interval(mtbf_s=mtbf_s, is_observed=is_observed, young_s=young, daly_s=daly, steps=steps)
+
+
+def save_cost(attempts: Sequence[Attempt]) -> SaveCost | None:
+    """Returns what the checkpoints of a run took; None without any."""
+    saves = [each.detail for attempt in attempts for each in attempt.events if each.name == "checkpoint"]
+    if not saves:
+        return None
+    stall, total = ([float(each[key]) for each in saves] for key in ("stall_seconds", "seconds"))
+    return SaveCost(number=len(saves), stall_s=median(stall), total_s=median(total))
+
+
+def make_report(
+    name: str,
+    ranks: int,
+    attempts: Sequence[Attempt],
+    commands: Sequence[Command],
+    handlings: Sequence[Handling],
+    *,
+    mtbf_s: float | None,
+    samples: str,
+    sameness: Sameness | None = None,
+) -> Report:
+    """Puts the numbers of a run together. ``attempts`` are rank 0's."""
+    steps = final_steps(attempts)
+    wall = sum(command.end - command.start for command in commands)
+    useful = sum(record.step_s for record in steps.values())
+    save = save_cost(attempts)
+    num_failures = sum(each.how in ("restarted", "stopped") for each in handlings)
+    observed = mtbf_s or (wall / num_failures if num_failures else None)
+    step_s = median(record.step_s for record in steps.values()) if steps else 0.0
+    interval = None
+    if save is not None and observed is not None and step_s:
+        interval = recommend(save, step_s=step_s, mtbf_s=observed, is_observed=mtbf_s is None)
+    return Report(
+        name=name,
+        ranks=ranks,
+        code=commands[-1].code if commands else 1,
+        steps=max(steps, default=0),
+        wall_s=wall,
+        goodput=useful / wall if wall else 0.0,
+        handlings=tuple(handlings),
+        save=save,
+        interval=interval,
+        samples=samples,
+        told=tuple(line for command in commands for line in command.told),
+        sameness=sameness,
+    )
+
+
+def compare_steps(
+    ours: Sequence[Sequence[Attempt]], theirs: Sequence[Sequence[Attempt]], *, is_expected: bool, samples: str
+) -> Sameness:
+    """Compares the losses of all ranks, step by step and bit by bit, with those of an undisturbed run."""
+    different: list[int] = []
+    num_steps = 0
+    for own, other in zip(ours, theirs, strict=True):
+        mine, twin = final_steps(own), final_steps(other)
+        num_steps = max(num_steps, len(twin))
+        # Records that a killed rank had not written are not there: what is there must be equal, and the last step be.
+        wrong = [step for step, record in twin.items() if step in mine and _numbers(mine[step]) != _numbers(record)]
+        missing = [max(twin)] if twin and max(twin) not in mine else []
+        different += wrong + missing
+    return Sameness(
+        num_steps=num_steps, first_difference=min(different, default=None), is_expected=is_expected, samples=samples
+    )
+
+
+def _numbers(record: Any) -> tuple[object, ...]:
+    return (record.loss_sum, record.count, record.position, record.lr, record.grad_norm)
+
+
+def report_lines(report: Report) -> list[str]:
+    """Writes a report as lines of text."""
+    rows = [("fault", "what became of it", "lost", "recovered in", "as its policy says")]
+    for each in report.handlings:
+        lost = f"{each.lost_steps} steps" if each.lost_steps else "-"
+        took = "-" if each.recovery_s is None else format_seconds(each.recovery_s)
+        rows.append(
+            (str(each.fault), each.how, lost, took, "yes" if each.is_right else f"no: {' or '.join(each.expected)}")
+        )
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["", f"{report.steps} steps in {format_seconds(report.wall_s)}; goodput {100 * report.goodput:.1f} %"]
+    lines += [f"{each.fault}: {each.verdict}" for each in report.handlings if each.verdict]
+    if report.save is not None:
+        cost = report.save
+        lines.append(
+            f"a checkpoint stalls training for {format_seconds(cost.stall_s)} and takes {format_seconds(cost.total_s)} "
+            f"({cost.number} saves)"
+        )
+    if report.interval is not None:
+        found = report.interval
+        source = "as in this run" if found.is_observed else "as given"
+        lines.append(
+            f"with a failure every {format_seconds(found.mtbf_s)} ({source}): save every {found.steps} steps, "
+            f"{format_seconds(found.daly_s)} (Daly; Young {format_seconds(found.young_s)})"
+        )
+    lines.append(f"samples: {report.samples}")
+    if report.sameness is not None:
+        lines.append(_sameness_line(report.sameness))
+    return lines
+
+
+def _sameness_line(found: Sameness) -> str:
+    if found.is_same:
+        return f"losses: those of an undisturbed run, bit for bit, in {found.num_steps} steps; samples {found.samples}"
+    why = "" if found.is_expected else ", as a fault changed what was trained"
+    return (
+        f"losses: another than an undisturbed run's from step {found.first_difference} on{why}; samples {found.samples}"
+    )

@@ -1,0 +1,152 @@
+"""A short self-test of the ranks themselves, on as many hosts as they are: can they talk, how fast, and are they alike?
+
+    paceline doctor --ranks 4                                              on this host
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m paceline doctor --ranks 16     between hosts
+
+Clocks are compared by messages to and fro: of some rounds the fastest counts, and half of it is what the offset may be
+wrong by.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.comm.objects import gather_objects
+from paceline.doctor.findings import Finding
+from paceline.errors import PacelineError
+from paceline.units import format_seconds
+
+_ROUNDS = 10
+_LARGE = 4 * 2**20  # elements of an all-reduce that shows the bandwidth
+_FAR_S = 0.5  # clocks that differ by more make logs of two hosts hard to read side by side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank saw: seconds of a small all-reduce, bytes per second of a large one, how far its clock is ahead."""
+
+    rank: int
+    host: str
+    device: str
+    versions: tuple[str, str]
+    latency_s: float
+    bandwidth: float
+    clock_ahead_s: float
+    clock_error_s: float
+
+
+def self_test(comm: Communicator) -> list[RankReport]:
+    """Adds up, exchanges and compares clocks on all ranks; every rank gets what all saw.
+
+    Raises PacelineError where a sum is wrong.
+    """
+    latency_s = statistics.median(_sum_up(comm, 1) for _ in range(_ROUNDS))
+    large_s = min(_sum_up(comm, _LARGE) for _ in range(3))
+    ahead_s, error_s = clock_offset(comm)
+    report = RankReport(
+        rank=comm.rank,
+        host=socket.gethostname(),
+        device=torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu",
+        versions=(platform.python_version(), torch.__version__),
+        latency_s=latency_s,
+        bandwidth=_LARGE * 4 / large_s,
+        clock_ahead_s=ahead_s,
+        clock_error_s=error_s,
+    )
+    return gather_objects(comm, report)
+
+
+def clock_offset(comm: Communicator) -> tuple[float, float]:
+    """Returns how far this rank's clock is ahead of rank 0's, and by how much that may be wrong. All ranks call it.
+
+    Costs ``2 x rounds`` messages a rank, one rank after the other.
+    """
+    best = (float("inf"), 0.0)
+    for rank in range(1, comm.size):
+        for _ in range(_ROUNDS):
+            if comm.rank == 0:
+                ping = torch.zeros(1, dtype=torch.float64, device=comm.device)
+                comm.recv(ping, rank).wait()
+                ping.fill_(time.time())
+                comm.send(ping, rank).wait()
+            elif comm.rank == rank:
+                pong = torch.zeros(1, dtype=torch.float64, device=comm.device)
+                start = time.time()
+                comm.send(pong, 0).wait()
+                comm.recv(pong, 0).wait()
+                reading, end = float(pong.item()), time.time()
+                best = min(best, (end - start, (start + end) / 2 - reading))
+    return (0.0, 0.0) if comm.rank == 0 else (best[1], best[0] / 2)
+
+
+def report_findings(reports: list[RankReport]) -> Iterator[Finding]:
+    """Says what the ranks saw, and what is odd about it."""
+    hosts: dict[str, int] = {}
+    for report in reports:
+        hosts[report.host] = hosts.get(report.host, 0) + 1
+    slowest = max(report.latency_s for report in reports)
+    least = min(report.bandwidth for report in reports)
+    told = ", ".join(f"{host} ({count})" for host, count in hosts.items())
+    yield Finding(
+        name="self-test",
+        status="ok",
+        found=f"{len(reports)} ranks on {told} add up; an all-reduce takes {format_seconds(slowest)}, "
+        f"a large one moves {least / 1e9:.2f} GB/s",
+        meaning="ranks of a run between these hosts can talk",
+    )
+    versions = {report.versions for report in reports}
+    listed = "; ".join(f"Python {python}, torch {version}" for python, version in sorted(versions))
+    yield Finding(
+        name="versions",
+        status="ok" if len(versions) == 1 else "problem",
+        found=listed,
+        meaning="all ranks run the same" if len(versions) == 1 else "ranks of different versions may not agree",
+        fix="" if len(versions) == 1 else "install the same Python and torch on every host",
+    )
+    if len(hosts) > 1:
+        yield _clock_finding(reports)
+
+
+def _clock_finding(reports: list[RankReport]) -> Finding:
+    worst = max(reports, key=lambda report: abs(report.clock_ahead_s))
+    is_far = abs(worst.clock_ahead_s) - worst.clock_error_s > _FAR_S
+    return Finding(
+        name="clocks",
+        status="note" if is_far else "ok",
+        found=f"at most {format_seconds(abs(worst.clock_ahead_s))} apart ({worst.host}, to within "
+        f"{format_seconds(worst.clock_error_s)})",
+        meaning="logs and records of these hosts do not line up" if is_far else "times of two hosts can be compared",
+        fix="let a time service (chrony, ntpd) set the clocks" if is_far else "",
+    )
+
+
+def failed_test(error: PacelineError) -> Finding:
+    """Makes a finding of ranks that could not be tested."""
+    told = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return Finding(
+        name="self-test",
+        status="problem",
+        found=" ".join(told[:2]),
+        meaning="a run between these ranks would fail, or hang, in the same place",
+        fix="open the ports between the hosts, set comm.interface, or look at NCCL_DEBUG=INFO",
+    )
+
+
+def _sum_up(comm: Communicator, numel: int) -> float:
+    value = torch.full((numel,), float(comm.rank), device=comm.device)
+    start = time.perf_counter()
+    comm.all_reduce(value).wait()
+    found = float(value[-1].item())  # waits for the device, too
+    seconds = time.perf_counter() - start
+    expected = comm.size * (comm.size - 1) / 2
+    if found != expected:
+        raise PacelineError(f"rank {comm.rank}: the ranks added up to {found:g}, and not to {expected:g}")
+    return seconds

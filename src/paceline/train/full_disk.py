@@ -1,0 +1,36 @@
+"""A checkpoint that cannot be written: the disk is full, or a permission is gone.
+
+All ranks learn of it together (``train/saving.py``), and older checkpoints are intact; whether the run goes on without
+is the policy's to say. Nothing is lost by going on but the way back to this step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import CheckpointError
+from paceline.monitor.records import EventRecord
+from paceline.train.recovery import Stop, on_full_disk
+from paceline.train.trainer import Hook, StepResult, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class ForgivingSaver:
+    """Saves by another hook, and goes on where that fails and the policy allows it."""
+
+    saver: Hook
+    policy: Literal["stop", "warn"]
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Saves if it is due. Raises CheckpointError, on all ranks, where the run cannot go on without."""
+        try:
+            self.saver(trainer, result)
+        except CheckpointError as error:
+            if isinstance(on_full_disk(self.policy, is_last=result.is_last), Stop):
+                raise
+            if trainer.sink is not None:
+                detail = {"reason": str(error).splitlines()[0]}
+                trainer.sink.write(EventRecord(name="not_saved", step=result.step, detail=detail, time=time.time()))
+            trainer.parts.meter.start()

@@ -1,0 +1,103 @@
+"""Runs that go on by themselves: real ranks that are killed, asked to stop, or fail again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint import list_checkpoints
+from paceline.launch.codes import DONE, NO_PROGRESS, PREEMPTED
+from paceline.monitor.records import EndRecord, EventRecord, RunRecord, StepRecord, read_records
+
+pytestmark = [
+    # torch leaves the files of redirected output to the garbage collector.
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.timeout(600),  # a machine under load takes its time to start processes
+]
+
+Call = Callable[..., Any]
+AllGone = Callable[[], list[int]]
+OPTIMIZER = """
+import os, signal
+from pathlib import Path
+import torch
+
+class Mortal(torch.optim.SGD):
+    '''Does what it is told when it makes its n-th step, on rank 1, once or whenever it comes there.'''
+    def __init__(self, groups, lr, deed, at=6, once=True):
+        super().__init__(groups, lr=lr)
+        self.deed, self.at, self.once, self.made = deed, at, once, 0
+    def step(self, closure=None):
+        self.made += 1
+        mark = Path("done")
+        if self.made == self.at and os.environ["RANK"] == "1" and not (self.once and mark.exists()):
+            mark.touch()
+            if self.deed == "raise":
+                raise ValueError("a bad day")
+            os.kill(os.getpid(), getattr(signal, self.deed))
+        return super().step(closure)
+"""
+SETTINGS = ["train.steps=12", "checkpoint.every_steps=4", "optim.kind=mortal:Mortal", "recovery.max_restarts=3"]
+
+
+@pytest.fixture
+def train(project: Path, call: Call) -> Call:
+    (project / "mortal.py").write_text(OPTIMIZER)
+    return lambda *arguments: call("train", "tiny.yaml", *SETTINGS, *arguments)
+
+
+def records(project: Path, rank: int) -> list[Any]:
+    return list(read_records(project / "runs" / "tiny" / "records" / f"rank-{rank}.jsonl"))
+
+
+def test_a_killed_rank_is_started_again_from_the_last_checkpoint(project: Path, train: Call, all_gone: AllGone) -> None:
+    called = train("optim.args.deed=SIGKILL")
+    assert called.code == DONE
+    sentence = "rank 1 was killed by SIGKILL after step 5"
+    assert called.err == f"paceline: {sentence}; restarting 2 ranks from step 4 (restart 1 of 3)\n"
+    for rank in (0, 1):
+        found = records(project, rank)
+        assert [type(each) for each in found if isinstance(each, RunRecord | EndRecord)] == [
+            *(RunRecord, EndRecord),
+            *(RunRecord, EndRecord),
+        ]
+        restart = next(each for each in found if isinstance(each, EventRecord) and each.name == "restart")
+        assert (restart.step, restart.detail) == (4, {"number": 1, "of": 3, "reason": sentence})
+        assert isinstance(found[-1], EndRecord)
+        assert (found[-1].status, found[-1].step) == ("done", 12)
+        second = found[found.index(restart) :]
+        assert [each.step for each in second if isinstance(each, StepRecord)] == list(range(5, 13))
+    assert len(all_gone()) == 4
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(project: Path, train: Call) -> None:
+    called = train("optim.args.deed=SIGUSR1")
+    assert called.code == PREEMPTED
+    ends = [records(project, rank)[-1] for rank in (0, 1)]
+    assert [end.status for end in ends] == ["stopped", "stopped"]
+    assert ends[0].step == ends[1].step >= 6
+    assert "SIGUSR1" in ends[1].message
+    newest = list_checkpoints(project / "runs" / "tiny" / "checkpoints")[-1]
+    assert newest.name == f"step-{ends[0].step:08d}"
+    assert called.err.startswith("paceline: preempted: the state is saved\n")
+    assert f"to go on from step {ends[0].step}:  paceline train runs/tiny/config.yaml --resume auto" in called.err
+
+
+@pytest.mark.exhaustive
+def test_a_preempted_run_goes_on_at_another_number_of_ranks(project: Path, train: Call, call: Call) -> None:
+    assert train("optim.args.deed=SIGTERM").code == PREEMPTED
+    again = call("train", "runs/tiny/config.yaml", "parallel.ranks=1", "--resume", "auto")
+    assert again.code == DONE
+    assert records(project, 0)[-1].step == 12
+
+
+@pytest.mark.exhaustive
+def test_the_same_error_twice_is_not_tried_a_third_time(project: Path, train: Call) -> None:
+    called = train("optim.args={deed: raise, at: 2, once: false}")
+    assert called.code == NO_PROGRESS
+    assert called.err.count("restarting 2 ranks from the beginning: there is no checkpoint (restart 1 of 3)") == 1
+    assert "  not started again: the same came twice, after step 1\n" in called.err
+    assert sum(isinstance(each, RunRecord) for each in records(project, 1)) == 2

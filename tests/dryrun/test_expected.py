@@ -1,0 +1,85 @@
+"""What a run is expected to take by a dry run: figures where the machine was measured, and else the formulas'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.calibrate.refit import rescale
+from paceline.cli.foretell import is_worth
+from paceline.cluster.detect import Machine
+from paceline.config import Config, config_from_dict
+from paceline.dryrun.expected import Background, better_of, expect_by_dry_run
+from paceline.planner.expectation import Expectation
+from paceline.units import GIB
+
+HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)
+ENTRY = """
+devices:
+  mine: {vendor: host, generation: cpu, memory_gib: 4, memory_gb_per_s: 10, peak_tflops: {fp32: 0.03}, launch_us: 10,
+    operation_us: 20, multiprocessors: 1, node: mine, memory_rates: {pointwise: {1000: 20.0}}}
+links:
+  mine-shm: {kind: shared_memory, gb_per_s: 4, efficiency: 1.0, latency_us: 20, all_reduce_us: {2: {1024: 5000}}}
+  mine-gloo: {kind: loopback, gb_per_s: 2, efficiency: 1.0, latency_us: 100, all_reduce_us: {2: {1024: 9000}}}
+nodes:
+  mine: {device: mine, devices: 2, inside: mine-shm}
+  mine-gloo: {device: mine, devices: 2, inside: mine-gloo}
+"""
+
+
+def _config(**sections: dict[str, object]) -> Config:
+    values: dict[str, dict[str, object]] = {
+        "model": {"kind": "mlp", "hidden_dim": 32},
+        "data": {"kind": "synthetic_classification", "samples": 64, "features": 16, "classes": 4},
+        "parallel": {"ranks": 2, "device": "cpu", "strategy": "ddp"},
+        "train": {"steps": 50, "global_batch": 8},
+        "optim": {"kind": "adamw", "lr": 1e-3},
+    }
+    return config_from_dict({key: {**value, **sections.pop(key, {})} for key, value in values.items()} | sections)
+
+
+def test_any_model_is_priced_kernel_by_kernel_on_an_entry(tmp_path: Path) -> None:
+    entry = tmp_path / "mine.yaml"
+    entry.write_text(ENTRY)
+    found = expect_by_dry_run(_config(), HOST, entry=entry)
+    assert found.reason == ""
+    assert (found.ranks, found.cluster) == (2, "2x mine")
+    assert found.step_s is not None
+    assert found.step_s > 0.005  # an all-reduce alone takes that long
+    over_gloo = expect_by_dry_run(_config(comm={"backend": "gloo"}), HOST, entry=entry)
+    assert over_gloo.step_s is not None
+    assert over_gloo.step_s > found.step_s + 0.003
+    entry.write_text(rescale(ENTRY, 2.0, 1.0, "shared_memory", "run"))
+    slower = expect_by_dry_run(_config(), HOST, entry=entry)
+    assert slower.step_s is not None
+    assert slower.step_s > found.step_s
+
+
+def test_what_cannot_be_said_has_a_reason(tmp_path: Path) -> None:
+    entry = tmp_path / "mine.yaml"
+    entry.write_text(ENTRY.replace(", memory_rates: {pointwise: {1000: 20.0}}", ""))
+    assert "no measured kernels" in expect_by_dry_run(_config(), HOST, entry=entry).reason
+    assert expect_by_dry_run(_config(), HOST, entry=tmp_path / "none.yaml").reason
+    assert "virtual" in expect_by_dry_run(_config(comm={"backend": "virtual"}), HOST).reason
+
+
+def test_the_dry_runs_time_and_the_estimates_memory_are_taken() -> None:
+    formula = Expectation(ranks=2, step_s=1.0, memory_bytes=5.0)
+    dry = Expectation(ranks=2, step_s=2.0, memory_bytes=7.0)
+    assert better_of(formula, None) == formula
+    best = better_of(formula, dry)
+    assert best is not None
+    assert (best.step_s, best.memory_bytes) == (2.0, 5.0)
+    assert better_of(None, dry) == Expectation(ranks=2, step_s=2.0)
+
+
+def test_a_process_that_fails_says_nothing_and_is_gone() -> None:
+    background = Background("this is no config")
+    assert background.result() is None
+    background.stop()
+
+
+def test_short_runs_and_threads_are_not_worth_a_process() -> None:
+    assert is_worth(_config())
+    assert not is_worth(_config(train={"steps": 10}))
+    assert not is_worth(_config(comm={"backend": "virtual"}))
+    assert not is_worth(_config(parallel={"device": "cuda"}))

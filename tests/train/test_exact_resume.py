@@ -1,0 +1,118 @@
+"""Twenty steps against ten and ten: the same bits under every strategy, with dropout, a loss scale and compression."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_runs import save_now
+
+from paceline.checkpoint import open_checkpoint
+from paceline.comm.base import Communicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import Config, config_from_dict
+from paceline.data.consumed import recompute
+from paceline.train.assemble import build_trainer
+from paceline.train.trainer import Trainer
+
+STEPS = 20
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp, topk": (2, {"comm": {"compression": {"policy": "topk", "ratio": 0.1, "min_size": 64}}}),
+    "ddp, bf16 masters": (2, {"train": {"precision": "bf16_master"}}),
+    "zero2, fp16": (2, {"parallel": {"strategy": "zero2"}, "train": {"precision": "fp16", "loss_scale": 2.0**22}}),
+    "fsdp": (3, {"parallel": {"strategy": "fsdp"}}),
+    "hybrid, powersgd": (
+        4,
+        {
+            "parallel": {"strategy": "hybrid", "shard_ranks": 2},
+            "comm": {"compression": {"policy": "powersgd", "factor_rank": 1, "min_size": 64}},
+        },
+    ),
+    "pipeline": (2, {"parallel": {"pipeline": 2}}),
+}
+
+
+def make_config(ranks: int, case: dict[str, Any]) -> Config:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 8, "context": 4, "tied": True, "dropout": 0.2},
+        "data": {"kind": "synthetic_tokens", "samples": 52, "vocab_size": 11, "context": 4},
+        "train": {"steps": STEPS, "global_batch": 24, "accumulate": 2},
+        "optim": {"lr": 0.01, "clip_norm": 1.0, "schedule": {"kind": "cosine", "warmup": 4}},
+        "parallel": {"ranks": ranks},
+    }
+    return config_from_dict({name: {**sections.get(name, {}), **case.get(name, {})} for name in {**sections, **case}})
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    """All that a run continues from, as this rank has it."""
+    engine, compressor = trainer.parts.engine, trainer.parts.compressor
+    state = trainer.parts.optimizer.state_dict()["state"]
+    moments = {f"{number} {key}": value for number, by_key in state.items() for key, value in by_key.items()}
+    return {
+        **engine.full_state_dict(),
+        **{name: value for name, value in moments.items() if isinstance(value, torch.Tensor)},
+        **{f"owed {name}": value for name, value in ({} if compressor is None else compressor.residuals).items()},
+        **{f"factor {name}": value for name, value in ({} if compressor is None else compressor.factors).items()},
+        "random": torch.get_rng_state(),
+        "scaler": None if trainer.scaler is None else trainer.scaler.state_dict(),
+        "consumed": trainer.consumed.state_dict(),
+        "skipped": trainer.bad_steps.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ten_and_ten_steps_are_twenty(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    ranks, changes = CASES[case]
+    config = make_config(ranks, changes)
+
+    def run(comm: Communicator) -> None:
+        whole, first, second = (build_trainer(config, comm) for _ in range(3))
+        list(islice(restarted(whole), STEPS))
+        list(islice(restarted(first), STEPS // 2))
+        second.load_state(save_now(first, tmp_path))
+        assert second.step == STEPS // 2
+        list(second.steps())
+        for trainer in (whole, second):
+            trainer.flush(wait=True)
+            if trainer.parts.compressor is not None:
+                trainer.parts.compressor.settle()
+        ours, theirs = outcome(second), outcome(whole)
+        assert ours.keys() >= theirs.keys()
+        for name, value in theirs.items():
+            is_same = torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+            assert is_same, name
+
+    def restarted(trainer: Trainer) -> Any:
+        """Steps from the random numbers that a fresh process would start with."""
+        torch.manual_seed(trainer.parts.engine.random_stream)
+        return trainer.steps()
+
+    run_virtual(run, ranks)
+    consumed = open_checkpoint(tmp_path / f"step-{STEPS // 2:08d}").values["consumed"]
+    assert recompute(consumed) == {"hash": consumed["hash"], "count": consumed["count"]}
+
+
+def test_the_hash_of_consumed_samples_is_that_of_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+    def run(comm: Communicator, load: Path | None, until: int) -> dict[str, Any]:
+        trainer = build_trainer(make_config(comm.size, {}), comm)
+        if load is not None:
+            trainer.load_state(open_checkpoint(load))
+        for result in trainer.steps():
+            if result.step == until:
+                break
+        save_now(trainer, tmp_path / f"{comm.size} from {0 if load is None else 1}")
+        assert trainer.consumed.state_dict()["count"] == trainer.position
+        return trainer.consumed.state_dict()
+
+    whole = run_virtual(lambda comm: run(comm, None, 9), 1)[0]
+    part = run_virtual(lambda comm: run(comm, None, 4), 3)
+    assert part[0] == part[1] == part[2]
+    later = run_virtual(lambda comm: run(comm, tmp_path / "3 from 0" / "step-00000004", 9), 2)
+    assert later == [whole, whole]

@@ -1,0 +1,164 @@
+"""The saver: when it saves, what it tells, and what it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint import Retention, list_checkpoints, open_checkpoint
+from paceline.checkpoint.storage import LocalFiles
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import CheckpointConfig, config_from_dict
+from paceline.errors import CheckpointError
+from paceline.monitor.records import EventRecord, Record
+from paceline.train.assemble import build_trainer
+from paceline.train.hooks import EvaluateHook
+from paceline.train.saving import SavePolicy, Saver, save_policy
+from paceline.train.trainer import Every, Trainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+class Keep:
+    def __init__(self) -> None:
+        self.events: list[EventRecord] = []
+
+    def write(self, *records: Record) -> None:
+        self.events += [record for record in records if isinstance(record, EventRecord)]
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_trainer(comm: Communicator, hooks: list[Any], sink: Keep | None = None, steps: int = 6) -> Trainer:
+    config = config_from_dict(
+        {
+            "model": {"kind": "mlp", "hidden_dim": 8},
+            "data": {"kind": "synthetic_classification", "samples": 48, "features": 4, "classes": 2},
+            "train": {"steps": steps, "global_batch": 12},
+        }
+    )
+    return build_trainer(config, comm, hooks=hooks, sink=sink)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [int(path.name[-8:]) for path in list_checkpoints(folder)]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_it_saves_every_n_steps_and_at_the_end_and_tells_of_each(tmp_path: Path, in_background: bool) -> None:
+    def work(comm: Communicator) -> list[tuple[int, bool]]:
+        sink = Keep()
+        saver = Saver(tmp_path, SavePolicy(every_steps=4, in_background=in_background), about={"name": "tiny"})
+        make_trainer(comm, [saver], sink).run()
+        assert saver.last_saved == 6
+        for event in sink.events:
+            assert event.name == "checkpoint"
+            assert event.detail["folder"] == str(tmp_path)
+            assert event.detail["bytes"] > 0
+            assert 0 <= event.detail["stall_seconds"] <= event.detail["seconds"]
+        return [(event.step, event.detail["background"]) for event in sink.events]
+
+    assert run_virtual(work, 2) == [[(4, in_background), (6, False)]] * 2
+    assert steps_in(tmp_path) == [4, 6]
+    assert [open_checkpoint(path).manifest.about["reason"] for path in list_checkpoints(tmp_path)] == ["steps", "end"]
+
+
+def test_it_saves_by_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("paceline.train.saving.time.monotonic", lambda: now[0])
+    saver = Saver(tmp_path, SavePolicy(every_seconds=60.0, ask_every=2, at_end=False))
+
+    def pass_time(*_: Any) -> None:
+        now[0] += 25.0
+
+    make_trainer(SoloCommunicator(CPU), [pass_time, saver], steps=8).run()
+    assert steps_in(tmp_path) == [4, 8]  # 100 s at step 4, the first that is asked after 60; then again
+
+
+def test_what_it_is_asked_for_before_an_end_is_there_when_it_returns(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, SavePolicy(at_end=False, in_background=True))
+
+    def stop(trainer: Trainer, result: Any) -> None:
+        if result.step == 3:
+            saver.save_now(trainer)
+            assert steps_in(tmp_path) == [3]
+            saver.save_now(trainer)  # once a step
+
+    make_trainer(SoloCommunicator(CPU), [stop]).run()
+    assert open_checkpoint(tmp_path / "step-00000003").manifest.about["reason"] == "preempted"
+
+
+def test_the_best_is_kept_and_remembered_over_a_resume(tmp_path: Path) -> None:
+    policy = SavePolicy(every_steps=1, retention=Retention(last=1, best=1))
+    losses = iter([0.9, 0.2, 0.5, 0.7, 0.4, 0.3])
+
+    def measure(trainer: Trainer, _: Any) -> None:
+        trainer.metrics = {"step": trainer.step, "eval_loss": next(losses)}
+
+    first = make_trainer(SoloCommunicator(CPU), [measure, Saver(tmp_path, policy)], steps=4)
+    first.run()
+    assert steps_in(tmp_path) == [2, 4]
+    second = make_trainer(SoloCommunicator(CPU), [measure, Saver(tmp_path, policy)], steps=6)
+    second.load_state(open_checkpoint(tmp_path / "step-00000004"))
+    assert second.best == {"metric": "eval_loss", "value": 0.2, "step": 2}
+    second.run()
+    assert steps_in(tmp_path) == [2, 6]
+    assert open_checkpoint(tmp_path / "step-00000006").values["best"] == second.best == first.best
+
+
+def test_an_evaluation_of_an_earlier_step_does_not_count_for_a_later_one(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, SavePolicy(every_steps=1))
+    make_trainer(SoloCommunicator(CPU), [Every(3, EvaluateHook(), at_end=False), saver], steps=4).run()
+    found = [dict(open_checkpoint(path).manifest.metrics) for path in list_checkpoints(tmp_path)]
+    assert [bool(metrics) for metrics in found] == [False, False, found[2] != {}, False]
+
+
+def test_a_background_save_that_failed_stops_all_ranks_at_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = LocalFiles.write
+
+    def broken(self: LocalFiles, path: Path, chunks: Any) -> Any:
+        if path.name.startswith("rank-00001.f"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return write(self, path, chunks)
+
+    monkeypatch.setattr(LocalFiles, "write", broken)
+
+    def work(comm: Communicator) -> tuple[str, int]:
+        trainer = make_trainer(comm, [Saver(tmp_path, SavePolicy(every_steps=2, in_background=True))])
+        with pytest.raises(CheckpointError) as failure:
+            trainer.run()
+        return str(failure.value), trainer.step
+
+    (first, step), (second, _) = run_virtual(work, 2)
+    assert first == second
+    assert "Permission denied" in first
+    assert step == 4
+
+
+def test_a_config_says_when_and_what() -> None:
+    config = CheckpointConfig(
+        every_minutes=2.0, keep=3, keep_every=10, keep_best=2, best_metric="eval_accuracy", asynchronous=True
+    )
+    assert save_policy(config, ask_every=7) == SavePolicy(
+        every_seconds=120.0,
+        in_background=True,
+        ask_every=7,
+        retention=Retention(last=3, every=10, best=2, metric="eval_accuracy", mode="max"),
+    )
+    assert save_policy(CheckpointConfig()).retention == Retention(last=2)
