@@ -34,7 +34,7 @@ LEVELS = (
     ("monitor",),
     ("train", "analysis"),
     ("dryrun",),
-    ("parity", "report", "launch", "bench", "doctor", "simulate", "checkpoint_tools", "calibrate"),
+    ("parity", "report", "launch", "bench", "doctor", "simulate", "checkpoint_tools", "calibrate", "chaos"),
     ("planning",),
     ("cli",),
     ("__main__",),
@@ -60,6 +60,10 @@ SIDEWAYS = {
 }
 TORCH_FREE = (
     "analysis",
+    "chaos.faults",
+    "chaos.notes",
+    "chaos.report",
+    "chaos.timeline",
     "errors",
     "units",
     "imports",

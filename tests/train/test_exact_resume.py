@@ -1,4 +1,4 @@
-"""Twenty steps against ten and ten: the same bits under every strategy, with dropout, a loss scale and compression."""
+"""Many steps against half and half: the same bits under every strategy, with dropout, a loss scale and compression."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from paceline.data.consumed import recompute
 from paceline.train.assemble import build_trainer
 from paceline.train.trainer import Trainer
 
-STEPS = 20
+LONG, SHORT = 20, 6
+SOME = ["ddp, topk", "zero2, fp16", "fsdp", "pipeline"]
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp, topk": (2, {"comm": {"compression": {"policy": "topk", "ratio": 0.1, "min_size": 64}}}),
@@ -36,11 +37,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def make_config(ranks: int, case: dict[str, Any]) -> Config:
+def make_config(ranks: int, case: dict[str, Any], steps: int = LONG) -> Config:
     sections: dict[str, dict[str, Any]] = {
         "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 8, "context": 4, "tied": True, "dropout": 0.2},
         "data": {"kind": "synthetic_tokens", "samples": 52, "vocab_size": 11, "context": 4},
-        "train": {"steps": STEPS, "global_batch": 24, "accumulate": 2},
+        "train": {"steps": steps, "global_batch": 24, "accumulate": 2},
         "optim": {"lr": 0.01, "clip_norm": 1.0, "schedule": {"kind": "cosine", "warmup": 4}},
         "parallel": {"ranks": ranks},
     }
@@ -64,18 +65,21 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ten_and_ten_steps_are_twenty(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [*((case, SHORT) for case in SOME), *(pytest.param(c, LONG, marks=pytest.mark.exhaustive) for c in CASES)],
+)
+def test_half_and_half_are_the_whole(case: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
     ranks, changes = CASES[case]
-    config = make_config(ranks, changes)
+    config = make_config(ranks, changes, steps)
 
     def run(comm: Communicator) -> None:
         whole, first, second = (build_trainer(config, comm) for _ in range(3))
-        list(islice(restarted(whole), STEPS))
-        list(islice(restarted(first), STEPS // 2))
+        list(islice(restarted(whole), steps))
+        list(islice(restarted(first), steps // 2))
         second.load_state(save_now(first, tmp_path))
-        assert second.step == STEPS // 2
+        assert second.step == steps // 2
         list(second.steps())
         for trainer in (whole, second):
             trainer.flush(wait=True)
@@ -93,7 +97,7 @@ def test_ten_and_ten_steps_are_twenty(case: str, tmp_path: Path, monkeypatch: py
         return trainer.steps()
 
     run_virtual(run, ranks)
-    consumed = open_checkpoint(tmp_path / f"step-{STEPS // 2:08d}").values["consumed"]
+    consumed = open_checkpoint(tmp_path / f"step-{steps // 2:08d}").values["consumed"]
     assert recompute(consumed) == {"hash": consumed["hash"], "count": consumed["count"]}
 
 

@@ -64,8 +64,8 @@ class Injector:
     def attach(self, trainer: Trainer) -> None:
         """Puts the faults of phases and losses into a trainer that is about to run."""
         self._trainer, meter = trainer, trainer.parts.meter
-        meter.lap = self._after_phases(meter.lap)  # type: ignore[method-assign]
-        meter.enter = self._at_entries(meter.enter)  # type: ignore[method-assign]
+        meter.lap = self._after_phases(meter.lap)  # type: ignore[method-assign, assignment]
+        meter.enter = self._at_entries(meter.enter)  # type: ignore[method-assign, assignment]
         if any(each.kind in ON_LOSS for each in self._faults):
             trainer.parts = replace(trainer.parts, loss=FaultyLoss(trainer.parts.loss, lambda: self._loss_factor))
 

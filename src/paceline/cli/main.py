@@ -12,6 +12,7 @@ import typer
 
 from paceline.cli.bench import app as bench_app
 from paceline.cli.calibrate import calibrate
+from paceline.cli.chaos import chaos
 from paceline.cli.checkpoint import app as checkpoint_app
 from paceline.cli.cluster import app as cluster_app
 from paceline.cli.config import app as config_app
@@ -45,6 +46,7 @@ app.command()(plan)
 app.command()(predict)
 app.command()(report)
 app.command()(simulate)
+app.command()(chaos)
 app.command()(schedule)
 app.command()(doctor)
 app.command()(calibrate)

@@ -1,0 +1,202 @@
+"""What became of faults, from records alone; and the interval that follows from costs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.chaos.faults import Fault
+from paceline.chaos.notes import Fired
+from paceline.chaos.report import Report, SaveCost, compare_steps, make_report, recommend, report_lines
+from paceline.chaos.timeline import (
+    Attempt,
+    Command,
+    Handling,
+    Policies,
+    expected_handling,
+    final_steps,
+    handle,
+    read_attempts,
+)
+from paceline.monitor.records import EventRecord, Record, RunRecord, StepRecord
+
+KILL = Fault(number=0, kind="kill", rank=1, step=6, phase="forward")
+
+
+def run_record(time: float) -> RunRecord:
+    return RunRecord(
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        device="cpu",
+        host="here",
+        pid=1,
+        python="3",
+        torch="2",
+        paceline="0",
+        num_parameters=1,
+        strategy="ddp",
+        backend="gloo",
+        global_batch=8,
+        microbatch=4,
+        accumulate=1,
+        total_steps=10,
+        time=time,
+    )
+
+
+def step_record(step: int, time: float, loss: float = 1.0) -> StepRecord:
+    return StepRecord(
+        step=step,
+        epoch=0.1,
+        position=8 * step,
+        loss=loss,
+        loss_sum=loss,
+        count=1,
+        lr=0.1,
+        grad_norm=1.0,
+        samples=4,
+        step_s=1.0,
+        data_s=0.0,
+        forward_s=0.5,
+        backward_s=0.5,
+        comm_s=0.0,
+        optimizer_s=0.0,
+        samples_per_s=4.0,
+        memory_bytes=1,
+        time=time,
+    )
+
+
+def event(name: str, step: int, time: float, **detail: object) -> EventRecord:
+    return EventRecord(name=name, step=step, detail=detail, time=time)
+
+
+def killed_run() -> list[Attempt]:
+    """Steps 1 to 5, a checkpoint after 4; killed in step 6; again from 4 to 8."""
+    records: list[Record] = [run_record(0.0)]
+    records += [step_record(step, float(step)) for step in range(1, 6)]
+    records.append(event("checkpoint", 4, 4.5, stall_seconds=0.2, seconds=0.5))
+    records.append(run_record(8.0))
+    records.append(event("restart", 4, 8.1, number=1, of=3, reason="rank 1 was killed by SIGKILL after step 5"))
+    records.append(event("resume", 4, 8.2, checkpoint="step-4"))
+    records += [step_record(step, step + 4.0) for step in range(5, 9)]
+    return read_attempts(records)
+
+
+def test_a_restart_is_told_with_what_it_cost() -> None:
+    fired = [Fired(number=0, rank=1, step=6, position=40, time=5.5)]
+    found = handle(KILL, fired, killed_run(), [Command(start=0.0, end=20.0, code=0)], Policies())
+    assert (found.how, found.is_right, found.lost_steps, found.lost_samples) == ("restarted", True, 1, 8)
+    assert found.recovery_s == pytest.approx(4.5)  # step 6 ends at 10
+    assert found.verdict == "rank 1 was killed by SIGKILL after step 5"
+
+
+def test_a_command_that_ended_and_was_run_again_has_stopped() -> None:
+    fired = [Fired(number=0, rank=1, step=6, position=40, time=5.5)]
+    commands = [
+        Command(start=0.0, end=7.0, code=75, told=("paceline: preempted: the state is saved", "  to go on")),
+        Command(start=7.5, end=20.0, code=0),
+    ]
+    found = handle(KILL, fired, killed_run(), commands, Policies())
+    assert (found.how, found.is_right) == ("stopped", False)
+    assert found.verdict == "preempted: the state is saved"
+
+
+def test_faults_that_did_not_happen_or_were_the_end_are_told() -> None:
+    commands = [Command(start=0.0, end=7.0, code=1, told=("paceline: rank 1 was killed",))]
+    attempts = killed_run()[:1]
+    assert handle(KILL, [], attempts, commands, Policies()).how == "never happened"
+    fired = [Fired(number=0, rank=1, step=6, position=40, time=5.5)]
+    found = handle(KILL, fired, attempts, commands, Policies())
+    assert (found.how, found.is_right, found.verdict) == ("not recovered", False, "rank 1 was killed")
+
+
+def test_a_run_that_went_on_or_went_back_is_told_apart() -> None:
+    steps: list[Record] = [step_record(step, float(step)) for step in range(1, 9)]
+    fault = Fault(number=0, kind="nan", rank=None, step=6)
+    fired = [Fired(number=0, rank=0, step=6, position=40, time=5.5)]
+    on = handle(fault, fired, read_attempts([run_record(0.0), *steps]), [], Policies())
+    assert (on.how, on.lost_steps) == ("went on", 0)
+    again: list[Record] = [step_record(step, step + 4.0) for step in range(5, 9)]
+    back = event("roll_back", 4, 6.5, reason="not finite")
+    records: list[Record] = [run_record(0.0), *steps[:6], back, *again]
+    found = handle(fault, fired, read_attempts(records), [], Policies(on_nan="roll_back", max_bad_steps=1))
+    assert (found.how, found.is_right, found.lost_steps, found.verdict) == ("went back", True, 1, "not finite")
+
+
+@pytest.mark.parametrize(
+    ("kind", "policies", "expected"),
+    [
+        ("kill", Policies(), ("restarted",)),
+        ("kill", Policies(max_restarts=0), ("stopped",)),
+        ("hang", Policies(on_hang="stop"), ("stopped",)),
+        ("oom", Policies(), ("stopped",)),
+        ("oom", Policies(on_oom="halve"), ("restarted",)),
+        ("disk-full", Policies(), ("stopped",)),
+        ("disk-full", Policies(on_full_disk="warn"), ("went on",)),
+        ("preempt", Policies(), ("stopped",)),
+        ("nan", Policies(on_nan="stop"), ("restarted",)),
+        ("spike", Policies(on_spike="roll_back", spike_window=4), ("went back",)),
+        ("spike", Policies(on_spike="roll_back", spike_window=50), ("went on",)),
+        ("slow", Policies(), ("went on",)),
+    ],
+)
+def test_what_is_right_follows_from_the_policies(kind: str, policies: Policies, expected: tuple[str, ...]) -> None:
+    assert expected_handling(Fault(number=0, kind=kind, rank=0, step=6), policies) == expected
+
+
+def test_of_steps_that_were_done_again_the_last_counts() -> None:
+    steps = final_steps(killed_run())
+    assert list(steps) == list(range(1, 9))
+    assert steps[5].time == 9.0
+
+
+def make(code: int, handlings: list[Handling], mtbf_s: float | None = None) -> Report:
+    commands = [Command(start=0.0, end=20.0, code=code)]
+    return make_report("a", 2, killed_run(), commands, handlings, mtbf_s=mtbf_s, samples="64, each once an epoch")
+
+
+def test_a_report_adds_up() -> None:
+    right = Handling(fault=KILL, how="restarted", expected=("restarted",), lost_steps=1, lost_samples=8, recovery_s=4.5)
+    report = make(0, [right])
+    assert report.goodput == pytest.approx(8 / 20)
+    assert report.save == SaveCost(number=1, stall_s=0.2, total_s=0.5)
+    assert report.interval is not None
+    assert (report.interval.mtbf_s, report.interval.is_observed) == (20.0, True)
+    assert report.is_good
+    assert report.to_json()["lost_samples"] == 8
+    assert "kill:rank=1@step=6  restarted          1 steps  4.5 s         yes" in report_lines(report)
+    assert not make(1, [right]).is_good
+    wrong = Handling(fault=KILL, how="never happened", expected=("restarted",))
+    assert not make(0, [wrong]).is_good
+
+
+def test_losses_are_compared_bit_by_bit() -> None:
+    twin = read_attempts([run_record(0.0), *(step_record(step, float(step)) for step in range(1, 9))])
+    same = compare_steps([killed_run()], [twin], is_expected=True, samples="the same")
+    assert same.is_same
+    other = read_attempts([run_record(0.0), *(step_record(s, float(s), 1.0 + (s == 7) * 1e-9) for s in range(1, 9))])
+    assert compare_steps([killed_run()], [other], is_expected=True, samples="").first_difference == 7
+    longer = read_attempts([run_record(0.0), *(step_record(step, float(step)) for step in range(1, 10))])
+    assert compare_steps([killed_run()], [longer], is_expected=True, samples="").first_difference == 9
+
+
+@given(stall=st.floats(1e-3, 100.0), mtbf=st.floats(1e3, 1e7))
+def test_the_interval_loses_less_than_its_neighbours(stall: float, mtbf: float) -> None:
+    """Daly's interval is near the best of the expected time that he starts from."""
+    found = recommend(SaveCost(number=1, stall_s=stall, total_s=stall), step_s=1.0, mtbf_s=mtbf, is_observed=False)
+    assert found.young_s == pytest.approx(math.sqrt(2.0 * stall * mtbf))
+
+    def cost(interval: float) -> float:
+        return math.expm1((interval + stall) / mtbf) / interval
+
+    assert cost(found.daly_s) <= 1.001 * min(cost(0.7 * found.daly_s), cost(1.4 * found.daly_s))
+
+
+def test_a_save_is_over_before_the_next() -> None:
+    found = recommend(SaveCost(number=1, stall_s=1e-4, total_s=60.0), step_s=1.0, mtbf_s=3600.0, is_observed=True)
+    assert found.steps == 60
