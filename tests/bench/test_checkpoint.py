@@ -7,7 +7,7 @@ import pytest
 from paceline.bench.checkpoint import CheckpointWorkload, bench_checkpoint
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_arm_is_timed_beside_dcp() -> None:
     work = CheckpointWorkload(size="gpt-nano", layers=1, vocabulary=32, ranks=2, load_ranks=(1,), rounds=2)
     rows = bench_checkpoint(work)

@@ -87,9 +87,12 @@ def test_the_slowest_rank_counts_and_the_first_steps_do_not(tmp_path: Path) -> N
 
 def test_a_fitted_entry_predicts_the_run_that_it_was_fitted_to(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    found = refit(run, HOST)
+    base = tmp_path / "base.yaml"
+    base.write_text(ENTRY)
+    found = refit(run, HOST, base)
     assert abs(found.error(found.after_s)) < 0.01 < abs(found.error(found.before_s))
-    assert found == refit(run, HOST)
+    assert found == refit(run, HOST, base)
+    assert refit(run, HOST).before_s > 0  # without one: the catalog's small host
     entry = tmp_path / "mine.yaml"
     entry.write_text(found.text)
     again = refit(run, HOST, entry)  # nothing is left to fit
@@ -101,7 +104,7 @@ ENTRY = """
 # Measured by: somebody
 devices:
   mine: {vendor: host, generation: cpu, memory_gib: 4, memory_gb_per_s: 10, peak_tflops: {fp32: 0.03}, launch_us: 10,
-    operation_us: 20, multiprocessors: 1, node: mine}
+    operation_us: 20, multiprocessors: 1, node: mine, memory_rates: {pointwise: {1000: 20.0}}}
 links:
   mine-shm: {kind: shared_memory, gb_per_s: 4, efficiency: 1.0, latency_us: 20, all_reduce_us: {2: {1024: 50}}}
   mine-gloo: {kind: loopback, gb_per_s: 2, efficiency: 1.0, latency_us: 100}

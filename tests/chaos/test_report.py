@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.chaos.faults import Fault
-from paceline.chaos.notes import Fired
+from paceline.chaos.notes import Fired, Passed, Started
 from paceline.chaos.report import Report, SaveCost, compare_steps, make_report, recommend, report_lines
 from paceline.chaos.timeline import (
     Attempt,
     Command,
     Handling,
+    Notes,
     Policies,
     expected_handling,
     final_steps,
@@ -81,51 +83,75 @@ def killed_run() -> list[Attempt]:
     records += [step_record(step, float(step)) for step in range(1, 6)]
     records.append(event("checkpoint", 4, 4.5, stall_seconds=0.2, seconds=0.5))
     records.append(run_record(8.0))
-    records.append(event("restart", 4, 8.1, number=1, of=3, reason="rank 1 was killed by SIGKILL after step 5"))
-    records.append(event("resume", 4, 8.2, checkpoint="step-4"))
     records += [step_record(step, step + 4.0) for step in range(5, 9)]
     return read_attempts(records)
 
 
+FIRED = Fired(number=0, rank=1, step=6, position=40, time=5.5)
+RESTARTED = Notes(
+    fired=(FIRED,),
+    started=(Started(step=0, position=0, time=0.5), Started(step=4, position=32, time=8.5)),
+    passed=(Passed(number=0, step=6, is_later=True, time=10.0),),
+)
+SENTENCE = "rank 1 was killed by SIGKILL after step 5"
+
+
 def test_a_restart_is_told_with_what_it_cost() -> None:
-    fired = [Fired(number=0, rank=1, step=6, position=40, time=5.5)]
-    found = handle(KILL, fired, killed_run(), [Command(start=0.0, end=20.0, code=0)], Policies())
+    told = (
+        (1.0, "paceline: something before"),
+        (6.0, "paceline: passed over step-8: it is damaged"),
+        (6.5, f"paceline: {SENTENCE}; restarting 2 ranks from step 4 (restart 1 of 3)"),
+    )
+    commands = [Command(start=0.0, end=20.0, code=0, told=told)]
+    found = handle(KILL, RESTARTED, killed_run(), commands, Policies())
     assert (found.how, found.is_right, found.lost_steps, found.lost_samples) == ("restarted", True, 1, 8)
-    assert found.recovery_s == pytest.approx(4.5)  # step 6 ends at 10
-    assert found.verdict == "rank 1 was killed by SIGKILL after step 5"
+    assert found.recovery_s == pytest.approx(4.5)
+    assert found.verdict == SENTENCE
+
+
+def test_a_fault_while_saving_loses_the_step_that_was_saved() -> None:
+    fault = Fault(number=0, kind="kill-while-saving", rank=1, step=6)
+    assert handle(fault, RESTARTED, killed_run(), [Command(start=0.0, end=20.0, code=0)], Policies()).lost_steps == 2
 
 
 def test_a_command_that_ended_and_was_run_again_has_stopped() -> None:
-    fired = [Fired(number=0, rank=1, step=6, position=40, time=5.5)]
     commands = [
-        Command(start=0.0, end=7.0, code=75, told=("paceline: preempted: the state is saved", "  to go on")),
+        Command(
+            start=0.0, end=7.0, code=75, told=((6.9, "paceline: preempted: the state is saved"), (6.9, "  to go on"))
+        ),
         Command(start=7.5, end=20.0, code=0),
     ]
-    found = handle(KILL, fired, killed_run(), commands, Policies())
+    found = handle(KILL, RESTARTED, killed_run(), commands, Policies())
     assert (found.how, found.is_right) == ("stopped", False)
     assert found.verdict == "preempted: the state is saved"
 
 
+def test_a_signal_is_obeyed_after_a_step_or_two() -> None:
+    fault = Fault(number=0, kind="preempt", rank=1, step=6)
+    inside = Passed(number=0, step=6, is_later=False, time=6.0)
+    notes = replace(RESTARTED, passed=(inside, *RESTARTED.passed))
+    commands = [Command(start=0.0, end=7.0, code=75), Command(start=7.5, end=20.0, code=0)]
+    assert handle(fault, notes, killed_run(), commands, Policies()).how == "stopped"
+    assert handle(replace(fault, kind="slow"), notes, killed_run(), commands, Policies()).how == "went on"
+
+
 def test_faults_that_did_not_happen_or_were_the_end_are_told() -> None:
-    commands = [Command(start=0.0, end=7.0, code=1, told=("paceline: rank 1 was killed",))]
+    commands = [Command(start=0.0, end=7.0, code=1, told=((6.0, "paceline: rank 1 was killed"),))]
     attempts = killed_run()[:1]
-    assert handle(KILL, [], attempts, commands, Policies()).how == "never happened"
-    fired = [Fired(number=0, rank=1, step=6, position=40, time=5.5)]
-    found = handle(KILL, fired, attempts, commands, Policies())
+    assert handle(KILL, Notes(fired=(), started=(), passed=()), attempts, commands, Policies()).how == "never happened"
+    found = handle(KILL, replace(RESTARTED, passed=()), attempts, commands, Policies())
     assert (found.how, found.is_right, found.verdict) == ("not recovered", False, "rank 1 was killed")
 
 
 def test_a_run_that_went_on_or_went_back_is_told_apart() -> None:
-    steps: list[Record] = [step_record(step, float(step)) for step in range(1, 9)]
     fault = Fault(number=0, kind="nan", rank=None, step=6)
-    fired = [Fired(number=0, rank=0, step=6, position=40, time=5.5)]
-    on = handle(fault, fired, read_attempts([run_record(0.0), *steps]), [], Policies())
-    assert (on.how, on.lost_steps) == ("went on", 0)
-    again: list[Record] = [step_record(step, step + 4.0) for step in range(5, 9)]
-    back = event("roll_back", 4, 6.5, reason="not finite")
-    records: list[Record] = [run_record(0.0), *steps[:6], back, *again]
-    found = handle(fault, fired, read_attempts(records), [], Policies(on_nan="roll_back", max_bad_steps=1))
-    assert (found.how, found.is_right, found.lost_steps, found.verdict) == ("went back", True, 1, "not finite")
+    notes = replace(RESTARTED, started=RESTARTED.started[:1])
+    on = handle(fault, notes, killed_run()[:1], [], Policies())
+    assert (on.how, on.is_right, on.lost_steps) == ("went on", True, 0)
+    back = event("roll_back", 4, 6.5, reason="not finite", from_step=6, skipped_samples=16)
+    attempts = read_attempts([run_record(0.0), step_record(6, 6.0), back])
+    found = handle(fault, notes, attempts, [], Policies(on_nan="roll_back", max_bad_steps=1))
+    assert (found.how, found.is_right, found.lost_steps, found.verdict) == ("went back", True, 2, "not finite")
 
 
 @pytest.mark.parametrize(

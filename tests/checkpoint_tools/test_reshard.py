@@ -168,3 +168,13 @@ def test_regions_of_all_ranks_are_every_element_once(saved: Save) -> None:
 def test_the_result_is_one_that_is_resumed_from(saved: Save, tmp_path: Path) -> None:
     made = reshard(open_checkpoint(saved()), tmp_path, World(ranks=3))
     assert verify_checkpoint(made).step == 7
+
+
+def test_a_stream_that_ends_early_is_no_file(tmp_path: Path) -> None:
+    short = Piece(
+        name="model/a", region=whole_region((8,)), dtype=torch.float32, read=lambda: iter([memoryview(b"abcd")])
+    )
+    plain = PlainState(step=1, position=0, values={}, own={}, found={}, about={})
+    with pytest.raises(CheckpointError, match="model/a gave 4 bytes, and its shape has 32"):
+        write_checkpoint(tmp_path, [Part(pieces=[short])], plain)
+    assert list(tmp_path.iterdir()) == []

@@ -48,7 +48,7 @@ def is_over(other):
     if not note.exists() or not note.read_text():
         return False
     import psutil
-    pid = int(note.read_text())
+    pid = int(note.read_text().split()[0])
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 def act(deed, *details):

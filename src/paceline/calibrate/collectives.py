@@ -17,6 +17,7 @@ from paceline.units import KIB, MIB
 
 _BUSY_BYTES = 4 * MIB
 _BUSY_PRODUCTS = 12
+_LEAST_BUSY, _MOST_BUSY = 0.05, 1.5  # beyond is noise: it costs what it takes, and a little of the caches
 SIZES = (4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB)
 
 
@@ -77,7 +78,7 @@ def _busy(comm: Communicator, watch: Stopwatch) -> float:
 
     alone = watch.time_together(lambda: comm.all_reduce(tensor, "sum").wait(), 2).seconds
     products, together = watch.time_together(compute, 1).seconds, watch.time_together(both, 1).seconds
-    return max(0.05, (together - products) / alone)
+    return min(_MOST_BUSY, max(_LEAST_BUSY, (together - products) / alone))
 
 
 def ring_seconds(num_bytes: float, ranks: int, latency_s: float, bandwidth: float) -> float:

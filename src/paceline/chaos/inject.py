@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.chaos.faults import ON_LOSS, STEP_PHASES, WHILE_SAVING, Fault
-from paceline.chaos.notes import Fired, note_fired, read_fired, read_plan
+from paceline.chaos.notes import Fired, Passed, Started, note, read_notes, read_plan
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.remote import storage_of
 from paceline.checkpoint.storage import Storage
@@ -45,13 +45,13 @@ class Injector:
 
     def __init__(self, folder: Path, rank: int, checkpoints: Path) -> None:
         plan = read_plan(folder)
-        done = {(fired.number, fired.rank) for fired in read_fired(folder)}
+        done = {(fired.number, fired.rank) for fired in read_notes(folder, Fired)}
         self._folder, self._rank, self._seed, self._checkpoints = folder, rank, plan.seed, checkpoints
         self._faults = [each for each in plan.faults if each.rank in (None, rank) and (each.number, rank) not in done]
         self._slow: Fault | None = None
         self._slow_until = 0
         self._loss_factor = 1.0
-        self._lap_at = time.perf_counter()
+        self._lap_at, self._started_at = time.perf_counter(), time.time()
         self._trainer: Trainer | None = None
 
     def storage(self) -> Storage:
@@ -64,6 +64,8 @@ class Injector:
     def attach(self, trainer: Trainer) -> None:
         """Puts the faults of phases and losses into a trainer that is about to run."""
         self._trainer, meter = trainer, trainer.parts.meter
+        if self._rank == 0:
+            note(self._folder, Started(step=trainer.step, position=trainer.position, time=time.time()))
         meter.lap = self._after_phases(meter.lap)  # type: ignore[method-assign, assignment]
         meter.enter = self._at_entries(meter.enter)  # type: ignore[method-assign, assignment]
         if any(each.kind in ON_LOSS for each in self._faults):
@@ -90,6 +92,8 @@ class Injector:
                 elif fault.phase == phase and _is_due(fault, step):
                     self._do(fault, step)
             lap(phase)
+            if phase == "optimizer" and self._rank == 0:
+                self._note_passed(step)
             self._lap_at = time.perf_counter()
 
         return faulty_lap
@@ -176,10 +180,19 @@ class Injector:
         """Notes that a fault happens, before it does."""
         position = 0 if self._trainer is None else self._trainer.position
         self._faults.remove(fault)
-        note_fired(
+        note(
             self._folder,
             Fired(number=fault.number, rank=self._rank, step=step, position=position, time=time.time(), detail=detail),
         )
+
+    def _note_passed(self, step: int) -> None:
+        """Notes the faults whose step has now been trained."""
+        known = {(passed.number, passed.is_later) for passed in read_notes(self._folder, Passed)}
+        for fired in read_notes(self._folder, Fired):
+            is_later = fired.time < self._started_at
+            if fired.step <= step and (fired.number, is_later) not in known:
+                known.add((fired.number, is_later))
+                note(self._folder, Passed(number=fired.number, step=step, is_later=is_later, time=time.time()))
 
     def _draw(self, fault: Fault) -> random.Random:
         return random.Random(f"{self._seed} {fault.number}")

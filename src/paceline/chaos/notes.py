@@ -2,6 +2,8 @@
 
     plan.json       seed and faults, written once
     fired.jsonl     one line for each fault of each rank, written before it happens: it happens once, also over restarts
+    started.jsonl   one line for each attempt, of rank 0: the step that it begins with
+    passed.jsonl    one line for each fault whose step has been trained after it
 
 A line is one ``write`` to a file that is opened for appending, so that ranks do not mix theirs, and SIGKILL right after
 it loses nothing.
@@ -14,7 +16,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from paceline.chaos.faults import Fault, fault_from_json
 
@@ -42,6 +44,25 @@ class Fired:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """An attempt that begins to train, after so many steps and samples."""
+
+    step: int
+    position: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """The first step after a fault that had not been trained before it; ``is_later``: in a later attempt."""
+
+    number: int
+    step: int
+    is_later: bool
+    time: float
+
+
 def write_plan(folder: Path, seed: int, faults: Sequence[Fault]) -> None:
     """Writes the plan for the ranks."""
     content = {"seed": seed, "faults": [fault.to_json() for fault in faults]}
@@ -54,19 +75,23 @@ def read_plan(folder: Path) -> Plan:
     return Plan(seed=content["seed"], faults=tuple(map(fault_from_json, content["faults"])))
 
 
-def note_fired(folder: Path, fired: Fired) -> None:
-    """Notes a fault that is about to happen."""
-    descriptor = os.open(folder / "fired.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+def note(folder: Path, what: Fired | Started | Passed) -> None:
+    """Notes what is about to happen, or has."""
+    descriptor = os.open(folder / _FILES[type(what)], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, (json.dumps(asdict(fired)) + "\n").encode())
+        os.write(descriptor, (json.dumps(asdict(what)) + "\n").encode())
     finally:
         os.close(descriptor)
 
 
-def read_fired(folder: Path) -> list[Fired]:
-    """Returns what has happened so far, in that order."""
+def read_notes(folder: Path, kind: type[_Note]) -> list[_Note]:
+    """Returns what has been noted so far, in the order of time."""
     try:
-        lines = (folder / "fired.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (folder / _FILES[kind]).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-    return sorted((Fired(**json.loads(line)) for line in lines), key=lambda fired: fired.time)
+    return sorted((kind(**json.loads(line)) for line in lines), key=lambda noted: noted.time)
+
+
+_Note = TypeVar("_Note", Fired, Started, Passed)
+_FILES: Final[dict[type, str]] = {Fired: "fired.jsonl", Started: "started.jsonl", Passed: "passed.jsonl"}

@@ -152,11 +152,13 @@ def make_report(
     """Puts the numbers of a run together. ``attempts`` are rank 0's."""
     steps = final_steps(attempts)
     wall = sum(command.end - command.start for command in commands)
-    useful = sum(record.step_s for record in steps.values())
     save = save_cost(attempts)
     num_failures = sum(each.how in ("restarted", "stopped") for each in handlings)
     observed = mtbf_s or (wall / num_failures if num_failures else None)
     step_s = median(record.step_s for record in steps.values()) if steps else 0.0
+    last = max(steps, default=0)
+    # Steps whose records a killed rank had not written count as the median one.
+    useful = sum(record.step_s for record in steps.values()) + step_s * (last - len(steps))
     interval = None
     if save is not None and observed is not None and step_s:
         interval = recommend(save, step_s=step_s, mtbf_s=observed, is_observed=mtbf_s is None)
@@ -164,14 +166,14 @@ def make_report(
         name=name,
         ranks=ranks,
         code=commands[-1].code if commands else 1,
-        steps=max(steps, default=0),
+        steps=last,
         wall_s=wall,
         goodput=useful / wall if wall else 0.0,
         handlings=tuple(handlings),
         save=save,
         interval=interval,
         samples=samples,
-        told=tuple(line for command in commands for line in command.told),
+        told=tuple(text for command in commands for _, text in command.told),
         sameness=sameness,
     )
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.chaos.faults import Fault
-from paceline.chaos.notes import Fired
+from paceline.chaos.faults import ON_LOSS, WHILE_SAVING, Fault
+from paceline.chaos.notes import Fired, Passed, Started
 from paceline.monitor.records import EventRecord, Record, RunRecord, StepRecord
 
 How = Literal["went on", "went back", "restarted", "stopped", "not recovered", "never happened"]
@@ -23,21 +23,28 @@ How = Literal["went on", "went back", "restarted", "stopped", "not recovered", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One run of ``paceline train``: when, its exit code, and what it told."""
+    """One run of ``paceline train``: when, its exit code, and what it told at which time."""
 
     start: float
     end: float
     code: int
-    told: tuple[str, ...] = ()
+    told: tuple[tuple[float, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """What the ranks noted, each in the order of time."""
+
+    fired: tuple[Fired, ...]
+    started: tuple[Started, ...]
+    passed: tuple[Passed, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of the ranks, as a rank's records tell it. ``reason`` is what ended the one before."""
+    """One start of the ranks, as a rank's records tell it: what it had not written when it was killed is not there."""
 
     start: float
-    first_step: int
-    reason: str
     steps: tuple[StepRecord, ...]
     events: tuple[EventRecord, ...]
 
@@ -84,9 +91,7 @@ def read_attempts(records: Sequence[Record]) -> list[Attempt]:
         part = records[first:last]
         steps = tuple(each for each in part if isinstance(each, StepRecord))
         events = tuple(each for each in part if isinstance(each, EventRecord))
-        began = next((each.step for each in events if each.name in ("resume", "restart")), 0)
-        reason = next((str(each.detail.get("reason", "")) for each in events if each.name == "restart"), "")
-        found.append(Attempt(start=part[0].time, first_step=began, reason=reason, steps=steps, events=events))
+        found.append(Attempt(start=part[0].time, steps=steps, events=events))
     return found
 
 
@@ -136,80 +141,79 @@ def _expected_of_losses(fault: Fault, policies: Policies, starts_again: tuple[Ho
 
 
 def handle(
-    fault: Fault,
-    fired: Sequence[Fired],
-    attempts: Sequence[Attempt],
-    commands: Sequence[Command],
-    policies: Policies,
+    fault: Fault, notes: Notes, attempts: Sequence[Attempt], commands: Sequence[Command], policies: Policies
 ) -> Handling:
-    """Finds out what became of a fault."""
+    """Finds out what became of a fault. ``attempts`` are rank 0's."""
     expected = expected_handling(fault, policies)
-    own = [each for each in fired if each.number == fault.number]
-    if not own:
+    at = next((each for each in notes.fired if each.number == fault.number), None)
+    if at is None:
         return Handling(fault=fault, how="never happened", expected=expected)
-    at = own[0]
-    before = max((place for place, each in enumerate(attempts) if each.start <= at.time), default=0)
-    found = _first_new_step(attempts, before, at)
-    if found is None:
-        return Handling(
-            fault=fault, how="not recovered", expected=expected, verdict=_told(commands, at.time), detail=at.detail
-        )
-    place, record, went_back = found
-    how: How = "went back" if went_back is not None else "went on"
-    began = went_back.step if went_back is not None else at.step - 1
-    verdict = "" if went_back is None else str(went_back.detail.get("reason", ""))
-    if place > before:
-        is_same_command = any(each.start <= at.time and record.time <= each.end for each in commands)
-        how, began = ("restarted" if is_same_command else "stopped"), attempts[place].first_step
-        verdict = attempts[before + 1].reason if is_same_command else _told(commands, at.time)
-        began = min(each.first_step for each in attempts[before + 1 : place + 1])
-    done = _steps_done(at, fault)
+    verdict = _verdict(commands, at.time)
+    passed = _passed(fault, notes.passed, expected)
+    if passed is None:
+        return Handling(fault=fault, how="not recovered", expected=expected, verdict=verdict, detail=at.detail)
+    recovery_s = max(0.0, passed.time - at.time)
+    began = next((each for each in notes.started if at.time < each.time <= passed.time), None)
+    if began is None:
+        return _handled_inside(fault, at, attempts, expected, recovery_s)
+    is_same_command = any(each.start <= at.time and passed.time <= each.end for each in commands)
     return Handling(
         fault=fault,
-        how=how,
+        how="restarted" if is_same_command else "stopped",
         expected=expected,
-        lost_steps=max(0, done - began) if how != "went on" else 0,
-        lost_samples=_samples_between(attempts, began, done) if how != "went on" else 0,
-        recovery_s=max(0.0, record.time - at.time),
+        lost_steps=max(0, steps_done(at, fault) - began.step),
+        lost_samples=max(0, at.position - began.position),
+        recovery_s=recovery_s,
         verdict=verdict,
         detail=at.detail,
     )
 
 
-def _steps_done(at: Fired, fault: Fault) -> int:
-    """Returns how many steps had been trained: while saving or evaluating, the step itself too."""
-    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in (
-        "disk-full",
-        "unwritable",
-        "kill-while-saving",
+def _passed(fault: Fault, noted: Sequence[Passed], expected: tuple[How, ...]) -> Passed | None:
+    """Returns where the run was past a fault.
+
+    A signal and a bad loss are obeyed a step or two later: where they are to end the attempt, a later one counts.
+    """
+    own = [each for each in noted if each.number == fault.number]
+    later = [each for each in own if each.is_later]
+    if later and (fault.kind == "preempt" or fault.kind in ON_LOSS) and expected in (("restarted",), ("stopped",)):
+        return later[0]
+    return own[0] if own else None
+
+
+def _handled_inside(
+    fault: Fault, at: Fired, attempts: Sequence[Attempt], expected: tuple[How, ...], recovery_s: float
+) -> Handling:
+    """Tells of a fault after which the same attempt went on, or went back to a checkpoint by itself."""
+    events = [each for attempt in attempts for each in attempt.events]
+    back = next((each for each in events if each.name == "roll_back" and each.time >= at.time), None)
+    if back is None or fault.kind not in ON_LOSS:
+        return Handling(fault=fault, how="went on", expected=expected, recovery_s=recovery_s, detail=at.detail)
+    lost = int(back.detail.get("from_step", back.step)) - back.step
+    return Handling(
+        fault=fault,
+        how="went back",
+        expected=expected,
+        lost_steps=lost,
+        lost_samples=int(back.detail.get("skipped_samples", 0)),
+        recovery_s=recovery_s,
+        verdict=str(back.detail.get("reason", "")),
+        detail=at.detail,
     )
+
+
+def steps_done(at: Fired, fault: Fault) -> int:
+    """Returns how many steps had been trained: while saving or evaluating, the step itself too."""
+    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in WHILE_SAVING
     return at.step if is_after else at.step - 1
 
 
-def _first_new_step(
-    attempts: Sequence[Attempt], before: int, at: Fired
-) -> tuple[int, StepRecord, EventRecord | None] | None:
-    """Returns the first step after a fault that had not been trained before it, in which attempt, and a way back."""
-    for place in range(before, len(attempts)):
-        attempt = attempts[place]
-        back = next((e for e in attempt.events if e.name == "roll_back" and e.time >= at.time), None)
-        for record in attempt.steps:
-            if record.time > at.time and record.step >= at.step and (back is None or record.time >= back.time):
-                near = back is not None and place == before
-                return place, record, back if near else None
-    return None
-
-
-def _samples_between(attempts: Sequence[Attempt], first: int, last: int) -> int:
-    """Returns how many samples lie between the ends of two steps."""
-    positions = {record.step: record.position for attempt in attempts for record in attempt.steps}
-    return max(0, positions.get(last, 0) - positions.get(first, 0)) if last in positions else 0
-
-
-def _told(commands: Sequence[Command], moment: float) -> str:
-    """Returns what the command that ran at a moment said last about its end."""
-    for command in commands:
-        if command.start <= moment <= command.end:
-            said = [line for line in command.told if line.startswith("paceline: ")]
-            return said[-1].removeprefix("paceline: ") if said else f"exit code {command.code}"
-    return ""
+def _verdict(commands: Sequence[Command], moment: float) -> str:
+    """Returns what was told first after a moment, by the command that ran then, and what was to be done."""
+    said = [
+        text.removeprefix("paceline: ")
+        for command in commands
+        for when, text in command.told
+        if command.start <= moment <= command.end and when >= moment and text.startswith("paceline: ")
+    ]
+    return next((text.partition("; restarting ")[0] for text in said if not text.startswith("passed over")), "")

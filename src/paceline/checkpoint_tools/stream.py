@@ -19,6 +19,7 @@ from paceline.checkpoint.manifest import SavedFile
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tensors import dtype_code, host_bytes
+from paceline.errors import CheckpointError
 from paceline.layout import Region, whole_region
 
 WINDOW_BYTES = 2**23
@@ -124,6 +125,10 @@ def _file_parts(
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for stream in streams:
+        written = 0
         for part in stream.read():
             yield part
             tell(len(part))
+            written += len(part)
+        if written != stream.num_bytes:
+            raise CheckpointError(f"{stream.name} gave {written:,} bytes, and its shape has {stream.num_bytes:,}")

@@ -140,17 +140,21 @@ def _plan(setting: Setting, text: str | None, *, num_random: int, seed: int) -> 
 def _run(
     setting: Setting, faults: Sequence[Fault], scratch: Path, *, seed: int, compare: bool, mtbf: float | None
 ) -> Report:
-    from paceline.chaos.notes import read_fired, write_plan
+    from paceline.chaos.notes import Fired, Passed, Started, read_notes, write_plan
     from paceline.chaos.report import make_report
-    from paceline.chaos.timeline import handle
+    from paceline.chaos.timeline import Notes, handle
 
     for note in setting.notes:
         say(note)
     write_plan(scratch, seed, faults)
     commands = _run_commands(setting, scratch, num_faults=len(faults))
     attempts = _attempts(setting.folder, setting.ranks)
-    fired = read_fired(scratch)
-    handlings = [handle(each, fired, attempts[0], commands, _policies(setting.config)) for each in faults]
+    notes = Notes(
+        fired=tuple(read_notes(scratch, Fired)),
+        started=tuple(read_notes(scratch, Started)),
+        passed=tuple(read_notes(scratch, Passed)),
+    )
+    handlings = [handle(each, notes, attempts[0], commands, _policies(setting.config)) for each in faults]
     samples = audit_samples(setting.folder)
     sameness = _compare(setting, attempts, faults) if compare else None
     report = make_report(
@@ -174,14 +178,14 @@ def _run(
 
 def _run_commands(setting: Setting, scratch: Path, *, num_faults: int) -> list[Command]:
     """Runs ``paceline train``, and again with ``--resume auto`` while a fault ended it: what a scheduler would do."""
-    from paceline.chaos.notes import read_fired
+    from paceline.chaos.notes import Fired, read_notes
     from paceline.launch.codes import DONE, MEANINGS, REFUSED
 
     begin = ["train", str(setting.path), *setting.overrides, "--json"]
     commands = [_run_command([*begin, "--force"] if (setting.folder / "config.yaml").is_file() else begin, scratch)]
     known = 0
     while commands[-1].code not in (DONE, REFUSED) and len(commands) <= num_faults:
-        happened = len({fired.number for fired in read_fired(scratch)})
+        happened = len({fired.number for fired in read_notes(scratch, Fired)})
         if happened == known:
             break  # it ended for another reason
         known = happened
@@ -200,7 +204,7 @@ def _run_command(arguments: Sequence[str], scratch: Path | None) -> Command:
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     if scratch is not None:
         environment[VARIABLE] = str(scratch.absolute())
-    start, told = time.time(), list[str]()
+    start, told = time.time(), list[tuple[float, str]]()
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", *arguments],
         env=environment,
@@ -215,7 +219,7 @@ def _run_command(arguments: Sequence[str], scratch: Path | None) -> Command:
     try:
         assert process.stderr is not None
         for line in process.stderr:
-            told.append(line.rstrip("\n"))
+            told.append((time.time(), line.rstrip("\n")))
             typer.echo(line.rstrip("\n"), err=True)
         code = process.wait()
     except BaseException:
@@ -231,14 +235,14 @@ def _run_command(arguments: Sequence[str], scratch: Path | None) -> Command:
 
 def _tell_faults(scratch: Path | None, is_over: threading.Event) -> None:
     """Tells of each fault when it happens."""
-    from paceline.chaos.notes import read_fired, read_plan
+    from paceline.chaos.notes import Fired, read_notes, read_plan
 
     if scratch is None:
         return
-    plan, known = {each.number: each for each in read_plan(scratch).faults}, len(read_fired(scratch))
+    plan, known = {each.number: each for each in read_plan(scratch).faults}, len(read_notes(scratch, Fired))
     while True:
         is_last = is_over.wait(_LOOK_EVERY_S)
-        fired = read_fired(scratch)
+        fired = read_notes(scratch, Fired)
         for each in fired[known:]:
             detail = f" ({each.detail})" if each.detail else ""
             say(f"{plan[each.number]}: on rank {each.rank}, in step {each.step}{detail}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sysconfig
@@ -48,6 +49,8 @@ _LAST_FRAMES = 5
 _MOST_LINES = 20
 _SMALL_BYTES = 2**16
 _ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_NUMBER = re.compile(r"\[Errno (\d+)\]")
+_ANOTHER = re.compile(r"rank (\d+): ")  # whose problem all ranks were told
 _LOST = ("closed by peer", "reset by peer", "Broken pipe")
 _DISK = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -76,6 +79,9 @@ class Failure:
     def __str__(self) -> str:
         if self.is_refusal or self.kind == "hang":
             return self.message
+        another = _ANOTHER.match(self.message)
+        if another is not None:
+            return f"rank {another[1]} failed: {self.message[another.end() :]}"
         verb = "failed: " if self.cause in ("raised", "stuck", "lost") else ""
         return f"rank {self.rank} {verb}{self.message}"
 
@@ -105,7 +111,7 @@ class RunStoppedError(LaunchError):
 def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False) -> Failure:
     """Tells a rank's error in a message, and in as much of its traceback as helps."""
     text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-    disk = next((_DISK[each.errno] for each in _chain(error) if isinstance(each, OSError) and each.errno in _DISK), "")
+    disk = next((_DISK[number] for number in map(_error_number, _chain(error)) if number in _DISK), "")
     return Failure(
         rank=rank,
         cause=_cause(error),
@@ -274,6 +280,14 @@ def _is_lost(error: BaseException) -> bool:
         isinstance(each, CommunicationError | RuntimeError) and any(sign in str(each) for sign in _LOST)
         for each in _chain(error)
     )
+
+
+def _error_number(error: BaseException) -> int | None:
+    """Returns the system's number of an error; of a checkpoint's, that of the rank which told the others in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _NUMBER.search(str(error)) if isinstance(error, CheckpointError) else None
+    return None if found is None else int(found[1])
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
