@@ -27,7 +27,15 @@ LEVELS = (
     ("errors", "units", "imports"),
     ("config", "cluster", "mesh", "layout"),
     ("estimate",),
-    ("planner", "monitor.records", "monitor.ledger_text", "monitor.ledger_view", "monitor.straggler", "monitor.verdict"),
+    (
+        "planner",
+        "monitor.lateness",
+        "monitor.ledger_text",
+        "monitor.ledger_view",
+        "monitor.records",
+        "monitor.straggler",
+        "monitor.verdict",
+    ),
     ("clock",),
     ("comm", "models", "data", "precision", "memory"),
     ("parallel", "checkpoint"),
@@ -41,6 +49,8 @@ LEVELS = (
 )
 SIDEWAYS = {
     ("imports", "errors"),
+    ("monitor.lateness", "monitor.ledger_view"),
+    ("monitor.lateness", "monitor.straggler"),
     ("monitor.ledger_text", "monitor.ledger_view"),
     ("monitor.straggler", "monitor.ledger_view"),
     ("monitor.straggler", "monitor.records"),
@@ -73,6 +83,7 @@ TORCH_FREE = (
     "layout",
     "estimate",
     "planner",
+    "monitor.lateness",
     "monitor.ledger_text",
     "monitor.ledger_view",
     "monitor.records",

@@ -143,6 +143,13 @@ def test_faults_that_did_not_happen_or_were_the_end_are_told() -> None:
     assert (found.how, found.is_right, found.verdict) == ("not recovered", False, "rank 1 was killed")
 
 
+def test_a_fault_in_the_last_step_of_a_finished_run_is_past() -> None:
+    fault = Fault(number=0, kind="slow", rank=1, step=6)
+    notes = Notes(fired=(FIRED,), started=RESTARTED.started[:1], passed=())
+    assert handle(fault, notes, killed_run(), [Command(start=0.0, end=20.0, code=0)], Policies()).how == "went on"
+    assert handle(fault, notes, killed_run(), [Command(start=0.0, end=20.0, code=1)], Policies()).how == "not recovered"
+
+
 def test_a_run_that_went_on_or_went_back_is_told_apart() -> None:
     fault = Fault(number=0, kind="nan", rank=None, step=6)
     notes = replace(RESTARTED, started=RESTARTED.started[:1])

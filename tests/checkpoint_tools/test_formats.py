@@ -11,13 +11,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 from trained_gpt import CLASSIC, LLAMA, VOCABULARY, Save, make_model
 
+from paceline.checkpoint.find import find_checkpoint
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
 from paceline.checkpoint_tools.difference import compare
 from paceline.checkpoint_tools.incoming import format_of, open_incoming, take_in
 from paceline.checkpoint_tools.outgoing import ExportOptions, export
+from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
+from paceline.config.schema import Config
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel.apply import parallelize
+from paceline.train.assemble import build_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -131,6 +135,26 @@ def test_what_was_taken_in_fills_ranks_of_any_strategy(saved: Save, tmp_path: Pa
 
     for state in run_virtual(fill, 3):
         assert_same(state, wanted)
+
+
+def test_a_trainer_starts_from_weights_with_an_optimizer_of_its_own(saved: Save, tmp_path: Path) -> None:
+    out = out_of(saved(), tmp_path / "m.pt", format="torch")
+    path = take_in(open_incoming(out, "torch"), tmp_path / "start", str(out))
+    config = Config.model_validate(
+        {
+            "model": LLAMA,
+            "data": {"kind": "synthetic_tokens", "vocab_size": VOCABULARY, "samples": 16, "context": 64},
+            "train": {"steps": 1, "global_batch": 4, "seed": 9},
+            "parallel": {"ranks": 1, "device": "cpu"},
+        }
+    )
+    trainer = build_trainer(config, SoloCommunicator(torch.device("cpu")))
+    trainer.load_state(open_checkpoint(find_checkpoint(str(tmp_path / "start"), tmp_path)))
+    assert (trainer.step, trainer.position) == (0, 0)
+    assert not trainer.parts.optimizer.state
+    assert_same(dict(trainer.parts.engine.full_state_dict()), state_of(open_checkpoint(path)))
+    trainer.run()
+    assert trainer.step == 1
 
 
 @pytest.mark.parametrize(("model", "architecture"), [(LLAMA, "llama"), (CLASSIC, "gpt2")], ids=["llama", "classic"])

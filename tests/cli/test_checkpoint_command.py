@@ -55,7 +55,7 @@ def test_a_run_is_listed_shown_and_verified(folder: Path, call: Call) -> None:
     assert "24 ids hashed again in the order of the data (0 to 24 of 40 samples, seed 3)" in verified.out
 
 
-def test_what_was_moved_out_and_taken_in_is_trained_on(folder: Path, call: Call, project: Path) -> None:
+def test_a_run_is_moved_exported_and_taken_in(folder: Path, call: Call) -> None:
     resharded = call("checkpoint", "reshard", str(folder), "moved", "--ranks", "3", "--json")
     assert resharded.code == 0, resharded.err
     same = call("checkpoint", "diff", str(folder), "moved")
@@ -67,6 +67,12 @@ def test_what_was_moved_out_and_taken_in_is_trained_on(folder: Path, call: Call,
     other = call("checkpoint", "diff", str(folder), "start")
     assert other.code == 1
     assert "only in A: optimizer/" in other.out
+
+
+@pytest.mark.exhaustive
+def test_a_run_starts_from_what_was_taken_in(folder: Path, call: Call, project: Path) -> None:
+    assert call("checkpoint", "export", str(folder), "out.safetensors").code == 0
+    assert call("checkpoint", "import", "out.safetensors", "start").code == 0
     called = call("train", "tiny.yaml", GPT, DATA, "comm.backend=virtual", "train.steps=1", "--resume", "start")
     assert called.code == 0, called.err
     found = as_json(call("checkpoint", "diff", "start", str(project / "runs" / "tiny"), "--json"))

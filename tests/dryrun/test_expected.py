@@ -64,12 +64,14 @@ def test_what_cannot_be_said_has_a_reason(tmp_path: Path) -> None:
 
 def test_the_dry_runs_time_and_the_estimates_memory_are_taken() -> None:
     formula = Expectation(ranks=2, step_s=1.0, memory_bytes=5.0)
-    dry = Expectation(ranks=2, step_s=2.0, memory_bytes=7.0)
+    dry = Expectation(ranks=2, step_s=2.0)
     assert better_of(formula, None) == formula
     best = better_of(formula, dry)
     assert best is not None
     assert (best.step_s, best.memory_bytes) == (2.0, 5.0)
-    assert better_of(None, dry) == Expectation(ranks=2, step_s=2.0)
+    assert better_of(None, dry) == dry
+    on_gpu = Expectation(ranks=2, step_s=2.0, memory_bytes=7.0)
+    assert better_of(formula, on_gpu) == on_gpu
 
 
 def test_a_process_that_fails_says_nothing_and_is_gone() -> None:
@@ -82,4 +84,3 @@ def test_short_runs_and_threads_are_not_worth_a_process() -> None:
     assert is_worth(_config())
     assert not is_worth(_config(train={"steps": 10}))
     assert not is_worth(_config(comm={"backend": "virtual"}))
-    assert not is_worth(_config(parallel={"device": "cuda"}))

@@ -186,11 +186,11 @@ class Injector:
         )
 
     def _note_passed(self, step: int) -> None:
-        """Notes the faults whose step has now been trained."""
+        """Notes the faults that the run is past: where it was not ended, by a step that needed all ranks again."""
         known = {(passed.number, passed.is_later) for passed in read_notes(self._folder, Passed)}
         for fired in read_notes(self._folder, Fired):
             is_later = fired.time < self._started_at
-            if fired.step <= step and (fired.number, is_later) not in known:
+            if fired.step + (not is_later) <= step and (fired.number, is_later) not in known:
                 known.add((fired.number, is_later))
                 note(self._folder, Passed(number=fired.number, step=step, is_later=is_later, time=time.time()))
 

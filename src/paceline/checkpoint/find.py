@@ -66,7 +66,7 @@ def read_manifest(path: Path, storage: Storage | None = None) -> Manifest:
             )
         return parse_manifest(storage.read(path / MANIFEST).decode(), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}\n  use an older checkpoint") from error
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}\n  use an older checkpoint") from error
 
 
 def verify_checkpoint(path: Path, depth: Depth = "full", storage: Storage | None = None) -> Manifest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,8 @@ class Exported:
 
 def shape_of(manifest: Manifest) -> GPTShape:
     """Returns the dimensions of the GPT that a checkpoint holds. Raises UsageError for another model."""
-    model = (manifest.about.get("config") or {}).get("model") or {}
+    config = manifest.about.get("config") or {}
+    model = config.get("model") or {}
     if model.get("kind") != "gpt":
         kind = model.get("kind")
         raise UsageError(
@@ -67,7 +68,7 @@ def shape_of(manifest: Manifest) -> GPTShape:
         )
     shape = gpt_shape(GPTModelConfig.model_validate(model))
     assert shape is not None  # the run has had one
-    return shape
+    return replace(shape, context=shape.context or (config.get("data") or {}).get("context"))
 
 
 def to_hugging_face(shape: GPTShape, streams: Streams) -> Exported:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
 from paceline.checkpoint.manifest import MANIFEST, Manifest
 from paceline.checkpoint.remote import storage_of, url_of
-from paceline.checkpoint.retention import Retention, Saved, steps_to_remove
+from paceline.checkpoint.retention import Retention
 from paceline.checkpoint_tools.audit import Depth, check_files, check_tensors
 from paceline.checkpoint_tools.stream import Tell, be_silent
 from paceline.errors import CheckpointError
@@ -74,13 +74,17 @@ def kept_because(found: Sequence[Listed], manifests: Mapping[Path, Manifest | No
     for each in whole:
         if policy.every is not None and each.step % policy.every == 0:
             reasons[each.path].append(f"every {policy.every} steps")
-    values = [Saved(step=each.step, value=(each.metrics or {}).get(policy.metric)) for each in whole]
-    only_best = Retention(last=1, best=policy.best, metric=policy.metric, mode=policy.mode)
-    best = {each.step for each in values} - set(steps_to_remove(values, whole[-1].step, only_best))
-    for each, value in zip(whole, values, strict=True):
-        if policy.best and each.step in best and value.value is not None:
-            reasons[each.path].append(f"best {policy.metric}")
+    for each in _best(whole, policy):
+        reasons[each.path].append(f"best {policy.metric}")
     return {path: tuple(why) or ("not by the policy: goes with the next save",) for path, why in reasons.items()}
+
+
+def _best(found: Sequence[Listed], policy: Retention) -> list[Listed]:
+    """Returns those that are kept as the best, as retention picks them: of equal ones the newer."""
+    sign = 1.0 if policy.mode == "min" else -1.0
+    values = [((each.metrics or {}).get(policy.metric), each) for each in found]
+    measured = [(sign * value, -each.step, each) for value, each in values if value is not None and value == value]
+    return [each for *_, each in sorted(measured, key=lambda row: row[:2])[: policy.best]]
 
 
 def retention_of(settings: Mapping[str, Any]) -> Retention:

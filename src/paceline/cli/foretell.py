@@ -22,10 +22,10 @@ def machine_entry() -> Path | None:
 
 
 def is_worth(config: Config) -> bool:
-    """Says whether a run is predicted kernel by kernel: one of processes, on a CPU, that is not over at once."""
+    """Says whether a run is predicted kernel by kernel: one of processes that is not over at once."""
     steps = config.train.steps
     is_long = steps is None or steps >= _FEWEST_STEPS
-    return is_long and config.parallel.device == "cpu" and config.comm.backend != "virtual"
+    return is_long and config.comm.backend != "virtual"
 
 
 class Foretold:

@@ -21,7 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.monitor.ledger_view import PHASES, Call, Entry, GroupName, LedgerView, State
+from paceline.monitor.lateness import PhaseTimes
+from paceline.monitor.ledger_view import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    PHASES,
+    Call,
+    Entry,
+    GroupName,
+    LedgerView,
+    State,
+)
 
 MAGIC: Final = 0x314C_4544_4745_5231
 NUM_CELLS: Final = 64
@@ -56,7 +68,14 @@ FILE_BYTES: Final = TABLE_AT + TABLE_BYTES
     CLOCK_NS,
     BORN_NS,
     HEARTBEAT,
-) = range(16)
+    TIMED_STEPS,  # what follows is the sum over as many steps
+    STEP_NS,
+    DATA_NS,
+    FORWARD_NS,
+    BACKWARD_NS,
+    OPTIMIZER_NS,
+) = range(22)
+_PHASE_CELLS = {DATA: DATA_NS, FORWARD: FORWARD_NS, BACKWARD: BACKWARD_NS, OPTIMIZER: OPTIMIZER_NS}
 _CHANGING = (IS_FINISHED, PHASE, STEP, ISSUED, WAITING, LAPS)
 _LAST = 96  # records that a look takes
 
@@ -153,6 +172,15 @@ class LedgerReader:
     def heartbeat(self) -> int:
         """How often the rank's own watch has looked."""
         return self._cells[HEARTBEAT]
+
+    def times(self) -> PhaseTimes:
+        """Returns what the rank's steps have taken so far, as far as it has measured them."""
+        cells = self._cells
+        return PhaseTimes(
+            steps=cells[TIMED_STEPS],
+            step_s=cells[STEP_NS] / 1e9,
+            phases={phase: cells[place] / 1e9 for phase, place in _PHASE_CELLS.items()},
+        )
 
     def pulse(self) -> Pulse:
         """Returns what changes with every operation and phase. Costs a microsecond."""

@@ -53,7 +53,8 @@ def expect_by_dry_run(
         step_s=found.seconds,
         step_s_low=found.seconds * (1 - _BAND),
         step_s_high=found.seconds * (1 + _BAND),
-        memory_bytes=float(found.total_memory),
+        # Records hold the allocator's bytes on a GPU; on a CPU the process's, which the estimate counts.
+        memory_bytes=None if cluster.device.is_cpu else float(found.total_memory - found.memory["framework"]),
         fitted=True,
         assumed=assumed,
     )
@@ -102,10 +103,10 @@ class Background:
 
 
 def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectation | None:
-    """Returns the dry run's figures where there are any; memory stays the estimate's, which counts what records do."""
-    if dry is None:
-        return formula
-    return replace(dry, memory_bytes=formula.memory_bytes if formula is not None else None)
+    """Returns the dry run's figures where there are any; memory that it does not tell stays the estimate's."""
+    if dry is None or dry.memory_bytes is not None or formula is None:
+        return dry or formula
+    return replace(dry, memory_bytes=formula.memory_bytes)
 
 
 def main() -> None:

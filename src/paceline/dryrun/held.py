@@ -7,17 +7,20 @@ known when the step is over:
     given      parameters, optimizer states, gradients, buffers: by those who own them
     others     activations, if they were made in forward (or while it is computed again) and lived on into backward;
                else temporary
+    on host    what a device never has, such as the stages of other ranks: not counted
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from paceline.planner.program import Drop, Hold
+from paceline.planner.events import Drop, Hold
+
+ON_HOST = "on host"
 
 
 @dataclass(slots=True)
@@ -25,8 +28,9 @@ class _Storage:
     number: int
     size: int
     begin: int
-    category: str = ""
+    begin_act: int
     end: int | None = None
+    end_act: int = 0
 
 
 class HeldMemory:
@@ -34,6 +38,7 @@ class HeldMemory:
 
     def __init__(self) -> None:
         self.place = 0  # where the list of events stands
+        self.act: Callable[[], int] = _no_act  # which action of a schedule is being done
         self._alive: dict[int, _Storage] = {}  # by the address of the storage
         self._elastic: dict[int, tuple[torch.UntypedStorage, str]] = {}
         self._ended: list[_Storage] = []
@@ -82,25 +87,28 @@ class HeldMemory:
         self._ended = []
         self.place = 0
         for storage in self._alive.values():
-            storage.begin = -1
+            storage.begin, storage.begin_act = -1, 0
 
-    def events(self, phases: Sequence[str], again: set[int]) -> tuple[dict[int, list[Hold | Drop]], dict[str, int]]:
-        """Returns what was taken and given back before each place, and bytes of what was there all the time.
+    def events(
+        self, phases: Sequence[str], again: set[int]
+    ) -> tuple[list[tuple[int, int, Hold | Drop]], dict[str, int]]:
+        """Returns what was taken and given back, in which action and before which place, and resident bytes.
 
         ``phases`` are those of the places; ``again`` the places where forward is computed once more.
         """
-        found: dict[int, list[Hold | Drop]] = {}
+        found: list[tuple[int, int, Hold | Drop]] = []
         resident: dict[str, int] = {}
         backward = _next_backward(phases)
         for storage in sorted([*self._ended, *self._alive.values()], key=lambda each: each.number):
             category = self._categories.get(storage.number) or _purpose(storage, phases, again, backward)
+            if category == ON_HOST:
+                continue
             if storage.begin < 0 and storage.end is None:
                 resident[category] = resident.get(category, 0) + storage.size
             elif storage.size:
-                place = max(storage.begin, 0)
-                found.setdefault(place, []).append(Hold(storage.number, storage.size, category))
+                found.append((storage.begin_act, max(storage.begin, 0), Hold(storage.number, storage.size, category)))
                 if storage.end is not None:
-                    found.setdefault(storage.end, []).append(Drop(storage.number))
+                    found.append((storage.end_act, storage.end, Drop(storage.number)))
         return found, resident
 
     def _add(self, storage: torch.UntypedStorage) -> _Storage:
@@ -111,7 +119,7 @@ class HeldMemory:
 
     def _fresh(self, size: int) -> _Storage:
         self._next += 1
-        return _Storage(number=self._next, size=size, begin=self.place)
+        return _Storage(number=self._next, size=size, begin=self.place, begin_act=self.act())
 
     def _gone(self, address: int) -> None:
         storage = self._alive.pop(address, None)
@@ -119,8 +127,12 @@ class HeldMemory:
             self._end(storage)
 
     def _end(self, storage: _Storage) -> None:
-        storage.end = self.place
+        storage.end, storage.end_act = self.place, self.act()
         self._ended.append(storage)
+
+
+def _no_act() -> int:
+    return 0
 
 
 def _purpose(storage: _Storage, phases: Sequence[str], again: set[int], backward: Sequence[int]) -> str:

@@ -24,15 +24,18 @@ from paceline.config import Config, config_batch
 from paceline.data.loader import StepBatch
 from paceline.data.registry import DataSplits, build_data
 from paceline.dryrun.functions import MetaFunctions
+from paceline.dryrun.held import ON_HOST
 from paceline.dryrun.operators import dtype_name
-from paceline.dryrun.recorder import Recorder
+from paceline.dryrun.recorder import Recorded, Recorder
+from paceline.dryrun.turns import enough_microbatches, order_of, pipeline_of, with_marks
 from paceline.errors import UsageError
 from paceline.models.registry import build_model, model_blocks, model_context
 from paceline.parallel.engine import Engine
 from paceline.parallel.face import EngineFace
 from paceline.parallel.fsdp import FullySharded
 from paceline.planner.compose import repeat
-from paceline.planner.program import Program, Run
+from paceline.planner.program import Event, Program, Run, Turn
+from paceline.planner.turns import is_playable, play
 from paceline.precision import precision_named
 from paceline.train.assemble import build_engine, build_policy
 from paceline.train.loss import Loss, build_loss
@@ -63,11 +66,14 @@ def record(
     return _record(config, world, rank, node_ranks, is_whole=is_whole)
 
 
-def record_stages(config: Config, *, ranks: int, node_ranks: int | None = None) -> tuple[Program, ...]:
+def record_stages(
+    config: Config, *, ranks: int, node_ranks: int | None = None, is_whole: bool = False
+) -> tuple[Program, ...]:
     """Returns the steps of the first rank of each stage; of a model that is not cut, of rank 0 alone."""
     _check(config)
     world, each = DryWorld(ranks), ranks // config.parallel.pipeline
-    return tuple(_record(config, world, stage * each, node_ranks) for stage in range(config.parallel.pipeline))
+    stages = range(config.parallel.pipeline)
+    return tuple(_record(config, world, stage * each, node_ranks, is_whole=is_whole) for stage in stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +101,15 @@ def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None, 
     with recorder, functions:
         parts = _build(config, model, data, comm, node_ranks)
         _claim(recorder, parts)
-        laps = _Laps(recorder, functions)
-        for batch in _steps(config, parts.batch, is_whole=is_whole):  # the first teaches, the second is kept
-            recorder.start()
-            with _claiming_gradients(recorder, parts):
-                train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, laps, parts.scaler)
-            _claim(recorder, parts)
-        done = recorder.finish()
-    more = len(parts.batch.microbatches) - len(batch.microbatches)
-    # Forward and backward of the second microbatch are between the second and the fourth lap.
-    events = repeat(done.events, done.laps[1], done.laps[3], 1 + more) if more else done.events
+        recorder.memory.claim((*model.parameters(), *model.buffers()), ON_HOST)  # stages of others
+        count = len(parts.batch.microbatches)
+        few = count if is_whole else _enough(parts)
+        for _ in range(2 if config.parallel.strategy == "ddp" else 1):  # they teach; ddp makes new buckets in the second
+            _run(recorder, functions, parts, 1)
+        done = _run(recorder, functions, parts, few)
+        events, order = _compose(parts, done, few, count)
+        if order and not is_playable(events, order):
+            events, order = _run(recorder, functions, parts, count).events, ()
     plan = config_batch(config, world.size)
     per_sample = parts.loss.elements_per_sample or 1.0
     each = world.size // config.parallel.pipeline
@@ -118,20 +123,45 @@ def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None, 
         samples=plan.global_batch,
         elements=plan.global_batch * per_sample,
         element="tokens" if data.shape.kind == "tokens" else "samples",
-        model_flops=_model_flops(events),
+        model_flops=_model_flops(play(events, order) if order else events),
         dtype=_compute_dtype(config),
         is_compiled=config.model.compile,
         stage=rank // each,
         stages=config.parallel.pipeline,
+        order=order,
     )
 
 
-def _steps(config: Config, batch: StepBatch, *, is_whole: bool) -> tuple[StepBatch, StepBatch]:
-    """Returns the batches of the two steps: one microbatch is enough to learn from, and three to tell of any number."""
-    first = replace(batch, microbatches=batch.microbatches[:1])
-    if config.parallel.pipeline > 1 or is_whole:  # a schedule is made for its number of microbatches
-        return first, batch
-    return first, replace(batch, microbatches=batch.microbatches[:_KEPT])
+def _run(recorder: Recorder, functions: MetaFunctions, parts: _Parts, microbatches: int) -> Recorded:
+    """Runs a step with so many microbatches."""
+    batch = replace(parts.batch, microbatches=parts.batch.microbatches[:microbatches])
+    pipeline = pipeline_of(parts.engine)
+    if pipeline is not None:
+        pipeline.journal = []
+        recorder.memory.act = lambda: len(pipeline.journal)
+    recorder.start()
+    laps = _Laps(recorder, functions)
+    with _claiming_gradients(recorder, parts):
+        train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, laps, parts.scaler)
+    _claim(recorder, parts)
+    return recorder.finish()
+
+
+def _enough(parts: _Parts) -> int:
+    """Returns how many microbatches must be run to tell of all."""
+    count, pipeline = len(parts.batch.microbatches), pipeline_of(parts.engine)
+    return min(count, _KEPT) if pipeline is None else enough_microbatches(pipeline, count)
+
+
+def _compose(parts: _Parts, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
+    """Returns the events of a step of ``count`` microbatches, or of few and the order in which they come again."""
+    pipeline = pipeline_of(parts.engine)
+    if few == count:
+        return done.events, ()
+    if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
+        return repeat(done.events, done.laps[1], done.laps[3], 1 + count - few), ()
+    marked = with_marks(done.events, done.acts, pipeline.program(few).actions)
+    return marked, order_of(pipeline.program(count), few)
 
 
 def _check(config: Config) -> None:

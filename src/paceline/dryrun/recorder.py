@@ -35,11 +35,15 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A step that was written down: its events, bytes that were there all the time, and where its phases end."""
+    """A step that was written down: its events, bytes that were there all the time, and where its phases end.
+
+    ``acts``: where each action of a pipeline begins, and what comes behind the last one.
+    """
 
     events: tuple[Event, ...]
     resident: dict[str, int]
     laps: tuple[int, ...]
+    acts: tuple[int, ...] = ()
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -52,6 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._shapes = KnownShapes()
         self._places: dict[tuple[int, int], int] = {}
         self._events: list[Run | Issue | Wait] = []
+        self._acts: list[int] = []
         self._phases: list[str] = []
         self._laps: list[int] = []
         self._again: set[int] = set()
@@ -115,7 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
         """Begins a step."""
-        self._events, self._phases, self._laps, self._again = [], [], [], set()
+        self._events, self._acts, self._phases, self._laps, self._again = [], [], [], [], set()
         self._starts, self._owners = [], []
         self.memory.start()
 
@@ -124,18 +129,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory.look()
         self.lap("optimizer")
         changes, resident = self.memory.events(self._phases, self._again)
-        events: list[Event] = []
-        places: list[int] = []
+        rows: list[tuple[tuple[int, int, bool], Event]] = [((act, place, False), each) for act, place, each in changes]
         for place, (event, phase) in enumerate(zip(self._events, self._phases, strict=True)):
-            places.append(len(events))
-            events += changes.get(place, ())
-            if isinstance(event, Run):
-                events.append(Run(replace(event.operation, phase=phase), event.block))
-            else:
-                events.append(replace(event, phase=phase))
-        places.append(len(events))
-        events += changes.get(len(self._events), ())
-        return Recorded(events=tuple(events), resident=resident, laps=tuple(places[lap] for lap in self._laps))
+            whole = Run(replace(event.operation, phase=phase), event.block) if isinstance(event, Run) else None
+            rows.append(((self._acts[place], place, True), whole or replace(event, phase=phase)))  # type: ignore[type-var]
+        rows.sort(key=lambda row: row[0])
+        places = [row[0][1] for row in rows]
+        acts = [row[0][0] for row in rows]
+        return Recorded(
+            events=tuple(event for _, event in rows),
+            resident=resident,
+            laps=tuple(bisect.bisect_left(places, lap) for lap in self._laps),
+            acts=tuple(bisect.bisect_left(acts, act) for act in range(1 + max(acts, default=0))),
+        )
 
     def _call_block(
         self, label: str, forward: Callable[..., Any], functions: MetaFunctions, *args: Any, **kwargs: Any
@@ -171,6 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, event: Run | Issue | Wait) -> None:
         self.memory.look()
         self._events.append(event)
+        self._acts.append(self.memory.act())
         self.memory.place = len(self._events)
 
     def _number(self, tensor: torch.Tensor) -> int:

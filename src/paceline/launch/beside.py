@@ -28,8 +28,10 @@ from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.launch.codes import HUNG
+from paceline.launch.records import note_straggler
 from paceline.launch.watch import Watch, WatchPolicy, end_ranks, keep_ledger, tell_verdict
 from paceline.monitor.ledger_text import views_from_text, views_to_text
+from paceline.monitor.straggler import Straggler
 from paceline.monitor.verdict import Limits, Verdict, judge
 
 if TYPE_CHECKING:
@@ -123,7 +125,15 @@ class Beside:
             return None
         is_told = self._published_s is not None and self._watch.stands_still(now)
         found = None if is_told else self._watch.look()
+        if self._watch.straggler is not None:
+            self._tell_late(self._watch.straggler)
         return found if self._channel is None else self._with_others(self._channel, found, now)
+
+    def _tell_late(self, found: Straggler) -> None:
+        """Writes down who is late, and says it where rank 0 says what it does."""
+        note_straggler(self._folder, self._hosts[self._host][0], found)
+        sys.stderr.write(f"paceline: {found}\n")
+        sys.stderr.flush()
 
     def _leads(self, now: float) -> bool:
         """Says whether all ranks below this one on the host have stopped looking."""

@@ -1,14 +1,17 @@
-"""The last line of a rank's records, where the rank itself could not write it."""
+"""What others add to a rank's records: the last line, where the rank could not write it, and that somebody is late."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.monitor.records import EndRecord, EndStatus, Record, RunRecord, parse_line
+from paceline.launch.progress import read_progress
+from paceline.monitor.records import EndRecord, EndStatus, EventRecord, Record, RunRecord, parse_line, to_line
 from paceline.monitor.sinks import JsonlSink
+from paceline.monitor.straggler import Straggler
 
 _RUN = b'{"type":"run"'
 
@@ -32,6 +35,22 @@ def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: 
         end = EndRecord(status=status, step=step, seconds=now - run.time, message=message, time=now)
         with contextlib.suppress(OSError), contextlib.closing(JsonlSink(_path(folder, rank))) as sink:
             sink.write(end)
+
+
+def note_straggler(folder: Path, rank: int, found: Straggler) -> None:
+    """Adds an event to the records of a rank that is still writing them; nothing where it has none yet.
+
+    One write at the end of the file, which is where the rank writes too: lines stay whole. A full disk is left alone.
+    """
+    progress = read_progress(folder).get(rank)
+    step = 0 if progress is None else progress.last_step
+    event = EventRecord(name="straggler", step=step, detail=found.to_json(), time=time.time())
+    with contextlib.suppress(OSError):
+        descriptor = os.open(_path(folder, rank), os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(descriptor, to_line(event).encode())
+        finally:
+            os.close(descriptor)
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,11 @@ import psutil
 from paceline.comm.ledger import Ledger, LedgerCommunicator, ledger_clock
 from paceline.comm.ledger_file import LedgerReader, ledger_path
 from paceline.launch.failure import Failure, read_failures, write_failure
+from paceline.launch.records import note_straggler
 from paceline.launch.stacks import ask_for_stacks, dump_stacks_into, line_of_thread, stack_path
+from paceline.monitor.lateness import Lateness, LatenessPolicy, RankLook
 from paceline.monitor.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
+from paceline.monitor.straggler import Straggler
 from paceline.monitor.verdict import Limits, Verdict, find_mismatch, judge
 
 if TYPE_CHECKING:
@@ -43,10 +46,15 @@ _PATIENT = 3.0  # times the longest standstill that ended by itself
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """How long ranks may stand still; see ``Limits``. ``every_s`` is how often they are looked at."""
+    """How long ranks may stand still; see ``Limits``. ``every_s`` is how often they are looked at.
+
+    ``compare_s`` is how often the times of ranks are compared, and ``late`` says when one is told to be late.
+    """
 
     limits: Limits
     every_s: float = 0.2
+    compare_s: float = 2.0
+    late: LatenessPolicy = field(default_factory=LatenessPolicy)
 
 
 def watch_policy(config: Config) -> WatchPolicy | None:
@@ -100,7 +108,10 @@ class Watch:
         self._numbers = tuple(ranks)
         self._policy = policy
         self._ranks: dict[int, _Rank] = {}
-        self._looked_at_all_s = 0.0
+        self._looked_at_all_s = self._compared_s = 0.0
+        self.lateness: Lateness | None = Lateness(policy.late)  # None: somebody else compares, see ``looks``
+        self.straggler: Straggler | None = None  # found by the last look
+        self.looks: list[RankLook] | None = None  # those of the last comparison, until somebody takes them
         self._longest_s = 0.0
         self._suspect: Verdict | None = None
         self.last_views: list[LedgerView] = []  # with the lines where ranks stand, once there was a verdict
@@ -116,10 +127,16 @@ class Watch:
             if was_in_step:
                 self._longest_s = max(self._longest_s, still_s)
         is_still = any(now - rank.changed_s >= _STILL_S for rank in self._ranks.values())
-        if not is_still and now - self._looked_at_all_s < _LOOK_AT_ALL_S:
+        self.straggler = None
+        is_due = now - self._compared_s >= self._policy.compare_s
+        if not is_still and not is_due and now - self._looked_at_all_s < _LOOK_AT_ALL_S:
             return None
         self._looked_at_all_s = now
-        found = judge(self.views(now), now, self._limits())
+        views = self.views(now)
+        if is_due:
+            self._compared_s = now
+            self._compare(views)
+        found = judge(views, now, self._limits())
         suspect, self._suspect = self._suspect, found
         if found is None or suspect is None or suspect.kind != found.kind:
             return None
@@ -149,6 +166,14 @@ class Watch:
         """Returns the limits, longer where steps have shown to be long."""
         asked = self._policy.limits
         return Limits(step_s=max(asked.step_s, _PATIENT * self._longest_s), setup_s=asked.setup_s)
+
+    def _compare(self, views: list[LedgerView]) -> None:
+        """Looks whether a rank is late, once all have been seen."""
+        if len(views) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
+            return
+        self.looks = [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in views]
+        if self.lateness is not None:
+            self.straggler = self.lateness.look(self.looks)
 
     def _find_ledgers(self, now: float) -> None:
         for number in self._numbers:
@@ -195,18 +220,31 @@ def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> 
         yield
         return
     watch = Watch(folder, numbers, policy)
-    with following(watch, policy, lambda verdict: end_ranks(folder, verdict, watch.processes())):
+    with following(
+        watch,
+        policy,
+        on_verdict=lambda verdict: end_ranks(folder, verdict, watch.processes()),
+        on_straggler=lambda found: note_straggler(folder, min(numbers), found),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def following(watch: Watch, policy: WatchPolicy, on_verdict: Callable[[Verdict], None]) -> Iterator[None]:
+def following(
+    watch: Watch,
+    policy: WatchPolicy,
+    *,
+    on_verdict: Callable[[Verdict], None],
+    on_straggler: Callable[[Straggler], None],
+) -> Iterator[None]:
     """Looks again and again, in a thread, until there is a verdict or the block is left."""
     is_over = threading.Event()
 
     def follow() -> None:
         while not is_over.wait(policy.every_s):
             verdict = watch.look()
+            if watch.straggler is not None:
+                on_straggler(watch.straggler)
             if verdict is not None and not is_over.is_set():
                 on_verdict(verdict)
                 return

@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from paceline.clock import DeviceClock, Mark, on_device
-from paceline.comm.ledger_file import LAPS, NUM_CELLS, PHASE, STEP
+from paceline.comm.ledger_file import (
+    BACKWARD_NS,
+    DATA_NS,
+    FORWARD_NS,
+    LAPS,
+    NUM_CELLS,
+    OPTIMIZER_NS,
+    PHASE,
+    STEP,
+    STEP_NS,
+    TIMED_STEPS,
+)
 from paceline.comm.traced import Trace
 from paceline.monitor.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES
 from paceline.monitor.records import StepRecord
@@ -30,7 +41,8 @@ _DRAIN_STEPS = 64  # the same steps on all ranks, so that none waits for another
 _DRAIN_S = 0.5
 _PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 _FIRST_PHASE = PHASES.index(DATA)
-# What comes after a phase: with several microbatches, a forward pass may follow a backward one, which is not told.
+# What comes after a phase in the first step; from then on it is what came in the step before, since with several
+# microbatches a forward pass may follow a backward one.
 _PHASE_AFTER = {
     name: PHASES.index(next_name)
     for name, next_name in ((DATA, FORWARD), (FORWARD, BACKWARD), (BACKWARD, OPTIMIZER), (OPTIMIZER, DATA))
@@ -86,6 +98,7 @@ class StepMeter:
         self._waits = trace.waits
         self._start = self._take()
         self._laps: list[_Lap] = []
+        self._order: list[int] = []  # the number of the phase that followed each lap of the last step
         self._pending: deque[_Issued] = deque()
         self._memory_bytes = 0
         self._drained_at = time.time()
@@ -109,8 +122,9 @@ class StepMeter:
 
     def lap(self, phase: str) -> None:
         """Ends a phase of the step."""
+        number, order = len(self._laps), self._order
         self._laps.append((phase, self._take(), len(self._waits)))
-        self._cells[PHASE] = _PHASE_AFTER[phase]
+        self._cells[PHASE] = order[number] if number < len(order) else _PHASE_AFTER[phase]
 
     def finish(self, facts: StepFacts) -> bool:
         """Ends the step; the next one starts here. Returns whether it is time to drain.
@@ -124,6 +138,8 @@ class StepMeter:
         end, now = self._take(), time.time()
         waits = self._trace.take_waits() if self._waits else ()
         self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory_bytes, now))
+        if len(self._laps) != len(self._order):
+            self._order = [*(PHASES.index(phase) for phase, _, _ in self._laps[1:]), _FIRST_PHASE]
         self._start, self._laps = end, []
         self._cells[PHASE] = _FIRST_PHASE
         self._cells[STEP] += 1
@@ -133,7 +149,19 @@ class StepMeter:
         """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""
         self._drained_at = time.time()
         while self._pending and (wait or _is_past(self._pending[0][4])):
-            yield _record(self._pending.popleft())
+            record = _record(self._pending.popleft())
+            self._add_times(record)
+            yield record
+
+    def _add_times(self, record: StepRecord) -> None:
+        """Adds a step to what whoever compares ranks reads; the number of steps last."""
+        cells = self._cells
+        cells[STEP_NS] += int(record.step_s * 1e9)
+        cells[DATA_NS] += int(max(0.0, record.data_s) * 1e9)
+        cells[FORWARD_NS] += int(max(0.0, record.forward_s) * 1e9)
+        cells[BACKWARD_NS] += int(max(0.0, record.backward_s) * 1e9)
+        cells[OPTIMIZER_NS] += int(max(0.0, record.optimizer_s) * 1e9)
+        cells[TIMED_STEPS] += 1
 
 
 def _is_past(mark: Mark | float) -> bool:

@@ -10,15 +10,17 @@ its own to do. A step's record has that without any clock that two hosts would h
 and nothing was synchronised to get it. A rank is a straggler if it was the last in most of the steps, and others lost a
 good part of the step by it (see ``StragglerPolicy``).
 
-Where the ledgers of ranks share a clock, ``last_arrivals`` names the last at each single operation.
+Where the ledgers of ranks share a clock, ``last_arrivals`` names the last at each single operation; ``lateness.py``
+uses it while the run goes on.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from paceline.monitor.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, Entry, GroupName, LedgerView
 from paceline.monitor.records import StepRecord
@@ -48,6 +50,10 @@ class Straggler:
     loss: float
     steps_last: int
     steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values, with the sentence."""
+        return {**asdict(self), "sentence": str(self)}
 
     def __str__(self) -> str:
         phase = "update" if self.phase == OPTIMIZER else self.phase
@@ -115,6 +121,7 @@ class LastArrival:
     rank: int
     late_s: float
     phase: str
+    step: int = 0
 
 
 def last_arrivals(ledgers: Sequence[LedgerView], offsets: Mapping[int, float] | None = None) -> list[LastArrival]:
@@ -134,7 +141,10 @@ def last_arrivals(ledgers: Sequence[LedgerView], offsets: Mapping[int, float] | 
             at = {rank: entry.issued_s - ahead.get(rank, 0.0) for rank, entry in entries.items()}
             last = max(at, key=lambda rank: (at[rank], -rank))
             late_s = at[last] - median(seconds for rank, seconds in at.items() if rank != last)
+            entry = entries[last]
             found.append(
-                LastArrival(group=group, sequence=sequence, rank=last, late_s=late_s, phase=entries[last].phase)
+                LastArrival(
+                    group=group, sequence=sequence, rank=last, late_s=late_s, phase=entry.phase, step=entry.step
+                )
             )
     return found

@@ -63,6 +63,14 @@ class _Asked(BaseException):
         super().__init__()
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A loss whose graph is not needed any more."""
+
+    total: torch.Tensor
+    count: torch.Tensor | float
+
+
 @dataclass(slots=True)
 class _Flight:
     """One microbatch at one stage, between its forward and the end of its backward."""
@@ -74,7 +82,7 @@ class _Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
+class RankProgram:
     """A rank's row of a schedule, with what follows from the rows of the others."""
 
     actions: tuple[Action, ...]
@@ -102,7 +110,7 @@ class Pipeline:
         self.journal: list[Action] = []  # what the last step did, in order
         self.peak_in_flight = 0  # microbatches whose activations were held at once, over all steps
         self._links = Links(pipe, first.placement)
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[int, RankProgram] = {}
         self._sent: deque[list[Work]] = deque()  # by evaluations
         self._kept: Any = None
         for engine in self.stages.values():
@@ -130,7 +138,7 @@ class Pipeline:
         ``note`` is told of the end of each "forward" and "backward".
         """
         self._finish_evaluations()
-        program = self._program(max(len(microbatches), 1))
+        program = self.program(max(len(microbatches), 1))
         step = _Step(self, microbatches or [None], loss, scale, program)
         self.journal = []
         for action in program.actions:
@@ -175,7 +183,8 @@ class Pipeline:
     def _is_end(self, stage: int) -> bool:
         return stage == self.num_stages - 1
 
-    def _program(self, microbatches: int) -> _Program:
+    def program(self, microbatches: int) -> RankProgram:
+        """Returns what this rank does with so many microbatches."""
         if microbatches not in self._programs:
             programs = lower(self._make_schedule(microbatches))
             self._programs[microbatches] = _prepare(programs, self.pipe.rank, self.placement)
@@ -209,7 +218,7 @@ class _Step:
         microbatches: Sequence[Any],
         loss: Compute,
         scale: float | torch.Tensor | None,
-        program: _Program,
+        program: RankProgram,
     ) -> None:
         self.values: list[Value] = []
         self._owner = owner
@@ -287,7 +296,8 @@ class _Step:
             return leaves[0]
 
         value = self._loss(_once(engine, handed, cut), batch)
-        self.values.append(value)
+        # Not the sum itself: its graph would hold the stage's inputs, and their gradients, until the step is over.
+        self.values.append(_Told(value.total.detach(), value.count))
         total = value.total if self._scale is None else value.total * self._scale
         if not is_split:
             return [total], [None]
@@ -443,7 +453,7 @@ def _once(engine: Engine, handed: Any, cut: Callable[[Any], Any] = lambda output
     return model
 
 
-def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequence[int]) -> _Program:
+def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequence[int]) -> RankProgram:
     """Finds in the programs of all ranks what this rank's sends and backwards must know."""
     actions = tuple(programs[rank])
     last = {action.stage: action.microbatch for action in actions if action.kind in ("B", "W")}
@@ -468,7 +478,7 @@ def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequenc
             past = [each for each in open_sends if each[1] == placement[source] and each[2] < made]
             released[action] = tuple(send for send, _, _ in past)
             open_sends = [each for each in open_sends if each not in past]
-    return _Program(actions, last, released)
+    return RankProgram(actions, last, released)
 
 
 def _roots(output: Any) -> list[torch.Tensor]:

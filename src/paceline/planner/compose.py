@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.planner.program import Drop, Event, Hold, Issue, Run, Wait
+from paceline.planner.events import Drop, Event, Hold, Issue, Run, Wait
 
 
 def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[Event, ...]:

@@ -14,6 +14,7 @@ from paceline.cluster.detect import Machine, detect_cluster, gloo_link
 from paceline.cluster.devices import Cluster, Device
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
+from paceline.estimate.memory import framework_bytes
 from paceline.planner.candidates import Candidate
 from paceline.planner.engine_memory import EngineMemory
 from paceline.planner.expectation import Expectation
@@ -50,6 +51,8 @@ def _priced(config: Config, candidate: Candidate, cluster: Cluster, assumed: tup
     ranked = rank_one(candidate, cluster)
     need = EngineMemory.of(config, config.parallel.device)
     num_bytes = None if need is None else need(candidate)
+    if num_bytes is not None and config.parallel.device == "cuda":
+        num_bytes -= framework_bytes("cuda")  # records hold the allocator's bytes, which has no part in those
     low, high = ranked.prediction.band
     if not cluster.device.is_cpu:
         assumed += tuple(f"outside the calibrated domain: {reason}" for reason in ranked.prediction.outside)

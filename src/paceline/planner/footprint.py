@@ -3,10 +3,12 @@
     states        parameters, gradients and optimizer: bytes per parameter by framework and precision, cut by sharding
     activations   of the microbatches in flight in the first stage; with full recomputation a block's input for each
                   block, and one block in whole
-    temporary     the logits and their gradient, unsharded blocks under FSDP
+    temporary     the logits and their gradient, unsharded blocks under FSDP. The logits are gone before a block is
+                  computed again: with full recomputation the larger of the two counts
     framework     the device's context, and the allocator's cut pieces
 
-Megatron's mixed precision keeps 18 bytes a parameter: 2 weights, 4 gradients, 12 for masters and moments.
+Megatron's mixed precision keeps 18 bytes a parameter: 2 weights, 4 gradients, 12 for masters and moments. States of
+experts are cut by the ranks that hold the same experts, which are fewer.
 """
 
 from __future__ import annotations
@@ -52,16 +54,17 @@ def footprint(workload: Workload) -> Footprint:
         return _of_samples(model, workload)
     layout = workload.layout
     layers = stage_layers(model.layers, layout.pipeline)[0]
-    dense = layers * model.attention_params + model.end_params / min(layout.pipeline, 2)
-    params = (dense + layers * model.mlp_params / layout.expert) / layout.tensor
+    dense = (layers * model.attention_params + model.end_params / min(layout.pipeline, 2)) / layout.tensor
+    experts = layers * model.mlp_params / layout.expert / layout.tensor
+    params = dense + experts
+    cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
     weights, gradients, optimizer = _bytes_per_parameter(workload)
-    shards = layout.shards
     whole = layout.sharding != "fsdp"
     activations, temporary = _activations(workload, layers), _temporary(workload)
     return Footprint(
-        parameters=params * weights / (1 if whole else shards),
-        gradients=params * gradients / (1 if whole and layout.sharding != "zero2" else shards),
-        optimizer=params * optimizer / shards,
+        parameters=(params if whole else cut) * weights,
+        gradients=(params if whole and layout.sharding != "zero2" else cut) * gradients,
+        optimizer=cut * optimizer,
         activations=activations,
         temporary=temporary,
         framework=_CONTEXT_BYTES + _CUT_PIECES * (activations + temporary),
@@ -72,8 +75,8 @@ def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
     """Weights, gradients, optimizer.
 
     Megatron: masters and moments in fp32, gradients summed in fp32. Eager: fp32 throughout under autocast; else
-    low-precision weights and gradients, each with a flat copy, and fp32 for the step. Compiled: bf16 throughout, with
-    gradients in fp32 where they are reduced so.
+    low-precision weights and gradients, and of the rank's share of them flat copies (4), gradients in fp32 (4), masters
+    and moments (12). Compiled: bf16 throughout, with gradients in fp32 where they are reduced so.
     """
     run, layout = workload.run, workload.layout
     if run.compute in ("fp32", "tf32"):
@@ -85,7 +88,7 @@ def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
             return (2, 4, 4) if layout.sharding == "fsdp" else (2, 2, 4)
         case _:
             is_flat = layout.is_flat and not run.autocast
-            return (2, 2, 4) if run.pure else (4, 8, 12) if is_flat else (4, 4, 8)
+            return (2, 2, 4) if run.pure else (2, 2, 20) if is_flat else (4, 4, 8)
 
 
 def _activations(workload: Workload, layers: int) -> float:
@@ -98,10 +101,17 @@ def _activations(workload: Workload, layers: int) -> float:
     more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
     across = layout.tensor if layout.sequence_parallel else 1
     if run.recompute == "full":
-        kept = tokens * model.hidden * 2 / across
-        # torch holds a recomputed block and its gradients at once; Megatron frees the one as it makes the other.
-        return layers * flight * more * kept + block * (1 if run.framework == "megatron" else 2)
+        return layers * flight * more * tokens * model.hidden * 2 / across + _recomputed_bytes(workload)
     return layers * flight * more * block
+
+
+def _recomputed_bytes(workload: Workload) -> float:
+    """A block that is computed again. torch holds its gradients beside it; Megatron frees the one as it makes the other."""
+    run = workload.run
+    if run.recompute != "full":
+        return 0.0
+    block = _block_bytes(workload, run.micro_batch * run.seq_len / workload.layout.context)
+    return block * (1 if run.framework == "megatron" else 2)
 
 
 def _block_bytes(workload: Workload, tokens: float) -> float:
@@ -121,7 +131,11 @@ def _block_bytes(workload: Workload, tokens: float) -> float:
     if not run.fused_attention and run.recompute in ("none", "full"):
         scores = 5 * model.heads * run.seq_len / tensor
     if run.recompute == "selective":
-        norms, wide = norms / 2, wide / 2
+        # Every second product's result is kept (queries, values, one of the MLP's wide ones, its last), the block's
+        # input and attention's result.
+        norms = 4 * hidden / across
+        inner = (4 * model.query_width + model.kv_width) / tensor
+        wide = 2 * model.ffn / tensor * (model.active_experts or 1)
     return tokens * width * (norms + inner + wide + scores)
 
 
@@ -133,19 +147,23 @@ def _temporary(workload: Workload) -> float:
     units = 0.0
     if layout.sharding == "fsdp":
         units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor
-    return logits + units
+    return max(0.0, logits - _recomputed_bytes(workload)) + units
 
 
 def _logit_bytes(workload: Workload) -> float:
-    """Of one logit: bf16 and fp32 copies, and gradients. torch gathers a part of them; Megatron keeps them split."""
+    """Of one logit: itself and its gradient in bf16, both and the logarithms of the softmax in fp32: 16 in torch.
+
+    Tensor-parallel ranks of torch gather a half of them (or keep them split), Megatron's keep them split. Fused losses, which Megatron has
+    and the frameworks with flat parameters, keep one copy in fp32 and write the gradient over the logits.
+    """
     tensor = workload.layout.tensor
     match workload.run.framework:
         case "megatron":
             return 6 / tensor
         case "compiled":
-            return 6 + 6 / tensor
+            return 16 / tensor if workload.run.split_loss else 8 + 8 / tensor
         case _:
-            return 10 / tensor
+            return (6 if workload.layout.is_flat else 16) / tensor
 
 
 def _of_samples(model: SampleModel, workload: Workload) -> Footprint:

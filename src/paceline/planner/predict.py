@@ -81,11 +81,22 @@ def _constants(workload: Workload, cluster: Cluster, sets: ConstantSets) -> tupl
 
 
 def predict_case(case: Case, sets: ConstantSets | None = None) -> Prediction:
-    """Predicts a row. What it does not state (microbatch, chunks) is taken as the fastest choice that fits."""
-    if not (case.chooses_micro_batch or case.chooses_chunks):
-        return predict(case.workload, case.cluster, sets)
+    """Predicts a row. What it does not state (microbatch, chunks, expert ranks) is the fastest choice that fits.
+
+    Of experts, the fewest ranks are taken that hold them: more cost more messages.
+    """
     found = [predict(each, case.cluster, sets) for each in _choices(case)]
-    return min(found, key=lambda each: (not each.fits, each.seconds / each.workload.run.global_batch))
+    chosen = min(found, key=lambda each: (not each.fits, each.seconds / each.workload.run.global_batch))
+    return chosen if chosen.fits else _leaner(case, chosen)
+
+
+def _leaner(case: Case, chosen: Prediction) -> Prediction:
+    """Of a run that does not fit: what it holds if it does without what the row leaves open, where that fits."""
+    run = replace(chosen.workload.run, split_loss=True)
+    if case.chooses_recompute:
+        run = replace(run, recompute="full")
+    memory = footprint(replace(chosen.workload, run=run))
+    return replace(chosen, memory=memory, fits=True) if memory.total <= case.cluster.device.memory_bytes else chosen
 
 
 def _choices(case: Case) -> list[Workload]:
@@ -95,16 +106,26 @@ def _choices(case: Case) -> list[Workload]:
     layers = workload.model.layers if isinstance(workload.model, ModelShape) else 1
     each = max(1, layers // workload.layout.pipeline)
     chunks = [count for count in (1, 2, 3, 4) if each % count == 0] if case.chooses_chunks else [workload.layout.chunks]
-    return [
+    found = [
         replace(
             workload,
             run=replace(workload.run, micro_batch=size),
             layout=replace(workload.layout, chunks=count),
         )
         for size in sizes
-        if size <= local and local % size == 0
+        if size <= local and local % size == 0 or not case.chooses_micro_batch
         for count in chunks
     ] or [workload]
+    return [_holding_experts(each, case) for each in found]
+
+
+def _holding_experts(workload: Workload, case: Case) -> Workload:
+    """Returns the workload with as many expert-parallel ranks as it takes to fit; the least number where none does."""
+    for ranks in case.expert_ranks:
+        spread = replace(workload, layout=replace(workload.layout, expert=ranks))
+        if footprint(spread).total <= case.cluster.device.memory_bytes:
+            return spread
+    return workload
 
 
 def in_metric(case: Case, prediction: Prediction) -> float:

@@ -3,9 +3,8 @@
 A dry run writes it down (dryrun/), ``replay`` prices it for a cluster. It knows no torch and no cluster; the same
 program may be replayed on any.
 
-    Run     a kernel                  Issue   an operation of the communicator starts
-    Hold    memory is taken
-    Wait    what follows needs it     Drop    memory is given back
+A step of a pipeline with many microbatches is kept as one with few, and the order in which its actions are done again
+(``order``): kernels are priced, and fused, as often as they were recorded. ``all_events`` are those of the whole step.
 """
 
 from __future__ import annotations
@@ -14,64 +13,19 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
+from paceline.planner.turns import play
+from paceline.planner.events import Drop, Event, Hold, Issue, Mark, Run, Turn, Wait
+
+__all__ = ["CATEGORIES", "Drop", "Event", "Hold", "Issue", "Mark", "Program", "Run", "Turn", "Wait"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A kernel, and the block of the model that it belongs to; no block: the ends, the engine or the optimizer."""
-
-    operation: Operation
-    block: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Issue:
-    """A collective, or one side of a message, starts. What is on one lane is done in the order of its issue.
-
-    ``ranks`` are those of the world; of a message, its sender and its receiver.
-    """
-
-    number: int
-    kind: str
-    num_bytes: int
-    ranks: tuple[int, ...]
-    lane: str
-    tag: int = 0
-    phase: str = "forward"
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """What is computed from here on needs the result of an operation."""
-
-    number: int
-    phase: str = "forward"
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Memory is taken."""
-
-    number: int
-    num_bytes: int
-    category: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Memory is given back."""
-
-    number: int
-
-
-Event: TypeAlias = Run | Issue | Wait | Hold | Drop
-_KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop)}
+_KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop, Mark)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,20 +51,26 @@ class Program:
     is_compiled: bool = False
     stage: int = 0
     stages: int = 1
+    order: tuple[Turn, ...] = ()
+
+    @property
+    def all_events(self) -> Iterator[Event]:
+        """Iterates over the events of the whole step."""
+        return play(self.events, self.order) if self.order else iter(self.events)
 
     @property
     def kernels(self) -> Iterator[Operation]:
         """Iterates over the kernels."""
-        return (event.operation for event in self.events if isinstance(event, Run))
+        return (event.operation for event in self.all_events if isinstance(event, Run))
 
     def count_operations(self) -> Counter[str]:
         """Counts what is communicated by kind."""
-        return Counter(event.kind for event in self.events if isinstance(event, Issue))
+        return Counter(event.kind for event in self.all_events if isinstance(event, Issue))
 
     def count_bytes(self) -> Counter[str]:
         """Adds up what is communicated by kind."""
         found: Counter[str] = Counter()
-        for event in self.events:
+        for event in self.all_events:
             if isinstance(event, Issue):
                 found[event.kind] += event.num_bytes
         return found
@@ -120,7 +80,7 @@ class Program:
         now: Counter[str] = Counter(self.resident)
         total = most = sum(now.values())
         peak, held = dict(now), dict[int, Hold]()
-        for event in self.events:
+        for event in self.all_events:
             if isinstance(event, Hold):
                 held[event.number] = event
                 now[event.category] += event.num_bytes
@@ -135,9 +95,10 @@ class Program:
 
     def to_text(self) -> str:
         """Returns the program as JSON: the same program, the same bytes."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "events"}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("events", "order")}
         rows = [[type(event).__name__, *asdict(event).values()] for event in self.events]
-        return json.dumps({**values, "events": rows}, separators=(",", ":"), sort_keys=True) + "\n"
+        turns = [list(asdict(turn).values()) for turn in self.order]
+        return json.dumps({**values, "events": rows, "order": turns}, separators=(",", ":"), sort_keys=True) + "\n"
 
     @classmethod
     def of_text(cls, text: str) -> Program:
@@ -145,7 +106,8 @@ class Program:
         try:
             values: Any = json.loads(text)
             events = tuple(_event(row) for row in values.pop("events"))
-            return cls(**values, events=events)
+            order = tuple(Turn(*turn, tuple((k, s, m) for k, s, m in sends)) for *turn, sends in values.pop("order"))
+            return cls(**values, events=events, order=order)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"this is not a program of a dry run: {error}") from error
 

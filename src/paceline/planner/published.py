@@ -5,7 +5,8 @@ A row that cannot be predicted says why, naming its line and column; the others 
 
 Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so, *eager* under
 DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older
-than fused attention; a recompute that is "not stated" is none; a microbatch that is not stated is chosen by prediction.
+than fused attention; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch and
+the ranks that share a layer's experts are chosen by prediction where they are not stated.
 """
 
 from __future__ import annotations
@@ -177,13 +178,18 @@ def _check_ids(path: Path, rows: tuple[Row, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What a row is predicted from. ``chooses_...``: the row does not state it, and prediction chooses."""
+    """What a row is predicted from. ``chooses_...``: the row does not state it, and prediction chooses.
+
+    ``expert_ranks``: degrees of expert parallelism that a mixture of experts may have; no table has a column for it.
+    """
 
     workload: Workload
     cluster: Cluster
     metric: str
     chooses_micro_batch: bool = False
     chooses_chunks: bool = False
+    chooses_recompute: bool = False
+    expert_ranks: tuple[int, ...] = (1,)
 
 
 def read_case(row: Row) -> Case:
@@ -216,6 +222,8 @@ def read_case(row: Row) -> Case:
         metric=row.metric,
         chooses_micro_batch=micro_batch is None,
         chooses_chunks=layout.pipeline > 1 and row.text["vpp"].lower().startswith("interleaved"),
+        chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
+        expert_ranks=_expert_degrees(model, layout),
     )
 
 
@@ -334,6 +342,16 @@ def _expert_ranks(model: ModelShape | SampleModel, ranks: int) -> int:
     if isinstance(model, SampleModel) or not model.experts:
         return 1
     return max(size for size in range(1, min(ranks, 64) + 1) if ranks % size == 0 and model.experts % size == 0)
+
+
+def _expert_degrees(model: ModelShape | SampleModel, layout: Layout) -> tuple[int, ...]:
+    """The ranks of a node, and twice, four times ... as many: for experts that a node cannot hold."""
+    if isinstance(model, SampleModel) or not model.experts:
+        return (1,)
+    ranks, found = layout.data * layout.context, [layout.expert]
+    while 2 * found[-1] <= min(ranks, 64) and ranks % (2 * found[-1]) == 0 and model.experts % (2 * found[-1]) == 0:
+        found.append(2 * found[-1])
+    return tuple(found)
 
 
 def _sharding(text: str, data: int) -> tuple[Sharding, int]:

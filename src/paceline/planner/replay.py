@@ -28,6 +28,7 @@ from paceline.planner.kernel_costs import KernelCosts, bytes_not_kept, fuse_bloc
 from paceline.planner.program import Event, Issue, Program, Run, Wait
 from paceline.planner.replayed import RankTimes, Replay
 from paceline.planner.timeline import Span
+from paceline.planner.turns import play
 
 
 def replay(
@@ -147,7 +148,8 @@ class _Actor:
         self.is_cpu = cluster.device.is_cpu
         self.factor = factor
         events: Sequence[Event] = fuse_blocks(program.events) if program.is_compiled else program.events
-        self.events = [event for event in events if isinstance(event, Run | Issue | Wait)]
+        played = play(events, program.order) if program.order else events
+        self.events = [event for event in played if isinstance(event, Run | Issue | Wait)]
         self.costs = KernelCosts(cluster.device, constants, is_compiled=program.is_compiled)
         self.contention = cluster.node.inside.busy if self.is_cpu else constants.contention
         self.call_s = cluster.device.launch_s

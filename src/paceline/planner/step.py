@@ -222,6 +222,8 @@ def _optimizer_seconds(workload: Workload, cluster: Cluster, constants: Constant
     model, layout = workload.model, workload.layout
     assert isinstance(model, ModelShape)
     dense = layers * model.attention_params + model.end_params / min(layout.pipeline, 2)
-    params = (dense + layers * model.mlp_params / layout.expert) / layout.tensor / layout.shards
+    # The same experts are on fewer ranks, which cut their states.
+    experts = layers * model.mlp_params / max(layout.expert, layout.shards)
+    params = (dense / layout.shards + experts) / layout.tensor
     moved = params * PASSES[workload.run.framework].optimizer_bytes
     return memory_seconds(cluster.device, constants.rates, moved)

@@ -148,7 +148,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """How each rank runs: batch, precision, what is recomputed, and by what kind of framework."""
+    """How each rank runs: batch, precision, what is recomputed, and by what kind of framework.
+
+    ``split_loss``: tensor-parallel ranks of torch keep their part of the logits, and gather none of them.
+    """
 
     global_batch: float
     micro_batch: float
@@ -161,6 +164,7 @@ class Running:
     autocast: bool = False
     scaling: Scaling = ""
     fp8_gather: bool = False
+    split_loss: bool = False
     part: Part = "all"
 
 

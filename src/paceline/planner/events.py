@@ -1,0 +1,90 @@
+"""What a rank does in a step, event by event.
+
+    Run     a kernel                  Issue   an operation of the communicator starts
+    Hold    memory is taken           Wait    what follows needs it
+    Drop    memory is given back      Mark    an action of a pipeline's schedule begins
+
+A ``Turn`` says that an action is done once more, for another microbatch: see compose.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paceline.cluster.operations import Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A kernel, and the block of the model that it belongs to; no block: the ends, the engine or the optimizer."""
+
+    operation: Operation
+    block: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A collective, or one side of a message, starts. What is on one lane is done in the order of its issue.
+
+    ``ranks`` are those of the world; of a message, its sender and its receiver.
+    """
+
+    number: int
+    kind: str
+    num_bytes: int
+    ranks: tuple[int, ...]
+    lane: str
+    tag: int = 0
+    phase: str = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What is computed from here on needs the result of an operation."""
+
+    number: int
+    phase: str = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Memory is taken."""
+
+    number: int
+    num_bytes: int
+    category: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Memory is given back."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What follows, up to the next mark, is one action of a schedule; after all actions, of the ``END``."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An action of the whole step: it is like that of another microbatch, which was recorded.
+
+    ``arrived`` are the sends, as (kind, stage, microbatch), that it learns have arrived.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    like: int
+    arrived: tuple[tuple[str, int, int], ...] = ()
+
+
+Event: TypeAlias = Run | Issue | Wait | Hold | Drop | Mark
+END = "end"

@@ -1,0 +1,126 @@
+"""Faults that leave the process alive, on virtual ranks: they come where the plan says, once, and are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.chaos.faults import parse_faults
+from paceline.chaos.inject import InjectedError, Injector
+from paceline.chaos.notes import Fired, Passed, read_notes, write_plan
+from paceline.checkpoint import list_checkpoints, verify_checkpoint
+from paceline.comm.base import Communicator
+from paceline.comm.virtual import run_virtual
+from paceline.config import config_from_dict
+from paceline.errors import CheckpointError, MemoryExhaustedError, RankFailedError
+from paceline.monitor.records import EventRecord, Record, StepRecord
+from paceline.train.assemble import build_trainer
+from paceline.train.full_disk import ForgivingSaver
+from paceline.train.saving import SavePolicy, Saver
+from paceline.train.trainer import Trainer
+
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+class Kept:
+    """Keeps records."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, *records: Record) -> None:
+        self.records.extend(records)
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def run(folder: Path, faults: str, *, on_full_disk: Any = "stop") -> list[Kept]:
+    """Runs two virtual ranks with faults, saving every two steps; returns their records."""
+    (folder / "plan").mkdir(exist_ok=True)
+    write_plan(folder / "plan", 3, parse_faults(faults))
+    config = config_from_dict(
+        {
+            "model": {"kind": "mlp", "hidden_dim": 8},
+            "data": {"kind": "synthetic_classification", "samples": 48, "features": 4, "classes": 2},
+            "train": {"steps": STEPS, "global_batch": 12},
+        }
+    )
+
+    def work(comm: Communicator) -> Kept:
+        sink = Kept()
+        injector = Injector(folder / "plan", comm.rank, folder / "checkpoints")
+        saver = Saver(folder / "checkpoints", SavePolicy(every_steps=2), storage=injector.storage())
+        trainer: Trainer = build_trainer(config, comm, hooks=[ForgivingSaver(saver, on_full_disk)], sink=sink)
+        injector.attach(trainer)
+        trainer.run()
+        return sink
+
+    return run_virtual(work, 2)
+
+
+def fired(folder: Path) -> list[tuple[int, int, int]]:
+    return [(each.number, each.rank, each.step) for each in read_notes(folder / "plan", Fired)]
+
+
+def losses(kept: Kept) -> list[float]:
+    return [record.loss_sum for record in kept.records if isinstance(record, StepRecord)]
+
+
+def test_losses_are_changed_in_one_step_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = run(tmp_path / "plain", "slow:rank=1x1.5:steps=1@step=2")
+    assert fired(tmp_path / "plain") == [(0, 1, 2)]
+    found = run(tmp_path, "spike:x100@step=3,nan@step=5")
+    assert losses(found[0])[2] == pytest.approx(100 * losses(plain[0])[2])
+    skipped = [each.step for each in found[0].records if isinstance(each, EventRecord) and each.name == "skipped"]
+    assert skipped == [5]
+    bad = [each.step for each in found[1].records if isinstance(each, StepRecord) and each.is_skipped]
+    assert bad == [5]
+    assert sorted(fired(tmp_path)) == [(0, 0, 3), (0, 1, 3), (1, 0, 5), (1, 1, 5)]
+    assert len(losses(found[0])) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [("exception:rank=1:phase=backward", InjectedError), ("oom:rank=1", MemoryExhaustedError)]
+)
+def test_errors_come_in_their_step_and_once(tmp_path: Path, fault: str, error: type[Exception]) -> None:
+    with pytest.raises(RankFailedError) as failed:
+        run(tmp_path, f"{fault}@step=4")
+    assert failed.value.rank == 1
+    assert isinstance(failed.value.__cause__, error)
+    assert fired(tmp_path) == [(0, 1, 4)]
+    run(tmp_path, f"{fault}@step=4")
+    assert fired(tmp_path) == [(0, 1, 4)]
+    assert [(each.number, each.step, each.is_later) for each in read_notes(tmp_path / "plan", Passed)] == [(0, 4, True)]
+
+
+@pytest.mark.parametrize(("fault", "why"), [("disk-full", "No space left"), ("unwritable", "Permission denied")])
+def test_a_disk_that_fails_leaves_older_checkpoints_whole(tmp_path: Path, fault: str, why: str) -> None:
+    with pytest.raises(RankFailedError) as failed:
+        run(tmp_path, f"{fault}:rank=1@step=5")
+    assert isinstance(failed.value.__cause__, CheckpointError)
+    assert why in str(failed.value.__cause__)
+    assert "rank 1" in str(failed.value.__cause__)
+    assert fired(tmp_path) == [(0, 1, 6)]
+    found = list_checkpoints(tmp_path / "checkpoints")
+    assert [verify_checkpoint(path).step for path in found] == [2, 4]
+
+
+def test_a_run_that_may_goes_on_without_a_checkpoint(tmp_path: Path) -> None:
+    found = run(tmp_path, "disk-full:rank=1@step=3", on_full_disk="warn")
+    for kept in found:
+        told = [each for each in kept.records if isinstance(each, EventRecord) and each.name == "not_saved"]
+        assert [each.step for each in told] == [4]
+        assert "No space left" in told[0].detail["reason"]
+    assert [int(path.name[-8:]) for path in list_checkpoints(tmp_path / "checkpoints")] == [2, 6, 8]
