@@ -7,7 +7,8 @@ rows tell apart from running away: the prior of a set is the set of the same fra
 most rows, and for that one the defaults. The search goes along one constant at a time and then on in the direction that
 helped, with steps that shrink: no random numbers, so that the same rows give the same file.
 
-    --check    instead of writing, leave out each source of rows in turn (family and GPU), and score it with the rest
+    --check [FAMILY ...]   instead of writing, leave out each source of rows in turn (family and GPU; of these families
+                           alone where some are named), fit its set anew, and score it; the other sets stay as they are
 
 Rows of other splits are never looked at here. Memory has no fitted constants.
 """
@@ -21,7 +22,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.planner.constants import DEVICE_FIELDS, Constants, ConstantSets, format_constants, mean_of
+from paceline.planner.constants import (
+    DEVICE_FIELDS,
+    Constants,
+    ConstantSets,
+    fitted_constants,
+    format_constants,
+    mean_of,
+)
 from paceline.planner.domain import Domain, domain_of, format_domain, kind_of
 from paceline.planner.predict import in_metric, predict_case
 from paceline.planner.published import Case, read_case, read_table
@@ -59,18 +67,17 @@ class Known:
 
 
 Groups = dict[Key, list[Known]]
-Done = dict[tuple[Key, tuple[int, ...], Constants], Constants]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
-    parser.add_argument("--check", action="store_true", help="score each source of rows with constants of the others")
+    parser.add_argument("--check", nargs="*", metavar="FAMILY", help="score each source with constants of the others")
     arguments = parser.parse_args()
     groups = calibration_rows(arguments.file)
-    if arguments.check:
-        check(groups)
+    if arguments.check is not None:
+        check(groups, arguments.check)
         return
     sets = fit_all(groups)
     for key in sorted(groups):
@@ -110,17 +117,33 @@ def covered(groups: Groups) -> dict[tuple[str, str, str], Domain]:
     return domain_of(workloads)
 
 
-def check(groups: Groups) -> None:
-    """Prints the error of each family and GPU, predicted with constants that were fitted without it."""
-    done: Done = {}
+def check(groups: Groups, families: list[str]) -> None:
+    """Prints the error of each family and GPU: with the constants that are shipped, and with ones fitted without it."""
+    shipped = dict(fitted_constants())
     for left_out, rows in _sources(groups):
-        rest = {
-            key: kept
-            for key, all_rows in groups.items()
-            if (kept := [row for row in all_rows if (row.family, row.gpu) != left_out])
-        }
-        outside = error_of(fit_all(rest, done), rows, rounded=0.0)
-        print(f"{left_out[0]:<12}{left_out[1]:<28}{len(rows):>4} rows {100 * outside:6.1f} % unseen", flush=True)
+        if families and left_out[0] not in families:
+            continue
+        inside = error_of(shipped, rows, rounded=0.0)
+        outside = error_of(_without(left_out, groups, shipped), rows, rounded=0.0)
+        print(
+            f"{left_out[0]:<12}{left_out[1]:<32}{len(rows):>4} rows {100 * inside:6.1f} % fitted"
+            f" {100 * outside:6.1f} % unseen",
+            flush=True,
+        )
+
+
+def _without(left_out: tuple[str, str], groups: Groups, shipped: dict[Key, Constants]) -> dict[Key, Constants]:
+    """The shipped sets, those that a source reaches fitted without it. A set without other rows is left out whole."""
+    sets = dict(shipped)
+    for key, rows in groups.items():
+        rest = [row for row in rows if (row.family, row.gpu) != left_out]
+        if len(rest) == len(rows):
+            continue
+        del sets[key]
+        larger = {each: shipped[each] for each in _by_rows(groups) if len(groups[each]) > len(rows)}
+        if rest:
+            sets[key] = fit(key, rest, prior_of(key, larger))
+    return sets
 
 
 def _sources(groups: Groups) -> Iterator[tuple[tuple[str, str], list[Known]]]:
@@ -131,16 +154,16 @@ def _sources(groups: Groups) -> Iterator[tuple[tuple[str, str], list[Known]]]:
     yield from sorted(found.items(), key=lambda each: each[0])
 
 
-def fit_all(groups: Groups, done: Done | None = None) -> dict[Key, Constants]:
-    """Fits the sets with the most rows first: they are the priors of the others. ``done``: fits not to repeat."""
-    done = {} if done is None else done
+def fit_all(groups: Groups) -> dict[Key, Constants]:
+    """Fits the sets with the most rows first: they are the priors of the others."""
     sets: dict[Key, Constants] = {}
-    for key in sorted(groups, key=lambda each: (-len(groups[each]), each)):
-        asked = (key, tuple(map(id, groups[key])), prior_of(key, sets))
-        if asked not in done:
-            done[asked] = fit(key, groups[key], asked[2])
-        sets[key] = done[asked]
+    for key in _by_rows(groups):
+        sets[key] = fit(key, groups[key], prior_of(key, sets))
     return sets
+
+
+def _by_rows(groups: Groups) -> list[Key]:
+    return sorted(groups, key=lambda each: (-len(groups[each]), each))
 
 
 def prior_of(key: Key, sets: dict[Key, Constants]) -> Constants:

@@ -22,6 +22,7 @@ from paceline.chaos.timeline import (
     final_steps,
     handle,
     read_attempts,
+    straggler_verdict,
 )
 from paceline.monitor.records import EventRecord, Record, RunRecord, StepRecord
 
@@ -150,6 +151,24 @@ def test_a_fault_in_the_last_step_of_a_finished_run_is_past() -> None:
     assert handle(fault, notes, killed_run(), [Command(start=0.0, end=20.0, code=1)], Policies()).how == "not recovered"
 
 
+def test_a_signal_before_the_end_needs_not_be_obeyed() -> None:
+    fault = Fault(number=0, kind="preempt", rank=1, step=6)
+    notes = Notes(fired=(FIRED,), started=RESTARTED.started[:1], passed=())
+    commands = [Command(start=0.0, end=20.0, code=0)]
+    soon = read_attempts([run_record(0.0), step_record(6, 6.0)])
+    assert handle(fault, notes, soon, commands, Policies()).is_right
+    late = read_attempts([run_record(0.0), step_record(6, 6.0), step_record(7, 7.0)])
+    assert not handle(fault, notes, late, commands, Policies()).is_right
+
+
+def test_a_run_that_stopped_after_its_last_step_has_nothing_left() -> None:
+    fault = Fault(number=0, kind="preempt", rank=1, step=6)
+    started = (*RESTARTED.started[:1], Started(step=8, position=64, time=8.5))
+    commands = [Command(start=0.0, end=7.0, code=75), Command(start=7.5, end=20.0, code=0)]
+    found = handle(fault, Notes(fired=(FIRED,), started=started, passed=()), killed_run(), commands, Policies())
+    assert (found.how, found.is_right, found.lost_steps) == ("stopped", True, 0)
+
+
 def test_a_run_that_went_on_or_went_back_is_told_apart() -> None:
     fault = Fault(number=0, kind="nan", rank=None, step=6)
     notes = replace(RESTARTED, started=RESTARTED.started[:1])
@@ -159,6 +178,16 @@ def test_a_run_that_went_on_or_went_back_is_told_apart() -> None:
     attempts = read_attempts([run_record(0.0), step_record(6, 6.0), back])
     found = handle(fault, notes, attempts, [], Policies(on_nan="roll_back", max_bad_steps=1))
     assert (found.how, found.is_right, found.lost_steps, found.verdict) == ("went back", True, 2, "not finite")
+
+
+def test_a_slow_rank_is_named() -> None:
+    fault = Fault(number=0, kind="slow", rank=1, step=3, factor=2.0)
+    fast: list[Record] = [run_record(0.0), *(step_record(step, float(step)) for step in range(1, 15))]
+    slow = [replace(each, forward_s=2.0) if isinstance(each, StepRecord) and each.step >= 3 else each for each in fast]
+    handling = Handling(fault=fault, how="went on", expected=("went on",))
+    named = straggler_verdict(handling, [read_attempts(fast), read_attempts(slow)])
+    assert named.startswith("rank 1 is the last in 9 of 9 steps")
+    assert straggler_verdict(handling, [read_attempts(fast)]) == ""
 
 
 @pytest.mark.parametrize(

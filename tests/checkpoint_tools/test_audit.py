@@ -33,8 +33,8 @@ def test_a_good_one_says_what_was_checked(saved: Save) -> None:
         files, tensors, samples = found.checks
         assert word in files.finding
         assert "each element in exactly one" in tensors.finding
-        assert samples.finding.startswith("56 ids hashed again")
-        assert "0 to 56 of 40 samples, seed 3" in samples.finding
+        assert samples.finding.startswith("56 ids in 7 batches hashed again")
+        assert "0 to 56 of 40 samples, seed 3, batch 8), each once an epoch" in samples.finding
 
 
 def test_every_strategy_saves_each_element_once(saved: Save) -> None:

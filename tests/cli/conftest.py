@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,10 @@ parallel: {ranks: 2, device: cpu, threads: 1}
 monitor: {tensorboard: false}
 recovery: {max_restarts: 0}
 """
+
+# Steps without end, and a checkpoint every few of them.
+ENDLESS = ("train.steps=1000000", "checkpoint.every_steps=20", "monitor.console=false")
+PATIENCE_S = 300.0  # a machine under load takes its time
 
 USER_CODE = '''
 import os, signal, threading, time
@@ -168,3 +174,63 @@ def _is_running(pid: int) -> bool:
         return pid != os.getpid() and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+class LiveRun:
+    """A run of ``paceline train`` in a process of its own, to be looked at, signalled and killed."""
+
+    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+        self.folder = folder
+        environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+        self._error = (folder / "stderr").open("wb")
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=self._error
+        )
+
+    def ranks(self, step: int) -> list[int]:
+        """Waits until a checkpoint of ``step`` or later is there; returns the processes of the newest attempt."""
+        run = self.folder / "runs" / "tiny"
+        self.wait_until(lambda: any(int(each.name[5:]) >= step for each in run.glob("checkpoints/step-????????")))
+        return newest_ranks(run)
+
+    def wait_until(self, is_met: Callable[[], bool]) -> None:
+        """Waits for something that the run does."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_met():
+            assert self.process.poll() is None, self.error()
+            assert time.monotonic() < deadline, self.error()
+            time.sleep(0.02)
+
+    def wait(self) -> int:
+        """Waits for the end of the run; returns its code."""
+        return self.process.wait(PATIENCE_S)
+
+    def error(self) -> str:
+        """Returns what the run wrote to standard error."""
+        return (self.folder / "stderr").read_text()
+
+    def close(self) -> None:
+        """Ends the launcher, and with it the ranks."""
+        self.process.kill()
+        self.process.wait()
+        self._error.close()
+
+
+def newest_ranks(run: Path) -> list[int]:
+    """Returns the process of each rank in its newest attempt, from its records."""
+    paths = sorted(run.glob("records/rank-*.jsonl"))
+    return [[each.pid for each in read_records(path) if isinstance(each, RunRecord)][-1] for path in paths]
+
+
+@pytest.fixture
+def live(project: Path) -> Iterator[Callable[..., LiveRun]]:
+    """Starts ``paceline train`` on a run without end, with more arguments; with ``by`` something else starts it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str, by: Sequence[str] = (sys.executable,)) -> LiveRun:
+            command = [*by, "-m", "paceline", "train", "tiny.yaml", *ENDLESS, *arguments]
+            run = LiveRun(project, command)
+            stack.callback(run.close)
+            return run
+
+        yield start

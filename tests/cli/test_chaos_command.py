@@ -99,8 +99,8 @@ def test_what_cannot_happen_is_refused_before_anything_starts(project: Path, cal
 
 @pytest.mark.soak
 def test_a_run_that_stopped_for_a_full_disk_is_started_by_hand(chaos: Call) -> None:
-    steps = ["train.steps=8", "checkpoint.every_steps=2"]
-    report = chaos("tiny.yaml", *SETTINGS, *steps, "--faults", "disk-full:rank=1@step=4,preempt:rank=1@step=6")
+    steps = ["train.steps=60", "checkpoint.every_steps=2"]
+    report = chaos("small.yaml", *steps, "--faults", "disk-full:rank=1@step=4,preempt:rank=1@step=6")
     assert how(report) == [("disk-full", "stopped"), ("preempt", "stopped")]
     assert "No space left on device" in report["faults"][0]["verdict"]
     assert report["faults"][1]["verdict"] == "preempted: the state is saved"
@@ -109,12 +109,11 @@ def test_a_run_that_stopped_for_a_full_disk_is_started_by_hand(chaos: Call) -> N
 
 @pytest.mark.soak
 def test_a_fault_that_never_comes_is_not_handled(chaos: Call) -> None:
-    """The second step of a run that is killed in its first, and may not be started again, does not come."""
-    faults = "exception:rank=1@step=1,kill:rank=1@step=3"
-    report = chaos("tiny.yaml", "recovery.max_restarts=0", "--faults", faults, code=0)
-    assert report["handled"]
-    report = chaos("tiny.yaml", "train.eval_every=null", "--faults", "kill:phase=evaluation@step=2", code=1)
-    assert how(report) == [("kill", "never happened")]
+    """There is no checkpoint after the second step."""
+    settings = ["checkpoint.every_steps=2", "checkpoint.at_end=false"]
+    report = chaos("tiny.yaml", *SETTINGS, *settings, "--faults", "disk-full@step=3", code=1)
+    assert how(report) == [("disk-full", "never happened")]
+    assert not report["handled"]
 
 
 @pytest.mark.soak

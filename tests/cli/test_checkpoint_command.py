@@ -52,7 +52,8 @@ def test_a_run_is_listed_shown_and_verified(folder: Path, call: Call) -> None:
     assert as_json(call("checkpoint", "inspect", str(folder), "--json"))["position"] == 24
     verified = call("checkpoint", "verify", str(folder))
     assert verified.code == 0
-    assert "24 ids hashed again in the order of the data (0 to 24 of 40 samples, seed 3)" in verified.out
+    told = "24 ids in 3 batches hashed again in the order of the data (0 to 24 of 40 samples, seed 3, batch 8)"
+    assert f"{told}, each once an epoch" in verified.out
 
 
 def test_a_run_is_moved_exported_and_taken_in(folder: Path, call: Call) -> None:

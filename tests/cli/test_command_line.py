@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.manifest import Manifest, manifest_text
+
 Call = Callable[..., Any]
 
 # Calls the command line in a fresh process; then says which of the slow modules that took.
 CALL = """
 import sys
-
-from paceline.checkpoint.manifest import Manifest, manifest_text
 sys.argv = ["paceline", *sys.argv[1:]]
 try:
     import paceline.cli.main

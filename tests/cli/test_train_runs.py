@@ -56,9 +56,12 @@ def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gon
     ]
     assert [end.status for end in ends(run) if isinstance(end, EndRecord)] == ["done", "done"]
     assert {path.name for path in run.iterdir()} == {
-        *(".lock", "config.yaml", "plan.json", "records", "checkpoints", "logs", "trace")
+        *(".lock", "config.yaml", "plan.json", "records", "checkpoints", "logs", "trace", "health")
     }
-    assert {path.name: path.read_text() for path in (run / "logs").iterdir()} == {"rank-0.log": "", "rank-1.log": ""}
+    assert {path.name: path.read_text() for path in (run / "logs").glob("*.log")} == {
+        "rank-0.log": "",
+        "rank-1.log": "",
+    }
     traced = [json.loads(line) for line in (run / "trace" / "rank-1.jsonl").read_text().splitlines()]
     assert {"all_reduce", "broadcast"} <= {operation["kind"] for operation in traced}
     assert load_config(run / "config.yaml").parallel.ranks == 2

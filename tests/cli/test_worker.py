@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.worker import Attempt
+from paceline.cli.attempt import Attempt
 from paceline.comm.torch_dist import connect
 from paceline.config import load_config
 from paceline.errors import CheckpointError, DataError, TrainingError, UsageError

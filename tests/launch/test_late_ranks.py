@@ -37,11 +37,11 @@ def train(folder: Path, phase: str, *, ranks: int, late: int, steps: int, backen
         ROOT / "configs" / "digits.yaml",
         [
             f"model={{kind: factory, factory: 'late_parts:make_model', args: {told}}}",
-            f"data={{kind: factory, factory: 'late_parts:make_data', args: {told}, prefetch: 0}}",
-            f"train={{global_batch: {8 * ranks}, steps: {steps}, loss: cross_entropy}}",
+            f"data={{kind: factory, factory: 'late_parts:make_data', args: {told}}}",
+            f"train={{global_batch: {8 * ranks}, steps: {steps}}}",
             f"parallel={{strategy: ddp, ranks: {ranks}, device: cpu, threads: 1}}",
             f"comm.backend={backend}",
-            "checkpoint={every: null, at_end: false}",
+            "checkpoint={at_end: false}",
         ],
     )
     watch = WatchPolicy(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -120,13 +122,21 @@ def test_a_dead_rank_is_named_with_what_it_did_last(tmp_path: Path, backend: str
 def watch_themselves(folder: Path, fault: str, hosts: str) -> list[int]:
     """Runs a rank on each of ``hosts``, which share no folder, and returns how they ended."""
     port = str(free_port())
-    processes = []
-    for rank, host in enumerate(hosts):
-        meeting = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface(), "PYTHONPATH": str(POOL)}
-        command = [sys.executable, "-m", "faulty_rank", str(folder / host), fault, "gloo", host]
-        processes.append(subprocess.Popen(command, env={**os.environ, **meeting, **settings}, start_new_session=True))
-    return [process.wait() for process in processes]
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface(), "PYTHONPATH": str(POOL)}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, host in enumerate(hosts):
+            meeting = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts))}
+            meeting |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            command = [sys.executable, "-m", "faulty_rank", str(folder / host), fault, "gloo", host]
+            environment = {**os.environ, **meeting, **settings}
+            processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return [process.wait() for process in processes]
+    finally:  # whatever went wrong, none is left: one of them may be in a loop for good
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.mark.soak

@@ -276,7 +276,7 @@ def test_mixtures_of_experts_are_planned_without_a_config(
     assert model.shape.active_matmul_params == pytest.approx(active * 1e9, rel=0.02)
     assert "experts" in model.no_config
     config = load_config(None, [*model.overrides, "train.global_batch=16"])
-    found = search(task_of(config, 8, model.shape), load_cluster("dgx-h100"), host_memory=1e9)
+    found = search(task_of(config, 16, model.shape), load_cluster("2x dgx-h100"), host_memory=1e9)
     assert max(each.candidate.layout.expert for each in found.ranked) > 1
 
 

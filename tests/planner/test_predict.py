@@ -8,6 +8,7 @@ import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.planner.constants import Constants, constants_for, fitted_constants, format_constants, parse_constants
+from paceline.planner.footprint import footprint
 from paceline.planner.predict import predict
 from paceline.planner.workload import Layout, ModelShape, Recompute, Running, Sharding, Workload
 from paceline.units import GIB
@@ -111,6 +112,39 @@ def test_a_block_keeps_the_published_bytes_a_token() -> None:
     whole = predict(replace(one, run=run), cluster(1), SETS).memory.activations
     assert kept == pytest.approx(34 * SHAPE.hidden * tokens)
     assert whole == pytest.approx((34 * SHAPE.hidden + 5 * SHAPE.heads * 2048) * tokens)
+
+
+def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
+    """Where every block is computed again, logits count as far as they take more than such a block."""
+    one = workload(data=1, sharding="none", recompute="full")
+    totals = [
+        footprint(replace(one, model=replace(SHAPE, vocab=vocab))).total - 16 * vocab * SHAPE.hidden
+        for vocab in (128, 1024, 512000)
+    ]
+    assert totals[0] == pytest.approx(totals[1])
+    assert totals[2] > 1.2 * totals[1]
+    kept = replace(one, run=replace(one.run, recompute="none"))
+    small, large = (footprint(replace(kept, model=replace(SHAPE, vocab=vocab))).temporary for vocab in (128, 1024))
+    assert large == pytest.approx(8 * small)
+
+
+def test_states_of_experts_are_cut_by_the_ranks_that_hold_the_same_ones() -> None:
+    model = replace(SHAPE, gated=True, experts=8, active_experts=2)
+    layout = replace(workload(data=8, sharding="fsdp").layout, expert=8)
+    found = footprint(Workload(model=model, layout=layout, run=workload().run))
+    assert found.states == pytest.approx(16 * model.params / 8)
+    ends = replace(layout, sharding="zero1", data=16, devices=16)
+    spread = footprint(Workload(model=model, layout=ends, run=workload().run))
+    assert spread.optimizer == pytest.approx(8 * model.params / 16)
+
+
+def test_gathered_parameters_are_waited_for_where_nothing_hides_them() -> None:
+    run = replace(workload().run, framework="megatron")
+    waits = []
+    for devices in (16, 512):
+        many = replace(workload(data=devices, sharding="zero1"), run=replace(run, global_batch=2 * devices))
+        waits.append(predict(many, cluster(devices), SETS).step.exposed)
+    assert 0 < waits[0] < waits[1]
 
 
 def test_sets_that_were_not_fitted_are_composed() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.planner.published import read_table
+from paceline.planner.predict import predict_case
+from paceline.planner.published import read_case, read_table
 from paceline.planner.validation import rows_csv, to_json, validate
 
 MakeTable = Callable[..., Path]
@@ -100,3 +101,33 @@ def test_runs_that_ran_and_were_said_not_to_fit_are_counted(make_table: MakeTabl
     huge = {"layers": "96", "hidden": "12288", "heads": "96", "kv_heads": "96", "ffn": "49152", "params_b": "175"}
     found = validate(read_table(make_table({}, huge, {**huge, "value": "OOM"})))
     assert (found.false_fits, found.false_misfits) == (0, 1)
+
+
+MIXTURE = {
+    **dict.fromkeys(("params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab"), ""),
+    "model_family": "GPT OSS 120B",
+    "seq_len": "4096",
+    "global_batch": "1280",
+    "n_gpus": "64",
+    "dp": "64",
+    "zero_stage_or_fsdp": "distributed optimizer (ZeRO-1)",
+    "activation_recompute": "not stated",
+}
+
+
+def test_experts_are_spread_over_as_many_ranks_as_hold_them(make_table: MakeTable) -> None:
+    table = read_table(make_table({**MIXTURE, "gpu": "B200"}, {**MIXTURE, "gpu": "B300"}))
+    cases = [read_case(row) for row in table.rows]
+    assert all(case.expert_ranks == (8, 16, 32, 64) for case in cases)
+    small, large = (predict_case(case) for case in cases)
+    assert (small.workload.layout.expert, large.workload.layout.expert) == (16, 8)
+    assert small.fits
+    assert small.step.tensor_wait > 2 * large.step.tensor_wait
+
+
+def test_what_a_row_leaves_open_does_not_keep_it_from_fitting(make_table: MakeTable) -> None:
+    much = {"micro_batch": "32", "global_batch": "256", "zero_stage_or_fsdp": "distributed optimizer (ZeRO-1)"}
+    table = read_table(make_table(much, {**much, "activation_recompute": "not stated"}))
+    stated, left_open = (predict_case(read_case(row)) for row in table.rows)
+    assert (stated.fits, left_open.fits) == (False, True)
+    assert left_open.seconds == stated.seconds

@@ -62,7 +62,11 @@ def save_trained(comm: Communicator, folder: Path, strategy: str, model: dict[st
         step=step,
         position=batch.next_position,
         shards=[*prefixed(MODEL, held), *tensors],
-        values={"consumed": ids.state_dict(), "metrics": {"step": step, "eval_loss": 0.5}},
+        values={
+            "consumed": ids.state_dict(),
+            "data": {"length": ORDER.length, "global_batch": ORDER.global_batch},
+            "metrics": {"step": step, "eval_loss": 0.5},
+        },
         own={"random": [comm.rank, torch.arange(3)]},
         found=found,
         about={"strategy": strategy, "mesh": {"pipeline": 1, "tensor": 1}, "config": config, "reason": "steps"},

@@ -72,7 +72,7 @@ def test_a_run_must_get_further() -> None:
         ("refused", {}, ""),
         ("mistake", {}, "an error of this kind comes again"),
         ("out_of_memory", {}, "memory would run out again"),
-        ("full_disk", {}, "there must be room first"),
+        ("full_disk", {}, "it must be able to write first"),
         ("hang", {"on_hang": "stop"}, "recovery.on_hang = stop"),
     ],
 )

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from paceline.chaos.timeline import Attempt, Command, Handling, final_steps
+from paceline.monitor.records import StepRecord
 from paceline.units import format_seconds
 
 
@@ -196,8 +197,9 @@ def compare_steps(
     )
 
 
-def _numbers(record: Any) -> tuple[object, ...]:
-    return (record.loss_sum, record.count, record.position, record.lr, record.grad_norm)
+def _numbers(record: StepRecord) -> tuple[str, ...]:
+    # As text: a norm that is not a number equals itself.
+    return tuple(map(repr, (record.loss_sum, record.count, record.position, record.lr, record.grad_norm)))
 
 
 def report_lines(report: Report) -> list[str]:

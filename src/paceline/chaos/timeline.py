@@ -17,6 +17,7 @@ from typing import Literal
 from paceline.chaos.faults import ON_LOSS, WHILE_SAVING, Fault
 from paceline.chaos.notes import Fired, Passed, Started
 from paceline.monitor.records import EventRecord, Record, RunRecord, StepRecord
+from paceline.monitor.straggler import find_straggler
 
 How = Literal["went on", "went back", "restarted", "stopped", "not recovered", "never happened"]
 
@@ -150,11 +151,14 @@ def handle(
         return Handling(fault=fault, how="never happened", expected=expected)
     verdict = _verdict(commands, at.time)
     passed = _passed(fault, notes.passed, expected)
-    if passed is None:
-        is_end = commands[-1].code == 0 and not any(each.time > at.time for each in notes.started)
-        if is_end:  # in the last step, and the run came to its end all the same
-            return _handled_inside(fault, at, attempts, expected, 0.0)
+    is_done = bool(commands) and commands[-1].code == 0
+    later = next((each for each in notes.started if each.time > at.time and each.step >= at.step), None)
+    if passed is None and is_done and later is not None:  # nothing was left to train
+        passed = Passed(number=fault.number, step=later.step, is_later=True, time=later.time)
+    if passed is None and not (is_done and not any(each.time > at.time for each in notes.started)):
         return Handling(fault=fault, how="not recovered", expected=expected, verdict=verdict, detail=at.detail)
+    if passed is None:  # in the last step, and the run came to its end all the same
+        return _handled_inside(fault, at, attempts, expected, 0.0)
     recovery_s = max(0.0, passed.time - at.time)
     began = next((each for each in notes.started if at.time < each.time <= passed.time), None)
     if began is None:
@@ -190,6 +194,8 @@ def _handled_inside(
     """Tells of a fault after which the same attempt went on, or went back to a checkpoint by itself."""
     events = [each for attempt in attempts for each in attempt.events]
     back = next((each for each in events if each.name == "roll_back" and each.time >= at.time), None)
+    if fault.kind == "preempt" and _ends_soon(attempts, at.time):
+        expected = (*expected, "went on")  # ranks ask one another some times a second
     if back is None or fault.kind not in ON_LOSS:
         return Handling(fault=fault, how="went on", expected=expected, recovery_s=recovery_s, detail=at.detail)
     lost = int(back.detail.get("from_step", back.step)) - back.step
@@ -203,6 +209,25 @@ def _handled_inside(
         verdict=str(back.detail.get("reason", "")),
         detail=at.detail,
     )
+
+
+def _ends_soon(attempts: Sequence[Attempt], moment: float) -> bool:
+    """Says whether the last step came within a second of a moment."""
+    last = max((record.time for attempt in attempts for record in attempt.steps), default=moment)
+    return last - moment < 1.0
+
+
+def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[Attempt]]) -> str:
+    """Says which rank was the slow one in the steps of a slow rank, as every run's report does; empty if none was."""
+    fault = handling.fault
+    first = fault.step or 0
+    steps = [final_steps(attempts) for attempts in by_rank]
+    window = [
+        {rank: known[number] for rank, known in enumerate(steps) if number in known}
+        for number in range(first, first + fault.length)
+    ]
+    found = find_straggler([ranks for ranks in window if ranks])
+    return "" if found is None else str(found)
 
 
 def steps_done(at: Fired, fault: Fault) -> int:

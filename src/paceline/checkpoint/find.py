@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
+from paceline.checkpoint.line import Line, Spot, newest_line
+from paceline.checkpoint.manifest import MANIFEST, Manifest, head_line, parse_manifest
 from paceline.checkpoint.remote import storage_of
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError
@@ -21,6 +22,7 @@ Depth = Literal["none", "fast", "full"]
 
 _PREFIX = "step-"
 _THREADS = 4
+_HEAD_BYTES = 2**14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +44,44 @@ class Choice:
     passed_over: tuple[PassedOver, ...] = ()
 
 
-def list_checkpoints(folder: Path, storage: Storage | None = None) -> list[Path]:
-    """Returns the checkpoints in ``folder``, oldest first. Whether they are whole, ``verify_checkpoint`` says."""
+def list_checkpoints(folder: Path, storage: Storage | None = None, own: Line | None = None) -> list[Path]:
+    """Returns the checkpoints in ``folder``, oldest first. Whether they are whole, ``verify_checkpoint`` says.
+
+    Those that the run has gone back from come before all others: see ``line.py``. ``own`` is the line that a run is on,
+    where it may have saved nothing yet.
+    """
+    spots = spots_in(folder, storage)
+    current = newest_line(spots.values(), own)
+
+    def age(path: Path) -> tuple[bool, tuple[int, int], str]:
+        spot = spots[path]
+        return current.has(spot.line, spot.step), spot.age, path.name
+
+    return sorted(spots, key=age)
+
+
+def spots_in(folder: Path, storage: Storage | None = None) -> dict[Path, Spot]:
+    """Returns where the checkpoints of a folder lie. Reads the head of each manifest.
+
+    One whose head cannot be read counts as of the newest line, so that whoever looks for the newest hears of it.
+    """
     storage = storage or storage_of(folder)
-    named = [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None]
-    found = [path for path in named if storage.size(path / MANIFEST) is not None]
-    return sorted(found, key=lambda path: (step_of(path), path.name))
+    lines: dict[Path, Line | None] = {}
+    for path in (folder / name for name in storage.names(folder) if step_of(Path(name)) is not None):
+        size = storage.size(path / MANIFEST)
+        if size is not None:
+            lines[path] = _read_line(path / MANIFEST, size, storage)
+    known = max((line for line in lines.values() if line is not None), key=lambda line: line.number, default=Line())
+    return {path: Spot(line=line or known, step=step_of(path) or 0) for path, line in lines.items()}
+
+
+def _read_line(path: Path, size: int, storage: Storage) -> Line | None:
+    head = bytearray(min(size, _HEAD_BYTES))
+    try:
+        storage.read_into(path, [(0, memoryview(head))])
+    except (OSError, EOFError):
+        return None
+    return head_line(bytes(head)) or (None if b'"line"' in head else Line())  # those of before had none
 
 
 def step_of(path: Path) -> int | None:
@@ -113,25 +147,38 @@ def choose_checkpoint(candidates: Sequence[Path], depth: Depth = "full") -> Choi
 
 
 def find_checkpoint(
-    where: str, run_folder: Path, depth: Depth = "full", tell: Callable[[PassedOver], None] | None = None
+    where: str,
+    run_folder: Path,
+    depth: Depth = "full",
+    tell: Callable[[PassedOver], None] | None = None,
+    own: Line | None = None,
 ) -> Path:
     """Returns the checkpoint that ``where`` names: ``auto`` (the run's newest whole one), a checkpoint, a run folder.
 
-    ``tell`` hears of each newer one that is damaged, and was passed over. Raises CheckpointError if there is none, or
-    if the one that is named is damaged.
+    ``tell`` hears of each newer one that was passed over: it is damaged, or the run has gone back from it. ``own`` is
+    the line that the run is on (``line.py``), if it is known. Raises CheckpointError if there is none, or if the one
+    that is named is damaged.
     """
     path = run_folder if where == "auto" else Path(where)
     if storage_of(path).size(path / MANIFEST) is not None:
         verify_checkpoint(path, depth)
         return path
     for folder in (path / "checkpoints", path):
-        choice = choose_checkpoint(list_checkpoints(folder), depth)
+        candidates = list_checkpoints(folder, own=own)
+        choice = choose_checkpoint(candidates, depth)
         if choice is not None:
             if tell is not None:
-                for each in choice.passed_over:
+                for each in (*choice.passed_over, *_left_behind(choice, candidates)):
                     tell(each)
             return choice.path
     raise CheckpointError(
         f"no checkpoint in {path}\n  a run saves into <run folder>/checkpoints/step-<number>\n"
         "  check the path, or start without --resume"
     )
+
+
+def _left_behind(choice: Choice, candidates: Sequence[Path]) -> list[PassedOver]:
+    """Returns those of higher steps that are not the newest all the same: the run has gone back from them."""
+    older, step = candidates[: candidates.index(choice.path)], step_of(choice.path) or 0
+    reason = f"the run has gone back from it, and {choice.path.name} is on its line"
+    return [PassedOver(path=path, reason=reason) for path in older if (step_of(path) or 0) > step]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.checkpoint.line import Line, Spot, parse_line
 from paceline.errors import CheckpointError
 from paceline.layout import Region
 
@@ -56,7 +58,7 @@ class Manifest:
 
     ``values`` are plain values that are the same on every rank: scaler, schedule, counters, metrics. ``found`` are
     those that single ranks knew, such as an optimizer's of its parameters. ``about`` is what the run was: its config,
-    strategy and mesh.
+    strategy and mesh. ``line`` is how the run came to this step: see ``line.py``.
     """
 
     step: int
@@ -67,6 +69,12 @@ class Manifest:
     values: Mapping[str, Any] = field(default_factory=dict)
     found: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
+    line: Line = field(default_factory=Line)
+
+    @property
+    def spot(self) -> Spot:
+        """Where it lies among others."""
+        return Spot(line=self.line, step=self.step)
 
     @property
     def num_bytes(self) -> int:
@@ -87,6 +95,7 @@ def manifest_text(manifest: Manifest) -> str:
         "step": manifest.step,
         "position": manifest.position,
         "world": manifest.world,
+        "line": manifest.line.to_json(),
         "about": manifest.about,
         "values": manifest.values,
     }
@@ -126,11 +135,21 @@ def parse_manifest(text: str, source: object) -> Manifest:
             values=found["values"],
             found=found["found"],
             about=found["about"],
+            line=parse_line(found.get("line", Line().to_json())),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{source} is no manifest: {type(error).__name__}: {error}\n  use an older checkpoint"
         ) from error
+
+
+def head_line(head: bytes) -> Line | None:
+    """Returns the line that the first bytes of a manifest tell; None where they do not."""
+    found = re.search(rb'^  "line": (\[\[[0-9, \[\]]*\]\]),$', head, re.MULTILINE)
+    try:
+        return None if found is None else parse_line(json.loads(found[1]))
+    except (CheckpointError, ValueError):
+        return None
 
 
 def tensor_entry(tensor: SavedTensor) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of, verify_checkpoint
+from paceline.checkpoint.find import spots_in, step_of, verify_checkpoint
+from paceline.checkpoint.line import Line, newest_line
 from paceline.checkpoint.remote import is_remote, storage_of
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError
@@ -15,7 +16,10 @@ from paceline.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What is kept: the newest ``last``, those of every ``every``-th step, and the ``best`` by a metric."""
+    """What is kept: the newest ``last``, those of every ``every``-th step, and the ``best`` by a metric.
+
+    Those that the run has gone back from are older than all others, and neither of a step to keep nor among the best.
+    """
 
     last: int | None = None
     every: int | None = None
@@ -26,36 +30,49 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint as retention sees it. ``value`` is its metric; None where nothing was measured at its step."""
+    """A checkpoint as retention sees it. ``value`` is its metric; None where nothing was measured at its step.
+
+    ``is_left``: the run has gone back from it. ``is_damaged``: it cannot be gone on from.
+    """
 
     step: int
     value: float | None = None
+    is_left: bool = False
+    is_damaged: bool = False
 
 
 def steps_to_remove(saved: Sequence[Saved], newest: int, policy: Retention) -> list[int]:
     """Returns the steps that are no longer kept, oldest first. ``newest``, the one just written, always is.
 
-    A value that is not a number is worse than every number.
+    A damaged one takes no other's place, and goes when it is older than those. A value that is not a number is worse
+    than every number.
     """
     if policy.last is None:
         return []
-    others = sorted({each.step for each in saved} - {newest})
-    kept = {newest, *others[len(others) - max(policy.last - 1, 0) :]}
+    others = sorted((each for each in saved if each.step != newest), key=lambda each: (not each.is_left, each.step))
+    good = [place for place, each in enumerate(others) if not each.is_damaged]
+    wanted = max(policy.last - 1, 0)
+    first = len(others) if wanted == 0 else 0 if len(good) <= wanted else good[-wanted]
+    kept = {newest, *(each.step for each in others[first:])}
+    own = [each for each in saved if not (each.is_left or each.is_damaged)]
     if policy.every is not None:
-        kept |= {step for step in others if step % policy.every == 0}
+        kept |= {each.step for each in own if each.step % policy.every == 0}
     sign = 1.0 if policy.mode == "min" else -1.0
-    measured = [
-        (sign * each.value, -each.step) for each in saved if each.value is not None and each.value == each.value
-    ]
+    measured = [(sign * each.value, -each.step) for each in own if each.value is not None and each.value == each.value]
     kept |= {-step for _, step in sorted(measured)[: policy.best]}
-    return [step for step in others if step not in kept]
+    return sorted(each.step for each in others if each.step not in kept)
 
 
-def apply_retention(folder: Path, newest: int, policy: Retention, storage: Storage | None = None) -> list[int]:
-    """Removes the checkpoints of a folder that a policy does not keep; returns their steps."""
-    found = {step: path for path in list_checkpoints(folder) if (step := step_of(path)) is not None}
-    values = {step: _value(path, policy) for step, path in found.items()} if policy.best else dict.fromkeys(found)
-    saved = [Saved(step=step, value=values[step]) for step in found]
+def apply_retention(
+    folder: Path, newest: int, policy: Retention, storage: Storage | None = None, own: Line | None = None
+) -> list[int]:
+    """Removes the checkpoints of a folder that a policy does not keep; returns their steps. ``own``: the run's line."""
+    if policy.last is None:
+        return []
+    spots = spots_in(folder, storage)
+    current = newest_line(spots.values(), own)
+    found = {spot.step: path for path, spot in spots.items()}
+    saved = [_look(path, policy, is_left=not current.has(spots[path].line, step)) for step, path in found.items()]
     removed = steps_to_remove(saved, newest, policy)
     for step in removed:
         remove_checkpoint(found[step], storage)
@@ -104,8 +121,11 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _value(path: Path, policy: Retention) -> float | None:
+def _look(path: Path, policy: Retention, *, is_left: bool) -> Saved:
+    """Reads a manifest and compares the sizes of its files."""
+    step = step_of(path) or 0
     try:
-        return read_manifest(path).metrics.get(policy.metric)
-    except CheckpointError:
-        return None
+        value = verify_checkpoint(path, "fast").metrics.get(policy.metric)
+    except (CheckpointError, OSError):
+        return Saved(step=step, is_left=is_left, is_damaged=True)
+    return Saved(step=step, value=value, is_left=is_left)

@@ -6,11 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from paceline.checkpoint.line import Line
 from paceline.layout import Shard
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
+AVERAGE = "average/"
 
 
 class HasShards(Protocol):
@@ -31,7 +33,8 @@ class State:
     """This rank's part of a state. No tensor is copied: it is that of the step as long as nobody trains on.
 
     ``values`` are the same on every rank, and those of rank 0 are kept. ``own`` are this rank's. ``found`` are known to
-    some ranks and needed by all: those of all ranks are kept, by their names.
+    some ranks and needed by all: those of all ranks are kept, by their names. ``line`` is how the run came to
+    this step, as rank 0 knows it; None: it is told from what lies where it is saved.
     """
 
     step: int
@@ -41,6 +44,7 @@ class State:
     own: Mapping[str, Any] = field(default_factory=dict)
     found: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
+    line: Line | None = None
 
 
 def prefixed(prefix: str, shards: Iterable[Shard]) -> list[Shard]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.line import Line
 from paceline.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -72,6 +73,11 @@ class Share:
     region: Region
     flat: torch.Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """How large it is."""
+        return self.flat.numel() * self.flat.element_size()
+
 
 def step_name(step: int) -> str:
     """Returns the name of a checkpoint's folder."""
@@ -111,6 +117,7 @@ class PlainState:
     own: Any
     found: Mapping[str, Any]
     about: Mapping[str, Any]
+    line: Line = field(default_factory=Line)
 
 
 def plain_state(state: State) -> PlainState:
@@ -232,6 +239,7 @@ def _merged(target: Target, plain: PlainState) -> Manifest:
         values=plain.values,
         found=dict(sorted(found.items())),
         about=plain.about,
+        line=plain.line,
     )
 
 

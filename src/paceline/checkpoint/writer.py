@@ -15,13 +15,14 @@ import secrets
 import shutil
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
+from paceline.checkpoint.find import spots_in
+from paceline.checkpoint.line import likely_line
 from paceline.checkpoint.remote import storage_of
 from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
+from paceline.checkpoint.stage import Stage
 from paceline.checkpoint.state import State
 from paceline.checkpoint.storage import LocalFiles, Storage
 from paceline.checkpoint.write import (
@@ -41,7 +42,6 @@ from paceline.errors import CheckpointError
 
 _LOOK_EVERY_S = 0.02
 _VISIBLE_S = 60.0  # how long a shared file system may take to show what another host has written
-_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +70,16 @@ class CheckpointWriter:
         self._comm = comm
         self._retention = retention or Retention()
         self._storage = storage or storage_of(folder)
+        problem = ""
         if comm.rank == 0:
-            clear_leftovers(folder, storage=self._storage)
-        self._token: str = broadcast_object(comm, secrets.token_hex(4))
-        self._stage = torch.empty(0, dtype=torch.uint8)
+            try:
+                clear_leftovers(folder, storage=self._storage)
+            except OSError as error:
+                problem = f"cannot clear what killed saves have left in {folder}: {error}"
+        self._token, problem = broadcast_object(comm, (secrets.token_hex(4), problem))
+        if problem:
+            raise CheckpointError(problem)
+        self._stage = Stage()
         self._pending: _Background | None = None
         self._reports: list[SaveReport] = []
 
@@ -97,7 +103,7 @@ class CheckpointWriter:
             return target.final
         problem, num_bytes, plain = "", 0, None
         try:
-            plain = plain_state(state)
+            plain = self._plain(state)
             num_bytes = write_part(target, own_shares(state.shards), plain)
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             problem = _describe(error)
@@ -111,6 +117,18 @@ class CheckpointWriter:
             SaveReport(step=state.step, stall_s=seconds, total_s=seconds, num_bytes=num_bytes, is_background=False)
         )
         return target.final
+
+    def reserve(self, state: State, at_least: int = 0) -> bool:
+        """Makes room for saves in the background of a state as large as this one, in a thread.
+
+        Without it the first of them takes longer. Does nothing, and says so, where no rank writes ``at_least`` bytes.
+        All ranks call it; a small exchange.
+        """
+        shares = own_shares(state.shards)
+        if max(gather_objects(self._comm, sum(share.num_bytes for share in shares))) < at_least:
+            return False
+        self._stage.reserve(shares)
+        return True
 
     def finish(self) -> None:
         """Waits for what is being written. Raises CheckpointError, on all ranks, if one of them could not."""
@@ -141,32 +159,18 @@ class CheckpointWriter:
         """Copies what this rank writes, and leaves the rest to a thread."""
         problem, plain, shares = "", None, []
         try:
-            plain = plain_state(state)
-            shares = self._staged(own_shares(state.shards))
+            plain = self._plain(state)
+            shares = self._stage.copy(own_shares(state.shards))
         except Exception as error:
             problem = _describe(error)
         self._pending = _Background(target, shares, plain, self._retention, problem, start)
 
-    def _staged(self, shares: list[Share]) -> list[Share]:
-        """Copies shares to the host, into one buffer that is kept."""
-        offsets, length = [], 0
-        for share in shares:
-            offsets.append(length)
-            size = share.flat.numel() * share.flat.element_size()
-            length += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
-        if self._stage.numel() < length:
-            is_pinned = any(share.flat.device.type == "cuda" for share in shares)
-            self._stage = torch.empty(0, dtype=torch.uint8)  # the old one is free before the new one is there
-            self._stage = torch.empty(length, dtype=torch.uint8, pin_memory=is_pinned)
-        staged = []
-        for share, offset in zip(shares, offsets, strict=True):
-            size = share.flat.numel() * share.flat.element_size()
-            place = self._stage[offset : offset + size].view(share.flat.dtype)
-            place.copy_(share.flat, non_blocking=True)
-            staged.append(Share(name=share.name, region=share.region, flat=place))
-        if any(share.flat.device.type == "cuda" for share in shares):
-            torch.cuda.synchronize()  # sync point: the next step may change what is being copied
-        return staged
+    def _plain(self, state: State) -> PlainState:
+        """Copies the values of a state; on rank 0 with its line."""
+        plain = plain_state(state)
+        if self._comm.rank or state.line is not None:
+            return replace(plain, line=state.line or plain.line)
+        return replace(plain, line=likely_line(state.step, list(spots_in(self.folder, self._storage).values())))
 
     def _agree(self, target: Target, problem: str) -> None:
         """Raises CheckpointError on all ranks if one has a problem; a small exchange."""
@@ -300,7 +304,7 @@ def _complete(
                     "  all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
                 )
         commit(target, plain)
-        apply_retention(target.folder, target.step, retention, target.storage)
+        apply_retention(target.folder, target.step, retention, target.storage, plain.line)
     except Exception as error:  # told to all ranks
         if not target.storage.names(target.final):
             discard(target)

@@ -2,8 +2,7 @@
 
     files      sizes (fast) or SHA-256 of every file (full), against the manifest
     tensors    every element of every tensor is in exactly one piece, and every piece is in its file at its full size
-    samples    the running hash of the consumed sample ids, against the one that the data order gives: a pure function
-               of the number of samples, the batch and the seed, so that neither data nor model is needed
+    samples    the ids that the run has consumed, against those of the data order: see ``samples.py``
 
 Cost: full reads everything once, at 1 to 2 GB/s a thread; the samples take 0.1 us each.
 """
@@ -15,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.checkpoint.find import read_manifest
 from paceline.checkpoint.manifest import Manifest, SavedPiece, SavedTensor
@@ -23,31 +22,13 @@ from paceline.checkpoint.remote import storage_of
 from paceline.checkpoint.state import COMPRESSION
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tensors import dtype_of, read_header
-from paceline.checkpoint.values import decode
+from paceline.checkpoint_tools.check import Check
+from paceline.checkpoint_tools.samples import check_samples
 from paceline.checkpoint_tools.stream import Tell, be_silent
-from paceline.data.consumed import recompute
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import CheckpointError
 from paceline.layout import common_runs
 
 Depth = Literal["fast", "full"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing that was looked at: what, what was found in words, and whether it is as it should be.
-
-    ``is_done`` is False where there was nothing to check it by.
-    """
-
-    what: str
-    finding: str
-    problems: tuple[str, ...] = ()
-    is_done: bool = True
-
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,60 +111,6 @@ def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
         return problems
     shared = [int(common_runs(*pair).length.sum()) for pair in itertools.combinations(regions, 2)]
     return problems + [f"{both:,} elements are saved twice" for both in shared if both]
-
-
-def check_samples(manifest: Manifest) -> Check:
-    """Recomputes the hash of the samples that were consumed from the order of the data."""
-    entry = manifest.values.get("consumed")
-    if entry is None:
-        return Check(
-            what="samples", finding="not checked: this checkpoint keeps no hash of consumed samples", is_done=False
-        )
-    try:
-        state: Mapping[str, Any] = decode(entry)
-        wanted = recompute(state)
-        problems, count = _sample_problems(manifest, state, wanted), int(state["count"])
-        orders = [
-            f"{s['first']:,} to {s['last']:,} of {s['length']:,} samples, seed {s['seed']}" for s in state["segments"]
-        ]
-    except (KeyError, TypeError, ValueError, PacelineError) as error:
-        problem = f"what is noted of consumed samples cannot be read: {type(error).__name__}: {error}"
-        return Check(what="samples", finding="the running hash of consumed ids", problems=(problem,))
-    told = f"{count:,} ids hashed again in the order of the data ({'; then '.join(orders) or 'none yet'})"
-    return Check(what="samples", finding=told, problems=tuple(problems))
-
-
-def _sample_problems(manifest: Manifest, state: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    problems = []
-    if wanted["count"] != state["count"]:
-        problems.append(
-            f"{state['count']:,} samples were consumed, and the order of the data has {wanted['count']:,} there"
-        )
-    elif wanted["hash"] != state["hash"]:
-        problems.append(
-            f"the ids that were consumed hash to {state['hash']}, those of the order to {wanted['hash']}: "
-            "samples were lost, repeated or taken in another order"
-        )
-    last = state["segments"][-1]["last"] if state["segments"] else 0
-    if last != manifest.position:
-        problems.append(f"the last sample was at position {last:,}, and the run goes on at {manifest.position:,}")
-    problems += _differs_from_config(manifest, state)
-    return problems
-
-
-def _differs_from_config(manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
-    """Compares the order that was noted last with the seed and shuffling that the saved config asks for."""
-    config = manifest.about.get("config") or {}
-    if not state["segments"] or "data" not in config or "train" not in config:
-        return []
-    last, data = state["segments"][-1], config["data"]
-    seed = config["train"].get("seed") if data.get("seed") is None else data["seed"]
-    asked: list[tuple[str, Any]] = [("seed", seed), ("shuffle", data.get("shuffle"))]
-    return [
-        f"the order had {name} = {last[name]}, and the saved config says {value}"
-        for name, value in asked
-        if value is not None and last[name] != value
-    ]
 
 
 def _misplaced(name: str, tensor: SavedTensor, piece: SavedPiece, header: Mapping[str, tuple[int, int]]) -> str | None:

@@ -331,6 +331,28 @@ def checkpoint(
 
 
 @app.command()
+def ledger(
+    blocks: int = typer.Option(60, help="Blocks of ten steps that each arm takes, in turns.", min=1),
+    output: Path = typer.Option(None, help="Also write the record to this file."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+) -> None:
+    """Time what it costs that every operation is written down: one alone, and steps of two ranks with and without.
+
+    Examples:
+
+      paceline bench ledger
+
+      paceline bench ledger --blocks 20 --json
+    """
+    from paceline.bench.ledger import BATCH, BLOCK, WIDTH, bench_ledger
+
+    rows = bench_ledger(blocks)
+    settings = {"device": "cpu", "ranks": 2, "width": WIDTH, "batch": BATCH, "block": BLOCK, "blocks": blocks}
+    _write("ledger", rows, settings, output)
+    _finish("ledger", rows, settings, tables.show_ledger if not as_json else None)
+
+
+@app.command()
 def restart(
     ranks: int = typer.Option(2, help="Gloo ranks, with one thread each.", min=2),
     rounds: int = typer.Option(5, help="Rounds in which every arm takes a turn.", min=1),

@@ -113,6 +113,24 @@ def show_checkpoints(rows: Rows) -> None:
     _print_table(titles, cells, left=("what", "ranks", "arm"))
 
 
+def show_ledger(rows: Rows) -> None:
+    """Shows what the ledger costs."""
+    from paceline.units import format_seconds
+
+    titles = ("what", "without", "with", "ratio", "middle half")
+    cells = [
+        (
+            row["what"],
+            format_seconds(row["without_s"]),
+            format_seconds(row["with_s"]),
+            f"{row['ratio']:.4f}" if "ratio" in row else "",
+            f"{row['ratio_low']:.4f}-{row['ratio_high']:.4f}" if "ratio" in row else "",
+        )
+        for row in rows
+    ]
+    _print_table(titles, cells, left=("what",))
+
+
 def show_restarts(rows: Rows) -> None:
     """Shows how long a killed rank stopped a run."""
     titles = ("arm", "kill to first step", "of torchrun", "least to most", "steps lost")

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _SAVE_EVERY = 10  # steps, where a config saves nothing on the way
 _HANG_S = 5.0  # where a config says nothing: nobody wants to watch a minute
+_HANG_SETUP_S = 30.0  # the first step of an attempt counts as set-up
 _CHANGES_RESULT = ("nan", "spike")
 _LOOK_EVERY_S = 0.1
 
@@ -63,7 +64,8 @@ def chaos(
     if (faults is None) == (random == 0):
         raise UsageError("--faults or --random\n  one of them says what goes wrong\n  try --faults kill:rank=1@step=20")
     loaded = load_config_with_sources(config, [*(overrides or []), *_backend(backend)])
-    setting = _settle(loaded, config, [*(overrides or []), *_backend(backend)])
+    may_hang = faults is None or "hang" in faults
+    setting = _settle(loaded, config, [*(overrides or []), *_backend(backend)], may_hang=may_hang)
     plan = _plan(setting, faults, num_random=random, seed=seed)
     with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as scratch:
         report = _run(setting, plan, Path(scratch), seed=seed, compare=compare, mtbf=mtbf)
@@ -95,7 +97,7 @@ def _backend(name: str | None) -> list[str]:
     return [f"comm.backend={name}", "parallel.device=cpu"]
 
 
-def _settle(loaded: LoadedConfig, path: Path, overrides: Sequence[str]) -> Setting:
+def _settle(loaded: LoadedConfig, path: Path, overrides: Sequence[str], *, may_hang: bool) -> Setting:
     """Changes of a config what it leaves open and a run with faults needs; tells each."""
     from paceline.cli.train import CPU_RANKS
     from paceline.config import load_config
@@ -106,6 +108,8 @@ def _settle(loaded: LoadedConfig, path: Path, overrides: Sequence[str]) -> Setti
         notes.append(f"the config saves nothing on the way: saving every {_SAVE_EVERY} steps (checkpoint.every_steps)")
     if loaded.sources.get("monitor.hang_s", "default") == "default":
         changes.append(f"monitor.hang_s={_HANG_S:g}")
+    if may_hang and loaded.sources.get("monitor.hang_setup_s", "default") == "default":
+        changes.append(f"monitor.hang_setup_s={_HANG_SETUP_S:g}")
     if loaded.sources.get("recovery.max_restarts", "default") == "default":
         changes.append("recovery.max_restarts=100")  # faults are as many as were asked for
     changed = [*overrides, *changes]
@@ -142,7 +146,7 @@ def _run(
 ) -> Report:
     from paceline.chaos.notes import Fired, Passed, Started, read_notes, write_plan
     from paceline.chaos.report import make_report
-    from paceline.chaos.timeline import Notes, handle
+    from paceline.chaos.timeline import Notes, handle, straggler_verdict
 
     for note in setting.notes:
         say(note)
@@ -155,6 +159,10 @@ def _run(
         passed=tuple(read_notes(scratch, Passed)),
     )
     handlings = [handle(each, notes, attempts[0], commands, _policies(setting.config)) for each in faults]
+    handlings = [
+        replace(each, verdict=straggler_verdict(each, attempts)) if each.fault.kind == "slow" else each
+        for each in handlings
+    ]
     samples = audit_samples(setting.folder)
     sameness = _compare(setting, attempts, faults) if compare else None
     report = make_report(
@@ -274,7 +282,7 @@ def audit_samples(folder: Path) -> str:
     from paceline.checkpoint import list_checkpoints
     from paceline.checkpoint.find import read_manifest
     from paceline.checkpoint.values import decode
-    from paceline.checkpoint_tools.audit import check_samples
+    from paceline.checkpoint_tools.samples import check_samples
 
     found = list_checkpoints(folder / "checkpoints")
     if not found:

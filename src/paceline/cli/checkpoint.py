@@ -82,11 +82,18 @@ def verify(
     fast: bool = typer.Option(False, "--fast", help="Compare sizes instead of hashes: reads no tensor."),
     as_json: bool = _JSON,
 ) -> None:
-    """Verify a checkpoint: every file's hash, every tensor's completeness, and the samples that the run has consumed.
+    """Verify a checkpoint: its files, its tensors, and the samples that the run has consumed. All problems are told.
 
-    The ids of the consumed samples are hashed again in the order that the data has, which is a pure function of seed,
-    epoch and index, and compared with the hash that the run has kept. Says exactly what was checked; ends with exit
-    code 1 if something is wrong.
+    files: each is there and has the size and the SHA-256 that the manifest says, which has a hash of its own.
+
+    tensors: each element is in exactly one piece, and each piece in its file at its full size.
+
+    samples: computed anew from the order of the data, a pure function of seed, epoch and index. Seed, shuffling, last
+    batch, global batch and number of samples are the config's; what was consumed begins at 0, has no overlap and no
+    gap but those that a roll-back has noted, and ends where the run goes on; there are as many batches as steps; no id
+    comes twice in an epoch; and the hash of all ids, in order, is the one that the run has kept.
+
+    Ends with exit code 1 if something is wrong.
 
     Examples:
 

@@ -14,6 +14,7 @@ from paceline.chaos.notes import VARIABLE
 from paceline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.line import Line
     from paceline.config import Config
     from paceline.launch.supervise import RestartNote, StartingPoint, Surroundings
     from paceline.train.recovery import RestartPolicy
@@ -67,8 +68,9 @@ def surroundings(config: Config, folder: Path, first: Path | None) -> Surroundin
     """Returns what supervision needs to know of the run in ``folder``, whose first attempt began at ``first``."""
     from paceline.launch.supervise import Surroundings
 
+    own = _line(first)
     return Surroundings(
-        find=lambda: _starting_point(config, folder, first), say=_say, halve=lambda: halve_microbatch(folder)
+        find=lambda: _starting_point(config, folder, first, own), say=_say, halve=lambda: halve_microbatch(folder)
     )
 
 
@@ -99,8 +101,18 @@ def halve_microbatch(folder: Path) -> bool:
     return True
 
 
-def _starting_point(config: Config, folder: Path, first: Path | None) -> StartingPoint:
-    """Finds the newest checkpoint that is whole, and tells of newer ones that are not."""
+def _line(first: Path | None) -> Line | None:
+    """Returns the line that a run is on which starts at a checkpoint, whatever was saved behind that before."""
+    if first is None:
+        return None
+    from paceline.checkpoint.find import read_manifest, spots_in
+    from paceline.checkpoint.line import line_from
+
+    return line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
+
+
+def _starting_point(config: Config, folder: Path, first: Path | None, own: Line | None = None) -> StartingPoint:
+    """Finds the newest checkpoint of the run's line that is whole, and tells of newer ones that are not."""
     from paceline.checkpoint import find_checkpoint
     from paceline.checkpoint.remote import settled
     from paceline.launch.supervise import StartingPoint
@@ -109,7 +121,7 @@ def _starting_point(config: Config, folder: Path, first: Path | None) -> Startin
     passed: list[str] = []
     path: Path | None
     try:
-        found = find_checkpoint("auto", where, config.checkpoint.verify, lambda each: passed.append(str(each)))
+        found = find_checkpoint("auto", where, config.checkpoint.verify, lambda each: passed.append(str(each)), own)
         path = settled(found)
     except CheckpointError:
         path = first

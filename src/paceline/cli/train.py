@@ -54,7 +54,7 @@ def train(
 
     asked = load_config(config, overrides or [])
     if "RANK" in os.environ:
-        from paceline.cli.worker import run_under_launcher
+        from paceline.cli.under_launcher import run_under_launcher
 
         run_under_launcher(asked, force=force, resume=resume, as_json=as_json)
         return

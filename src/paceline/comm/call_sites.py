@@ -20,7 +20,6 @@ _FOUND = importlib.util.find_spec("torch")  # found, not imported: that takes se
 _TORCH = f"{Path(_FOUND.origin).parent}{os.sep}" if _FOUND is not None and _FOUND.origin else "<"
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _SCRIPTS = f"{sysconfig.get_path('scripts')}{os.sep}"
-_MOST_FRAMES = 12
 
 PLUMBING, ENGINE, LIBRARY, USER = range(4)
 
@@ -46,41 +45,36 @@ class CallSites:
 
     def __init__(self, add: Callable[[int, str], object]) -> None:
         self._add = add
-        # By identity, as a hash goes over all that is in a code; which is kept, so that no other gets its number.
-        self._kinds: dict[int, int] = {}
-        self._codes: list[CodeType] = []
-        self._numbers: dict[tuple[int, int], int] = {}
+        # Not by the line, which has to be looked up in a table, but by the address of the instruction, or nearly: a
+        # code holds its instructions, so that no two places of two codes have the same. 0 stands for plumbing.
+        self._numbers: dict[int, int] = {}
+        self._known = self._numbers.get
+        self._codes: list[CodeType] = []  # kept, so that no other code gets their addresses
+        self._count = 0
 
     def number(self, frame: FrameType) -> int:
         """Returns the number of what called: 0 where it is not known."""
-        kinds, numbers = self._kinds, self._numbers
-        for _ in range(_MOST_FRAMES):
-            code = frame.f_code
-            kind = kinds.get(id(code))
-            if kind is None:
-                kind = self._sort(code)
-            if kind:
-                # Not the line, which has to be looked up in a table, but the instruction.
-                return numbers.get((id(code), frame.f_lasti)) or self._new(frame, kind)
-            outer = frame.f_back
-            if outer is None:
-                break
-            frame = outer
+        current: FrameType | None = frame
+        while current is not None:
+            number = self._known(id(current.f_code) + current.f_lasti)
+            if number or (number is None and (number := self._new(current))):
+                return number
+            current = current.f_back
         return 0
 
-    def _sort(self, code: CodeType) -> int:
+    def _new(self, frame: FrameType) -> int:
+        code = frame.f_code
+        kind = kind_of_file(code.co_filename)
+        number = 0
+        if kind != PLUMBING:
+            told = _describe(frame)
+            user = _user_frame(frame) if kind == ENGINE else None
+            if user is not None:
+                told = f"{_describe(user)} through {told}"
+            self._count = number = self._count + 1
+            self._add(number, told)
         self._codes.append(code)
-        kind = self._kinds[id(code)] = kind_of_file(code.co_filename)
-        return kind
-
-    def _new(self, frame: FrameType, kind: int) -> int:
-        told = _describe(frame)
-        user = _user_frame(frame) if kind == ENGINE else None
-        if user is not None:
-            told = f"{_describe(user)} through {told}"
-        number = len(self._numbers) + 1
-        self._add(number, told)
-        self._numbers[id(frame.f_code), frame.f_lasti] = number
+        self._numbers[id(code) + frame.f_lasti] = number
         return number
 
 

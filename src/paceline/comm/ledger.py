@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import cast
 
 import torch
@@ -138,27 +137,28 @@ class Ledger:
 class _LedgerWork:
     """An operation whose end is written down."""
 
-    __slots__ = ("_inner", "_is_done", "_ledger", "_number")
+    __slots__ = ("_inner", "_ledger", "_number")
 
     def __init__(self, inner: Work, ledger: Ledger, number: int) -> None:
         self._inner = inner
         self._ledger = ledger
         self._number = number
-        self._is_done = False
 
     def wait(self) -> None:
         """Waits, and notes that it does, and that it is over."""
-        if self._is_done:
+        number, ledger = self._number, self._ledger
+        if not number:  # noted before
             self._inner.wait()  # from another stream, perhaps
             return
-        cells = self._ledger.cells
-        cells[WAITING] = self._number
+        cells = ledger.cells
+        cells[WAITING] = number
         try:
             self._inner.wait()
         finally:
             cells[WAITING] = 0
-        self._is_done = True
-        self._ledger.note_end(self._number)
+        self._number = 0
+        if cells[ISSUED] - number < NUM_RECORDS - 1:  # as ``Ledger.note_end``: a call costs as much as what it does
+            PUT_DONE(ledger.buffer, DONE_AT + number % NUM_RECORDS * RECORD_BYTES, ledger.now())
 
 
 class LedgerCommunicator(AroundCommunicator):
@@ -172,38 +172,42 @@ class LedgerCommunicator(AroundCommunicator):
         self._sequence = 0 if group is None else 1
         self._messages: Counter[tuple[str, int, int]] = Counter()
         self._members = inner.ranks
+        # What every operation needs, at one step and not at two.
+        self._cells, self._counts, self._buffer = ledger.cells, ledger.counts, ledger.buffer
+        self._now, self._next_number, self._site = ledger.now, ledger.next_number, ledger.site
+        self._number_of = ledger.calls.get
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Writes down an all-reduce."""
-        number = self._begin(("all_reduce", tensor.shape, tensor.dtype, op, None, 0))
+        number = self._write(("all_reduce", tensor.shape, tensor.dtype, op, None, 0))
         try:
             return _LedgerWork(self.inner.all_reduce(tensor, op), self.ledger, number)
         finally:
-            self.ledger.cells[WAITING] = 0
+            self._cells[WAITING] = 0
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Writes down a reduce-scatter, with the whole input's shape."""
-        number = self._begin(("reduce_scatter", tensor.shape, tensor.dtype, op, None, 0))
+        number = self._write(("reduce_scatter", tensor.shape, tensor.dtype, op, None, 0))
         try:
             return _LedgerWork(self.inner.reduce_scatter(output, tensor, op), self.ledger, number)
         finally:
-            self.ledger.cells[WAITING] = 0
+            self._cells[WAITING] = 0
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Writes down an all-gather, with the whole output's shape."""
-        number = self._begin(("all_gather", output.shape, output.dtype, "", None, 0))
+        number = self._write(("all_gather", output.shape, output.dtype, "", None, 0))
         try:
             return _LedgerWork(self.inner.all_gather(output, tensor), self.ledger, number)
         finally:
-            self.ledger.cells[WAITING] = 0
+            self._cells[WAITING] = 0
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Writes down a broadcast."""
-        number = self._begin(("broadcast", tensor.shape, tensor.dtype, "", self._peer(source), 0))
+        number = self._write(("broadcast", tensor.shape, tensor.dtype, "", self._peer(source), 0))
         try:
             return _LedgerWork(self.inner.broadcast(tensor, source), self.ledger, number)
         finally:
-            self.ledger.cells[WAITING] = 0
+            self._cells[WAITING] = 0
 
     def all_to_all(
         self,
@@ -213,36 +217,38 @@ class LedgerCommunicator(AroundCommunicator):
         input_splits: Sequence[int] | None = None,
     ) -> Work:
         """Writes down an all-to-all, with this rank's input."""
-        number = self._begin(("all_to_all", tensor.shape, tensor.dtype, "", None, 0))
+        number = self._write(("all_to_all", tensor.shape, tensor.dtype, "", None, 0))
         try:
             work = self.inner.all_to_all(output, tensor, output_splits, input_splits)
             return _LedgerWork(work, self.ledger, number)
         finally:
-            self.ledger.cells[WAITING] = 0
+            self._cells[WAITING] = 0
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Writes down a send."""
-        number = self._begin_message(("send", tensor.shape, tensor.dtype, "", self._peer(to), tag))
+        key = ("send", tensor.shape, tensor.dtype, "", self._peer(to), tag)
+        number = self._write(key, self._count_message(key))
         try:
             return _LedgerWork(self.inner.send(tensor, to, tag), self.ledger, number)
         finally:
-            self.ledger.cells[WAITING] = 0
+            self._cells[WAITING] = 0
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Writes down a receive."""
-        number = self._begin_message(("recv", tensor.shape, tensor.dtype, "", self._peer(source), tag))
+        key = ("recv", tensor.shape, tensor.dtype, "", self._peer(source), tag)
+        number = self._write(key, self._count_message(key))
         try:
             return _LedgerWork(self.inner.recv(tensor, source, tag), self.ledger, number)
         finally:
-            self.ledger.cells[WAITING] = 0
+            self._cells[WAITING] = 0
 
     def barrier(self) -> None:
         """Writes down a barrier."""
-        number = self._begin(("barrier", (), None, "", None, 0))
+        number = self._write(("barrier", (), None, "", None, 0))
         try:
             self.inner.barrier()
         finally:
-            self.ledger.cells[WAITING] = 0
+            self._cells[WAITING] = 0
         self.ledger.note_end(number)
 
     def split(self, ranks: Sequence[int]) -> Communicator:
@@ -251,12 +257,12 @@ class LedgerCommunicator(AroundCommunicator):
             return self.inner.split(ranks)  # nobody to wait for
         members = tuple(map(self._peer, ranks))
         group = self.ledger.add_group(members)
-        number = self._write(("split", (), None, "", None, 0), group, 0, sys._getframe(1))
-        self.ledger.counts[group] = 1
+        number = self._write(("split", (), None, "", None, 0), 0, group)
+        self._counts[group] = 1
         try:
             made = self.inner.split(ranks)
         finally:
-            self.ledger.cells[WAITING] = 0
+            self._cells[WAITING] = 0
         self.ledger.note_end(number)
         return LedgerCommunicator(made, self.ledger, group=group)
 
@@ -264,42 +270,38 @@ class LedgerCommunicator(AroundCommunicator):
         """Returns a member's rank in the world; one that is not there is left to ``inner`` to refuse."""
         return self._members[rank] if 0 <= rank < len(self._members) else rank
 
-    def _begin_message(self, key: _CallKey) -> int:
-        """Writes down a message, which is numbered by its kind, peer and tag."""
+    def _count_message(self, key: _CallKey) -> int:
+        """Returns the number of a message, which goes by its kind, peer and tag."""
         pair = (key[0], key[4] or 0, key[5])
         sequence = self._messages[pair]
         self._messages[pair] = sequence + 1
-        return self._write(key, self._group, sequence, sys._getframe(2))
+        return sequence
 
-    def _begin(self, key: _CallKey) -> int:
-        """Writes down a collective."""
-        sequence = self._sequence
-        self._sequence = sequence + 1
-        number = self._write(key, self._group, sequence, sys._getframe(2))
-        self.ledger.counts[self._group] = sequence + 1
-        return number
+    def _write(self, key: _CallKey, sequence: int | None = None, group: int | None = None) -> int:
+        """Writes a record and returns its number; without a ``sequence`` it is the group's next collective.
 
-    def _write(self, key: _CallKey, group: int, sequence: int, frame: FrameType) -> int:
-        """Writes a record and returns its number. The counters come after it: see ``ledger_file.py``."""
-        ledger = self.ledger
-        cells = ledger.cells
-        call = ledger.calls.get(key) or ledger.add_call(key)
-        number = ledger.next_number()
+        The counters come after the record: see ``ledger_file.py``. It is one function, and called by the verbs alone,
+        since a call costs a tenth of all.
+        """
+        cells = self._cells
+        number = self._next_number()
         PUT_RECORD(
-            ledger.buffer,
+            self._buffer,
             RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES,
             number,
-            sequence,
-            group,
+            self._sequence if sequence is None else sequence,
+            self._group if group is None else group,
             cells[PHASE],
             0,
-            call,
-            ledger.site(frame),
-            ledger.now(),
+            self._number_of(key) or self.ledger.add_call(key),
+            self._site(sys._getframe(2)),
+            self._now(),
             0.0,
             cells[STEP],
         )
         cells[ISSUED] = cells[WAITING] = number
+        if sequence is None:
+            self._sequence = self._counts[self._group] = self._sequence + 1
         return number
 
 

@@ -130,19 +130,19 @@ class TracedCommunicator(AroundCommunicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Records an all-reduce of the tensor's bytes."""
-        return self._record("all_reduce", tensor, lambda: self.inner.all_reduce(tensor, op))
+        return self._record("all_reduce", tensor, self.inner.all_reduce, tensor, op)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Records a reduce-scatter of the whole input's bytes."""
-        return self._record("reduce_scatter", tensor, lambda: self.inner.reduce_scatter(output, tensor, op))
+        return self._record("reduce_scatter", tensor, self.inner.reduce_scatter, output, tensor, op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Records an all-gather of the whole output's bytes."""
-        return self._record("all_gather", output, lambda: self.inner.all_gather(output, tensor))
+        return self._record("all_gather", output, self.inner.all_gather, output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Records a broadcast."""
-        return self._record("broadcast", tensor, lambda: self.inner.broadcast(tensor, source))
+        return self._record("broadcast", tensor, self.inner.broadcast, tensor, source)
 
     def all_to_all(
         self,
@@ -152,17 +152,15 @@ class TracedCommunicator(AroundCommunicator):
         input_splits: Sequence[int] | None = None,
     ) -> Work:
         """Records an all-to-all of this rank's input."""
-        return self._record(
-            "all_to_all", tensor, lambda: self.inner.all_to_all(output, tensor, output_splits, input_splits)
-        )
+        return self._record("all_to_all", tensor, self.inner.all_to_all, output, tensor, output_splits, input_splits)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Records a send."""
-        return self._record("send", tensor, lambda: self.inner.send(tensor, to, tag))
+        return self._record("send", tensor, self.inner.send, tensor, to, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Records a receive."""
-        return self._record("recv", tensor, lambda: self.inner.recv(tensor, source, tag))
+        return self._record("recv", tensor, self.inner.recv, tensor, source, tag)
 
     def barrier(self) -> None:
         """Records a barrier as a wait."""
@@ -175,12 +173,12 @@ class TracedCommunicator(AroundCommunicator):
         """Makes a subgroup that writes into the same trace."""
         return TracedCommunicator(self.inner.split(ranks), self.trace, counts=self._counts)
 
-    def _record(self, kind: str, tensor: torch.Tensor, issue: Callable[[], Work]) -> Work:
+    def _record(self, kind: str, tensor: torch.Tensor, issue: Callable[..., Work], *arguments: object) -> Work:
         trace = self.trace
         start_s = time.perf_counter()
         start = trace.begin_wait() if trace.times_calls else None
         try:
-            work = issue()
+            work = issue(*arguments)
         finally:
             trace.end_wait(start)
         if not self._counts:

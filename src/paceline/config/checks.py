@@ -428,6 +428,19 @@ def precision_fits(config: Config) -> list[Problem]:
     return problems
 
 
+def _average_is_kept(config: Config) -> list[Problem]:
+    """Finds an evaluation of an average that is not kept."""
+    if not config.train.ema_eval or config.train.ema_decay is not None:
+        return []
+    return [
+        Problem(
+            what="train.ema_eval = true without train.ema_decay",
+            rule="the average of the parameters is evaluated where one is kept",
+            fix="set train.ema_decay = 0.999, or leave train.ema_eval out",
+        )
+    ]
+
+
 CHECKS: tuple[Check, ...] = (
     Check(needs=("name",), run=plain_name),
     Check(needs=("model", "data"), run=model_suits_data),
@@ -467,6 +480,7 @@ CHECKS: tuple[Check, ...] = (
     Check(needs=("parallel", "train"), run=microbatch_is_known),
     Check(needs=("model", "memory"), run=model_has_blocks),
     Check(needs=("checkpoint", "train"), run=checkpoint_keys_apply),
+    Check(needs=("train",), run=_average_is_kept),
     Check(needs=("recovery",), run=recovery_keys_apply),
     Check(needs=("recovery", "checkpoint"), run=roll_back_has_checkpoints),
     Check(needs=("train",), run=one_length),

@@ -23,6 +23,7 @@ IMPORT_PATH_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 ImportPath: TypeAlias = Annotated[str, Field(pattern=IMPORT_PATH_PATTERN)]
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
+Decay: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 Counts: TypeAlias = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
 OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
 NcclAlgorithm: TypeAlias = Literal["Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"]
@@ -470,6 +471,10 @@ class TrainConfig(Section):
         description="auto: cross entropy; or package.module:function of (model, batch) that returns (sum, count)",
     )
     eval_every: Count | None = Field(default=None, description="steps between evaluations; null: at the end only")
+    ema_decay: Decay | None = Field(
+        default=None, description="keep a moving average of the parameters with this decay, such as 0.999"
+    )
+    ema_eval: bool = Field(default=False, description="evaluate the average instead of the parameters")
 
     @property
     def epochs_to_run(self) -> float | None:

@@ -8,14 +8,14 @@ loader handed out; the segments say what it should have been. Cost: an append a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.order import DataOrder, Indices
+from paceline.data.order import DataOrder, GlobalBatch, Indices
 
 _MASK = (1 << 64) - 1
 _LANES = ((0x9E3779B97F4A7C15, 0xD1342543DE82EF95), (0xC2B2AE3D27D4EB4F, 0xAF251AF3B0F025B5))  # added, multiplied
@@ -45,6 +45,7 @@ class ConsumedIds:
         self._hash = (0, 0)
         self._count = 0
         self._segments: list[Segment] = []
+        self._skipped: list[tuple[int, int]] = []
         self._pending: list[Indices] = []
 
     def note(self, position: int, next_position: int, indices: Indices) -> None:
@@ -58,18 +59,28 @@ class ConsumedIds:
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
 
+    def skip(self, first: int, last: int) -> None:
+        """Takes it that these positions are left out on purpose: a run that went back does not read them again."""
+        if first == last:
+            return
+        if self._skipped and self._skipped[-1][1] == first:
+            first = self._skipped.pop()[0]
+        self._skipped.append((first, last))
+
     def state_dict(self) -> dict[str, Any]:
-        """Returns hash, count and segments as plain values."""
+        """Returns hash, count, segments and what was left out as plain values."""
         self._fold()
         segments = [segment.to_json() for segment in self._segments]
-        return {"hash": _text(self._hash), "count": self._count, "segments": segments}
+        skipped = [list(each) for each in self._skipped]
+        return {"hash": hash_text(self._hash), "count": self._count, "segments": segments, "skipped": skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what ``state_dict`` gave."""
         text = state["hash"]
         self._hash = (int(text[:16], 16), int(text[16:], 16))
         self._count = state["count"]
-        self._segments = [_segment(each) for each in state["segments"]]
+        self._segments = segments_of(state)
+        self._skipped = skipped_of(state)
         self._pending = []
 
     def _fold(self) -> None:
@@ -88,18 +99,32 @@ def extend_hash(known: tuple[int, int], indices: Indices) -> tuple[int, int]:
     return known
 
 
+def segments_of(state: Mapping[str, Any]) -> list[Segment]:
+    """Returns the segments of what ``state_dict`` gave."""
+    return [_segment(each) for each in state["segments"]]
+
+
+def skipped_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Returns the positions that were left out on purpose, by first and last, of what ``state_dict`` gave."""
+    return [(int(first), int(last)) for first, last in state.get("skipped", ())]
+
+
+def batches_of(segments: Sequence[Segment]) -> Iterator[tuple[Segment, GlobalBatch]]:
+    """Yields the batches that segments consist of; the last of each may reach beyond its end."""
+    for segment in segments:
+        for batch in segment.order.batches(segment.first):
+            if batch.position >= segment.last:
+                break
+            yield segment, batch
+
+
 def recompute(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns hash and count as the segments of a state say that they are: equal, unless samples were lost or twice."""
     known, count = (0, 0), 0
-    for segment in map(_segment, state["segments"]):
-        position = segment.first
-        for batch in segment.order.batches(segment.first):
-            if position >= segment.last:
-                break
-            indices = batch.indices[: segment.last - batch.position]
-            known, count = extend_hash(known, indices), count + len(indices)
-            position = batch.next_position
-    return {"hash": _text(known), "count": count}
+    for segment, batch in batches_of(segments_of(state)):
+        indices = batch.indices[: segment.last - batch.position]
+        known, count = extend_hash(known, indices), count + len(indices)
+    return {"hash": hash_text(known), "count": count}
 
 
 def _extend(known: int, values: NDArray[np.uint64], added: int, factor: int) -> int:
@@ -120,5 +145,6 @@ def _segment(entry: Mapping[str, Any]) -> Segment:
     return Segment(order=DataOrder(**values), first=first, last=last)
 
 
-def _text(known: tuple[int, int]) -> str:
+def hash_text(known: tuple[int, int]) -> str:
+    """Returns a hash as a state has it."""
     return f"{known[0]:016x}{known[1]:016x}"

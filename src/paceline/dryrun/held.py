@@ -7,20 +7,20 @@ known when the step is over:
     given      parameters, optimizer states, gradients, buffers: by those who own them
     others     activations, if they were made in forward (or while it is computed again) and lived on into backward;
                else temporary
-    on host    what a device never has, such as the stages of other ranks: not counted
+    left out   what a device never has, such as the stages of other ranks: not counted
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from paceline.planner.events import Drop, Hold
 
-ON_HOST = "on host"
+_LEFT_OUT = "left out"
 
 
 @dataclass(slots=True)
@@ -72,6 +72,11 @@ class HeldMemory:
             if tensor.is_meta:
                 self._categories.setdefault(self.number(tensor), category)
 
+    def leave_out(self) -> None:
+        """Says of all that nobody has claimed yet that a device does not have it."""
+        for storage in self._alive.values():
+            self._categories.setdefault(storage.number, _LEFT_OUT)
+
     def look(self) -> None:
         """Notes which of the followed storages have other sizes than before."""
         for address, (storage, category) in self._elastic.items():
@@ -90,23 +95,25 @@ class HeldMemory:
             storage.begin, storage.begin_act = -1, 0
 
     def events(
-        self, phases: Sequence[str], again: set[int]
+        self, phases: Sequence[str], again: set[int], tensors: Mapping[int, Sequence[int]]
     ) -> tuple[list[tuple[int, int, Hold | Drop]], dict[str, int]]:
         """Returns what was taken and given back, in which action and before which place, and resident bytes.
 
-        ``phases`` are those of the places; ``again`` the places where forward is computed once more.
+        ``phases`` are those of the places; ``again`` the places where forward is computed once more; ``tensors`` what
+        lies in storages.
         """
         found: list[tuple[int, int, Hold | Drop]] = []
         resident: dict[str, int] = {}
         backward = _next_backward(phases)
         for storage in sorted([*self._ended, *self._alive.values()], key=lambda each: each.number):
             category = self._categories.get(storage.number) or _purpose(storage, phases, again, backward)
-            if category == ON_HOST:
+            if category == _LEFT_OUT:
                 continue
             if storage.begin < 0 and storage.end is None:
                 resident[category] = resident.get(category, 0) + storage.size
             elif storage.size:
-                found.append((storage.begin_act, max(storage.begin, 0), Hold(storage.number, storage.size, category)))
+                taken = Hold(storage.number, storage.size, category, tuple(tensors.get(storage.number, ())))
+                found.append((storage.begin_act, max(storage.begin, 0), taken))
                 if storage.end is not None:
                     found.append((storage.end_act, storage.end, Drop(storage.number)))
         return found, resident

@@ -24,7 +24,6 @@ from paceline.config import Config, config_batch
 from paceline.data.loader import StepBatch
 from paceline.data.registry import DataSplits, build_data
 from paceline.dryrun.functions import MetaFunctions
-from paceline.dryrun.held import ON_HOST
 from paceline.dryrun.operators import dtype_name
 from paceline.dryrun.recorder import Recorded, Recorder
 from paceline.dryrun.turns import enough_microbatches, order_of, pipeline_of, with_marks
@@ -101,10 +100,10 @@ def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None, 
     with recorder, functions:
         parts = _build(config, model, data, comm, node_ranks)
         _claim(recorder, parts)
-        recorder.memory.claim((*model.parameters(), *model.buffers()), ON_HOST)  # stages of others
+        recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
         count = len(parts.batch.microbatches)
         few = count if is_whole else _enough(parts)
-        for _ in range(2 if config.parallel.strategy == "ddp" else 1):  # they teach; ddp makes new buckets in the second
+        for _ in range(2 if config.parallel.strategy == "ddp" else 1):  # they teach; ddp makes buckets in both
             _run(recorder, functions, parts, 1)
         done = _run(recorder, functions, parts, few)
         events, order = _compose(parts, done, few, count)

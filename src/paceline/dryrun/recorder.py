@@ -128,11 +128,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Ends a step."""
         self.memory.look()
         self.lap("optimizer")
-        changes, resident = self.memory.events(self._phases, self._again)
+        lying: dict[int, list[int]] = {}
+        for (storage, _), tensor in self._places.items():
+            lying.setdefault(storage, []).append(tensor)
+        changes, resident = self.memory.events(self._phases, self._again, lying)
         rows: list[tuple[tuple[int, int, bool], Event]] = [((act, place, False), each) for act, place, each in changes]
         for place, (event, phase) in enumerate(zip(self._events, self._phases, strict=True)):
-            whole = Run(replace(event.operation, phase=phase), event.block) if isinstance(event, Run) else None
-            rows.append(((self._acts[place], place, True), whole or replace(event, phase=phase)))  # type: ignore[type-var]
+            rows.append(((self._acts[place], place, True), _in_phase(event, phase)))
         rows.sort(key=lambda row: row[0])
         places = [row[0][1] for row in rows]
         acts = [row[0][0] for row in rows]
@@ -212,6 +214,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "_to_copy":
             return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype, device="cpu")
         return 0.0 if tensor.is_floating_point() else 0
+
+
+def _in_phase(event: Run | Issue | Wait, phase: str) -> Event:
+    if isinstance(event, Run):
+        return Run(replace(event.operation, phase=phase), event.block)
+    return replace(event, phase=phase)
 
 
 def _asked_by_engine() -> bool:

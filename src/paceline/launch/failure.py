@@ -58,6 +58,7 @@ _DISK = {
     errno.EFBIG: "files may not grow that large here (see ulimit -f)",
     errno.EROFS: "the disk is read-only: set monitor.folder=... elsewhere",
 }
+_FORBIDDEN = dict.fromkeys((errno.EACCES, errno.EPERM), "the permission to write there is gone: give it back")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,8 @@ class RunStoppedError(LaunchError):
 def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False) -> Failure:
     """Tells a rank's error in a message, and in as much of its traceback as helps."""
     text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-    disk = next((_DISK[number] for number in map(_error_number, _chain(error)) if number in _DISK), "")
+    hints = {**_DISK, **_FORBIDDEN} if isinstance(error, CheckpointError) else _DISK
+    disk = next((hints[number] for number in map(_error_number, _chain(error)) if number in hints), "")
     return Failure(
         rank=rank,
         cause=_cause(error),

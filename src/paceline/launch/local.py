@@ -48,7 +48,7 @@ from paceline.launch.orphans import end_groups, forget_processes, noted_processe
 from paceline.launch.processes import loopback_interface
 from paceline.launch.progress import forget_progress
 from paceline.launch.records import end_records, open_attempts
-from paceline.launch.requests import PREEMPTING, SAME_REQUEST_S, was_preempted
+from paceline.launch.requests import BY_SIGNAL, PREEMPTING, SAME_REQUEST_S, was_preempted
 from paceline.launch.watch import WatchPolicy, note_deaths, note_mismatch, watching
 
 if TYPE_CHECKING:
@@ -139,8 +139,9 @@ def _run_agent(
             if PREEMPTED in codes:
                 end_records(folder, written, "stopped", "preempted", since=started)
                 raise RunPreemptedError("preempted: the state is saved") from None
-            if asked and -asked[0] in codes:  # ranks that do not know of preemption
-                raise SignalException(f"got signal {asked[0]}", asked[0]) from None
+            number = _unsaved(codes, asked)
+            if number is not None:
+                raise SignalException(f"got signal {number}", number) from None
             note_mismatch(folder, written)
             failures = _failures(error, folder, scratch, open_attempts(folder, written, since=started))
             failures = note_deaths(folder, failures)
@@ -150,6 +151,13 @@ def _run_agent(
             if isinstance(problem, UsageError):
                 clear_failures(folder)  # refused: the folder of a resumed run stays as it was
         raise problem from None
+
+
+def _unsaved(codes: set[int], asked: list[signal.Signals]) -> signal.Signals | None:
+    """Returns the signal that ended ranks which had not saved yet: they had no time left, or do not know of it."""
+    if asked and -asked[0] in codes:
+        return asked[0]
+    return next((number for number in PREEMPTING if BY_SIGNAL + number in codes), None)
 
 
 def _agent_config(ranks: int, port: int, scratch: Path, nodes: Nodes | None) -> LaunchConfig:

@@ -16,7 +16,7 @@ from types import FrameType
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAME_REQUEST_S = 1.0
-_BY_SIGNAL = 128
+BY_SIGNAL = 128  # plus its number: the code of a rank that a signal ended before it had saved
 
 
 def note_preemption(folder: Path) -> None:
@@ -45,11 +45,11 @@ def hear_requests(ask: Callable[[int], None], *, grace_s: float, leave: Callable
         if first_at is None:
             first_at = now
             ask(number)
-            timer = threading.Timer(grace_s, leave, (_BY_SIGNAL + number,))
+            timer = threading.Timer(grace_s, leave, (BY_SIGNAL + number,))
             timer.daemon = True
             timer.start()
         elif now - first_at >= SAME_REQUEST_S:
-            leave(_BY_SIGNAL + number)
+            leave(BY_SIGNAL + number)
 
     for number in PREEMPTING:
         signal.signal(number, hear)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.planner.events import Drop, Event, Hold, Issue, Run, Wait
+from paceline.planner.events import Drop, Event, Hold, Issue, Mark, Run, Wait
 
 
 def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[Event, ...]:
@@ -53,11 +53,12 @@ class _Middle:
         for event in self._events:
             if isinstance(event, Hold):
                 if event.number in self._dropped or is_last:  # what lives on does so once
-                    found.append(replace(event, number=self._memory(event.number, number)))
+                    tensors = tuple(self._tensor(tensor, number) for tensor in event.tensors)
+                    found.append(replace(event, number=self._memory(event.number, number), tensors=tensors))
             elif isinstance(event, Drop):
                 if event.number in self._held or number == 0:
                     found.append(Drop(self._memory(event.number, number)))
-            else:
+            elif not isinstance(event, Mark):
                 found.append(self._moved(event, number))
         return found
 
@@ -68,7 +69,7 @@ class _Middle:
             if isinstance(event, Drop):
                 is_own = event.number in self._held and event.number not in self._dropped
                 found.append(Drop(self._memory(event.number, last)) if is_own else event)
-            elif isinstance(event, Hold):
+            elif isinstance(event, Hold | Mark):
                 found.append(event)
             elif isinstance(event, Run):
                 found.append(self._renamed(event, last))
@@ -92,10 +93,13 @@ class _Middle:
             return event
 
         def rename(pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-            return tuple((t + self._tensor_step * copy if t in self._fresh else t, size) for t, size in pairs)
+            return tuple((self._tensor(tensor, copy), size) for tensor, size in pairs)
 
         kernel = event.operation
         return Run(replace(kernel, reads=rename(kernel.reads), writes=rename(kernel.writes)), event.block)
+
+    def _tensor(self, tensor: int, copy: int) -> int:
+        return tensor + self._tensor_step * copy if tensor in self._fresh else tensor
 
     def _memory(self, number: int, copy: int) -> int:
         return number + self._memory_step * copy if number in self._held else number

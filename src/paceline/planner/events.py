@@ -49,11 +49,12 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Memory is taken."""
+    """Memory is taken. ``tensors`` are those of kernels that lie in it."""
 
     number: int
     num_bytes: int
     category: str
+    tensors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

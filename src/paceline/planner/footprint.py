@@ -106,7 +106,7 @@ def _activations(workload: Workload, layers: int) -> float:
 
 
 def _recomputed_bytes(workload: Workload) -> float:
-    """A block that is computed again. torch holds its gradients beside it; Megatron frees the one as it makes the other."""
+    """A block that is computed again. torch holds its gradients beside it; Megatron frees one as it makes the other."""
     run = workload.run
     if run.recompute != "full":
         return 0.0
@@ -153,8 +153,9 @@ def _temporary(workload: Workload) -> float:
 def _logit_bytes(workload: Workload) -> float:
     """Of one logit: itself and its gradient in bf16, both and the logarithms of the softmax in fp32: 16 in torch.
 
-    Tensor-parallel ranks of torch gather a half of them (or keep them split), Megatron's keep them split. Fused losses, which Megatron has
-    and the frameworks with flat parameters, keep one copy in fp32 and write the gradient over the logits.
+    Tensor-parallel ranks of torch gather a half of them (or none, where the loss is split), Megatron's keep them split.
+    Fused losses, which Megatron has and the frameworks with flat parameters, keep one copy in fp32 and write the
+    gradient over the logits.
     """
     tensor = workload.layout.tensor
     match workload.run.framework:

@@ -17,7 +17,7 @@ from paceline.cluster.devices import Device
 from paceline.cluster.kernels import attention_seconds, ceiling, matmul_seconds, memory_seconds
 from paceline.cluster.operations import FUSED, Operation, host_seconds, work_seconds
 from paceline.planner.constants import Constants
-from paceline.planner.program import Event, Run
+from paceline.planner.program import Event, Hold, Run
 
 _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution")
 
@@ -88,11 +88,25 @@ def fuse_blocks(events: Sequence[Event]) -> list[Event]:
 
 def bytes_not_kept(events: Sequence[Event]) -> int:
     """Returns how many bytes less compiled blocks keep for their backward than they do as they stand."""
-    return _kept(events) - _kept(fuse_blocks(events))
+    return sum(_kept(events).values()) - sum(_kept(fuse_blocks(events)).values())
 
 
-def _kept(events: Sequence[Event]) -> int:
-    """Bytes that the forward of blocks writes and something of the backward reads."""
+def without_what_is_made_again(events: Sequence[Event]) -> tuple[Event, ...]:
+    """Leaves out memory that eager blocks keep for their backward and compiled ones do not."""
+    kept = _kept(fuse_blocks(events)).keys()
+    gone = _kept(events).keys() - kept
+    return tuple(
+        event
+        for event in events
+        if not isinstance(event, Hold)
+        or event.category != "activations"
+        or gone.isdisjoint(event.tensors)
+        or not kept.isdisjoint(event.tensors)
+    )
+
+
+def _kept(events: Sequence[Event]) -> dict[int, int]:
+    """Tensors, and their bytes, that the forward of blocks writes and something of the backward reads."""
     made: dict[int, int] = {}
     kept: dict[int, int] = {}
     for event in events:
@@ -102,7 +116,7 @@ def _kept(events: Sequence[Event]) -> int:
             kept |= {tensor: made[tensor] for tensor, _ in event.operation.reads if tensor in made}
         elif event.block:
             made |= dict(event.operation.writes)
-    return sum(kept.values())
+    return kept
 
 
 def _without_copies(events: Sequence[Event]) -> list[Event]:

@@ -113,7 +113,7 @@ def _choices(case: Case) -> list[Workload]:
             layout=replace(workload.layout, chunks=count),
         )
         for size in sizes
-        if size <= local and local % size == 0 or not case.chooses_micro_batch
+        if not case.chooses_micro_batch or (size <= local and local % size == 0)
         for count in chunks
     ] or [workload]
     return [_holding_experts(each, case) for each in found]

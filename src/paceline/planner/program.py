@@ -17,8 +17,8 @@ from typing import Any
 
 from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
-from paceline.planner.turns import play
 from paceline.planner.events import Drop, Event, Hold, Issue, Mark, Run, Turn, Wait
+from paceline.planner.turns import memory_alone, play
 
 __all__ = ["CATEGORIES", "Drop", "Event", "Hold", "Issue", "Mark", "Program", "Run", "Turn", "Wait"]
 
@@ -80,7 +80,7 @@ class Program:
         now: Counter[str] = Counter(self.resident)
         total = most = sum(now.values())
         peak, held = dict(now), dict[int, Hold]()
-        for event in self.all_events:
+        for event in play(memory_alone(self.events), self.order) if self.order else self.events:
             if isinstance(event, Hold):
                 held[event.number] = event
                 now[event.category] += event.num_bytes
@@ -106,10 +106,14 @@ class Program:
         try:
             values: Any = json.loads(text)
             events = tuple(_event(row) for row in values.pop("events"))
-            order = tuple(Turn(*turn, tuple((k, s, m) for k, s, m in sends)) for *turn, sends in values.pop("order"))
+            order = tuple(_turn(*turn) for turn in values.pop("order"))
             return cls(**values, events=events, order=order)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"this is not a program of a dry run: {error}") from error
+
+
+def _turn(kind: str, stage: int, microbatch: int, like: int, arrived: list[list[Any]]) -> Turn:
+    return Turn(kind, stage, microbatch, like, tuple((name, where, number) for name, where, number in arrived))
 
 
 def _event(row: list[Any]) -> Event:
@@ -121,7 +125,7 @@ def _event(row: list[Any]) -> Event:
         for name in ("reads", "writes"):
             operation[name] = tuple((number, size) for number, size in operation[name])
         return Run(Operation(**operation), block)
-    if kind == "Issue":
+    if kind in ("Issue", "Hold"):
         rest[3] = tuple(rest[3])
     event: Event = _KINDS[kind](*rest)
     return event

@@ -5,8 +5,8 @@ A row that cannot be predicted says why, naming its line and column; the others 
 
 Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so, *eager* under
 DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older
-than fused attention; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch and
-the ranks that share a layer's experts are chosen by prediction where they are not stated.
+than fused attention; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch
+that is not stated and the ranks that share a layer's experts are chosen by prediction.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ replayed together, their messages matched in order. The same programs give the s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.wires import WireCost, wire_cost
@@ -24,8 +24,8 @@ from paceline.errors import UsageError
 from paceline.estimate.memory import framework_bytes
 from paceline.planner.block import CALL_S
 from paceline.planner.constants import Constants, ConstantSets, constants_for, fitted_constants
-from paceline.planner.kernel_costs import KernelCosts, bytes_not_kept, fuse_blocks
-from paceline.planner.program import Event, Issue, Program, Run, Wait
+from paceline.planner.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
+from paceline.planner.program import Drop, Event, Hold, Issue, Program, Run, Wait
 from paceline.planner.replayed import RankTimes, Replay
 from paceline.planner.timeline import Span
 from paceline.planner.turns import play
@@ -117,12 +117,32 @@ def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Prog
 
 def _memory(rows: Sequence[Program], cluster: Cluster) -> dict[str, int]:
     """Returns bytes by category of the rank that needs the most."""
-    peaks = [row.peak_memory() for row in rows]
-    for row, peak in zip(rows, peaks, strict=True):
-        if row.is_compiled:  # what is made again in the backward is not kept
-            peak["activations"] = max(0, peak["activations"] - bytes_not_kept(row.events))
+    peaks = [
+        (replace(row, events=without_what_is_made_again(row.events)) if row.is_compiled else row).peak_memory()
+        for row in rows
+    ]
     most = max(peaks, key=lambda peak: sum(peak.values()))
     return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
+
+
+class _Stretch:
+    """Kernels that follow one another.
+
+    Where nothing comes between them the device is done with them at
+
+        max(when it was free + all work, when the host began + max over kernels (launches up to it + work from it on))
+    """
+
+    __slots__ = ("kernels", "late", "launch", "phase", "work")
+
+    def __init__(self, kernels: tuple[tuple[Run, float, float], ...]) -> None:
+        self.kernels = kernels
+        self.phase = kernels[0][0].operation.phase
+        self.work = sum(work for _, work, _ in kernels)
+        self.launch = self.late = 0.0
+        for _, work, launch in kernels:
+            self.launch += launch
+            self.late = max(self.late, self.launch) + work
 
 
 @dataclass(slots=True)
@@ -148,9 +168,9 @@ class _Actor:
         self.is_cpu = cluster.device.is_cpu
         self.factor = factor
         events: Sequence[Event] = fuse_blocks(program.events) if program.is_compiled else program.events
-        played = play(events, program.order) if program.order else events
-        self.events = [event for event in played if isinstance(event, Run | Issue | Wait)]
         self.costs = KernelCosts(cluster.device, constants, is_compiled=program.is_compiled)
+        timed = [event for event in events if not isinstance(event, Hold | Drop)]
+        self.events = list(self._stretches(play(timed, program.order) if program.order else timed))
         self.contention = cluster.node.inside.busy if self.is_cpu else constants.contention
         self.call_s = cluster.device.launch_s
         self.place = 0
@@ -161,10 +181,55 @@ class _Actor:
         self.found = RankTimes(rank=program.rank, stage=program.stage, slowed=factor)
         self.spans: list[Span] | None = [] if keeps_spans else None
 
-    def run(self, kernel: Run) -> None:
+    def _stretches(self, events: Iterable[Event]) -> Iterator[_Stretch | Issue | Wait]:
+        """Puts kernels of one phase together that follow one another; those of repeated actions are known by then."""
+        known: dict[tuple[int, ...], _Stretch] = {}
+        runs: list[Run] = []
+        for event in events:
+            if isinstance(event, Run):
+                if runs and event.operation.phase != runs[0].operation.phase:
+                    yield self._stretch(runs, known)
+                    runs = []
+                runs.append(event)
+            elif isinstance(event, Issue | Wait):
+                if runs:
+                    yield self._stretch(runs, known)
+                    runs = []
+                yield event
+        if runs:
+            yield self._stretch(runs, known)
+
+    def _stretch(self, runs: list[Run], known: dict[tuple[int, ...], _Stretch]) -> _Stretch:
+        key = tuple(map(id, runs))
+        found = known.get(key)
+        if found is None:
+            found = known[key] = _Stretch(tuple((run, *self._price(run)) for run in runs))
+        return found
+
+    def _price(self, run: Run) -> tuple[float, float]:
+        work, launch = self.costs(run)
+        return work * self.factor, launch
+
+    def run_stretch(self, stretch: _Stretch) -> None:
+        """Runs kernels: all at once where nothing comes between them, else one by one."""
+        self.busy_lanes = [each for each in self.busy_lanes if each.end is not None and each.end > self.compute]
+        if self.spans is not None or (self.busy_lanes and self.contention):
+            for kernel, work, launch in stretch.kernels:
+                self.run(kernel, work, launch)
+            return
+        found, before = self.found, self.compute
+        if self.is_cpu:
+            self.compute = self.host = max(self.host, self.compute) + stretch.launch + stretch.work
+            found.launch_wait += stretch.launch
+        else:
+            self.compute = max(self.compute + stretch.work, self.host + stretch.late)
+            self.host += stretch.launch
+            found.launch_wait += self.compute - before - stretch.work
+        found.add_phase(stretch.phase, self.compute - before)
+        found.compute += stretch.work
+
+    def run(self, kernel: Run, work: float, launch: float) -> None:
         """Runs a kernel."""
-        work, launch = self.costs(kernel)
-        work *= self.factor
         found, phase = self.found, kernel.operation.phase
         self.host += launch
         if self.is_cpu:
@@ -266,8 +331,8 @@ class _Stage:
         events = actor.events
         while actor.place < len(events):
             event = events[actor.place]
-            if isinstance(event, Run):
-                actor.run(event)
+            if isinstance(event, _Stretch):
+                actor.run_stretch(event)
             elif isinstance(event, Issue):
                 self._meet(actor, event)
             else:

@@ -196,7 +196,6 @@ class _DataParallel:
         width = 4 if wide or run.compute in ("fp32", "tf32") else 2
         sharded = layout.sharding in ("zero1", "zero2")
         across = self.ranks // layout.shards if sharded else 1
-        total_params = self.layers * self.block_params + self.end_params
         timeline = Timeline()
         overlaps = layout.sharding != "none" or run.framework != "megatron"
         each = self._collective("all_reduce", self.block_params * width, self.ranks)
@@ -212,10 +211,27 @@ class _DataParallel:
         exposed = timeline.end - timeline.busy("compute")
         hidden = timeline.busy("link") - exposed
         if sharded:
-            gather = self._collective("all_gather", total_params * 2, layout.shards)
-            behind = run.framework == "megatron"
-            exposed, hidden = (exposed, hidden + gather) if behind else (exposed + gather, hidden)
+            gathered, beside = self._gathered(layout.shards)
+            exposed, hidden = exposed + gathered, hidden + beside
         return exposed, hidden
+
+    def _gathered(self, shards: int) -> tuple[float, float]:
+        """Exposed and hidden seconds of the updated parameters' way back, after the optimizer.
+
+        Megatron gathers block by block, ahead of the next step's first forward; the others all at once.
+        """
+        if self.workload.run.framework != "megatron":
+            total = self.layers * self.block_params + self.end_params
+            return self._collective("all_gather", total * 2, shards), 0.0
+        timeline = Timeline()
+        each = self._collective("all_gather", self.block_params * 2, shards)
+        ends = each * self.end_params / self.block_params / 2
+        timeline.add("compute", self.costs.embed.seconds, after=(timeline.add("link", ends),))
+        for _ in range(self.layers):
+            timeline.add("compute", self.costs.forward.seconds, after=(timeline.add("link", each),))
+        timeline.add("compute", self.costs.head_forward.seconds, after=(timeline.add("link", ends),))
+        exposed = timeline.idle("compute")
+        return exposed, timeline.busy("link") - exposed
 
 
 def _optimizer_seconds(workload: Workload, cluster: Cluster, constants: Constants, layers: int) -> float:

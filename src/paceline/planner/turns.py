@@ -43,6 +43,37 @@ def is_playable(events: Sequence[Event], order: Sequence[Turn]) -> bool:
     return True
 
 
+def memory_alone(events: Sequence[Event]) -> list[Event]:
+    """Leaves out all but memory, and of what an action takes and gives back itself all but its worst moment.
+
+    What is most together in a whole step stays the same, since an action is done as a whole.
+    """
+    found: list[Event] = []
+    piece: list[Hold | Drop] = []
+    sizes = {event.number: event.num_bytes for event in events if isinstance(event, Hold)}
+    for event in events:
+        if isinstance(event, Mark):
+            found += (*_worst(piece, sizes), event)
+            piece = []
+        elif isinstance(event, Hold | Drop):
+            piece.append(event)
+    return [*found, *_worst(piece, sizes)]
+
+
+def _worst(piece: Sequence[Hold | Drop], sizes: Mapping[int, int]) -> list[Event]:
+    now = most = best = 0
+    for place, event in enumerate(piece):
+        now += event.num_bytes if isinstance(event, Hold) else -sizes.get(event.number, 0)
+        if now > most:
+            most, best = now, place + 1
+    held = {event.number for event in piece if isinstance(event, Hold)}
+    dropped = {event.number for event in piece if isinstance(event, Drop)}
+    first = piece[:best]
+    there = {e.number for e in first if isinstance(e, Hold)} - {e.number for e in first if isinstance(e, Drop)}
+    left_out = (held & dropped) - there
+    return [event for event in piece if event.number not in left_out]
+
+
 class _Player:
     """Gives the numbers of every copy."""
 
@@ -121,9 +152,9 @@ class _Player:
                 yield event
         elif holder != turn.like:
             if turn.microbatch == self._first[turn.like]:
-                yield replace(event, number=self._number("held", event.number, self._last.get(holder, holder)))
+                yield _renumbered(event, self._number("held", event.number, self._last.get(holder, holder)))
         elif self._droppers.get(event.number) == holder or turn.microbatch == self._last[turn.like]:
-            yield replace(event, number=self._number("held", event.number, turn.microbatch))
+            yield _renumbered(event, self._number("held", event.number, turn.microbatch))
 
     def _end(self, piece: Sequence[Event]) -> Iterator[Event]:
         """What follows the actions: kernels that read what one microbatch's forward made run for each of them."""
@@ -153,6 +184,10 @@ class _Player:
         if found is None:
             found = self._numbers[key] = next(self._fresh)
         return found
+
+
+def _renumbered(event: Hold | Drop, number: int) -> Event:
+    return Hold(number, event.num_bytes, event.category) if isinstance(event, Hold) else Drop(number)
 
 
 _BEFORE: _Key = ("", 0, 0)

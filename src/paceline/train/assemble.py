@@ -14,7 +14,7 @@ from paceline.cluster.detect import detect_machine
 from paceline.comm.algorithms import AlgorithmCommunicator
 from paceline.comm.base import Communicator, GradientCompression, clock_of
 from paceline.comm.compress import Compression, Compressor
-from paceline.comm.ledger import ledger_of
+from paceline.comm.ledger import LedgerCommunicator, ledger_of
 from paceline.comm.tables import share_table
 from paceline.comm.topology import detect_topology
 from paceline.comm.traced import Trace, TracedCommunicator
@@ -40,6 +40,7 @@ from paceline.parallel.fsdp import ShardingPolicy
 from paceline.parallel.schedules import read_csv
 from paceline.planner.automatic import first_microbatch
 from paceline.planner.plan import Plan, make_plan, with_memory, with_microbatch
+from paceline.train.ema import WeightAverage
 from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
 from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_bytes
@@ -124,6 +125,8 @@ def build_trainer(
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=config.train.microbatch == "auto"),
         compressor=compressor,
+        average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
+        evaluates_average=config.train.ema_eval,
     )
     if config.comm.bucket_mb == "auto":
         hooks = [BucketHook(), *hooks]
@@ -145,7 +148,9 @@ def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: in
     if config.comm.algorithm == "hierarchical" and config.comm.backend != "gloo":
         local = join_hosts(comm, topology, timeout_s=config.comm.timeout_s)
         if local is not None:
-            made = TwoLevelCommunicator(traced, topology, TracedCommunicator(local, trace))
+            ledger = ledger_of(comm)
+            kept = local if ledger is None else LedgerCommunicator(local, ledger)
+            made = TwoLevelCommunicator(traced, topology, TracedCommunicator(kept, trace))
     return TracedCommunicator(made, trace, counts=False)
 
 

@@ -13,14 +13,15 @@ from typing import Literal
 from paceline.errors import CheckpointError
 from paceline.monitor.records import EventRecord
 from paceline.train.recovery import Stop, on_full_disk
-from paceline.train.trainer import Hook, StepResult, Trainer
+from paceline.train.saving import Saver
+from paceline.train.trainer import StepResult, Trainer
 
 
 @dataclass(frozen=True, slots=True)
 class ForgivingSaver:
     """Saves by another hook, and goes on where that fails and the policy allows it."""
 
-    saver: Hook
+    saver: Saver
     policy: Literal["stop", "warn"]
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
@@ -34,3 +35,15 @@ class ForgivingSaver:
                 detail = {"reason": str(error).splitlines()[0]}
                 trainer.sink.write(EventRecord(name="not_saved", step=result.step, detail=detail, time=time.time()))
             trainer.parts.meter.start()
+
+    def save_now(self, trainer: Trainer) -> None:
+        """Saves for a process that is about to end. What an earlier save could not do does not keep this one from it.
+
+        Raises CheckpointError, on all ranks, if this one cannot be written.
+        """
+        try:
+            self.saver.finish()
+        except CheckpointError:
+            self.saver.last_saved = None  # it may be of this very step
+        trainer.parts.engine.world.barrier()  # some rank may still remove what a failed save of this step has left
+        self.saver.save_now(trainer)

@@ -97,7 +97,7 @@ def after_failure(policy: RestartPolicy, attempts: Sequence[Attempt]) -> Restart
     if incident.kind == "out_of_memory" and policy.on_oom == "stop":
         return Stop(reason="not started again: memory would run out again (see recovery.on_oom)")
     if incident.kind == "full_disk":
-        return Stop(reason="not started again: there must be room first")
+        return Stop(reason="not started again: it must be able to write first")
     if incident.kind == "hang" and policy.on_hang == "stop":
         return Stop(reason="not started again: recovery.on_hang = stop")
     halves = incident.kind == "out_of_memory" and policy.on_oom == "halve"

@@ -1,6 +1,6 @@
 """A trainer's state: what a checkpoint of a run holds, and how a trainer goes on from one.
 
-tensors       parameters, buffers, optimizer state, what compression owes
+tensors       parameters, buffers, optimizer state, what compression owes, the average of parameters
 values        loss scale, bad steps, roll-backs, rates, metrics, consumed samples: the same on every rank
 each rank's   random states
 """
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.checkpoint.find import spots_in
+from paceline.checkpoint.line import line_from
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model
 from paceline.checkpoint.state import COMPRESSION, MODEL, State, prefixed
@@ -32,6 +34,7 @@ def collect_state(trainer: Trainer) -> State:
         "bad_steps": trainer.bad_steps.state_dict(),
         "schedule": {"lr": [float(group["lr"]) for group in parts.optimizer.param_groups]},
         "consumed": trainer.consumed.state_dict(),
+        "data": {"length": parts.plan.train_samples, "global_batch": parts.plan.batch.global_batch},
         "metrics": trainer.metrics if trainer.metrics.get("step") == trainer.step else {},
         "best": trainer.best,
     }
@@ -42,6 +45,8 @@ def collect_state(trainer: Trainer) -> State:
     if parts.compressor is not None:
         shards += prefixed(COMPRESSION, parts.compressor.shards(comm))
         values["compression"] = {"step": parts.compressor.step}
+    if parts.average is not None:
+        shards += parts.average.shards()
     return State(
         step=trainer.step,
         position=trainer.position,
@@ -49,6 +54,7 @@ def collect_state(trainer: Trainer) -> State:
         values=values,
         own={"random": capture_random_states(comm.device)},
         found=found,
+        line=trainer.line,
     )
 
 
@@ -63,10 +69,14 @@ def restore_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
             "  resume with the config that the run was started with"
         ) from error
     trainer.step, trainer.position = checkpoint.step, checkpoint.position
+    if comm.rank == 0:
+        trainer.line = line_from(checkpoint.manifest.spot, list(spots_in(checkpoint.path.parent).values()))
     if trainer.scaler is not None and "scaler" in values:
         trainer.scaler.load_state_dict(values["scaler"])
     if parts.compressor is not None and "compression" in values:
         parts.compressor.load(_Below(checkpoint, COMPRESSION), values["compression"]["step"], comm)
+    if parts.average is not None:
+        parts.average.load(checkpoint)
     recovery = values.get("recovery", {})
     trainer.rate_scale = recovery.get("rate_scale", 1.0)
     trainer.num_roll_backs = recovery.get("num_roll_backs", 0)

@@ -16,24 +16,31 @@ from typing import Any, Literal
 
 import torch
 
+from paceline.checkpoint.find import spots_in
+from paceline.checkpoint.line import Spot, line_from
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.monitor.records import EventRecord
+from paceline.train.run_state import collect_state
 from paceline.train.trainer import StepResult, Trainer
 
 _AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end
+_WORTH_BYTES = 2**25  # what is smaller is written before a copy of it would pay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
-    """When a run is saved, and how. ``ask_every``: steps after which ranks ask rank 0's clock."""
+    """When a run is saved, and how. ``ask_every``: steps after which ranks ask rank 0's clock.
+
+    ``in_background`` None: where a rank writes 32 MiB or more. One that is smaller is there before training goes on.
+    """
 
     every_steps: int | None = None
     every_seconds: float | None = None
     at_end: bool = True
-    in_background: bool = False
+    in_background: bool | None = False
     ask_every: int = 10
     retention: Retention = field(default_factory=Retention)
 
@@ -52,7 +59,7 @@ def save_policy(config: CheckpointConfig, *, ask_every: int = 10) -> SavePolicy:
         every_steps=config.every_steps,
         every_seconds=None if config.every_minutes is None else config.every_minutes * 60.0,
         at_end=config.at_end,
-        in_background=config.asynchronous,
+        in_background=None if config.asynchronous == "auto" else config.asynchronous,
         ask_every=ask_every,
         retention=retention,
     )
@@ -77,11 +84,14 @@ class Saver:
         self._writer: CheckpointWriter | None = None
         self._clock = time.monotonic()
         self._trainer: Trainer | None = None
+        self._is_in_background = False
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
         """Saves if it is time to, and tells of what has been written since."""
         if self.last_saved is not None and result.step < self.last_saved:
             self.last_saved = None  # the run went back
+        if self._writer is None and self._saves_on_the_way and not result.is_last:
+            self._prepare(trainer)
         reason = self._reason(trainer, result)
         if reason:
             self.save(trainer, reason)
@@ -101,15 +111,11 @@ class Saver:
                 self.finish()
             return
         trainer.parts.meter.enter("checkpoint")
-        if self._writer is None:
-            self._writer = CheckpointWriter(
-                self.folder, trainer.parts.engine.world, self.policy.retention, self._storage
-            )
-        state = trainer.state()
+        writer, state = self._writer or self._prepare(trainer), trainer.state()
         self._note_best(trainer)
         values = {**state.values, "best": trainer.best}
         state = dataclasses.replace(state, values=values, about={**self._about, "reason": reason})
-        self._writer.save(state, in_background=self.policy.in_background and reason not in _AT_ONCE)
+        writer.save(state, in_background=self._is_in_background and reason not in _AT_ONCE)
         self.last_saved = trainer.step
         self._tell(trainer)
         trainer.parts.meter.start()
@@ -125,6 +131,21 @@ class Saver:
             self._writer.finish()
             if self._trainer is not None:
                 self._tell(self._trainer)
+
+    @property
+    def _saves_on_the_way(self) -> bool:
+        policy = self.policy
+        return policy.in_background is not False and (policy.every_steps or policy.every_seconds) is not None
+
+    def _prepare(self, trainer: Trainer) -> CheckpointWriter:
+        """Makes the writer, and room to save in the background. All ranks call it when the optimizer has its state."""
+        world, policy = trainer.parts.engine.world, self.policy
+        self._writer = CheckpointWriter(self.folder, world, policy.retention, self._storage)
+        self._take_line(trainer)
+        if self._saves_on_the_way:
+            worth = _WORTH_BYTES if policy.in_background is None else 0
+            self._is_in_background = self._writer.reserve(collect_state(trainer), worth)
+        return self._writer
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str:
         policy, reason = self.policy, ""
@@ -142,6 +163,12 @@ class Saver:
         due = torch.tensor([float(time.monotonic() - self._clock >= seconds)], device=comm.device)
         comm.broadcast(due).wait()
         return bool(due.item())  # sync point, once in ask_every steps
+
+    def _take_line(self, trainer: Trainer) -> None:
+        """Goes on with the trainer's line, or a new one where later steps lie that it did not come along."""
+        if trainer.parts.engine.world.rank == 0:
+            here = None if trainer.line is None else Spot(line=trainer.line, step=trainer.step)
+            trainer.line = line_from(here, list(spots_in(self.folder, self._storage).values()))
 
     def _note_best(self, trainer: Trainer) -> None:
         """Keeps the best value of the metric so far, and its step."""

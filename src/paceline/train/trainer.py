@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.checkpoint.line import Line
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.state import State
 from paceline.clock import seconds_between
@@ -31,6 +32,7 @@ from paceline.monitor.sinks import Sink
 from paceline.parallel.engine import Engine
 from paceline.planner.plan import Plan
 from paceline.train.bad_steps import BadStep, BadSteps
+from paceline.train.ema import WeightAverage
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.loss import Loss
 from paceline.train.optim import set_learning_rate
@@ -59,6 +61,8 @@ class TrainerParts:
     seed: int
     passes: Retry | None = None
     compressor: Compressor | None = None
+    average: WeightAverage | None = None
+    evaluates_average: bool = False
 
 
 @dataclass(slots=True)
@@ -170,6 +174,7 @@ class Trainer:
         self.way_back: Return | None = None
         self.num_roll_backs = 0
         self.rate_scale = 1.0
+        self.line: Line | None = None  # of rank 0, which knows what was saved before
         self._has_constant_rate = parts.schedule.is_constant
         self._reports_samples = parts.engine.reports_samples
         if parts.passes is not None:
@@ -235,7 +240,8 @@ class Trainer:
             return None
         self.parts.meter.enter("evaluation")
         start = self.parts.meter.take()
-        result = evaluate(self.parts.engine, self.parts.eval_loader, self.parts.loss, self.parts.policy.dtype)
+        with self._weights_to_evaluate():
+            result = evaluate(self.parts.engine, self.parts.eval_loader, self.parts.loss, self.parts.policy.dtype)
         seconds = seconds_between(start, self.parts.meter.take())
         self.metrics = {"step": self.step, "eval_loss": result.loss}
         if result.accuracy is not None:
@@ -252,6 +258,10 @@ class Trainer:
             self.sink.write(record)
         self.parts.meter.start()
         return result
+
+    def _weights_to_evaluate(self) -> contextlib.AbstractContextManager[None]:
+        average = self.parts.average
+        return average.in_place() if average is not None and self.parts.evaluates_average else contextlib.nullcontext()
 
     def state(self) -> State:
         """Returns this rank's part of the state: tensors as they are, without a copy, and plain values.
@@ -289,7 +299,8 @@ class Trainer:
         self.way_back.load(self, path)
         first = self.position
         if asked.decision.skips_data:
-            self.position = asked.position
+            self.position = max(first, asked.position)  # a step that came before the checkpoint is not read again
+            self.consumed.skip(first, self.position)
         self.rate_scale, self.num_roll_backs = scale, number
         if self.sink is not None:
             detail = {
@@ -347,6 +358,8 @@ class Trainer:
             scaler=self.scaler,
             passes=parts.passes,
         )
+        if parts.average is not None:
+            parts.average.update()
         self.step, self.position = step, batch.next_position
         if batch.indices is not None:
             self.consumed.note(batch.position, batch.next_position, batch.indices)

@@ -1,14 +1,12 @@
 """What the ledger costs: an operation alone, and steps of a small model with and without it, in turns.
 
-    python bench/ledger.py --output bench/results/ledger-cpu.json
-
-The two arms are two engines of the same ranks, which take blocks of steps in turns: what disturbs the machine disturbs
-both. The operation alone is one that does nothing, so that what is left is the ledger.
+The two arms of a step are two engines of the same ranks, traced as in training, which take blocks of steps in turns:
+what disturbs the machine disturbs both. The operation alone is one that does nothing, so that what is left is the
+ledger.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -17,16 +15,32 @@ from typing import Any
 
 import torch
 
-from paceline.bench.record import make_record
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.ledger import Ledger, LedgerCommunicator
 from paceline.comm.shared_memory import share_memory
 from paceline.comm.solo import SoloCommunicator
+from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.launch.processes import run_processes
 from paceline.models.mlp import MLPClassifier
 from paceline.parallel.apply import parallelize
 
 BLOCK, WIDTH, BATCH = 10, 512, 64
+BACKENDS = ("gloo", "shared_memory")
+
+
+def bench_ledger(blocks: int) -> list[dict[str, Any]]:
+    """Returns a row for an operation alone, and one for the steps of two ranks over each backend."""
+    alone = operation_seconds()
+    rows: list[dict[str, Any]] = [{"what": "operation", **{f"{name}_s": seconds for name, seconds in alone.items()}}]
+    for backend in BACKENDS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_processes(step_seconds, 2, args=(folder, blocks, backend))[0]
+        ratios = [kept / bare for bare, kept in zip(found["without"], found["with"], strict=True)]
+        medians = {f"{name}_s": statistics.median(times) for name, times in found.items()}
+        spread = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        row = {"what": f"step, {backend}", **medians, "ratio": statistics.median(ratios)}
+        rows.append(row | {"ratio_low": spread[0], "ratio_high": spread[2]})
+    return rows
 
 
 class Nothing(SoloCommunicator):
@@ -72,7 +86,8 @@ def step_seconds(comm: Communicator, folder: str, blocks: int, backend: str) -> 
 
 def _arm(comm: Communicator) -> Any:
     torch.manual_seed(0)
-    engine = parallelize(MLPClassifier(64, WIDTH, 10), comm, "ddp")
+    trace = Trace(comm.device)
+    engine = parallelize(MLPClassifier(64, WIDTH, 10), TracedCommunicator(comm, trace), "ddp")
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
     inputs, targets = torch.randn(BATCH, 64), torch.randint(0, 10, (BATCH,))
 
@@ -81,31 +96,6 @@ def _arm(comm: Communicator) -> Any:
         engine.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
+        trace.take_waits()
 
     return step
-
-
-def main() -> None:
-    """Measures, prints and writes a record."""
-    parser = argparse.ArgumentParser(description="What the ledger costs.")
-    parser.add_argument("--blocks", type=int, default=60)
-    parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
-    alone = operation_seconds()
-    rows: list[dict[str, Any]] = [{"what": "operation", **{f"{name}_us": 1e6 * s for name, s in alone.items()}}]
-    for backend in ("gloo", "shared_memory"):
-        with tempfile.TemporaryDirectory() as folder:
-            found = run_processes(step_seconds, 2, args=(folder, asked.blocks, backend))[0]
-        ratios = [b / a for a, b in zip(found["without"], found["with"], strict=True)]
-        medians = {f"{name}_ms": 1e3 * statistics.median(times) for name, times in found.items()}
-        rows.append({"what": f"step, {backend}", **medians, "ratio": statistics.median(ratios)})
-    for row in rows:
-        print(row)
-    if asked.output is not None:
-        command = f"python bench/ledger.py --blocks {asked.blocks} --output {asked.output}"
-        config = {"width": WIDTH, "batch": BATCH, "block": BLOCK, "ranks": 2}
-        make_record("ledger", command, rows, config).write(asked.output)
-
-
-if __name__ == "__main__":
-    main()
