@@ -7,8 +7,8 @@ rows tell apart from running away: the prior of a set is the set of the same fra
 most rows, and for that one the defaults. The search goes along one constant at a time and then on in the direction that
 helped, with steps that shrink: no random numbers, so that the same rows give the same file.
 
-    --check [FAMILY ...]   instead of writing, leave out each source of rows in turn (family and GPU; of these families
-                           alone where some are named), fit its set anew, and score it; the other sets stay as they are
+    --check [SOURCE ...]   instead of writing, leave out each source of rows in turn (family and GPU; where some are
+                           named those alone: mpt, or mpt:A100), fit its set anew, and score it; others stay
 
 Rows of other splits are never looked at here. Memory has no fitted constants.
 """
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
-    parser.add_argument("--check", nargs="*", metavar="FAMILY", help="score each source with constants of the others")
+    parser.add_argument("--check", nargs="*", metavar="SOURCE", help="score each source with constants of the others")
     arguments = parser.parse_args()
     groups = calibration_rows(arguments.file)
     if arguments.check is not None:
@@ -117,11 +117,11 @@ def covered(groups: Groups) -> dict[tuple[str, str, str], Domain]:
     return domain_of(workloads)
 
 
-def check(groups: Groups, families: list[str]) -> None:
+def check(groups: Groups, asked: list[str]) -> None:
     """Prints the error of each family and GPU: with the constants that are shipped, and with ones fitted without it."""
     shipped = dict(fitted_constants())
     for left_out, rows in _sources(groups):
-        if families and left_out[0] not in families:
+        if asked and not ":".join(left_out).startswith(tuple(asked)):
             continue
         inside = error_of(shipped, rows, rounded=0.0)
         outside = error_of(_without(left_out, groups, shipped), rows, rounded=0.0)

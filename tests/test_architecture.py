@@ -51,6 +51,7 @@ SIDEWAYS = {
     ("imports", "errors"),
     ("monitor.lateness", "monitor.ledger_view"),
     ("monitor.lateness", "monitor.straggler"),
+    ("monitor.ledger_text", "monitor.lateness"),
     ("monitor.ledger_text", "monitor.ledger_view"),
     ("monitor.straggler", "monitor.ledger_view"),
     ("monitor.straggler", "monitor.records"),

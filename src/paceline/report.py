@@ -89,6 +89,7 @@ class RunSummary:
     ranks: tuple[RankSummary, ...]
     prediction: Compared | None = None
     straggler: Straggler | None = None
+    late: tuple[str, ...] = ()  # who was told to be late while the run went on
 
 
 def summarize(run_folder: Path) -> RunSummary:
@@ -128,6 +129,7 @@ def summarize(run_folder: Path) -> RunSummary:
         ranks=tuple(_rank_summary(rank, log, steps) for rank, log in sorted(logs.items())),
         prediction=_compared(run_folder, logs, steps),
         straggler=find_straggler(list(steps.values())),
+        late=tuple(told for _, log in sorted(logs.items()) for told in log.late),
     )
 
 
@@ -147,6 +149,8 @@ def render(summary: RunSummary) -> RenderableType:
         parts += ["", *map(Text, told)] if told else []
     if summary.straggler is not None:
         parts.append(Text(str(summary.straggler), style="yellow"))
+    else:  # for a part of the run
+        parts += [Text(told, style="yellow") for told in summary.late]
     parts += [Text(line, style="yellow") for line in _doubts(summary)]
     return Group(*parts)
 
@@ -171,6 +175,7 @@ class _RankLog:
     attempts: list[_Attempt] = field(default_factory=list)
     steps: dict[int, tuple[_Attempt, StepRecord]] = field(default_factory=dict)
     evaluation: EvalRecord | None = None
+    late: list[str] = field(default_factory=list)
 
 
 def _read_logs(run_folder: Path) -> dict[int, _RankLog]:
@@ -208,6 +213,8 @@ def _read_log(path: Path) -> _RankLog:
                 log.evaluation = record
             elif isinstance(record, EndRecord):
                 attempt.end = record
+            elif record.name == "straggler":
+                log.late.append(f"at step {record.step}: {record.detail.get('sentence', '')}")
     except ValueError as error:
         raise RunFolderError(
             f"a record cannot be read: {error}\n"

@@ -200,6 +200,7 @@ def test_a_slow_rank_is_named() -> None:
         ("oom", Policies(on_oom="halve"), ("restarted",)),
         ("disk-full", Policies(), ("stopped",)),
         ("disk-full", Policies(on_full_disk="warn"), ("went on",)),
+        ("unwritable", Policies(), ("stopped",)),
         ("preempt", Policies(), ("stopped",)),
         ("nan", Policies(on_nan="stop"), ("restarted",)),
         ("spike", Policies(on_spike="roll_back", spike_window=4), ("went back",)),

@@ -55,6 +55,7 @@ def test_a_flipped_bit_in_any_file_is_found_and_named(folder: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_many_flipped_bits_in_every_file(folder: Path) -> None:
     check_flips(folder, 200)
 

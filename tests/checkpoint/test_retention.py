@@ -43,6 +43,43 @@ def test_of_equals_the_later_one_is_the_best() -> None:
     assert removed(Retention(last=1, best=1), {1: 0.5, 2: 0.5, 3: 0.7}) == [1]
 
 
+def test_those_that_were_left_go_before_all_others() -> None:
+    """The run went back to step 8, and has saved step 10 since."""
+    left = [Saved(step=step, value=0.0, is_left=True) for step in (12, 16)]
+    saved = [Saved(step=4), Saved(step=8), Saved(step=10), *left]
+    assert steps_to_remove(saved, 10, Retention(last=2)) == [4, 12, 16]
+    assert steps_to_remove(saved, 10, Retention(last=4)) == [12]
+    assert steps_to_remove(saved, 10, Retention(last=1, every=4, best=2)) == [12, 16]
+
+
+def test_a_damaged_one_takes_no_place() -> None:
+    saved = [Saved(step=1, value=0.5), Saved(step=2), Saved(step=3, is_damaged=True), Saved(step=4)]
+    assert steps_to_remove(saved, 4, Retention(last=2)) == [1]  # 2 and 4 are good; 3 lies between them
+    assert steps_to_remove(saved, 4, Retention(last=1, best=1)) == [2, 3]
+    others = [Saved(step=step, is_damaged=True) for step in (1, 2, 3)]
+    assert steps_to_remove([*others, Saved(step=4)], 4, Retention(last=2)) == []
+    assert steps_to_remove([*others, Saved(step=4)], 4, Retention(last=1, every=1)) == [1, 2, 3]
+
+
+@given(
+    good=st.sets(st.integers(0, 40)),
+    left=st.sets(st.integers(0, 40)),
+    damaged=st.sets(st.integers(0, 40)),
+    last=st.integers(1, 5),
+    newest=st.integers(0, 40),
+)
+def test_so_many_good_ones_are_left(good: set[int], left: set[int], damaged: set[int], last: int, newest: int) -> None:
+    steps = good | left | damaged | {newest}
+    whole = {step for step in steps if step == newest or step not in damaged}
+    saved = [Saved(step=step, is_left=step in left - {newest}, is_damaged=step not in whole) for step in steps]
+    kept = steps - set(steps_to_remove(saved, newest, Retention(last=last)))
+    assert newest in kept
+    assert len(kept & whole) >= min(last, len(whole))
+    of_the_line = whole - left - {newest}
+    if kept & whole & left - {newest}:  # only where the line itself has too few
+        assert of_the_line <= kept
+
+
 @given(
     steps=st.dictionaries(st.integers(0, 50), st.none() | st.floats(), min_size=1),
     last=st.none() | st.integers(1, 5),

@@ -11,11 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 from trained_gpt import CLASSIC, LLAMA, VOCABULARY, Save, make_model
 
+from paceline.checkpoint import load, save
 from paceline.checkpoint.find import find_checkpoint
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
 from paceline.checkpoint_tools.difference import compare
 from paceline.checkpoint_tools.incoming import format_of, open_incoming, take_in
-from paceline.checkpoint_tools.outgoing import ExportOptions, export
+from paceline.checkpoint_tools.outgoing import ExportOptions, export, format_by_name
+from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.config.schema import Config
@@ -158,18 +160,54 @@ def test_a_trainer_starts_from_weights_with_an_optimizer_of_its_own(saved: Save,
 
 
 @pytest.mark.parametrize(("model", "architecture"), [(LLAMA, "llama"), (CLASSIC, "gpt2")], ids=["llama", "classic"])
-def test_hugging_faces_model_computes_the_same(
+def test_hugging_faces_folder_names_its_architecture(
     saved: Save, tmp_path: Path, model: dict[str, object], architecture: str
 ) -> None:
     path = out_of(saved("fsdp", 2, model), tmp_path / "hf", is_hugging_face=True)
     assert json.loads((path / "config.json").read_text())["model_type"] == architecture
-    transformers = pytest.importorskip("transformers")  # here: to load it takes seconds, which every worker would pay
+
+
+@pytest.mark.exhaustive  # to load transformers takes seconds
+@pytest.mark.parametrize("model", [LLAMA, CLASSIC], ids=["llama", "classic"])
+def test_hugging_faces_model_computes_the_same(saved: Save, tmp_path: Path, model: dict[str, object]) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = out_of(saved("fsdp", 2, model), tmp_path / "hf", is_hugging_face=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     ours = make_model(model).eval()
     ours.load_state_dict(state_of(open_checkpoint(saved("fsdp", 2, model))))
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "m"])
+def test_a_round_trip_fills_other_ranks_with_the_same_optimizer(
+    saved: Save, tmp_path: Path, name: str, ranks: int
+) -> None:
+    kind = {"m.safetensors": "safetensors", "m.pt": "torch", "m": "dcp"}[name]
+    out = out_of(saved(), tmp_path / name, format=kind, with_optimizer=True)
+    path = take_in(open_incoming(out, format_of(out)), tmp_path / "start", str(out))
+
+    def save_again(comm: Communicator) -> None:
+        engine = parallelize(make_model(LLAMA), comm, "fsdp")
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+        load(path, engine, optimizer)
+        save(tmp_path / "again", engine, optimizer, step=1)
+
+    run_virtual(save_again, ranks)
+    found = compare(open_checkpoint(saved()), open_checkpoint(find_checkpoint("auto", tmp_path / "again")))
+    assert not [*found.tensors, *found.only_left, *found.only_right, *found.other_shape]
+
+
+def test_the_name_and_the_content_tell_the_format(saved: Save, tmp_path: Path) -> None:
+    assert [format_by_name(Path(name)) for name in ("a.pt", "a.pth", "a.safetensors", "a")] == [
+        "torch",
+        "torch",
+        "safetensors",
+        "safetensors",
+    ]
+    assert format_of(out_of(saved(), tmp_path / "odd.pt", format="safetensors")) == "safetensors"
 
 
 def test_what_cannot_be_is_refused_in_words(saved: Save, tmp_path: Path) -> None:

@@ -60,12 +60,20 @@ def test_a_pipeline_has_a_bubble(call: Call, config: str) -> None:
     assert {"send", "recv"} & set(found["communication_s"])
 
 
+def test_a_rank_can_be_asked_for(call: Call, config: str) -> None:
+    words = ("parallel.pipeline=2", "-c", "1x dgx-h100", "--ranks", "4", "--rank", "3")
+    shown = call("predict", config, *words)
+    assert shown.code == 0
+    assert "of rank 3" in shown.out
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("-c", "1x dgx-h1000"), "dgx-h100"),
         (("-c", "1x dgx-h100", "--ranks", "16"), "16 ranks on 1x dgx-h100"),
         (("-c", "1x dgx-h100", "--slow", "rank=99:2x"), "ranks are 0 to 7"),
+        (("-c", "1x dgx-h100", "--rank", "8"), "ranks are 0 to 7"),
         (("-c", "1x dgx-h100", "--slow", "link=1:2x"), "paceline simulate"),
         (("parallel.strategy=auto", "-c", "1x dgx-h100"), "paceline plan"),
     ],

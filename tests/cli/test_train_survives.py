@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,32 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(project: Path, train
     assert newest.name == f"step-{ends[0].step:08d}"
     assert called.err.startswith("paceline: preempted: the state is saved\n")
     assert f"to go on from step {ends[0].step}:  paceline train runs/tiny/config.yaml --resume auto" in called.err
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["virtual", "gloo"])
+def test_memory_spikes_and_losses_that_are_not_finite_are_handled_as_the_policies_say(
+    project: Path, call: Call, backend: str
+) -> None:
+    settings = [
+        *("train.steps=24", "checkpoint.every_steps=4", "train.max_bad_steps=1", "monitor.console=false"),
+        *("recovery.max_restarts=3", "recovery.on_oom=halve", "recovery.on_nan=lower_rate", "recovery.rate_factor=0.5"),
+        *("recovery.on_spike=roll_back", "recovery.spike_window=4", "recovery.spike_threshold=20"),
+    ]
+    faults = "oom:rank=1@step=6,spike:x10000@step=12,nan@step=19"
+    called = call("chaos", "tiny.yaml", *settings, "--backend", backend, "--faults", faults, "--json")
+    assert called.code == 0, called.err
+    report = json.loads(called.out)
+    assert [each["how"] for each in report["faults"]] == ["restarted", "went back", "went back"]
+    assert any("with half the microbatch" in line for line in report["told"])
+    found = list(read_records(project / "runs" / "tiny-chaos" / "records" / "rank-0.jsonl"))
+    starts = [each for each in found if isinstance(each, RunRecord)]
+    assert [each.microbatch for each in starts] == [4, 2]
+    assert {each.global_batch for each in starts} == {8}
+    back = [each for each in found if isinstance(each, EventRecord) and each.name == "roll_back"]
+    assert [each.step for each in back] == [8 if back[0].step == 8 else 12, 16]
+    rates = {each.step: each.lr for each in found if isinstance(each, StepRecord)}
+    assert rates[24] == pytest.approx(rates[1] / 2)
 
 
 @pytest.mark.exhaustive

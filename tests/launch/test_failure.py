@@ -298,3 +298,13 @@ def test_a_failure_that_cannot_be_written_leaves_no_half_file(tmp_path: Path, mo
     with pytest.raises(OSError, match="No space left"):
         write_failure(tmp_path, silent_failure(0, 1))
     assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_a_full_disk_of_another_rank_is_told_as_its_own() -> None:
+    """All ranks raise what one of them has told in words."""
+    problem = "rank 1: cannot write a checkpoint to x: [Errno 28] No space left on device: 'y'\n  older ones are intact"
+    failure = describe_error(0, CheckpointError(problem))
+    assert failure.kind == "full_disk"
+    assert str(failure).startswith("rank 1 failed: cannot write a checkpoint to x")
+    assert str(describe_error(1, CheckpointError(problem))).startswith("rank 1 failed: cannot write")
+    assert describe_error(0, CheckpointError("rank 1: the model does not fit")).kind == "error"

@@ -67,7 +67,9 @@ def check(folder: Path, events: list[EventRecord], phase: str, late: int) -> Non
     assert [(event.detail["rank"], event.detail["phase"]) for event in events] == [(late, phase)]
     assert events[0].detail["lost_s"] > SECONDS / 2
     assert events[0].step > 0
-    found = summarize(folder).straggler
+    summary = summarize(folder)
+    assert summary.late == (f"at step {events[0].step}: {events[0].detail['sentence']}",)
+    found = summary.straggler
     assert found is not None
     assert (found.rank, found.phase) == (late, phase)
     assert found.lost_s > SECONDS / 2

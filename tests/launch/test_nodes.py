@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.errors import UsageError
@@ -59,7 +60,7 @@ def test_a_folder_that_a_launcher_holds(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_a_host_that_is_lost_leaves_the_others_with_fewer_ranks(tmp_path: Path) -> None:
+def test_hosts_come_and_go_and_all_leave_when_one_is_asked_to(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(CONFIG)
     command = [sys.executable, "-m", "paceline", "train", "tiny.yaml", "--nnodes", "1:2", "--node-ranks", "1"]
     command += ["--rdzv", f"127.0.0.1:{free_port()}"]
@@ -81,16 +82,44 @@ def test_a_host_that_is_lost_leaves_the_others_with_fewer_ranks(tmp_path: Path) 
         last = attempts(tmp_path)[-1]
         assert any(isinstance(each, EventRecord) and each.name == "resume" for each in last)
         assert {each[0].global_batch for each in attempts(tmp_path)} == {8}
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(500) == 75
+        third = start()
+        wait_for(first, lambda: attempts(tmp_path)[-1][0].world_size == 2 and has_saved(attempts(tmp_path)[-1]))
+        third.send_signal(signal.SIGTERM)
+        assert [first.wait(500), third.wait(500)] == [75, 75]
+        preempted = [each for each in attempts(tmp_path)[-1] if isinstance(each, EventRecord)][-1]
+        assert preempted.name == "preempted"
+        assert (tmp_path / "runs" / "tiny" / "checkpoints" / f"step-{preempted.step:08d}").is_dir()
+        pids = {record.pid for records in (0, 1) for record in starts(tmp_path, records)}
+        wait_until(lambda: not any(map(is_running, pids)))
 
 
 def wait_for(process: subprocess.Popen[bytes], is_met: Callable[[], bool]) -> None:
+    """Waits for something that a launcher's run does."""
+
+    def is_over() -> bool:
+        assert process.poll() is None
+        return is_met()
+
+    wait_until(is_over)
+
+
+def wait_until(is_met: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 400
     while not is_met():
-        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def starts(folder: Path, rank: int) -> list[RunRecord]:
+    path = folder / "runs" / "tiny" / "records" / f"rank-{rank}.jsonl"
+    return [record for record in read_records(path) if isinstance(record, RunRecord)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def attempts(folder: Path) -> list[list[Record]]:

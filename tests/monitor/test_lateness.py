@@ -21,7 +21,7 @@ def look(
     turns: bool = False,
     ahead: dict[int, float | None] | None = None,
 ) -> list[RankLook]:
-    """All ranks after some steps; ``late`` says who takes longer in a phase, ``last`` who comes last if not that one."""
+    """All ranks after some steps: ``late`` is who takes longer in a phase, ``last`` who comes last if not that one."""
     looks = []
     group = GroupName(tuple(range(RANKS)))
     for rank in range(RANKS):

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.comm.base import DONE, Work
+from paceline.comm.ledger import Ledger
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.monitor.meter import StepMeter, peak_memory_bytes
@@ -276,3 +277,25 @@ def test_records_come_when_the_device_is_past_the_step(monkeypatch: pytest.Monke
     assert [record.step for record in meter.drain()] == [1, 2]
     assert list(meter.drain()) == []
     assert [record.step for record in meter.drain(wait=True)] == [3]
+
+
+def test_a_ledger_knows_the_phase_of_every_microbatch_and_what_steps_took() -> None:
+    ledger = Ledger(rank=0, world=1)
+    device = torch.device("cpu")
+    meter = StepMeter(device, Trace(device), ledger)
+    laps = ["data", "forward", "backward", "forward", "backward", "optimizer"]
+    seen: list[list[str]] = []
+    for number in (1, 2):
+        meter.start()
+        seen.append([])
+        for lap in laps:
+            seen[-1].append(ledger.reader().pulse().phase)
+            meter.lap(lap)
+        meter.finish(make_facts(number))
+    assert seen[1] == laps  # the order is known from the step before
+    records = list(meter.drain(wait=True))
+    times = ledger.reader().times()
+    assert times.steps == 2
+    assert times.step_s == pytest.approx(sum(record.step_s for record in records), abs=1e-8)
+    assert times.phases["backward"] == pytest.approx(sum(record.backward_s for record in records), abs=1e-8)
+    assert times.own_s <= times.step_s + 1e-8

@@ -32,7 +32,7 @@ def make_config(ranks: int = 1, parallel: dict[str, Any] | None = None, **train:
     return config_from_dict(
         {
             "model": model,
-            "data": {"kind": "synthetic_tokens", "samples": 24, "vocab_size": 11, "context": 4, "eval_samples": 6},
+            "data": {"kind": "synthetic_tokens", "samples": 32, "vocab_size": 11, "context": 4, "eval_fraction": 0.2},
             "train": {"steps": 4, "global_batch": 12, "dtype": "float64", "ema_decay": DECAY, **train},
             "parallel": {"ranks": ranks, **(parallel or {})},
         }
@@ -118,5 +118,5 @@ def test_a_checkpoint_without_an_average_begins_one(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_needs_an_average() -> None:
-    with pytest.raises(ConfigError, match="ema_eval = true without train.ema_decay"):
+    with pytest.raises(ConfigError, match=r"ema_eval = true without train\.ema_decay"):
         make_config(ema_decay=None, ema_eval=True)

@@ -65,6 +65,7 @@ def lost_permission(folder: Path, first: int, last: int) -> Trouble:
     """Nobody may write into the folder; root, who always may, is somebody else for that time."""
 
     def lose() -> None:
+        regain()  # another rank was here before
         folder.chmod(0o500)
         if os.getuid() == 0:
             os.seteuid(NOBODY)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
+from paceline.checkpoint_tools.samples import check_samples
 from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
@@ -18,7 +19,7 @@ from paceline.monitor.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.go_back import CheckpointReturn, SpikeListener
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.preemption import ConsensusHook, StopWhenAsked
+from paceline.train.preemption import ConsensusHook, StopWhenAsked, next_ask
 from paceline.train.recovery import LossPolicy
 from paceline.train.saving import SavePolicy, Saver
 from paceline.train.stop import StopRequest
@@ -108,6 +109,9 @@ def test_a_spike_is_left_behind_with_the_data_since_the_checkpoint(tmp_path: Pat
         assert told.detail["skipped_samples"] == 2 * BATCH
         assert "the loss jumped to" in told.detail["reason"]
         assert (trainer.step, trainer.position, trainer.num_roll_backs) == (STEPS, (STEPS + 2) * BATCH, 1)
+    saved = check_samples(open_checkpoint(list_checkpoints(tmp_path)[-1]).manifest)
+    assert saved.is_good, saved.problems
+    assert f"positions {8 * BATCH} to {10 * BATCH} were left out by a roll-back, as it noted" in saved.finding
 
 
 def test_a_lower_rate_sees_the_same_data(tmp_path: Path) -> None:
@@ -151,6 +155,14 @@ def test_a_run_goes_back_only_so_often(tmp_path: Path) -> None:
     always = policy(on_spike="lower_rate", max_roll_backs=2)
     with pytest.raises(RankFailedError, match=r"after the run went back recovery.max_roll_backs = 2 times"):
         train(tmp_path, always, lambda: Jumpy(dict.fromkeys(range(10, 100), 100.0)))
+
+
+@pytest.mark.parametrize("step_s", [1e-9, 0.0003, 0.004, 0.099, 0.1, 0.3, 20.0])
+def test_ranks_ask_one_another_ten_times_a_second_at_most_and_never_rarely(step_s: float) -> None:
+    num_steps = next_ask(step_s, 7) - 7 + 1  # from one ask to the next
+    assert 1 <= num_steps <= 1001
+    assert num_steps * step_s >= 0.1 or num_steps > 1000
+    assert (num_steps - 1) * step_s < 0.1
 
 
 @pytest.mark.parametrize("asked", [0, 1])

@@ -81,6 +81,7 @@ def test_ids_are_exact_whatever_ends_and_resizes_the_run(tmp_path: Path) -> None
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2, 30))
 def test_ids_are_exact_after_many_random_ends(tmp_path: Path, seed: int) -> None:
     check(tmp_path, seed)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint import Retention, list_checkpoints, open_checkpoint
+from paceline.checkpoint import Retention, find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.checkpoint.storage import LocalFiles
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
@@ -151,6 +151,40 @@ def test_a_background_save_that_failed_stops_all_ranks_at_the_next(
     assert step == 4
 
 
+def test_a_run_that_is_taken_up_further_back_has_a_line_of_its_own(tmp_path: Path) -> None:
+    """Its newest checkpoint is its own, although a later step lies beside it; those go with its next saves."""
+
+    def work(comm: Communicator, every: int, steps: int, start: str = "") -> None:
+        policy = SavePolicy(every_steps=every, at_end=False, retention=Retention(last=3))
+        trainer = make_trainer(comm, [Saver(tmp_path, policy)], steps=steps)
+        if start:
+            trainer.load_state(open_checkpoint(tmp_path / start))
+        trainer.run()
+
+    run_virtual(lambda comm: work(comm, 2, 6), 2)
+    run_virtual(lambda comm: work(comm, 3, 3, "step-00000002"), 2)
+    assert find_checkpoint("auto", tmp_path).name == "step-00000003"
+    assert steps_in(tmp_path) == [6, 2, 3]  # 4 and 6 were left, and three are kept
+    run_virtual(lambda comm: work(comm, 4, 4, "step-00000003"), 2)
+    assert steps_in(tmp_path) == [2, 3, 4]
+    lines = [open_checkpoint(path).manifest.line.turns for path in list_checkpoints(tmp_path)]
+    assert lines == [((0, 0),), ((0, 0), (1, 2)), ((0, 0), (1, 2))]
+
+
+@pytest.mark.parametrize(("worth", "expected"), [(1, True), (2**30, False)])
+def test_what_is_large_is_saved_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: int, expected: bool
+) -> None:
+    monkeypatch.setattr("paceline.train.saving._WORTH_BYTES", worth)
+    sink = Keep()
+    make_trainer(SoloCommunicator(CPU), [Saver(tmp_path, SavePolicy(every_steps=2, in_background=None))], sink).run()
+    assert [(event.step, event.detail["background"]) for event in sink.events] == [
+        (2, expected),
+        (4, expected),
+        (6, False),  # the last one is there when the run ends
+    ]
+
+
 def test_a_config_says_when_and_what() -> None:
     config = CheckpointConfig(
         every_minutes=2.0, keep=3, keep_every=10, keep_best=2, best_metric="eval_accuracy", asynchronous=True
@@ -161,4 +195,4 @@ def test_a_config_says_when_and_what() -> None:
         ask_every=7,
         retention=Retention(last=3, every=10, best=2, metric="eval_accuracy", mode="max"),
     )
-    assert save_policy(CheckpointConfig()).retention == Retention(last=2)
+    assert save_policy(CheckpointConfig()) == SavePolicy(in_background=None, retention=Retention(last=2))

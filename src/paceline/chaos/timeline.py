@@ -121,9 +121,7 @@ def expected_handling(fault: Fault, policies: Policies) -> tuple[How, ...]:
         rest: tuple[How, ...] = ("stopped",) if policies.on_oom == "stop" else starts_again
         return ("went on", *rest) if policies.has_automatic_microbatch else rest
     if kind in ("disk-full", "unwritable"):
-        if policies.on_full_disk == "warn":
-            return ("went on",)
-        return ("stopped",) if kind == "disk-full" else starts_again
+        return ("went on",) if policies.on_full_disk == "warn" else ("stopped",)
     if kind in ("nan", "spike"):
         return _expected_of_losses(fault, policies, starts_again)
     return starts_again

@@ -15,6 +15,7 @@ import torch
 
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.state import OPTIMIZER
 from paceline.checkpoint.values import decode
 from paceline.checkpoint_tools.stream import Tell, be_silent, stream_region, window_elements
 
@@ -65,7 +66,7 @@ def compare(left: Checkpoint, right: Checkpoint, tell: Tell = be_silent) -> Diff
             for name in other
         ),
         tensors=tuple(each for each in found if each.num_different),
-        settings=_unequal(_flatten(left.manifest.about), _flatten(right.manifest.about)),
+        settings=_unequal(*_settings(left.manifest.about, right.manifest.about)),
         values=_unequal(_values(left.manifest), _values(right.manifest)),
         num_compared=len(alike),
     )
@@ -106,17 +107,39 @@ def _largest(values: torch.Tensor) -> float:
     return math.inf if bool(values.isnan().any()) else float(values.max())
 
 
+def _settings(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what both were written with, by dotted names; a config that one side alone has as one setting."""
+    if bool(left.get("config")) != bool(right.get("config")):
+        left, right = ({**each, "config": "there" if each.get("config") else None} for each in (left, right))
+    return _flatten(left), _flatten(right)
+
+
 def _values(manifest: Manifest) -> dict[str, Any]:
     """Returns what a run goes on from besides tensors, by dotted names."""
     named = {"step": manifest.step, "position": manifest.position, **manifest.values}
-    return _flatten({name: decode(value) for name, value in {**named, **manifest.found}.items()})
+    plain = {name: decode(value) for name, value in {**named, **manifest.found}.items()}
+    return _flatten(_by_members(plain))
+
+
+def _by_members(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Names groups of parameters by their first member: their labels are hashes of their settings, such as the rate."""
+    names: dict[str, str] = {}
+    for name, entry in values.items():
+        if isinstance(entry, Mapping) and entry.get("group") in values:
+            names.setdefault(entry["group"], f"group of {name.removeprefix(OPTIMIZER)}")
+    found: dict[str, Any] = {}
+    for name, entry in values.items():
+        if isinstance(entry, Mapping) and entry.get("group") in names:
+            entry = {**entry, "group": names[entry["group"]]}
+        found[names.get(name, name)] = entry
+    return found
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Returns nested dicts as one, by dotted names; a tensor as its list."""
     if isinstance(value, torch.Tensor):
         return {prefix: value.tolist()}
-    if not isinstance(value, Mapping) or not value:
+    if not isinstance(value, Mapping):
         return {prefix: value}
     found: dict[str, Any] = {}
     for name, each in value.items():

@@ -53,7 +53,9 @@ def format_of(path: Path) -> Format:
         raise CheckpointError(f"{path} is not there\n  check the path")
     if path.is_dir():
         return "dcp" if (path / ".metadata").is_file() else "safetensors"
-    return "safetensors" if path.suffix == ".safetensors" else "torch"
+    with path.open("rb") as file:
+        head = file.read(9)  # safetensors: the size of a header in eight bytes, and its first one
+    return "safetensors" if path.suffix == ".safetensors" or head[8:] == b"{" else "torch"
 
 
 def open_incoming(path: Path, kind: Format, prefix: str = "") -> Incoming:

@@ -48,6 +48,11 @@ class ExportOptions:
             )
 
 
+def format_by_name(out: Path) -> Format:
+    """Returns the format that a file's name asks for: .pt, .pth and .bin are torch's."""
+    return "torch" if out.suffix in (".pt", ".pth", ".bin") else "safetensors"
+
+
 def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, tell: Tell = be_silent) -> Path:
     """Writes a checkpoint in another format; returns where. Raises CheckpointError if it cannot be written."""
     if out.exists() and not options.may_replace:

@@ -305,8 +305,12 @@ def checkpoint(
     """Time saves and loads of a sharded state beside torch's distributed checkpoints (DCP).
 
     A GPT with AdamW's state under full sharding: saved at once and in the background, how long training stands still,
-    how much memory that takes, and loaded into other numbers of ranks. Both write to the same disk, with fsync; ours
-    also hashes what it writes. The arms take turns in one run; the ratio to DCP is what counts.
+    how much memory that takes, and loaded into other numbers of ranks. The arms take turns in one run; the ratio to DCP
+    is what counts. Goals are printed beside it.
+
+    Both write to the same disk with fsync, and keep the memory that a save in the background is copied to. Not alike:
+    ours hashes all that it writes, and collects its shards within the time; DCP's state dict is made before its time
+    begins, and its writer has its default of one thread for each rank.
 
     Examples:
 
@@ -314,7 +318,7 @@ def checkpoint(
 
       paceline bench checkpoint --size gpt-nano --rounds 2
     """
-    from paceline.bench.checkpoint import CheckpointWorkload, bench_checkpoint
+    from paceline.bench.checkpoint import FAIRNESS, CheckpointWorkload, bench_checkpoint
 
     work = CheckpointWorkload(
         size=size,
@@ -325,7 +329,7 @@ def checkpoint(
         folder=folder,
     )
     rows = bench_checkpoint(work, lambda text: typer.echo(text, err=True))
-    settings = {"device": "cpu", "fsync": "both", **work.to_json()}
+    settings = {"device": "cpu", "fairness": FAIRNESS, **work.to_json()}
     _write("checkpoint", rows, settings, output)
     _finish("checkpoint", rows, settings, tables.show_checkpoints if not as_json else None)
 

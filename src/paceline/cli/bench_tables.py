@@ -94,8 +94,8 @@ def show_comm(rows: Rows) -> None:
 
 
 def show_checkpoints(rows: Rows) -> None:
-    """Shows saves and loads beside DCP's."""
-    titles = ("what", "ranks", "arm", "time", "ratio", "quartiles", "stall", "of at once", "memory / shard")
+    """Shows saves and loads beside DCP's, and the goals of ours."""
+    titles = ("what", "ranks", "arm", "time", "ratio", "quartiles", "goal", "stall", "of at once", "goal", "memory")
     cells = [
         (
             row["what"],
@@ -104,13 +104,16 @@ def show_checkpoints(rows: Rows) -> None:
             f"{row['median_ms']:,.1f} ms",
             f"{row['ratio']:.3f}",
             f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}",
+            f"{row['goal']:g}",
             f"{row['stall_ms']:,.1f} ms" if "stall_ms" in row else "",
             f"{row['stall_of_at_once']:.3f}" if "stall_ms" in row else "",
+            f"{row['goal_stall']:g}" if row.get("goal_stall") else "",
             f"{row['memory_of_shard']:.2f}" if "stall_ms" in row else "",
         )
         for row in rows
     ]
     _print_table(titles, cells, left=("what", "ranks", "arm"))
+    print("ratio: to DCP in the same round   memory: growth while saving, of the shard; goal 1.1   goals: at most")
 
 
 def show_ledger(rows: Rows) -> None:

@@ -283,11 +283,15 @@ def audit_samples(folder: Path) -> str:
     from paceline.checkpoint.find import read_manifest
     from paceline.checkpoint.values import decode
     from paceline.checkpoint_tools.samples import check_samples
+    from paceline.errors import CheckpointError
 
     found = list_checkpoints(folder / "checkpoints")
     if not found:
         return "not known: there is no checkpoint"
-    manifest = read_manifest(found[-1])
+    try:
+        manifest = read_manifest(found[-1])
+    except CheckpointError as error:
+        return f"not known: {str(error).splitlines()[0]}"
     check = check_samples(manifest)
     if check.problems:
         return f"wrong: {'; '.join(check.problems)}"

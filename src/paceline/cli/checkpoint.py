@@ -175,7 +175,9 @@ def reshard(
 def export(
     source: str = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL."),
     target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf or dcp the folder, to write."),
-    kind: str = typer.Option("safetensors", "--format", help="safetensors, torch or dcp."),
+    kind: str = typer.Option(
+        None, "--format", help="safetensors, torch or dcp.  [default: torch for .pt, .pth, .bin; else safetensors]"
+    ),
     hf: bool = typer.Option(False, "--hf", help="A GPT as Hugging Face has it, with config.json."),
     optimizer: bool = typer.Option(False, "--optimizer", help="The optimizer's state, too."),
     force: bool = _FORCE,
@@ -197,13 +199,13 @@ def export(
     from typing import cast
 
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint_tools.outgoing import ExportOptions, exported_bytes
+    from paceline.checkpoint_tools.outgoing import ExportOptions, exported_bytes, format_by_name
     from paceline.checkpoint_tools.outgoing import export as write
 
-    _check_word("--format", kind, ("safetensors", "torch", "dcp"))
-    options = ExportOptions(
-        format=cast("Format", kind), is_hugging_face=hf, with_optimizer=optimizer, may_replace=force
-    )
+    if kind is not None:
+        _check_word("--format", kind, ("safetensors", "torch", "dcp"))
+    chosen = format_by_name(target) if kind is None else cast("Format", kind)
+    options = ExportOptions(format=chosen, is_hugging_face=hf, with_optimizer=optimizer, may_replace=force)
     checkpoint = open_checkpoint(_find(source))
     with _progress("writing", exported_bytes(checkpoint.manifest, options), as_json) as tell:
         path = write(checkpoint, target, options, tell)

@@ -65,7 +65,7 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     typer.echo(f"    by dtype  {dtypes}")
     for settings in found.optimizer.values():
         shown = {key: value for key, value in settings.items() if value is not None and value is not False}
-        typer.echo("  optimizer group: " + ", ".join(f"{key} {value}" for key, value in shown.items()))
+        typer.echo("  optimizer group: " + ", ".join(f"{key} {_setting(value)}" for key, value in shown.items()))
     if manifest.metrics:
         typer.echo("  metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
     typer.echo(f"  values: {', '.join(manifest.values) or 'none'}")
@@ -178,6 +178,10 @@ def _reason(manifest: Manifest) -> str:
 def _cut(line: Any) -> str:
     count = len(line.files)
     return "whole" if count == 1 and line.cut == "whole" else f"{count} ({line.cut})"
+
+
+def _setting(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _gaps(each: Any) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ def predict(
         ..., "--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100' or '32x h100-sxm'; see paceline cluster ls."
     ),
     ranks: int = typer.Option(None, min=1, help="Ranks; else as many as the cluster has devices."),
+    rank: int = typer.Option(
+        None, min=0, help="The rank to tell of; else the one that computes most, of rank 0 and those it passes work to."
+    ),
     slow: list[str] = typer.Option(
         [], metavar="rank=2:1.5x", help="A rank that computes more slowly; may be repeated."
     ),
@@ -38,6 +42,8 @@ def predict(
 
       paceline predict configs/gpt_7b.yaml parallel.strategy=fsdp -c "4x dgx-h100" --slow rank=2:1.5x --trace step.json
 
+      paceline predict configs/gpt_7b.yaml parallel.pipeline=4 parallel.tensor=2 -c "1x dgx-h100" --rank 6
+
       paceline predict configs/resnet_images.yaml --cluster "1x p4d.24xlarge" --price 4.1 --json
     """
     from paceline.cli.simulate import read_slow
@@ -53,7 +59,9 @@ def predict(
     where = load_cluster(cluster)
     count = where.devices if ranks is None else ranks
     asked = load_config(config, [*(overrides or []), f"parallel.ranks={count}"])
-    found = _replay(asked, where, count, slow_ranks, keeps_spans=trace is not None)
+    if rank is not None and rank >= count:
+        raise UsageError(f"--rank {rank} of {count} ranks\n  ranks are 0 to {count - 1}\n  try --rank {count - 1}")
+    found = _replay(asked, where, count, slow_ranks, rank=rank, keeps_spans=trace is not None)
     if trace is not None:
         from paceline.planner.trace import write_trace
 
@@ -72,12 +80,16 @@ def predict(
         raise typer.Exit(1)
 
 
-def _replay(config: Config, cluster: Cluster, ranks: int, slow: dict[int, float], *, keeps_spans: bool) -> Replay:
+def _replay(
+    config: Config, cluster: Cluster, ranks: int, slow: dict[int, float], *, rank: int | None, keeps_spans: bool
+) -> Replay:
     from paceline.dryrun.record import record_stages
     from paceline.planner.replay import replay
 
-    programs = record_stages(config, ranks=ranks, node_ranks=min(ranks, cluster.node.devices))
-    return replay(programs, cluster, slow=slow, keeps_spans=keeps_spans)
+    if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": "cpu"})})
+    programs = record_stages(config, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
+    return replace(replay(programs, cluster, slow=slow, keeps_spans=keeps_spans), shown=rank)
 
 
 def describe(found: Replay, price: float | None = None) -> list[str]:
@@ -110,12 +122,15 @@ def _breakdown(found: Replay) -> list[str]:
         ("launches", rank.launch_wait, "the device waits for the host"),
         ("hidden", rank.hidden, "communication beside compute, on top of the above: it costs nothing more"),
     ]
-    lines = [f"{'where it goes':<13} {'seconds':>10} {'share':>7}"]
+    lines = [f"{'where it goes':<13} {'seconds':>10} {'share':>7}  of rank {rank.rank}"]
     for name, seconds, what in rows:
         if seconds > 0 or name in ("compute", "exposed"):
             lines.append(f"{name:<13} {seconds:>10.4f} {seconds / step:>7.1%}  {what}")
+    lines += ["", f"{'phase':<13} {'seconds':>10} {'share':>7}  with what is waited for in it"]
     for phase, seconds in rank.phases.items():
         lines.append(f"  {phase:<11} {seconds:>10.4f} {seconds / step:>7.1%}")
+    if rank.communication:
+        lines += ["", f"{'communication':<14} {'seconds':>9} {'share':>7}  hidden or not"]
     for kind, seconds in rank.communication.items():
         moved: Any = rank.moved[kind]
         lines.append(f"  {kind:<14} {seconds:>7.4f} {seconds / step:>7.1%}  {moved / 1e6:,.1f} MB")

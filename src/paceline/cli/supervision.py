@@ -113,7 +113,7 @@ def _line(first: Path | None) -> Line | None:
 
 def _starting_point(config: Config, folder: Path, first: Path | None, own: Line | None = None) -> StartingPoint:
     """Finds the newest checkpoint of the run's line that is whole, and tells of newer ones that are not."""
-    from paceline.checkpoint import find_checkpoint
+    from paceline.checkpoint import find_checkpoint, list_checkpoints
     from paceline.checkpoint.remote import settled
     from paceline.launch.supervise import StartingPoint
 
@@ -123,13 +123,26 @@ def _starting_point(config: Config, folder: Path, first: Path | None, own: Line 
     try:
         found = find_checkpoint("auto", where, config.checkpoint.verify, lambda each: passed.append(str(each)), own)
         path = settled(found)
-    except CheckpointError:
-        path = first
+    except CheckpointError as error:
+        path = first if first is not None and _is_whole(first, config) else None
+        if list_checkpoints(where / "checkpoints") or list_checkpoints(where):
+            passed.append(str(error))
     note = "\n  ".join(passed)
     if path is None:
         return StartingPoint(checkpoint=None, step=0, note=note)
     number = path.name.rpartition("-")[2]
     return StartingPoint(checkpoint=path, step=int(number) if number.isdecimal() else 0, note=note)
+
+
+def _is_whole(checkpoint: Path, config: Config) -> bool:
+    """Says whether a checkpoint can be started from."""
+    from paceline.checkpoint import verify_checkpoint
+
+    try:
+        verify_checkpoint(checkpoint, config.checkpoint.verify)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _say(text: str) -> None:

@@ -110,6 +110,13 @@ def takes_real_time(comm: Communicator) -> bool:
     return bool(getattr(comm, "takes_real_time", True))
 
 
+def device_kind(comm: Communicator) -> str:
+    """Returns the type of device whose ways an engine follows: that of the tensors, or what a dry run stands for."""
+    while (inner := getattr(comm, "inner", None)) is not None:
+        comm = inner
+    return str(getattr(comm, "stands_for", comm.device.type))
+
+
 def control_device(comm: Communicator) -> torch.device:
     """Returns where numbers are sent from that the host reads: a rank's device, or a CPU where that holds no values."""
     return torch.device("cpu") if comm.device.type == "meta" else comm.device

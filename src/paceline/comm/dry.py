@@ -73,10 +73,12 @@ class KeptJournal:
 class DryWorld:
     """The ranks of which some are run, and what those have told the others."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, stands_for: str = "cuda") -> None:
+        """Takes the type of device that is meant: engines do some things otherwise on a CPU."""
         if size < 1:
             raise UsageError(f"a world of {size} ranks\n  it has at least one")
         self.size = size
+        self.stands_for = stands_for
         self.mail: dict[tuple[int, int, int], deque[torch.Tensor]] = {}  # by sender, receiver and tag
         self.board: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}  # broadcasts, by group and number
 
@@ -128,6 +130,11 @@ class DryCommunicator(GroupMember):
     def device(self) -> torch.device:
         """The meta device: data has no values."""
         return META
+
+    @property
+    def stands_for(self) -> str:
+        """The type of device that is meant."""
+        return self._own.world.stands_for
 
     @property
     def journal(self) -> Journal:

@@ -35,6 +35,13 @@ class SideChannel:
         except RuntimeError as error:
             raise CommunicationError(f"the store is gone: {str(error).partition(chr(10))[0]}") from error
 
+    def wait_for(self, key: str) -> str:
+        """Returns what was left there, as soon as something is. Raises CommunicationError after ten seconds."""
+        try:
+            return str(self._store.get(key).decode())
+        except RuntimeError as error:
+            raise CommunicationError(f"nobody left {key}: {str(error).partition(chr(10))[0]}") from error
+
     def read(self, key: str) -> str:
         """Returns what was left there last; empty if nothing was. Does not wait."""
         try:

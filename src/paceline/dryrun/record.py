@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from paceline.comm.arguments import check_peer
 from paceline.comm.dry import META, DryCommunicator, DryWorld
 from paceline.config import Config, config_batch
 from paceline.data.loader import StepBatch
@@ -57,7 +58,7 @@ def record(
     and for what has no price yet.
     """
     _check(config)
-    world, width = DryWorld(ranks), ranks // config.parallel.pipeline  # ranks of a stage
+    world, width = _world(config, ranks), ranks // config.parallel.pipeline  # ranks of a stage
     chain = range(rank % width, rank, width)
     first = () if rank % width == 0 or config.parallel.pipeline == 1 else (0,)  # tells all where the model is cut
     for earlier in (*first, *chain):
@@ -66,13 +67,24 @@ def record(
 
 
 def record_stages(
-    config: Config, *, ranks: int, node_ranks: int | None = None, is_whole: bool = False
+    config: Config, *, ranks: int, rank: int = 0, node_ranks: int | None = None, is_whole: bool = False
 ) -> tuple[Program, ...]:
-    """Returns the steps of the first rank of each stage; of a model that is not cut, of rank 0 alone."""
+    """Returns the steps of the ranks that pass their results to one another, one a stage: those of ``rank``.
+
+    Of a model that is not cut, that is the rank alone. With ``is_whole`` every microbatch is run.
+    """
     _check(config)
-    world, each = DryWorld(ranks), ranks // config.parallel.pipeline
-    stages = range(config.parallel.pipeline)
-    return tuple(_record(config, world, stage * each, node_ranks, is_whole=is_whole) for stage in stages)
+    check_peer("a dry run of", rank, ranks)
+    world, each = _world(config, ranks), ranks // config.parallel.pipeline
+    first = rank % each
+    if first and config.parallel.pipeline > 1:  # rank 0 tells all where the model is cut
+        _record(config, world, 0, node_ranks)
+    chain = range(first, ranks, each)
+    return tuple(_record(config, world, number, node_ranks, is_whole=is_whole) for number in chain)
+
+
+def _world(config: Config, ranks: int) -> DryWorld:
+    return DryWorld(ranks, "cpu" if config.parallel.device == "cpu" else "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

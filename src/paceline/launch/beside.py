@@ -28,6 +28,7 @@ from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.launch.codes import HUNG
+from paceline.launch.late_hosts import LateHosts
 from paceline.launch.records import note_straggler
 from paceline.launch.watch import Watch, WatchPolicy, end_ranks, keep_ledger, tell_verdict
 from paceline.monitor.ledger_text import views_from_text, views_to_text
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _BEAT_S = 3.0  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
+_HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 
 
@@ -106,10 +108,24 @@ class Beside:
         self._channel = channel
         self._watch = Watch(folder, hosts[self._host], policy)
         self._beats: dict[int, tuple[int, float]] = {}
+        self._leads_now = False
         self._published_s: float | None = None
+        self._late_hosts: LateHosts | None = None
+        if channel is not None:
+            self._watch.lateness = None
+            self._late_hosts = LateHosts(
+                channel,
+                host,
+                tuple(hosts),
+                self._watch.rank_looks,
+                period_s=_HOSTS_PERIODS * policy.compare_s,
+                policy=policy.late,
+            )
 
     def follow(self) -> None:
         """Looks until there is a verdict, which ends this process."""
+        if self._late_hosts is not None and self._rank == self._hosts[self._host][0]:
+            self._late_hosts.compare_clocks()
         while not self._ledger.reader().pulse().is_finished:
             time.sleep(self._policy.every_s)
             self._ledger.cells[HEARTBEAT] += 1
@@ -117,11 +133,15 @@ class Beside:
                 verdict = self.look()
                 if verdict is not None:
                     self._leave(verdict)
+                late = None if self._late_hosts is None or not self._leads_now else self._late_hosts.look()
+                if late is not None:
+                    self._tell_late(late)
 
     def look(self) -> Verdict | None:
         """Looks once; only the one that leads finds anything."""
         now = time.monotonic()
-        if not self._leads(now):
+        self._leads_now = self._leads(now)
+        if not self._leads_now:
             return None
         is_told = self._published_s is not None and self._watch.stands_still(now)
         found = None if is_told else self._watch.look()

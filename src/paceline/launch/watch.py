@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from paceline.comm.ledger import Ledger, LedgerCommunicator, ledger_clock
-from paceline.comm.ledger_file import LedgerReader, ledger_path
+from paceline.comm.ledger_file import NUM_RECORDS, LedgerReader, ledger_path
 from paceline.launch.failure import Failure, read_failures, write_failure
 from paceline.launch.records import note_straggler
 from paceline.launch.stacks import ask_for_stacks, dump_stacks_into, line_of_thread, stack_path
@@ -109,9 +109,8 @@ class Watch:
         self._policy = policy
         self._ranks: dict[int, _Rank] = {}
         self._looked_at_all_s = self._compared_s = 0.0
-        self.lateness: Lateness | None = Lateness(policy.late)  # None: somebody else compares, see ``looks``
+        self.lateness: Lateness | None = Lateness(policy.late)  # None: somebody else compares, by ``rank_looks``
         self.straggler: Straggler | None = None  # found by the last look
-        self.looks: list[RankLook] | None = None  # those of the last comparison, until somebody takes them
         self._longest_s = 0.0
         self._suspect: Verdict | None = None
         self.last_views: list[LedgerView] = []  # with the lines where ranks stand, once there was a verdict
@@ -149,6 +148,10 @@ class Watch:
             for rank in self._ranks.values()
         ]
 
+    def rank_looks(self) -> list[RankLook]:
+        """Returns what is needed to compare ranks, with all operations that their ledgers keep; none before all run."""
+        return self._looks([rank.reader.view(last=NUM_RECORDS) for rank in self._ranks.values()])
+
     def stands_still(self, now: float) -> bool:
         """Says whether no rank has moved since the last look."""
         return all(rank.reader.pulse() == rank.pulse and rank.changed_s < now for rank in self._ranks.values())
@@ -169,11 +172,14 @@ class Watch:
 
     def _compare(self, views: list[LedgerView]) -> None:
         """Looks whether a rank is late, once all have been seen."""
+        looks = self._looks(views)
+        if looks and self.lateness is not None:
+            self.straggler = self.lateness.look(looks)
+
+    def _looks(self, views: list[LedgerView]) -> list[RankLook]:
         if len(views) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
-            return
-        self.looks = [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in views]
-        if self.lateness is not None:
-            self.straggler = self.lateness.look(self.looks)
+            return []
+        return [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in views]
 
     def _find_ledgers(self, now: float) -> None:
         for number in self._numbers:

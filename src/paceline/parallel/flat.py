@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, Communicator, ReduceOp, Work
+from paceline.comm.base import DONE, Communicator, ReduceOp, Work, device_kind
 from paceline.layout import FlatLayout, flat_layout, row_major
 from paceline.memory.offload import Offload, host_empty
 from paceline.parallel.lane import Lane
@@ -255,7 +255,7 @@ class FlatGroup:
 
     def drop_gradient(self) -> None:
         """Frees the slice's gradient once the pieces have none. A CPU keeps the memory: to get it anew costs more."""
-        if self.comm.device.type != "cpu" and not self.is_on_host and all(p.grad is None for p in self.pieces):
+        if device_kind(self.comm) != "cpu" and not self.is_on_host and all(p.grad is None for p in self.pieces):
             self.gradient, self._gradient_views = None, []
 
     def new_slice(self) -> torch.Tensor:
@@ -302,7 +302,7 @@ class FlatGroup:
     def measure(self) -> None:
         """Takes the norms of the pieces' gradients, beside what the device computes; they are asked for later."""
         gradient, views = self.gradient, self._gradient_views
-        if gradient is None or gradient.device.type == "cpu":  # which has nothing beside
+        if gradient is None or gradient.is_cpu or device_kind(self.comm) == "cpu":  # which has nothing beside
             return
         norms: list[torch.Tensor] = []
 
@@ -419,12 +419,12 @@ def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 def reduction(comm: Communicator) -> ReduceOp:
     """Returns how gradients are reduced: NCCL averages as it adds; elsewhere ``gradient_scale`` is part of a copy."""
-    return "sum" if comm.device.type == "cpu" else "avg"
+    return "sum" if device_kind(comm) == "cpu" else "avg"
 
 
 def gradient_scale(comm: Communicator) -> float:
     """Returns the factor that gradients get when they are brought into a buffer."""
-    return 1.0 / comm.size if comm.device.type == "cpu" else 1.0
+    return 1.0 / comm.size if device_kind(comm) == "cpu" else 1.0
 
 
 def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ class _Player:
         for turn in self._order:
             yield from self._take(turn)
         for sends in self._sent.values():
-            yield from (Wait(number, "backward") for number in sends)
+            yield from (Wait(number, "optimizer") for number in sends)
         yield from self._end(self._pieces.get((END, 0, 0), ()))
 
     def _learn(self, piece: Sequence[Event], microbatch: int, *, is_forward: bool) -> None:

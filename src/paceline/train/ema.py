@@ -3,8 +3,8 @@
     average = decay * average + (1 - decay) * parameter       after every step
 
 Each rank averages what it updates: its shards, under every strategy, in their dtype (masters, where there are some).
-Nothing is sent. Memory: one more copy of the shards, 4 P / N bytes under full sharding; time: one pass over them. A step
-that was left out for its gradients counts too: the parameters are then those of the step before.
+Nothing is sent. Memory: one more copy of the shards, 4 P / N bytes under full sharding; time: one pass over them. A
+step that was left out for its gradients counts too: the parameters are then those of the step before.
 """
 
 from __future__ import annotations

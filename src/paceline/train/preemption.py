@@ -6,9 +6,9 @@ all-reduce that nobody waits for; behind the next one it is there, and all of th
     step s      issue   [wishes, seconds of the step, summed loss, count]
     step s + 1  read    any wish: save and leave, on every rank alike
 
-Cost: one all-reduce of 32 bytes whose latency hides behind a step. Where steps are shorter than 20 ms it is not issued
-in every one of them: how many are left out follows from the seconds in the sum, so that it is the same number on all
-ranks. Whoever asks for losses (spikes) gets them in every step.
+Cost: one all-reduce of 32 bytes whose latency hides behind a step. Where steps are shorter than 100 ms it is, after the
+first 64, not issued in every one of them: how many are left out follows from the seconds in the sum, so that it is the
+same number on all ranks. Whoever asks for losses (spikes) gets them in every step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from paceline.monitor.records import EventRecord
 from paceline.train.stop import StopRequest
 from paceline.train.trainer import StepResult, Trainer
 
-_ASK_EVERY_S: Final = 0.02
+_ASK_EVERY_S: Final = 0.1
+_FREE_SUMS: Final = 64  # so that a short run hears of a wish at once, too
 _MOST_STEPS: Final = 1000
 _WISHES, _SECONDS, _LOSS, _COUNT = range(4)
 
@@ -86,6 +87,7 @@ class ConsensusHook:
     needs_losses: bool = False
     _pending: _Sum | None = None
     _next_step: int = 0
+    _num_sums: int = 0
     _last_time: float = field(default_factory=time.perf_counter)
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
@@ -95,9 +97,11 @@ class ConsensusHook:
         common = None if self._pending is None else _read(self._pending, trainer.parts.engine.world.size)
         self._pending = None
         if common is not None:
-            self._next_step = result.step if self.needs_losses else _next_step(common.step_s, result.step)
+            asks_always = self.needs_losses or self._num_sums < _FREE_SUMS
+            self._next_step = result.step if asks_always else next_ask(common.step_s, result.step)
         if not result.is_last and result.step >= self._next_step:
             self._pending = self._issue(trainer, result, seconds)
+            self._num_sums += 1
         if common is not None:
             self._tell(trainer, common)
 
@@ -133,6 +137,6 @@ def _read(pending: _Sum, ranks: int) -> Common:
     )
 
 
-def _next_step(step_s: float, step: int) -> int:
+def next_ask(step_s: float, step: int) -> int:
     """Returns the step behind which the ranks ask one another again."""
     return step + min(_MOST_STEPS, math.ceil(_ASK_EVERY_S / max(step_s, 1e-6)) - 1)

@@ -1,0 +1,51 @@
+"""What supervision is handed: where a run starts from, and how it shrinks when memory runs out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.supervision import halve_microbatch, restart_policy
+from paceline.config import dump_yaml, load_config
+from paceline.launch.folder import claim_folder, config_of, settle_config
+
+
+def plan(folder: Path, microbatch: int) -> None:
+    """Notes what the ranks used, as rank 0 does."""
+    (folder / "plan.json").write_text(json.dumps({"batch": {"microbatch": microbatch}}))
+
+
+def test_the_microbatch_is_halved_and_the_global_batch_stays(project: Path) -> None:
+    config = load_config(project / "tiny.yaml", ["train.accumulate=1"])
+    folder = project / "runs" / "tiny"
+    with claim_folder(folder, dump_yaml(config)):
+        used = 4
+        while used > 1:
+            plan(folder, used)
+            assert halve_microbatch(folder)
+            used //= 2
+            halved = load_config(config_of(folder)).train
+            assert (halved.microbatch, halved.accumulate, halved.global_batch) == (used, None, 8)
+        assert load_config(folder / "config.yaml").train.microbatch == config.train.microbatch  # until it works
+        settle_config(folder)
+        assert load_config(folder / "config.yaml").train.microbatch == 1
+        plan(folder, 1)
+        assert not halve_microbatch(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"batch": {}}'])
+def test_without_a_plan_nothing_is_known_and_nothing_is_halved(project: Path, text: str) -> None:
+    folder = project / "runs" / "tiny"
+    with claim_folder(folder, dump_yaml(load_config(project / "tiny.yaml"))):
+        (folder / "plan.json").write_text(text)
+        assert not halve_microbatch(folder)
+        assert config_of(folder) == folder / "config.yaml"
+
+
+def test_the_policy_is_what_the_config_says(project: Path) -> None:
+    config = load_config(project / "tiny.yaml", ["recovery={max_restarts: 7, on_oom: halve, on_hang: stop}"])
+    policy = restart_policy(config)
+    assert (policy.max_restarts, policy.max_stalled_restarts) == (7, 1)
+    assert (policy.on_oom, policy.on_hang) == ("halve", "stop")
