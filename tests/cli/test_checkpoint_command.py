@@ -91,6 +91,10 @@ def test_damage_is_named_with_an_exit_code_and_the_older_one_is_found(folder: Pa
     assert verified.code == 1
     assert f"{file.name} has another hash" in verified.out
     assert call("checkpoint", "verify", str(file.parent), "--fast").code == 0
+    for words in (("export", "a.safetensors"), ("reshard", "b", "--ranks", "1")):  # which would have good hashes
+        made = call("checkpoint", words[0], str(file.parent), *words[1:])
+        assert made.code == 2
+        assert f"{file.name} is damaged" in made.err
     file.unlink()
     listed = call("checkpoint", "ls", str(folder))
     assert listed.code == 1
@@ -109,6 +113,8 @@ def test_refusals_say_what_to_do(folder: Path, call: Call, project: Path) -> Non
         (("reshard", str(folder), "d", "--ranks", "2", "--strategy", "fdsp"), "there are ddp, zero1"),
         (("export", str(folder), "d", "--format", "onnx"), "there are safetensors, torch, dcp"),
         (("import", "nowhere.pt", "d"), "nowhere.pt is not there"),
+        (("import", str(folder), "d"), "is no folder with weights"),
+        (("import", str(folder), "d", "--format", "torch"), "--format torch reads a file"),
         (("ls", "s4://bucket/run"), "s4://bucket/run cannot be opened"),
     ):
         called = call("checkpoint", *words)

@@ -65,9 +65,14 @@ def test_a_signal_to_the_process_of_virtual_ranks_saves(project: Path, live: Liv
 
 
 @pytest.mark.soak
-def test_a_signal_to_a_rank_of_torchrun_saves_on_all(project: Path, live: Live, all_gone: AllGone) -> None:
+@pytest.mark.parametrize("to", ["rank", "torchrun"])
+def test_a_signal_under_torchrun_saves_on_all_ranks(project: Path, live: Live, all_gone: AllGone, to: str) -> None:
     run = live(by=[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])
-    os.kill(run.ranks(step=20)[1], signal.SIGUSR1)
+    ranks = run.ranks(step=20)
+    if to == "rank":
+        os.kill(ranks[1], signal.SIGUSR1)
+    else:
+        run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 1  # torchrun's own
     assert_saved(project, last_records(project))
     assert "the state is saved" in run.error()

@@ -15,6 +15,7 @@ from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, RankFailedError, RunFolderError, UsageError
 from paceline.monitor.records import EndRecord, EvalRecord, RunRecord, StepRecord
+from paceline.monitor.straggler import find_straggler
 from paceline.report import summarize
 from paceline.simulate.recording import Memory, write_records
 from paceline.simulate.run import Conditions, Simulation, prepare, simulate
@@ -102,6 +103,24 @@ def test_a_slow_rank_or_link_slows_all_and_only_in_time() -> None:
     waited = [each.exposed_s for each in slow.summary.by_rank]
     assert min(range(4), key=lambda rank: waited[rank]) == 2  # the others wait for it
     assert slow.summary.efficiency < plain.summary.efficiency
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_slow_rank_is_named_as_the_straggler(late: int) -> None:
+    found = simulate(make_config(ranks=4, steps=8), dataclasses.replace(MODELLED, slow={late: 3.0}))
+    steps: dict[int, dict[int, StepRecord]] = {}
+    for rank, records in enumerate(found.records):
+        for record in records:
+            if isinstance(record, StepRecord):
+                steps.setdefault(record.step, {})[rank] = record
+    straggler = find_straggler(list(steps.values()))
+    assert straggler is not None
+    assert (straggler.rank, straggler.steps_last) == (late, straggler.steps)
+    excess = {
+        phase: getattr(steps[8][late], f"{phase}_s") - getattr(steps[8][1], f"{phase}_s")
+        for phase in ("data", "forward", "backward", "optimizer")
+    }
+    assert straggler.phase == max(excess, key=lambda phase: excess[phase])
 
 
 def test_a_faster_network_takes_less() -> None:

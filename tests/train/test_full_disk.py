@@ -96,7 +96,16 @@ def train(
     def rank(comm: Communicator) -> list[Any]:
         sink = Kept()
         saver = Saver(folder, SavePolicy(every_steps=2, in_background=in_background))
-        hooks = [trouble, ForgivingSaver(saver, policy)]
+
+        def meet(_: Trainer, result: StepResult) -> None:
+            """The trouble meets the saves of its own steps: one in the background is over before, or runs into it."""
+            if result.step == trouble.first:
+                saver.finish()
+            pending = None if saver._writer is None else saver._writer._pending
+            if result.step == trouble.last and pending is not None:
+                pending.written.wait()
+
+        hooks = [meet, trouble, ForgivingSaver(saver, policy)]
         build_trainer(make_config(steps), comm, hooks=hooks, sink=sink).run()
         events = [each for each in sink.records if isinstance(each, EventRecord) and each.name == "not_saved"]
         return [(each.step, each.detail["reason"]) for each in events]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -26,7 +27,7 @@ from paceline.checkpoint_tools.stream import Stream, Tell, be_silent, stream_mad
 from paceline.errors import CheckpointError
 
 _FILE = ".metadata"
-_TOGETHER_BYTES = 2**26
+_TOGETHER_BYTES = 2**24
 
 
 def is_distributed(path: Path) -> bool:
@@ -40,7 +41,16 @@ def write_distributed(path: Path, content: Mapping[str, Any], tell: Tell = be_si
     shapes = _shapes(content, streams)
     writer = FileSystemWriter(path, single_file_per_rank=False, thread_count=1, sync_files=True)
     with _alone():
-        save(shapes, storage_writer=writer, planner=_Planner(streams, tell), no_dist=True)
+        try:
+            save(shapes, storage_writer=writer, planner=_Planner(streams, tell), no_dist=True)
+        except CheckpointException as error:  # no Exception: nothing further out would catch it
+            cause: BaseException = next(iter(error.failures.values()))[0]
+            if isinstance(cause, CheckpointError):
+                raise cause from error
+            raise CheckpointError(
+                f"torch's distributed checkpoint cannot be written: {str(cause).splitlines()[0]}\n"
+                "  look whether its disk has room"
+            ) from error
 
 
 def read_distributed(path: Path) -> dict[tuple[str | int, ...], Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,12 +48,20 @@ class Incoming:
         return sum(stream.num_bytes for stream in (*self.model.values(), *self.optimizer.values()))
 
 
+_DISTRIBUTED, _SAFETENSORS, _INDEX = ".metadata", "model.safetensors", "model.safetensors.index.json"
+
+
 def format_of(path: Path) -> Format:
     """Tells a format by what is there. Raises CheckpointError where nothing is."""
     if not path.exists():
         raise CheckpointError(f"{path} is not there\n  check the path")
     if path.is_dir():
-        return "dcp" if (path / ".metadata").is_file() else "safetensors"
+        if not any((path / name).is_file() for name in (_DISTRIBUTED, _SAFETENSORS, _INDEX)):
+            raise CheckpointError(
+                f"{path} is no folder with weights\n  torch's distributed checkpoints have {_DISTRIBUTED}, folders of "
+                f"Hugging Face {_SAFETENSORS} or {_INDEX}\n  name such a folder, or a file"
+            )
+        return "dcp" if (path / _DISTRIBUTED).is_file() else "safetensors"
     with path.open("rb") as file:
         head = file.read(9)  # safetensors: the size of a header in eight bytes, and its first one
     return "safetensors" if path.suffix == ".safetensors" or head[8:] == b"{" else "torch"
@@ -63,6 +72,12 @@ def open_incoming(path: Path, kind: Format, prefix: str = "") -> Incoming:
 
     Raises CheckpointError for something else, or a model without tensors.
     """
+    if kind != "safetensors" and path.exists() and path.is_dir() != (kind == "dcp"):
+        there = "folder" if path.is_dir() else "file"
+        raise CheckpointError(
+            f"{path} is a {there}\n  --format {kind} reads a {'folder' if kind == 'dcp' else 'file'}\n"
+            "  leave --format out: it is told by what is there"
+        )
     readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_distributed}
     found = readers[kind](path)
     if not found.model:
@@ -156,12 +171,19 @@ def _file_stream(path: Path, name: str, code: str, shape: list[int], start: int)
     return Stream(name=name, shape=tuple(shape), dtype=dtype, read=read)
 
 
+def _reason(path: Path, error: Exception) -> str:
+    """Returns why torch cannot read a file: its own words speak of memory maps for anything that is no zip file."""
+    if path.is_file() and not zipfile.is_zipfile(path):
+        return "it is no zip archive, as torch has written since version 1.6"
+    return str(error).splitlines()[0]
+
+
 def _open_torch(path: Path) -> Incoming:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as a torch file: {str(error).splitlines()[0]}\n"
+            f"{path} cannot be read as a torch file: {_reason(path, error)}\n"
             "  tensors and plain values are read, never code\n  save it with torch.save(model.state_dict(), path)"
         ) from error
     if not isinstance(content, Mapping):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
+from paceline.checkpoint.line import newest_line
 from paceline.checkpoint.manifest import MANIFEST, Manifest
 from paceline.checkpoint.remote import storage_of, url_of
 from paceline.checkpoint.retention import Retention
@@ -62,7 +63,10 @@ def list_folder(where: Path, now: float, depth: Depth = "fast", tell: Tell = be_
 
 def kept_because(found: Sequence[Listed], manifests: Mapping[Path, Manifest | None]) -> dict[Path, tuple[str, ...]]:
     """Returns why each whole checkpoint is kept, by the settings of the newest one's run."""
-    whole = [each for each in found if not each.problem]
+    known = {path: manifest.spot for path, manifest in manifests.items() if manifest is not None}
+    current = newest_line(known.values())
+    left = {path for path, spot in known.items() if not current.has(spot.line, spot.step)}
+    whole = sorted((each for each in found if not each.problem), key=lambda each: (each.path not in left, each.step))
     if not whole:
         return {}
     newest = manifests[whole[-1].path]
@@ -71,10 +75,13 @@ def kept_because(found: Sequence[Listed], manifests: Mapping[Path, Manifest | No
     reasons: dict[Path, list[str]] = {each.path: [] for each in whole}
     for each in whole[-(policy.last or len(whole)) :]:
         reasons[each.path].append("newest" if each is whole[-1] else "one of the last")
-    for each in whole:
+    for path in left:
+        reasons[path].append("the run has gone back from it")
+    own = [each for each in whole if each.path not in left]
+    for each in own:
         if policy.every is not None and each.step % policy.every == 0:
             reasons[each.path].append(f"every {policy.every} steps")
-    for each in _best(whole, policy):
+    for each in _best(own, policy):
         reasons[each.path].append(f"best {policy.metric}")
     return {path: tuple(why) or ("not by the policy: goes with the next save",) for path, why in reasons.items()}
 

@@ -6,12 +6,12 @@
     ids       each at most once in an epoch, in a whole epoch exactly once; their hash is the one that the run has kept
 
 Positions that a roll-back left out on purpose, and the ragged end of an epoch where the config drops it, are told and
-no fault. Cost: 0.1 us a sample, and a byte of memory for each sample of the data set. Neither data nor model is needed.
+no fault. Cost: 0.4 us a sample, and a byte of memory for each sample of the data set. Neither data nor model is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from paceline.data.consumed import Segment, batches_of, extend_hash, hash_text, 
 from paceline.data.order import DataOrder, GlobalBatch
 from paceline.errors import PacelineError
 
+_AT_ONCE = 1 << 16  # ids
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PacelineError)
 
 
@@ -133,16 +134,31 @@ def consume_again(segments: Sequence[Segment]) -> Again:
     """Hashes the ids of segments, counts their batches, and looks for ids that come twice in an epoch."""
     known, num_batches, problems = (0, 0), 0, []
     seen = _Seen(max((segment.order.length for segment in segments), default=0))
-    for segment, batch in batches_of(segments):
-        indices = batch.indices[: segment.last - batch.position]
-        known, num_batches = extend_hash(known, indices), num_batches + 1
-        seen.note(batch, indices)
-        if batch.next_position > segment.last:
+    for batches in _runs(segments):
+        segment, last = batches[-1]
+        first = batches[0][1]
+        indices = np.concatenate([batch.indices for _, batch in batches])[: segment.last - first.position]
+        known, num_batches = extend_hash(known, indices), num_batches + len(batches)
+        seen.note(first.epoch, first.position, indices)
+        if last.next_position > segment.last:
             problems.append(
                 f"a segment ends at position {segment.last:,}, and the batch of {segment.order.global_batch:,} there "
-                f"goes from {batch.position:,} to {batch.next_position:,}"
+                f"goes from {last.position:,} to {last.next_position:,}"
             )
     return Again(hash=hash_text(known), num_batches=num_batches, problems=(*problems, *seen.problems()))
+
+
+def _runs(segments: Sequence[Segment]) -> Iterator[list[tuple[Segment, GlobalBatch]]]:
+    """Yields batches of one segment and epoch together, many at a time: each by itself would cost more than its ids."""
+    together: list[tuple[Segment, GlobalBatch]] = []
+    for segment, batch in batches_of(segments):
+        is_full = len(together) * segment.order.global_batch >= _AT_ONCE
+        if together and (is_full or together[-1][0] is not segment or together[-1][1].epoch != batch.epoch):
+            yield together
+            together = []
+        together.append((segment, batch))
+    if together:
+        yield together
 
 
 class _Seen:
@@ -153,17 +169,17 @@ class _Seen:
         self._ids: NDArray[np.bool_] = np.zeros(length, dtype=np.bool_)
         self._twice: dict[int, tuple[int, list[int]]] = {}
 
-    def note(self, batch: GlobalBatch, indices: NDArray[np.int64]) -> None:
-        """Takes a batch."""
-        if batch.epoch != self._epoch:
-            self._epoch = batch.epoch
+    def note(self, epoch: int, position: int, indices: NDArray[np.int64]) -> None:
+        """Takes ids from a position on, all of one epoch."""
+        if epoch != self._epoch:
+            self._epoch = epoch
             self._ids[:] = False
         is_first = np.zeros(len(indices), dtype=np.bool_)
         is_first[np.unique(indices, return_index=True)[1]] = True
         twice = np.flatnonzero(self._ids[indices] | ~is_first)
         self._ids[indices] = True
         if twice.size:
-            _, ids = self._twice.setdefault(batch.epoch, (batch.position + int(twice[0]), []))
+            _, ids = self._twice.setdefault(epoch, (position + int(twice[0]), []))
             ids += indices[twice].tolist()
 
     def problems(self) -> list[str]:

@@ -118,14 +118,12 @@ def show_checkpoints(rows: Rows) -> None:
 
 def show_ledger(rows: Rows) -> None:
     """Shows what the ledger costs."""
-    from paceline.units import format_seconds
-
     titles = ("what", "without", "with", "ratio", "middle half")
     cells = [
         (
             row["what"],
-            format_seconds(row["without_s"]),
-            format_seconds(row["with_s"]),
+            f"{1e6 * row['without_s']:,.2f} us",
+            f"{1e6 * row['with_s']:,.2f} us",
             f"{row['ratio']:.4f}" if "ratio" in row else "",
             f"{row['ratio_low']:.4f}-{row['ratio_high']:.4f}" if "ratio" in row else "",
         )

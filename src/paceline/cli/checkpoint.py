@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 
 _JSON = typer.Option(False, "--json", help="Print it as JSON.")
+_FAST = typer.Option(False, "--fast", help="Compare the sizes of the source's files, not their hashes, before.")
 _FORCE = typer.Option(False, "--force", help="Replace what is there.")
 _PATH = typer.Argument(metavar="PATH", help="A checkpoint; of a run or folder, the newest whole one. URLs work, too.")
 
@@ -143,13 +144,14 @@ def reshard(
     strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid."),
     pipeline: int = typer.Option(1, min=1, help="Stages among the ranks."),
     tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks."),
+    fast: bool = _FAST,
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
     """Rewrite a checkpoint as the ranks of another world would have saved it.
 
     Resuming does not need it: any ranks read any checkpoint. It is for machines where each rank sees a disk of its
-    own, and for fewer or smaller files. Every bit of every tensor stays.
+    own, and for fewer or smaller files. Every bit of every tensor stays; a source that is damaged is refused.
 
     Examples:
 
@@ -165,7 +167,7 @@ def reshard(
 
     _check_word("--strategy", strategy, ("ddp", "zero1", "zero2", "fsdp", "hybrid"))
     world = World(ranks=ranks, strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor)
-    checkpoint = open_checkpoint(_find(source))
+    checkpoint = open_checkpoint(_find_whole(source, fast))
     with _progress("writing", checkpoint.manifest.num_bytes, as_json) as tell:
         path = write(checkpoint, Path(target), world, tell=tell, may_replace=force)
     text.show_written("resharded", path, as_json=as_json)
@@ -180,13 +182,15 @@ def export(
     ),
     hf: bool = typer.Option(False, "--hf", help="A GPT as Hugging Face has it, with config.json."),
     optimizer: bool = typer.Option(False, "--optimizer", help="The optimizer's state, too."),
+    fast: bool = _FAST,
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
     """Write the model of a checkpoint in a format that others read.
 
     safetensors is one file; torch a state dict for torch.load; dcp a folder for torch.distributed.checkpoint.load, as
-    {"model": ..., "optim": ...}. With --hf a GPT becomes a Llama or a GPT-2 for from_pretrained.
+    {"model": ..., "optim": ...}. With --hf a GPT becomes a Llama or a GPT-2 for from_pretrained. A source that is
+    damaged is refused.
 
     Examples:
 
@@ -206,7 +210,7 @@ def export(
         _check_word("--format", kind, ("safetensors", "torch", "dcp"))
     chosen = format_by_name(target) if kind is None else cast("Format", kind)
     options = ExportOptions(format=chosen, is_hugging_face=hf, with_optimizer=optimizer, may_replace=force)
-    checkpoint = open_checkpoint(_find(source))
+    checkpoint = open_checkpoint(_find_whole(source, fast))
     with _progress("writing", exported_bytes(checkpoint.manifest, options), as_json) as tell:
         path = write(checkpoint, target, options, tell)
     text.show_written("exported", path, as_json=as_json)
@@ -256,6 +260,15 @@ def _find(where: str) -> Path:
     if storage_of(path).size(path / MANIFEST) is not None:
         return path  # damaged or not: what is wrong with it is for the command to say
     return find_checkpoint(where, path, "fast", lambda passed: typer.echo(f"paceline: {passed}", err=True))
+
+
+def _find_whole(where: str, fast: bool) -> Path:
+    """Returns the checkpoint that is named, after its files were compared: what is made of it has hashes of its own."""
+    from paceline.checkpoint.find import verify_checkpoint
+
+    path = _find(where)
+    verify_checkpoint(path, "fast" if fast else "full")
+    return path
 
 
 def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:

@@ -42,7 +42,7 @@ def predict(
 
       paceline predict configs/gpt_7b.yaml parallel.strategy=fsdp -c "4x dgx-h100" --slow rank=2:1.5x --trace step.json
 
-      paceline predict configs/gpt_7b.yaml parallel.pipeline=4 parallel.tensor=2 -c "1x dgx-h100" --rank 6
+      paceline predict configs/gpt_7b.yaml parallel.pipeline=4 parallel.tensor=2 train.microbatch=1 -c "1x dgx-h100"
 
       paceline predict configs/resnet_images.yaml --cluster "1x p4d.24xlarge" --price 4.1 --json
     """

@@ -12,6 +12,8 @@ import argparse
 import os
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +119,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     config = config_from_dict(parse_document(sys.stdin.read(), "stdin").values, "stdin")
     import torch  # which takes seconds
 
@@ -124,6 +127,13 @@ def main() -> None:
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
     found = expect_by_dry_run(config, machine, threads=arguments.threads, entry=arguments.entry)
     sys.stdout.write(found.to_text())
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the launcher is gone: nobody will ask for its result."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ def pipeline_of(engine: Engine) -> Pipeline | None:
 def enough_microbatches(pipeline: Pipeline, wanted: int) -> int:
     """Returns how many microbatches are run where so many are wanted: all, if few do not tell of the others."""
     ranks = pipeline.pipe.size
+    if pipeline.splits_backward and len(pipeline.placement) > ranks:  # what zb-v gathers differs by microbatch
+        return wanted
     for few in (FEW, -(-FEW // ranks) * ranks):  # interleaved schedules take whole rounds
         if few < wanted and _is_plain(pipeline, few) and _is_plain(pipeline, wanted):
             return few

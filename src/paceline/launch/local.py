@@ -6,7 +6,7 @@ the caller reads from the records.
 
 [Note: preemption] SIGTERM, SIGUSR1 and SIGUSR2 are handed on to the ranks, which save and leave together. A second one
 after a second or more ends the run at once. Schedulers signal all processes of a job: what comes within that second is
-the same request. Before torch 2.8 the agent itself takes SIGTERM, and ends the run at once.
+the same request. Where torch's agent cannot be told which signals to leave alone, it takes SIGTERM itself.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,14 +43,10 @@ def warm_ranks(modules: Sequence[str], *, is_wanted: bool = True) -> Iterator[Wa
         scratch.rmdir()
         yield None
         return
-    server = subprocess.Popen(
-        [sys.executable, "-u", "-m", "paceline.launch.warm_server", str(address), *modules],
-        # Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one.
-        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in a terminal goes to the launcher alone
-    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(address))
+        listener.listen(1024)  # from here on clients may come: they wait until the server has loaded its modules
+        server = _start(listener.fileno(), address, modules)
     try:
         yield WarmRanks(address)
     finally:
@@ -61,3 +58,15 @@ def warm_ranks(modules: Sequence[str], *, is_wanted: bool = True) -> Iterator[Wa
             server.kill()
             server.wait()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _start(listener: int, address: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "paceline.launch.warm_server", str(address), str(listener), *modules],
+        # Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one.
+        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listener],
+        start_new_session=True,  # Ctrl-C in a terminal goes to the launcher alone
+    )

@@ -1,11 +1,12 @@
 """A process with torch loaded that forks ranks: a rank is there in milliseconds, and a restart too.
 
-    python -m paceline.launch.warm_server ADDRESS MODULE [MODULE ...]      loads the modules, then waits for clients
+    python -m paceline.launch.warm_server ADDRESS LISTENER MODULE [MODULE ...]      loads the modules, then forks ranks
 
-A client (``warm_client.py``) connects for each rank; it sends the command with environment and folder, and its standard
-output and error. The server forks, and sends back how the rank ended. A byte from the client is a signal for the rank:
-SIGKILL ends its whole group. A client that goes takes its rank with it, and when the launcher goes (end of input on
-standard input) the server ends all ranks and itself.
+LISTENER is the descriptor of a socket that listens at ADDRESS: clients may come before this process is ready. A client
+(``warm_client.py``) connects for each rank; it sends the command with environment and folder, and its standard output
+and error. The server forks, and sends back how the rank ended. A byte from the client is a signal for the rank: SIGKILL
+ends its whole group. A client that goes takes its rank with it, and when the launcher goes (end of input on standard
+input) the server ends all ranks and itself.
 
 It computes nothing and has no CUDA context: a process may be forked only as long as that is so.
 """
@@ -23,6 +24,7 @@ import socket
 import struct
 import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -138,13 +140,12 @@ class WarmServer:
 
 def main() -> None:
     """Serves until the launcher is gone; in a rank, runs what was asked for."""
-    address, *modules = sys.argv[1:]
+    address, descriptor, *modules = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are for the launcher
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(address)
-        listener.listen(1024)  # clients may come while modules load
+    with socket.socket(fileno=int(descriptor)) as listener:
+        listener.set_inheritable(False)
         for name in modules:
             with contextlib.suppress(ImportError):  # a rank that needs it says so
                 importlib.import_module(name)
@@ -154,6 +155,9 @@ def main() -> None:
         request = WarmServer(listener).serve()
     if request is not None:
         _run(request, server)
+    with contextlib.suppress(OSError):  # a launcher that was killed cannot clear up
+        Path(address).unlink()
+        Path(address).parent.rmdir()
 
 
 def _run(request: dict[str, Any], server: int) -> NoReturn:
