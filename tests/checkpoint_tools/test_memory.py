@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CEILING_BYTES = 40 * 2**20
+CEILING_BYTES = {"tools": 40 * 2**20, "dcp": 112 * 2**20}  # DCP has a few whole tensors in memory, of 16 MiB here
 
 # In a process of its own, whose largest resident memory the system knows.
 SCRIPT = """
@@ -68,7 +68,7 @@ print(growth, peak() - before)
     [
         (64 * 2**20, 2, "tools"),
         pytest.param(128 * 2**20, 2, "tools", marks=pytest.mark.exhaustive),
-        pytest.param(192 * 2**20, 12, "dcp", marks=pytest.mark.exhaustive),  # which has whole tensors in memory
+        pytest.param(384 * 2**20, 24, "dcp", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_checkpoint_larger_than_the_ceiling_goes_through(
@@ -78,5 +78,5 @@ def test_a_checkpoint_larger_than_the_ceiling_goes_through(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     growth, growth_with_all = map(int, done.stdout.split())
-    assert growth < CEILING_BYTES
-    assert growth_with_all > 1.3 * CEILING_BYTES  # the gauge would have seen it
+    assert growth < CEILING_BYTES[way]
+    assert growth_with_all > 1.3 * CEILING_BYTES[way]  # the gauge would have seen it

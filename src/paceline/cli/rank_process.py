@@ -35,6 +35,7 @@ def uses_nccl(config: Config) -> bool:
 
 
 def use_threads(config: Config) -> None:
+    """Computes with as many threads as the config says, where it does."""
     if config.parallel.threads is not None:
         import torch
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def make_hooks(config: Config, folder: Path, request: StopRequest, storage: Storage | None = None) -> list[Hook]:
+    """Returns what happens behind each step: evaluation, saving, and a common word about stopping and losses."""
     from paceline.train.full_disk import ForgivingSaver
     from paceline.train.go_back import SpikeListener
     from paceline.train.hooks import EvaluateHook
@@ -71,6 +72,7 @@ def find_together(config: Config, comm: Communicator, folder: Path, resume: str 
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
+    """Brings a checkpoint into a trainer."""
     from paceline.checkpoint import open_checkpoint
 
     trainer.load_state(open_checkpoint(checkpoint))
