@@ -32,8 +32,9 @@ def test_all_arms_run_and_their_memory_is_counted_apart() -> None:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_the_largest_model_runs_out_of_the_memory_that_it_is_given(option: Option) -> None:
     budget = Budget(device_bytes=256 * MIB, host_bytes=GIB, max_layers=40)
+    before = torch.cuda.memory_allocated(DEVICE)
     row = bench_memory(option, Family(size="gpt-11m", context=256), budget, DEVICE)
     assert 0 < row["device_bytes"] <= budget.device_bytes
     assert row["layers"] > 0
     assert (row["host_bytes"] > 10 * row["parameters"]) == bool(row["offload"])
-    assert torch.cuda.memory_allocated(DEVICE) < 128 * MIB  # the workspace of matrix products stays
+    assert torch.cuda.memory_allocated(DEVICE) - before < 128 * MIB  # the workspace of matrix products stays

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
-from paceline.cli import worker
+from paceline.cli import under_launcher
 from paceline.cli.train import Place, Progress, _next_steps, find_place, show_result
 from paceline.config import Config, load_config
 from paceline.errors import CheckpointError, LaunchError, RunFolderError
@@ -182,12 +182,12 @@ def leave(
         codes.append(code)
         raise LeftError
 
-    monkeypatch.setattr(worker, "_exit", stay)
+    monkeypatch.setattr(under_launcher, "leave_process", stay)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(project / "error.json"))
 
     def call(failure: Failure, claimed: RunFolder | None = None) -> SimpleNamespace:
         with pytest.raises(LeftError):
-            worker._leave_launcher(failure, run, claimed, started=1.0)
+            under_launcher._leave_launcher(failure, run, claimed, started=1.0)
         detail = json.loads((project / "error.json").read_text())["message"]["extraInfo"]
         return SimpleNamespace(code=codes[-1], text=detail["py_callstack"], timestamp=int(detail["timestamp"]))
 

@@ -18,15 +18,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.detect import Machine, detect_machine
+from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_from_dict
 from paceline.config.yaml_text import parse_document
 from paceline.errors import PacelineError
 from paceline.planner.expect import present_cluster, unpriced
 from paceline.planner.expectation import Expectation
+from paceline.planner.replayed import Replay
+from paceline.units import MIB
 
 _NICENESS = 10
 # What a replay of measured kernels was off by at most on the machines that it was tried on: see docs/prediction.md.
 _BAND = 0.15
+_WORKSPACES = 64 * MIB  # cuBLAS works in 32 MiB for each of the two threads, and takes them from the allocator
 
 
 def expect_by_dry_run(
@@ -55,11 +59,17 @@ def expect_by_dry_run(
         step_s=found.seconds,
         step_s_low=found.seconds * (1 - _BAND),
         step_s_high=found.seconds * (1 + _BAND),
-        # Records hold the allocator's bytes on a GPU; on a CPU the process's, which the estimate counts.
-        memory_bytes=None if cluster.device.is_cpu else float(found.total_memory - found.memory["framework"]),
+        memory_bytes=_allocated(found, cluster),
         fitted=True,
         assumed=assumed,
     )
+
+
+def _allocated(found: Replay, cluster: Cluster) -> float | None:
+    """Returns what a GPU's allocator holds, as records have it; on a CPU they have the process's, as estimates do."""
+    if cluster.device.is_cpu:
+        return None
+    return float(found.total_memory - found.memory["framework"] + _WORKSPACES)
 
 
 class Background:
