@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compression_states import Saved, saved
 from gloo_pool import GlooPool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,12 +16,11 @@ from paceline.comm.base import BucketShape, Communicator
 from paceline.comm.compress import POLICIES, Compression, Compressor
 from paceline.comm.compress.quantised import BLOCK, dequantise, pack_bits, quantise, unpack_bits
 from paceline.comm.compress.sparse import num_kept, pack, unpack
-from paceline.comm.objects import gather_objects
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.errors import CheckpointError, UsageError
-from paceline.layout import Region, flat_layout
+from paceline.layout import flat_layout
 
 RANKS = st.integers(1, 4)
 SHAPES = st.tuples(st.integers(2, 9), st.integers(2, 9))
@@ -434,30 +434,6 @@ def test_a_run_goes_on_exactly_from_its_state(policy: str) -> None:
 
     for expected, found in run_virtual(work, 3):
         assert torch.equal(expected, found)
-
-
-class Saved:
-    """What ranks have saved, whole: as a checkpoint gives it."""
-
-    def __init__(self, shards: list[tuple[str, Region, torch.Tensor]]) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        for name, region, values in shards:
-            whole = self.tensors.setdefault(name, torch.zeros(region.shape, dtype=values.dtype))
-            whole.view(-1)[region.begin : region.end] = values.reshape(-1)
-
-    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
-        found = {name: tuple(value.shape) for name, value in self.tensors.items() if name.startswith(prefix)}
-        return {name.removeprefix(prefix): shape for name, shape in found.items()}
-
-    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
-        whole = self.tensors[name].clone()
-        return whole if region is None else whole.view(-1)[region.begin : region.end]
-
-
-def saved(comm: Communicator, compressor: Compressor) -> Saved:
-    """What all ranks write, put together on every rank."""
-    mine = [(each.name, each.region, each.tensor) for each in compressor.shards(comm) if each.copy is not None]
-    return Saved([shard for shards in gather_objects(comm, mine) for shard in shards])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

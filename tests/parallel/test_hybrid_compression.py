@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compression_states import Saved, saved
 from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.compress import POLICIES, Compression, Compressor
-from paceline.comm.objects import broadcast_object
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.parallel.apply import parallelize
@@ -66,21 +66,26 @@ def backward(engine: FullySharded, step: int) -> dict[str, torch.Tensor]:
     return {name: gradient for name, gradient in engine.full_gradients().items() if gradient is not None}
 
 
-def owed(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns what all replicas owe the model together, of a state on rank 0."""
-    return {name: rows.mean(0) for name, rows in state["residuals"].items()}
+def residuals(state: Saved) -> dict[str, torch.Tensor]:
+    """Returns what is owed, with a row for each replica."""
+    return {name: state.read(f"residual/{name}") for name in state.shapes("residual/")}
+
+
+def owed(state: Saved) -> dict[str, torch.Tensor]:
+    """Returns what all replicas owe the model together."""
+    return {name: rows.mean(0) for name, rows in residuals(state).items()}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_sent_and_what_is_owed_add_up_to_the_gradients(policy: str) -> None:
     steps = 3
 
-    def work(comm: Communicator) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]], dict[str, Any]]:
+    def work(comm: Communicator) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]], Saved]:
         chosen = compressor(policy)
         plain, engine = build(comm, None), build(comm, chosen)
         exact = [backward(plain, step) for step in range(steps)]
         sent = [backward(engine, step) for step in range(steps)]
-        return exact, sent, chosen.state_dict(comm)
+        return exact, sent, saved(comm, chosen)
 
     results = run_virtual(work, RANKS)
     exact, sent, state = results[0]
@@ -88,7 +93,7 @@ def test_what_is_sent_and_what_is_owed_add_up_to_the_gradients(policy: str) -> N
         assert all(torch.equal(other[step][name], sent[step][name]) for step in range(steps) for name in sent[0])
     missing = owed(state)
     assert {"first.weight", "second.weight"} <= set(missing)
-    assert all(len(rows) == RANKS // SHARDS for rows in state["residuals"].values())
+    assert all(len(rows) == RANKS // SHARDS for rows in residuals(state).values())
     for name in exact[0]:
         given = torch.stack([each[name] for each in exact]).sum(0)
         found = torch.stack([each[name] for each in sent]).sum(0)
@@ -116,7 +121,7 @@ def test_a_run_goes_on_exactly_from_its_state(policy: str) -> None:
         expected = [backward(engine, step) for step in range(4)][-1]
         for step in range(2):
             backward(before, step)
-        second.load_state_dict(broadcast_object(comm, first.state_dict(comm)), comm)
+        second.load(saved(comm, first), first.step, comm)
         found = [backward(after, step) for step in (2, 3)][-1]
         assert all(torch.equal(expected[name], found[name]) for name in expected)
 
@@ -126,22 +131,22 @@ def test_a_run_goes_on_exactly_from_its_state(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["topk", "powersgd"])
 @pytest.mark.parametrize(("before", "after"), [("hybrid", "ddp"), ("ddp", "hybrid")])
 def test_the_other_strategy_owes_the_same(policy: str, before: str, after: str) -> None:
-    def first(comm: Communicator) -> dict[str, Any]:
+    def first(comm: Communicator) -> Saved:
         chosen = compressor(policy)
         engine = build(comm, chosen, before)
         for step in range(2):
             backward(engine, step)
-        return chosen.state_dict(comm)
+        return saved(comm, chosen)
 
     state = run_virtual(first, RANKS)[0]
 
-    def second(comm: Communicator) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]:
+    def second(comm: Communicator) -> tuple[Saved, Saved, dict[str, torch.Tensor]]:
         chosen = compressor(policy)
         engine = build(comm, chosen, after)
-        chosen.load_state_dict(state, comm)
-        loaded = chosen.state_dict(comm)
+        chosen.load(state, 2, comm)
+        loaded = saved(comm, chosen)
         sent = backward(engine, 2)
-        return loaded, chosen.state_dict(comm), sent
+        return loaded, saved(comm, chosen), sent
 
     loaded, later, sent = run_virtual(second, RANKS)[0]
     given = run_virtual(lambda comm: backward(build(comm, None), 2), RANKS)[0]

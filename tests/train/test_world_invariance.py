@@ -67,6 +67,7 @@ class Watched:
 
     def __init__(self, inner: TrainLoader, data: Recorded) -> None:
         self._inner, self._data = inner, data
+        self.order = inner.order
         self.steps_seen: list[dict[int, list[int]]] = []
         self.places: list[tuple[int, int, int]] = []
 
