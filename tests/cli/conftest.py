@@ -154,7 +154,10 @@ def ends() -> Callable[[Path], list[Record]]:
 
 @pytest.fixture
 def all_gone(project: Path) -> Callable[[], list[int]]:
-    """Waits until no rank runs, nor any process that read data, such as a loader worker; returns which there were."""
+    """Waits until no rank runs, nor any process that read data, such as a loader worker; returns which there were.
+
+    The process that predicts a long run reads data too, sooner or later: it may be among them or not.
+    """
 
     def wait() -> list[int]:
         records = [record for path in project.glob("*/*/records/*.jsonl") for record in read_records(path)]

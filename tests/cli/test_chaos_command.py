@@ -81,7 +81,7 @@ def test_real_ranks_recover_from_a_kill(chaos: Call, all_gone: Callable[[], list
     assert (report["lost_steps"], report["lost_samples"]) == (1, 8)
     assert report["interval"]["steps"] >= 1
     assert 0 < report["goodput"] < 1
-    assert len(all_gone()) == 4
+    assert len(all_gone()) >= 4
 
 
 def test_what_cannot_happen_is_refused_before_anything_starts(project: Path, call: Call) -> None:

@@ -85,7 +85,7 @@ def test_an_error_of_the_user_is_shown_from_the_users_lines_on(
     assert "step 1/3" in called.out or "step 2/3" in called.out  # the newest one that was there when it looked
     steps = [end.step for end in ends(project / "runs" / "tiny") if isinstance(end, EndRecord)]
     assert steps in ([2, 2], [1, 2])  # rank 0 may be ended before it has written its step 2
-    assert len(all_gone()) == 2
+    assert len(all_gone()) >= 2
 
     reported = call("report", "runs/tiny")
     assert reported.code == 0
@@ -158,7 +158,7 @@ def test_ctrl_c_ends_everything(project: Path, start: Start, ends: Ends, all_gon
     assert launcher.returncode == 130
     assert err == "paceline: ended by SIGINT (Ctrl-C); no rank is left\n"
     assert "\x1b" not in out
-    assert len(all_gone()) >= 4  # the process that predicts the run may have read data too
+    assert len(all_gone()) >= 4
     for end in ends(project / "runs" / "tiny"):
         assert isinstance(end, EndRecord)
         assert (end.status, end.message) == ("stopped", "ended by SIGINT")
@@ -173,4 +173,4 @@ def test_a_launcher_that_is_killed_takes_ranks_and_loader_workers_along(
     assert called.code == 2
     assert called.err.startswith(f"paceline: a run is going on in runs/tiny: process {launcher.pid} on ")
     launcher.kill()
-    assert len(all_gone()) >= 2  # the process that predicts the run may have read data too
+    assert len(all_gone()) >= 2

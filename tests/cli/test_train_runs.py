@@ -65,7 +65,7 @@ def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gon
     traced = [json.loads(line) for line in (run / "trace" / "rank-1.jsonl").read_text().splitlines()]
     assert {"all_reduce", "broadcast"} <= {operation["kind"] for operation in traced}
     assert load_config(run / "config.yaml").parallel.ranks == 2
-    assert len(all_gone()) == 2
+    assert len(all_gone()) >= 2
 
     called = call("train", "out/tiny/config.yaml", "train.steps=5", "parallel.ranks=1", "--resume", "auto", "--json")
     assert (called.code, called.err) == (0, "")

