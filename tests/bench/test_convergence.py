@@ -77,6 +77,7 @@ def test_what_cannot_be_judged_is_refused() -> None:
         bench_convergence(make_config(), ranks=3, seeds=1)
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_and_writes_a_record(tmp_path: Path) -> None:
     config, record = tmp_path / "config.yaml", tmp_path / "record.json"
     config.write_text(

@@ -77,6 +77,7 @@ def train_hybrid(comm: Communicator) -> dict[str, list[float]]:
     return {each.timing.arm: each.losses for each in _measure(arms, comm, NANO, SHORT)}
 
 
+@pytest.mark.exhaustive
 def test_hybrid_sharding_trains_as_fsdp2_does_on_a_mesh(gloo_pool: GlooPool) -> None:
     for losses in gloo_pool.run(train_hybrid, ranks=4, group_timeout_s=60.0, timeout_s=150.0):
         assert set(losses) == {"paceline hybrid", "torch fsdp2 hybrid"}

@@ -73,6 +73,7 @@ def test_virtual_ranks_recover_from_disks_that_lie(project: Path, chaos: Call) -
     assert kept == report
 
 
+@pytest.mark.soak
 def test_real_ranks_recover_from_a_kill(chaos: Call, all_gone: Callable[[], list[int]]) -> None:
     steps = ["train.steps=6", "checkpoint.every_steps=2"]
     report = chaos("tiny.yaml", *SETTINGS, *steps, "--faults", "kill:rank=1:phase=backward@step=4")

@@ -24,6 +24,7 @@ Live = Callable[..., Any]
 AllGone = Callable[[], list[int]]
 
 
+@pytest.mark.soak
 def test_a_signal_to_the_launcher_saves_on_all_ranks_after_the_same_step(
     project: Path, live: Live, all_gone: AllGone
 ) -> None:

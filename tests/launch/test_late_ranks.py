@@ -75,6 +75,7 @@ def check(folder: Path, events: list[EventRecord], phase: str, late: int) -> Non
     assert found.lost_s > SECONDS / 2
 
 
+@pytest.mark.soak
 def test_a_late_rank_is_named_while_the_run_goes_on(tmp_path: Path) -> None:
     events = train(tmp_path / "run", "forward", ranks=2, late=1, steps=30)
     check(tmp_path / "run", events, "forward", 1)
