@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -31,7 +32,7 @@ from paceline.launch.stacks import ask_for_stacks, dump_stacks_into, line_of_thr
 from paceline.monitor.lateness import Lateness, LatenessPolicy, RankLook
 from paceline.monitor.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
 from paceline.monitor.straggler import Straggler
-from paceline.monitor.verdict import Limits, Verdict, find_mismatch, judge
+from paceline.monitor.verdict import Limits, Verdict, judge
 
 if TYPE_CHECKING:
     from paceline.comm.base import Communicator
@@ -306,8 +307,9 @@ def note_mismatch(folder: Path, ranks: Iterable[int]) -> Verdict | None:
     if any(failure.kind == "hang" for failure in read_failures(folder)):
         return None  # it is told already
     readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in ranks}
-    views = [reader.view() for reader in readers.values() if reader is not None]
-    verdict = find_mismatch(views)
+    now = time.monotonic()
+    views = [reader.view(changed_s=now) for reader in readers.values() if reader is not None]
+    verdict = judge(views, now, Limits(step_s=math.inf, setup_s=math.inf))  # however long they stood
     if verdict is not None:
         known = [view.rank for view in views]
         tell_verdict(folder, verdict, known)
