@@ -9,6 +9,7 @@ by it. What it cannot say (a model that cannot be traced, offload, compression) 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -91,7 +92,7 @@ class Background:
         except OSError:  # no process to be had, or one that left: the formulas have said something
             self.stop()
 
-    def result(self, timeout_s: float = 20.0) -> Expectation | None:
+    def result(self, timeout_s: float = 10.0) -> Expectation | None:
         """Returns what came out, if it has figures; waits so long at most."""
         if self._process is None:
             return None
@@ -127,8 +128,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--entry", type=Path)
     arguments = parser.parse_args()
-    if hasattr(os, "nice"):
-        os.nice(_NICENESS)
+    _step_back()
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     config = config_from_dict(parse_document(sys.stdin.read(), "stdin").values, "stdin")
     import torch  # which takes seconds
@@ -137,6 +137,16 @@ def main() -> None:
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
     found = expect_by_dry_run(config, machine, threads=arguments.threads, entry=arguments.entry)
     sys.stdout.write(found.to_text())
+
+
+def _step_back() -> None:
+    """Leaves the processors to the ranks: where the system can, this process gets only what nobody else wants."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            return
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
 
 
 def _end_with(parent: int) -> None:
