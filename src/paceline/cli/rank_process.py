@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from paceline.launch.cores import keep_to_own_cores
 from paceline.launch.orphans import end_children
 
 if TYPE_CHECKING:
@@ -29,9 +30,14 @@ def restarted_by_launcher() -> dict[str, Any] | None:
 
 def uses_nccl(config: Config) -> bool:
     """Says whether the ranks of a config will talk through NCCL, before they do."""
+    return config.comm.backend in ("auto", "nccl") and uses_gpu(config)
+
+
+def uses_gpu(config: Config) -> bool:
+    """Says whether the ranks of a config will compute on GPUs."""
     import torch
 
-    return config.comm.backend in ("auto", "nccl") and config.parallel.device != "cpu" and torch.cuda.is_available()
+    return config.parallel.device != "cpu" and torch.cuda.is_available()
 
 
 def use_threads(config: Config) -> None:
@@ -40,6 +46,14 @@ def use_threads(config: Config) -> None:
         import torch
 
         torch.set_num_threads(config.parallel.threads)
+
+
+def keep_cores(config: Config) -> None:
+    """Keeps a rank on a CPU, and the threads that its backend will start, to its share of the host's cores."""
+    local_rank, local_ranks = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    if not config.parallel.own_cores or local_rank is None or local_ranks is None or uses_gpu(config):
+        return
+    keep_to_own_cores(int(local_rank), int(local_ranks), config.parallel.threads or 1)
 
 
 def redirect_output(path: Path) -> None:

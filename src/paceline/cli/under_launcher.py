@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.cli.attempt import Attempt
-from paceline.cli.rank_process import leave_process, node_ranks, restarted_by_launcher, uses_nccl
+from paceline.cli.rank_process import keep_cores, leave_process, node_ranks, restarted_by_launcher, uses_nccl
 from paceline.errors import PreemptedError
 from paceline.launch.codes import FAILED, PREEMPTED, REFUSED
 from paceline.launch.failure import Failure
@@ -48,6 +48,7 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
             "comm.backend = virtual under a launcher of processes\n  virtual ranks take turns in one process\n"
             "  start it with paceline train alone, or set comm.backend = auto"
         )
+    keep_cores(asked)
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     problems = check_ranks(asked, comm.size, node_ranks(asked))
     if problems:

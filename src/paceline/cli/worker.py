@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.attempt import Attempt
-from paceline.cli.rank_process import leave_process, node_ranks, redirect_output, restarted_by_launcher
+from paceline.cli.rank_process import keep_cores, leave_process, node_ranks, redirect_output, restarted_by_launcher
 from paceline.launch.failure import forget_failure
 from paceline.launch.folder import config_of
 from paceline.launch.orphans import end_with_parent, note_process
@@ -54,6 +54,7 @@ def main() -> None:
             return
         from paceline.comm.torch_dist import connect, disconnect
 
+        keep_cores(config)
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
         config = _fit_to_world(config, comm)
         attempt.run(config, comm, resume=arguments.resume)

@@ -1,7 +1,8 @@
-"""Reduce-scatter and all-gather as messages between all pairs of ranks, for Gloo.
+"""Reduce-scatter, all-gather and small all-reduces as messages between all pairs of ranks, for Gloo.
 
     reduce-scatter   every rank sends each other one the slice that it owns, and adds up what it gets, in rank order
     all-gather       every rank sends its piece to each other one, straight to its place
+    all-reduce       of two ranks, if small: each sends the other all of it; one way instead of a ring's two
 
 For a tensor of B bytes a rank sends B (N-1)/N bytes in N-1 messages. Gloo itself has no reduce-scatter: torch makes one
 from a copy and an all-reduce, which moves twice as much; and its all-gather copies everything once more. Messages make
@@ -21,6 +22,7 @@ from paceline.comm.base import ReduceOp
 # Far from the tags of users: a reduce-scatter and a gather of two ranks are matched by tag, then by order.
 _SLICE_TAG = 2**30
 _PIECE_TAG = 2**30 + 1
+_WHOLE_TAG = 2**30 + 2
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -75,6 +77,19 @@ def exchange_pieces(group: Any, rank: int, whole: torch.Tensor, piece: torch.Ten
     receives = [group.recv([places[other]], other, _PIECE_TAG) for other in others]
     sends = [group.send([piece], other, _PIECE_TAG) for other in others]
     return ExchangeWork(receives, sends, timeout_s, None)
+
+
+def exchange_whole(group: Any, rank: int, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> ExchangeWork:
+    """Replaces a small ``tensor``, flat, by the reduction over two ranks."""
+    arriving = torch.empty_like(tensor)
+    receive = group.recv([arriving], 1 - rank, _WHOLE_TAG)
+    send = group.send([tensor], 1 - rank, _WHOLE_TAG)
+
+    def combine() -> None:
+        send.wait(datetime.timedelta(seconds=timeout_s))  # what leaves is overwritten
+        _combine([tensor, arriving] if rank == 0 else [arriving, tensor], tensor, op, is_first=rank == 0)
+
+    return ExchangeWork([receive], [], timeout_s, combine)
 
 
 def _others(rank: int, size: int) -> list[int]:

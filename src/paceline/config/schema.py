@@ -222,6 +222,9 @@ class ParallelConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the ranks compute")
     threads: Count | None = Field(default=None, description="CPU threads of each rank; null: the cores are shared out")
+    own_cores: bool = Field(
+        default=True, description="on CPUs (Linux): each rank keeps to its share of the host's cores, if they divide"
+    )
     node_ranks: Count | None = Field(default=None, description="ranks that share a host; null: detected")
     shard_ranks: Count | None = Field(
         default=None, description="hybrid: ranks that hold one copy of the model together; null: node_ranks"

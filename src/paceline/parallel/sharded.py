@@ -32,10 +32,13 @@ def clip_pieces(
         norms = torch._foreach_norm(gradients, norm_type) if gradients else []
     if norms:
         stacked = torch.stack(list(norms)).to(comm.device)
-        local = stacked.max() if is_max else (stacked**norm_type).sum()
+        if norm_type == 2.0:
+            local = torch.dot(stacked, stacked)
+        else:
+            local = stacked.max() if is_max else (stacked**norm_type).sum()
     else:
         local = torch.zeros((), dtype=pieces[0].dtype if pieces else torch.float32, device=comm.device)
-    total = local.reshape(1).clone()
+    total = local.reshape(1)
     if is_max:  # the larger of a number and nan is the number, to some backends
         total.masked_fill_(total.isnan(), math.inf)
     if comm.size > 1:
