@@ -18,12 +18,34 @@ from typing import Any
 import torch
 
 from paceline.comm.base import ReduceOp
+from paceline.layout import round_up
 
 # Far from the tags of users: a reduce-scatter and a gather of two ranks are matched by tag, then by order.
 _SLICE_TAG = 2**30
 _PIECE_TAG = 2**30 + 1
 _WHOLE_TAG = 2**30 + 2
+_WORD = 16  # bytes: memory of any dtype is made of whole ones
 _NARROW = (torch.float16, torch.bfloat16)
+
+
+class Scratch:
+    """Memory for what arrives. Two pieces of it stay: to touch new memory costs as much as to fill it."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for ``numel`` elements, at least."""
+        num_bytes = numel * dtype.itemsize
+        for piece in self._free:
+            if piece.numel() >= num_bytes:
+                self._free.remove(piece)
+                return piece.view(dtype)
+        return torch.empty(round_up(num_bytes, _WORD), dtype=torch.uint8).view(dtype)
+
+    def give_back(self, piece: torch.Tensor) -> None:
+        """Keeps memory for the next one, if it is among the two largest."""
+        self._free = sorted([*self._free, piece.view(torch.uint8)], key=lambda each: -each.numel())[:2]
 
 
 class ExchangeWork:
@@ -51,20 +73,25 @@ class ExchangeWork:
 
 
 def exchange_slices(
-    group: Any, rank: int, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, timeout_s: float
+    group: Any, rank: int, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, timeout_s: float, scratch: Scratch
 ) -> ExchangeWork:
     """Reduces the ranks' ``whole`` tensors, flat and floating point, to this rank's slice of the result."""
     length = output.numel()
     size = whole.numel() // length
     others = _others(rank, size)
     pieces = list(whole.view(size, length))
-    arriving = torch.empty(size - 1, length, dtype=whole.dtype)
+    memory = scratch.take((size - 1) * length, whole.dtype)
     slices = list(pieces)
     for place, other in enumerate(others):
-        slices[other] = arriving[place]
+        slices[other] = memory[place * length : (place + 1) * length]
     receives = [group.recv([slices[other]], other, _SLICE_TAG) for other in others]
     sends = [group.send([pieces[other]], other, _SLICE_TAG) for other in others]
-    return ExchangeWork(receives, sends, timeout_s, lambda: _combine(slices, output, op, is_first=rank == 0))
+
+    def combine() -> None:
+        _combine(slices, output, op, is_first=rank == 0)
+        scratch.give_back(memory)
+
+    return ExchangeWork(receives, sends, timeout_s, combine)
 
 
 def exchange_pieces(group: Any, rank: int, whole: torch.Tensor, piece: torch.Tensor, timeout_s: float) -> ExchangeWork:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.base import Communicator, ReduceOp, Work, takes_real_time
-from paceline.comm.exchange import exchange_pieces, exchange_slices, exchange_whole
+from paceline.comm.exchange import Scratch, exchange_pieces, exchange_slices, exchange_whole
 from paceline.comm.member import GroupMember
 from paceline.comm.shared_memory import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
@@ -187,6 +187,7 @@ class TorchCommunicator(GroupMember):
         self._device = device
         self._timeout_s = timeout_s
         self._exchanges = dist.get_backend(group) == "gloo" and device.type == "cpu"
+        self._scratch = Scratch()
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
     @property
@@ -210,7 +211,7 @@ class TorchCommunicator(GroupMember):
         """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         if self._exchanges and output.numel() and output.is_floating_point():
-            arguments = (self._rank, _flat(output), _flat(tensor), op, self._timeout_s)
+            arguments = (self._rank, _flat(output), _flat(tensor), op, self._timeout_s, self._scratch)
             return self._exchange("reduce_scatter", exchange_slices, *arguments)
         return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
 
