@@ -12,7 +12,7 @@ import pytest
 from paceline.cli.rank_process import keep_cores
 from paceline.comm.base import Communicator
 from paceline.config import Config
-from paceline.launch.cores import keep_to_own_cores, share_of_cores
+from paceline.launch.cores import allocator_variables, keep_to_own_cores, share_of_cores
 from paceline.launch.processes import run_processes
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no such call")
@@ -81,3 +81,10 @@ def test_ranks_and_the_threads_of_gloo_keep_to_their_cores() -> None:
         assert policy == os.SCHED_OTHER
         assert of_gloo
         assert set(of_gloo) == {os.SCHED_BATCH}
+
+
+def test_freed_memory_is_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MIMALLOC_PURGE_DELAY", raising=False)
+    assert allocator_variables() == {"MIMALLOC_PURGE_DELAY": "1000"}
+    monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "7")
+    assert allocator_variables() == {"MIMALLOC_PURGE_DELAY": "7"}

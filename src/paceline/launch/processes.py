@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError, UsageError
-from paceline.launch.cores import keep_to_own_cores
+from paceline.launch.cores import allocator_variables, keep_to_own_cores
 
 # Below those that Linux and macOS hand out to whoever asks for any.
 _PORTS = range(20_000, 32_000)
@@ -155,6 +155,7 @@ def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, send
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME=loopback_interface() if place is None else place.interface,
         OMP_NUM_THREADS=str(threads),  # read when torch is loaded, by libraries that do not ask torch later
+        **allocator_variables(),
     )
     import torch
 
