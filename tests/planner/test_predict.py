@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
+from paceline.cluster.kernels import memory_seconds
+from paceline.cluster.nccl import collective_seconds, group_of
+from paceline.planner.block import CALL_S, FUSED_LOGITS, PASSES
 from paceline.planner.constants import Constants, constants_for, fitted_constants, format_constants, parse_constants
 from paceline.planner.footprint import footprint
 from paceline.planner.predict import predict
@@ -68,6 +71,26 @@ def test_a_pipeline_has_a_bubble_and_tensor_ranks_wait() -> None:
     assert piped.bubble > 0
     assert piped.tensor_wait == split.bubble == 0
     assert split.tensor_wait > 0
+
+
+def test_a_fused_loss_passes_over_the_logits_once() -> None:
+    base = workload(sharding="zero1")
+    run = replace(base.run, framework="megatron")
+    apart, fused = (
+        predict(replace(base, run=replace(run, fused_loss=each)), cluster(), SETS).step.compute
+        for each in (False, True)
+    )
+    logits = 64 / 8 * 2048 * SHAPE.vocab
+    saved = (PASSES["megatron"].logits - FUSED_LOGITS) * logits
+    assert apart - fused == pytest.approx(memory_seconds(cluster().device, Constants().rates, saved))
+
+
+def test_megatron_without_sharding_reduces_all_gradients_at_once() -> None:
+    base = workload(sharding="none")
+    one = predict(replace(base, run=replace(base.run, framework="megatron")), cluster(), SETS).step
+    num_bytes = (24 * SHAPE.layer_params + SHAPE.end_params) * 4
+    alone = collective_seconds("all_reduce", num_bytes, group_of(cluster(), 8), cluster())
+    assert (one.exposed, one.hidden) == (pytest.approx((alone + CALL_S) * Constants().slowdown), 0.0)
 
 
 def test_small_work_waits_for_the_host() -> None:

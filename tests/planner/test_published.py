@@ -67,6 +67,30 @@ def test_texts_name_the_framework_and_what_is_sharded(
     )
 
 
+@pytest.mark.parametrize(
+    ("pp", "vpp", "chooses"), [("2", "n/a", True), ("2", "", True), ("2", "1", False), ("1", "n/a", False)]
+)
+def test_chunks_that_are_not_stated_are_chosen(make_table: MakeTable, pp: str, vpp: str, chooses: bool) -> None:
+    dp = str(8 // int(pp))
+    case = read_case(read_table(make_table({"dp": dp, "pp": pp, "vpp": vpp})).rows[0])
+    assert (case.chooses_chunks, case.workload.layout.chunks) == (chooses, 1)
+
+
+@pytest.mark.parametrize(
+    ("cells", "is_fused"),
+    [
+        ({"zero_stage_or_fsdp": "none"}, False),
+        ({"zero_stage_or_fsdp": "none", "gpu": "H100-80GB-SXM", "precision": "fp8"}, True),
+        ({"zero_stage_or_fsdp": "none", "gpu": "B200"}, True),
+        ({"zero_stage_or_fsdp": "FSDP2", "gpu": "B200"}, False),
+    ],
+)
+def test_losses_of_megatron_are_fused_where_its_layers_are_young(
+    make_table: MakeTable, cells: dict[str, str], is_fused: bool
+) -> None:
+    assert read_case(read_table(make_table(cells)).rows[0]).workload.run.fused_loss is is_fused
+
+
 def test_models_without_printed_sizes_are_known_by_name(make_table: MakeTable) -> None:
     blank = dict.fromkeys(("params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab"), "")
     table = read_table(

@@ -6,8 +6,13 @@ For t tokens of a microbatch on a rank, width h, MLP width f, tensor degree T:
     attention    4 t s q / T FLOPs, half of them where it is causal; backward 2.5 times that where fused, else twice
     memory       passes x t x (h or f/T) x bytes: norms, residuals, activation functions; unfused scores too
     waits        two all-reduces of t h elements forward, two backward, and two more for each recomputed forward
+    head         (t, h) by (h, V/T), and passes over the logits: ``logits`` bytes for each, forward and backward
+                 together; T > 1 sums t h elements twice more: what the embedding's parts hold, and the gradient of the
+                 head's input
 
-With sequence parallelism the passes over h are cut by T as well.
+Logits of Megatron are converted to fp32, and their maximum, difference, exponential, sum and quotient are kernels of
+their own, as is the gradient's scale: about 48 bytes (megatron/core/tensor_parallel/cross_entropy.py). A fused loss
+reads and writes them once each way. With sequence parallelism the passes over h are cut by T as well.
 """
 
 from __future__ import annotations
@@ -23,7 +28,11 @@ from paceline.planner.workload import Compute, Framework, ModelShape, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How often a block's forward reads or writes an element, by how much a framework fuses; and its kernels."""
+    """How often a block's forward reads or writes an element, by how much a framework fuses; and its kernels.
+
+    ``optimizer_bytes``: of a parameter, in a step of Adam. It moves 28 bytes in fp32; Megatron's converts the gradient
+    and the weights besides, 8 more.
+    """
 
     hidden: float
     ffn: float
@@ -37,14 +46,17 @@ class Passes:
 PASSES: dict[Framework, Passes] = {
     "eager": Passes(hidden=16, ffn=4, gate=3, scores=8, logits=26, kernels=30, optimizer_bytes=48),
     "compiled": Passes(hidden=9, ffn=2, gate=1, scores=4, logits=18, kernels=12, optimizer_bytes=36),
-    "megatron": Passes(hidden=12, ffn=2, gate=1, scores=5, logits=16, kernels=26, optimizer_bytes=40),
+    "megatron": Passes(hidden=12, ffn=2, gate=1, scores=5, logits=48, kernels=26, optimizer_bytes=36),
 }
 BACKWARD_PASSES = 1.6
 FUSED_BACKWARD = 2.5
 MASKED = 0.15
+FUSED_LOGITS = 16
 SOFTNESS = 4.0  # of the larger of device and host time: infinite would be the larger one alone
 EXPERT_KERNELS = 60  # more in a block with experts: router, permutations, grouped products
-CALL_S = 15e-6  # of a collective, until it moves bytes
+# Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/nccl.py): all-reduces of
+# nccl-tests on A100 take 46 us (2 GPUs) to 81 us (8) before bytes count, 31 to 25 us more than that.
+CALL_S = 28e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +206,12 @@ class BlockModel:
         # An encoder predicts the masked tokens alone.
         tokens = self.tokens * (1.0 if model.causal else MASKED)
         forward, backward = self._product(tokens, model.vocab / tensor, model.hidden, self.other)
-        loss = self._memory_seconds(self.passes.logits * tokens * model.vocab / tensor)
-        launch = self.constants.launch_us * 1e-6
+        logits = FUSED_LOGITS if self.run.fused_loss else self.passes.logits
+        loss = self._memory_seconds(logits * tokens * model.vocab / tensor)
+        launch, wait = self.constants.launch_us * 1e-6, self._tensor_wait() / 2
         return (
-            Cost(device=forward + loss / 2, host=10 * launch),
-            Cost(device=backward + loss / 2, host=20 * launch),
+            Cost(device=forward + loss / 2, host=10 * launch, wait=wait),
+            Cost(device=backward + loss / 2, host=20 * launch, wait=wait),
         )
 
     def _memory_seconds(self, num_bytes: float) -> float:

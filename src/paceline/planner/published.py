@@ -5,8 +5,9 @@ A row that cannot be predicted says why, naming its line and column; the others 
 
 Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so, *eager* under
 DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older
-than fused attention; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch
-that is not stated and the ranks that share a layer's experts are chosen by prediction.
+than fused attention; Megatron's loss is fused with eight-bit layers and on Blackwell, which are younger than fused
+losses; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch or a number of
+chunks that is not stated and the ranks that share a layer's experts are chosen by prediction.
 """
 
 from __future__ import annotations
@@ -213,6 +214,7 @@ def read_case(row: Row) -> Case:
         fused_attention=not (volta or (framework == "megatron" and compute == "fp16") or _is_encoder(row)),
         pure="pure" in row.text["precision"].lower(),
         autocast="amp" in row.text["precision"].lower(),
+        fused_loss=framework == "megatron" and _has_fused_loss(compute, cluster),
         scaling=_scaling(row.text["precision"]),
         fp8_gather="fp8" in row.text["zero_stage_or_fsdp"].lower(),
     )
@@ -221,13 +223,17 @@ def read_case(row: Row) -> Case:
         cluster=cluster,
         metric=row.metric,
         chooses_micro_batch=micro_batch is None,
-        chooses_chunks=layout.pipeline > 1 and row.text["vpp"].lower().startswith("interleaved"),
+        chooses_chunks=layout.pipeline > 1 and not row.text["vpp"].isdigit(),
         chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
         expert_ranks=_expert_degrees(model, layout),
     )
 
 
 # What a row says, column by column.
+
+
+def _has_fused_loss(compute: Compute, cluster: Cluster) -> bool:
+    return compute in ("fp8", "fp4") or cluster.device.generation == "blackwell"
 
 
 def _seq_len(row: Row, model: ModelShape | SampleModel, framework: Framework) -> int:

@@ -4,7 +4,8 @@
 
 Blocks are priced once (planner/block.py). Under FSDP one microbatch runs on the event core: unshards ahead of use,
 reduces behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last microbatch are reduced block by
-block behind its backward, on the event core too; what is left over is waited for.
+block behind its backward, on the event core too; what is left over is waited for. Megatron without sharding reduces
+them all at once when the backward is done.
 """
 
 from __future__ import annotations
@@ -196,14 +197,14 @@ class _DataParallel:
         width = 4 if wide or run.compute in ("fp32", "tf32") else 2
         sharded = layout.sharding in ("zero1", "zero2")
         across = self.ranks // layout.shards if sharded else 1
+        if layout.sharding == "none" and run.framework == "megatron":
+            whole = self.layers * self.block_params + self.end_params
+            return self._collective("all_reduce", whole * width, self.ranks), 0.0
         timeline = Timeline()
-        overlaps = layout.sharding != "none" or run.framework != "megatron"
         each = self._collective("all_reduce", self.block_params * width, self.ranks)
         if sharded and across == 1:
             each = self._collective("reduce_scatter", self.block_params * width, self.ranks)
         ends = each * self.end_params / self.block_params
-        if not overlaps:
-            return each * self.layers + ends, 0.0
         for _ in range(self.layers):
             last = timeline.add("compute", self.costs.backward.seconds)
             timeline.add("link", each, after=(last,))

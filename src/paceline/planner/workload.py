@@ -150,6 +150,7 @@ class Layout:
 class Running:
     """How each rank runs: batch, precision, what is recomputed, and by what kind of framework.
 
+    ``fused_loss``: where the framework's own loss is not, one that passes over the logits once is used in its place.
     ``split_loss``: tensor-parallel ranks of torch keep their part of the logits, and gather none of them.
     """
 
@@ -164,6 +165,7 @@ class Running:
     autocast: bool = False
     scaling: Scaling = ""
     fp8_gather: bool = False
+    fused_loss: bool = False
     split_loss: bool = False
     part: Part = "all"
 
