@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from own_model import Own
 from torch import nn
 
 import paceline
@@ -28,28 +28,8 @@ VALUES: dict[str, Any] = {
 DATA = ["data.kind=synthetic_classification", "data.features=64", "data.classes=10", "train.global_batch=64"]
 
 
-class Own(nn.Module):
-    """Four equal blocks."""
-
-    def __init__(self, curious: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 512)
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
-        self.last = nn.Linear(512, 10)
-        self.curious = curious
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.curious and x.sum().item() > 0:
-            x = -x
-        for layer in self.layers:
-            x = layer(x).relu()
-        result: torch.Tensor = self.last(x)
-        return result
-
-
 def make_own() -> nn.Module:
-    return Own()
+    return Own(width=512)
 
 
 def test_a_config_in_every_form(tmp_path: Path) -> None:
@@ -112,7 +92,7 @@ def test_a_hugging_face_model_by_its_values() -> None:
 
 def test_a_function_that_makes_a_module() -> None:
     found = paceline.plan(make_own, "dgx-a100", overrides=DATA)
-    assert found.request.task.model.params == sum(each.numel() for each in Own().parameters())
+    assert found.request.task.model.params == sum(each.numel() for each in make_own().parameters())
     assert {each.candidate.strategy for each in found.plans} == {"ddp", "zero1", "zero2", "fsdp"}
     assert found.config.model.kind == "factory"
     assert f"{__name__}:make_own" in found.to_yaml()
@@ -124,7 +104,7 @@ def test_a_function_that_makes_a_module() -> None:
     data = {"kind": "synthetic_classification", "features": 64, "classes": 10}
     again = paceline.plan({**named, "data": data}, "dgx-a100")
     assert again.winner == found.winner
-    nameless = paceline.plan(lambda: Own(), "dgx-a100", overrides=DATA)
+    nameless = paceline.plan(lambda: Own(width=512), "dgx-a100", overrides=DATA)
     assert nameless.winner == found.winner
     with pytest.raises(UsageError, match="has no name by which it can be imported"):
         nameless.to_yaml()

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_records import RUN, STEP, write_records
 from rich.console import Console
 
 from paceline.errors import RunFolderError
-from paceline.monitor.records import EndRecord, EndStatus, EvalRecord, Record, RunRecord, StepRecord, to_line
+from paceline.monitor.records import EndRecord, EndStatus, EvalRecord, RunRecord, StepRecord, to_line
 from paceline.planner.expectation import Expectation
 from paceline.report import RankSummary, RunSummary, render, summarize, to_json
 
@@ -22,23 +23,15 @@ START = 1000.0
 
 
 def _run(rank: int, world_size: int = 2, time: float = START) -> RunRecord:
-    return RunRecord(
+    return replace(
+        RUN,
         rank=rank,
         world_size=world_size,
         local_rank=rank,
         device=f"cuda:{rank}",
         host="node-a",
-        pid=1,
-        python="3.11",
-        torch="2.13",
-        paceline="0.1",
         num_parameters=11_200_000,
-        strategy="ddp",
-        backend="nccl",
         global_batch=7,
-        microbatch=4,
-        accumulate=1,
-        total_steps=4,
         time=time,
     )
 
@@ -46,14 +39,13 @@ def _run(rank: int, world_size: int = 2, time: float = START) -> RunRecord:
 def _step(
     step: int, *, loss_sum: float = 1.0, count: int = 1, step_s: float = 1.0, comm_s: float = 0.0, memory: int = 0
 ) -> StepRecord:
-    return StepRecord(
+    return replace(
+        STEP,
         step=step,
-        epoch=0.0,
         position=7 * step,
         loss=loss_sum / count if count else None,
         loss_sum=loss_sum,
         count=count,
-        lr=0.1,
         grad_norm=None,
         samples=count,
         step_s=step_s,
@@ -72,19 +64,13 @@ def _end(seconds: float = 50.0, status: EndStatus = "done", message: str = "") -
     return EndRecord(status=status, step=4, seconds=seconds, message=message, time=START + 50)
 
 
-def _write(folder: Path, rank: int, *records: Record) -> None:
-    path = folder / "records" / f"rank-{rank}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(map(to_line, records)))
-
-
 def _ragged_run(folder: Path) -> None:
     """Two ranks and four steps of 4 + 3 samples; in the last, of one sample, rank 1 has none."""
     evaluations = [
         EvalRecord(step=step, loss=loss, accuracy=accuracy, samples=10, seconds=1.0, time=START)
         for step, loss, accuracy in ((2, 0.9, 0.5), (4, 0.7, 0.75))
     ]
-    _write(
+    write_records(
         folder,
         0,
         _run(0),
@@ -96,7 +82,7 @@ def _ragged_run(folder: Path) -> None:
         evaluations[1],
         _end(),
     )
-    _write(
+    write_records(
         folder,
         1,
         _run(1),
@@ -156,7 +142,7 @@ def test_two_ranks_with_ragged_counts(tmp_path: Path) -> None:
 
 def test_the_final_loss_is_of_the_last_five_steps(tmp_path: Path) -> None:
     steps = [_step(step, loss_sum=float(2**step), count=2) for step in range(1, 9)]
-    _write(tmp_path, 0, _run(0, world_size=1), *steps, _end())
+    write_records(tmp_path, 0, _run(0, world_size=1), *steps, _end())
     assert summarize(tmp_path).final_loss == (8 + 16 + 32 + 64 + 128 + 256 - 8) / 10
 
 
@@ -164,12 +150,12 @@ def test_the_rate_leaves_out_the_first_tenth(tmp_path: Path) -> None:
     # 2 of 20 steps are warm-up: of the 18 left, 9 took one second and 9 two, so the median lies between.
     seconds = [100.0, 100.0, *[1.0] * 9, *[2.0] * 9]
     steps = [_step(step, count=6, step_s=step_s) for step, step_s in enumerate(seconds, start=1)]
-    _write(tmp_path, 0, _run(0, world_size=1), *steps, _end())
+    write_records(tmp_path, 0, _run(0, world_size=1), *steps, _end())
     assert summarize(tmp_path).samples_per_s == 4.5
 
 
 def test_one_step_is_better_than_none(tmp_path: Path) -> None:
-    _write(tmp_path, 0, _run(0, world_size=1), _step(1, count=6, step_s=2.0), _end())
+    write_records(tmp_path, 0, _run(0, world_size=1), _step(1, count=6, step_s=2.0), _end())
     assert summarize(tmp_path).samples_per_s == 3.0
 
 
@@ -178,7 +164,7 @@ def test_a_resumed_step_counts_once_and_as_it_was_last(tmp_path: Path) -> None:
     again = [_step(step, loss_sum=1.0, count=2) for step in (2, 3, 4)]
     for rank in (0, 1):
         # The first attempt was killed 3 s after its start; the second took 20 s.
-        _write(tmp_path, rank, _run(rank), *first, _run(rank, time=START + 100), *again, _end(20.0))
+        write_records(tmp_path, rank, _run(rank), *first, _run(rank, time=START + 100), *again, _end(20.0))
     summary = summarize(tmp_path)
     assert summary.steps == 4
     assert summary.final_loss == 206 / 14
@@ -188,8 +174,8 @@ def test_a_resumed_step_counts_once_and_as_it_was_last(tmp_path: Path) -> None:
 
 def test_a_rank_that_the_resumed_run_has_no_more_loses_the_steps_done_again(tmp_path: Path) -> None:
     first = [_step(step, loss_sum=100.0, comm_s=0.5) for step in (1, 2)]
-    _write(tmp_path, 0, _run(0), *first, _run(0, world_size=1), _step(2, loss_sum=1.0), _end())
-    _write(tmp_path, 1, _run(1), *first, _end(status="failed", message="gone"))
+    write_records(tmp_path, 0, _run(0), *first, _run(0, world_size=1), _step(2, loss_sum=1.0), _end())
+    write_records(tmp_path, 1, _run(1), *first, _end(status="failed", message="gone"))
     summary = summarize(tmp_path)
     assert summary.status == "done", "how a rank of an earlier attempt ended is history"
     assert summary.world_size == 1
@@ -212,7 +198,7 @@ def test_a_run_ended_as_its_worst_rank(
     tmp_path: Path, ends: tuple[EndRecord | None, ...], status: str, message: str
 ) -> None:
     for rank, end in enumerate(ends):
-        _write(tmp_path, rank, _run(rank), _step(1), *([end] if end else []))
+        write_records(tmp_path, rank, _run(rank), _step(1), *([end] if end else []))
     summary = summarize(tmp_path)
     assert (summary.status, summary.message) == (status, message)
     if ends[0] is None:
@@ -220,7 +206,7 @@ def test_a_run_ended_as_its_worst_rank(
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path: Path) -> None:
-    _write(tmp_path, 0, _run(0, world_size=1), _end(0.5, status="failed", message="DataError: no data"))
+    write_records(tmp_path, 0, _run(0, world_size=1), _end(0.5, status="failed", message="DataError: no data"))
     summary = summarize(tmp_path)
     assert (summary.steps, summary.final_loss, summary.samples_per_s, summary.comm_share) == (0, None, None, 0.0)
     text = _draw(summary, 80)
@@ -255,7 +241,7 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path, content: str) 
 
 
 def test_json_is_strict_and_complete(tmp_path: Path) -> None:
-    _write(tmp_path, 0, _run(0, world_size=1), _step(1, loss_sum=math.nan), _end())
+    write_records(tmp_path, 0, _run(0, world_size=1), _step(1, loss_sum=math.nan), _end())
     values = to_json(summarize(tmp_path))
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     assert values["final_loss"] == "nan"
@@ -307,7 +293,8 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
 def test_a_prediction_is_compared_with_the_last_attempt_that_made_a_step(tmp_path: Path) -> None:
     again = _run(0, world_size=1, time=START + 9)
     steps = [_step(1, step_s=9.0), _step(2, step_s=9.0)]
-    _write(tmp_path, 0, _run(0, world_size=2), *steps, _end(), again, _step(3, step_s=3.0), _end(), again, _end())
+    then = [again, _step(3, step_s=3.0), _end(), again, _end()]
+    write_records(tmp_path, 0, _run(0, world_size=2), *steps, _end(), *then)
     for ranks, measured in ((1, 3.0), (2, None)):
         (tmp_path / "prediction.json").write_text(replace(EXPECTED, ranks=ranks).to_text())
         found = summarize(tmp_path).prediction
@@ -327,17 +314,38 @@ def test_a_damaged_prediction_is_left_out_with_its_reason(tmp_path: Path, conten
 
 
 def test_missing_ranks_and_steps_are_told(tmp_path: Path) -> None:
-    _write(tmp_path, 0, _run(0, world_size=3), _step(1), _step(2), _end())
-    _write(tmp_path, 2, _run(2, world_size=3), _step(1))
+    write_records(tmp_path, 0, _run(0, world_size=3), _step(1), _step(2), _end())
+    write_records(tmp_path, 2, _run(2, world_size=3), _step(1))
     text = _draw(summarize(tmp_path), 80)
     assert "rank 1 left no records" in text
     assert "rank 2 recorded 1 steps, others 2" in text
 
 
+def test_a_rank_that_came_with_a_resume_or_went_is_not_taken_for_one_that_lost_records(tmp_path: Path) -> None:
+    """Two ranks for two steps, then three for three, then one for one."""
+    first, then, last = [_step(1), _step(2)], [_step(3), _step(4), _step(5)], [_step(6)]
+    lead = [_run(0, world_size=2), *first, _end(), _run(0, world_size=3), *then, _end(), _run(0, world_size=1), *last]
+    write_records(tmp_path, 0, *lead, _end())
+    write_records(tmp_path, 1, _run(1, world_size=2), *first, _end(), _run(1, world_size=3), *then, _end())
+    write_records(tmp_path, 2, _run(2, world_size=3), *then, _end())
+    summary = summarize(tmp_path)
+    assert [(rank.steps, rank.absent_steps) for rank in summary.ranks] == [(6, 0), (5, 1), (3, 3)]
+    text = _draw(summary, 80)
+    assert "recorded" not in text
+    assert "rank 1: there in 5 of 6 steps" in text
+    assert "rank 2: there in 3 of 6 steps" in text
+
+
+def test_a_rank_that_came_with_a_resume_may_have_lost_records_all_the_same(tmp_path: Path) -> None:
+    write_records(tmp_path, 0, _run(0, world_size=1), _step(1), _end(), _run(0), _step(2), _step(3), _end())
+    write_records(tmp_path, 1, _run(1), _step(2), _end())
+    assert "rank 1 recorded 1 of the 2 steps in which it was there" in _draw(summarize(tmp_path), 80)
+
+
 def test_the_widest_numbers_fit_in_eighty_columns(tmp_path: Path) -> None:
     steps = [replace(_step(step, step_s=0.9994, memory=1023 * 2**30), samples=999_900) for step in (1, 2)]
     for rank in range(12):
-        _write(tmp_path, rank, _run(rank, world_size=12), *steps, _end())
+        write_records(tmp_path, rank, _run(rank, world_size=12), *steps, _end())
     text = _draw(summarize(tmp_path), 80)
     assert "11 cuda:11" in text
     assert "999.4 ms" in text

@@ -48,7 +48,10 @@ FINAL_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
-    """What one rank did. ``step_s`` is the median step, ``total_s`` the sum of all; the other times are sums too."""
+    """What one rank did. ``step_s`` is the median step, ``total_s`` the sum of all; the other times are sums too.
+
+    ``absent_steps`` are those of attempts with fewer ranks, in which there was none of this number.
+    """
 
     rank: int
     device: str
@@ -63,6 +66,7 @@ class RankSummary:
     comm_s: float
     optimizer_s: float
     memory_bytes: int
+    absent_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +130,7 @@ def summarize(run_folder: Path) -> RunSummary:
         samples_per_s=_samples_per_s(list(steps.values())),
         comm_share=comm_s / step_s if step_s > 0 else 0.0,
         comm_s=comm_s,
-        ranks=tuple(_rank_summary(rank, log, steps) for rank, log in sorted(logs.items())),
+        ranks=tuple(_rank_summary(rank, logs, steps) for rank in sorted(logs)),
         prediction=_compared(run_folder, logs, steps),
         straggler=find_straggler(list(steps.values())),
         late=tuple(told for _, log in sorted(logs.items()) for told in log.late),
@@ -279,9 +283,9 @@ def _samples_per_s(steps: list[dict[int, StepRecord]]) -> float | None:
     return median(rates) if rates else None
 
 
-def _rank_summary(rank: int, log: _RankLog, steps: dict[int, dict[int, StepRecord]]) -> RankSummary:
+def _rank_summary(rank: int, logs: dict[int, _RankLog], steps: dict[int, dict[int, StepRecord]]) -> RankSummary:
     records = [ranks[rank] for ranks in steps.values() if rank in ranks]
-    run = log.attempts[-1].run
+    run, lead = logs[rank].attempts[-1].run, logs[min(logs)]
     return RankSummary(
         rank=rank,
         device=run.device,
@@ -296,6 +300,7 @@ def _rank_summary(rank: int, log: _RankLog, steps: dict[int, dict[int, StepRecor
         comm_s=sum(record.comm_s for record in records),
         optimizer_s=sum(record.optimizer_s for record in records),
         memory_bytes=max((record.memory_bytes for record in records), default=0),
+        absent_steps=sum(attempt.run.world_size <= rank for attempt, _ in lead.steps.values()),
     )
 
 
@@ -363,16 +368,30 @@ def _rank_legend(summary: RunSummary) -> str:
     for rank in summary.ranks:
         hosts.setdefault(rank.host, []).append(str(rank.rank))
     where = ", ".join(f"{host} (rank {' '.join(ranks)})" for host, ranks in hosts.items())
-    return f"step: median   data to update: % of step time   comm: waiting for others\non {where}"
+    legend = f"step: median   data to update: % of step time   comm: waiting for others\non {where}"
+    return "\n".join([legend, *_comings(summary)])
+
+
+def _comings(summary: RunSummary) -> list[str]:
+    """Says which ranks were not there all the time, as the run went on with more or fewer of them."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for rank in summary.ranks:
+        if rank.absent_steps and rank.steps:
+            found.setdefault((rank.steps, rank.steps + rank.absent_steps), []).append(str(rank.rank))
+    return [f"rank {' '.join(ranks)}: there in {steps:,} of {of:,} steps" for (steps, of), ranks in found.items()]
 
 
 def _doubts(summary: RunSummary) -> list[str]:
     """Returns what a reader must know before trusting the figures."""
     missing = sorted(set(range(summary.world_size)) - {rank.rank for rank in summary.ranks})
     doubts = [f"rank {rank} left no records: the figures are of the other ranks" for rank in missing]
-    most = max(rank.steps for rank in summary.ranks)
+    most = max(rank.steps + rank.absent_steps for rank in summary.ranks)
     return doubts + [
-        f"rank {rank.rank} recorded {rank.steps} steps, others {most}" for rank in summary.ranks if rank.steps < most
+        f"rank {rank.rank} recorded {rank.steps} of the {most - rank.absent_steps} steps in which it was there"
+        if rank.absent_steps
+        else f"rank {rank.rank} recorded {rank.steps} steps, others {most}"
+        for rank in summary.ranks
+        if rank.steps + rank.absent_steps < most
     ]
 
 

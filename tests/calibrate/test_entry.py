@@ -12,10 +12,12 @@ from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_ent
 from paceline.calibrate.families import FamilyFigures
 from paceline.calibrate.kernels import KernelFigures, Rate
 from paceline.calibrate.machine import Measured, best_rates, middle_of
-from paceline.cluster.detect import Machine
+from paceline.cluster.detect import Machine, alone_device
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.entries import read_catalog
+from paceline.config import load_config
 from paceline.errors import UsageError
+from paceline.planner.expect import present_cluster
 from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)
@@ -63,6 +65,26 @@ def test_ranks_share_the_memory_and_each_link_is_a_node(tmp_path: Path) -> None:
     assert text.startswith("# Measured by: paceline calibrate\n# on a processor, 2 cores; 2 ranks")
 
 
+def test_one_rank_with_all_cores_is_a_device_and_a_node_of_its_own(tmp_path: Path) -> None:
+    faster = replace(KERNELS, rates=(replace(RATES[0], flops=2e10), *RATES[1:]), launch_s=9e-6)
+    alone = _measured(threads=2, kernels=faster)
+    path = _entry(tmp_path, _measured(ranks=2, threads=1, links={"shared_memory": LINK}, alone=alone))
+    assert load_cluster(str(path)).device.name == "cpu-2x1"  # the first node is still that of several ranks
+    found = alone_device(path)
+    assert found is not None
+    assert (found.name, found.sm_count, found.memory_bytes) == ("cpu-2x1-alone", 2, HOST.memory_bytes)
+    assert found.launch_s == pytest.approx(9e-6)
+    config = load_config(None, ["model.kind=mlp", "data.kind=digits", "parallel.device=cpu", "parallel.ranks=1"])
+    cluster, assumed = present_cluster(config, HOST, 1, None, path)
+    assert (cluster.device.name, cluster.device.memory_bytes) == ("cpu-2x1-alone", HOST.memory_bytes)
+    assert not any("times as fast" in line for line in assumed)
+    one_thread, _ = present_cluster(config, HOST, 1, 1, path)
+    assert one_thread.device.name == "cpu-2x1"
+    more_cores, assumed = present_cluster(config, replace(HOST, cores=8), 1, None, path)
+    assert more_cores.device.name == "cpu-2x1"
+    assert any("8 times as fast" in line for line in assumed)
+
+
 def test_a_known_gpu_keeps_its_data_sheet_beside_what_was_measured(tmp_path: Path) -> None:
     machine = replace(HOST, gpus=("NVIDIA A100-SXM4-40GB",))
     rate = Rate(kind="matmul", dtype="bf16", sizes=(8192, 8192, 8192), flops=2.5e14)
@@ -80,6 +102,7 @@ def test_a_known_gpu_keeps_its_data_sheet_beside_what_was_measured(tmp_path: Pat
 
 def test_tables_and_their_origin_are_written_and_read_back(tmp_path: Path) -> None:
     families = FamilyFigures(rates={"softmax": ((1024, 2e9), (4096, 1e9))}, operation_s=2e-5, tensor_s=1e-6)
+    families = replace(families, step_s=3e-4, loop_s=2e-4)
     rates = (replace(RATES[0], layout="nt"), *RATES[1:])
     link = replace(LINK, by_ranks={2: ((4096, 1e-4),), 4: ((4096, 3e-4),)}, busy=0.8)
     kernels = replace(KERNELS, families=families, rates=rates)
@@ -92,6 +115,7 @@ def test_tables_and_their_origin_are_written_and_read_back(tmp_path: Path) -> No
     device, inside = found.device, found.node.inside
     assert device.memory_rates == {"softmax": ((1024, 2e9), (4096, 1e9))}
     assert (device.operation_s, device.tensor_s) == (pytest.approx(2e-5), pytest.approx(1e-6))
+    assert (device.step_s, device.loop_s) == (pytest.approx(3e-4), pytest.approx(2e-4))
     assert [each.layout for each in device.shapes] == ["nt", "", ""]
     assert inside.all_reduce == {2: ((4096, pytest.approx(1e-4)),), 4: ((4096, pytest.approx(3e-4)),)}
     assert inside.busy == 0.8

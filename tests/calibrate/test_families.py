@@ -19,4 +19,6 @@ def test_all_families_are_measured_at_all_sizes() -> None:
         assert sizes == sorted(sizes)
         assert min(rate for _, rate in points) > 0
     assert min(found.operation_s, found.tensor_s) > 0
+    assert found.step_s >= 0
+    assert found.loop_s is not None
     assert {"pointwise 4 KiB", "optimizer 16 KiB", "operations"} <= set(found.spreads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import made_records as records
 import pytest
 
 from paceline.calibrate.refit import Refit, read_times, refit, rescale
@@ -12,50 +13,12 @@ from paceline.cluster.detect import Machine
 from paceline.cluster.entries import parse_catalog
 from paceline.config import config_from_dict, dump_yaml
 from paceline.errors import UsageError
-from paceline.monitor.records import RunRecord, StepRecord
 from paceline.monitor.sinks import JsonlSink
 from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)
-RUN = RunRecord(
-    rank=0,
-    world_size=2,
-    local_rank=0,
-    device="cpu",
-    host="here",
-    pid=1,
-    python="3",
-    torch="2",
-    paceline="0",
-    num_parameters=1,
-    strategy="ddp",
-    backend="shared_memory",
-    global_batch=8,
-    microbatch=4,
-    accumulate=1,
-    total_steps=20,
-    time=0.0,
-)
-STEP = StepRecord(
-    step=1,
-    epoch=0.0,
-    position=8,
-    loss=1.0,
-    loss_sum=1.0,
-    count=1,
-    lr=0.1,
-    grad_norm=1.0,
-    samples=4,
-    step_s=0.001,
-    data_s=0.0001,
-    forward_s=0.01,
-    backward_s=0.02,
-    comm_s=0.0003,
-    optimizer_s=0.01,
-    samples_per_s=80.0,
-    memory_bytes=1,
-    time=0.0,
-)
+RUN = replace(records.RUN, backend="shared_memory")
+STEP = replace(records.STEP, step_s=0.001, data_s=0.0001, comm_s=0.0003)
 
 
 def make_run(folder: Path, num_steps: int = 20) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_records import Kept
 
 from paceline.chaos.faults import parse_faults
 from paceline.chaos.inject import InjectedError, Injector
@@ -15,7 +16,6 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import config_from_dict
 from paceline.errors import CheckpointError, MemoryExhaustedError, RankFailedError
-from paceline.monitor.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.full_disk import ForgivingSaver
 from paceline.train.saving import SavePolicy, Saver
@@ -27,22 +27,6 @@ STEPS = 8
 @pytest.fixture(autouse=True)
 def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
-
-
-class Kept:
-    """Keeps records."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, *records: Record) -> None:
-        self.records.extend(records)
-
-    def flush(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def run(folder: Path, faults: str, *, on_full_disk: Any = "stop") -> list[Kept]:
@@ -74,7 +58,7 @@ def fired(folder: Path) -> list[tuple[int, int, int]]:
 
 
 def losses(kept: Kept) -> list[float]:
-    return [record.loss_sum for record in kept.records if isinstance(record, StepRecord)]
+    return [record.loss_sum for record in kept.steps]
 
 
 def test_losses_are_changed_in_one_step_on_all_ranks(tmp_path: Path) -> None:
@@ -83,9 +67,9 @@ def test_losses_are_changed_in_one_step_on_all_ranks(tmp_path: Path) -> None:
     assert fired(tmp_path / "plain") == [(0, 1, 2)]
     found = run(tmp_path, "spike:x100@step=3,nan@step=5")
     assert losses(found[0])[2] == pytest.approx(100 * losses(plain[0])[2])
-    skipped = [each.step for each in found[0].records if isinstance(each, EventRecord) and each.name == "skipped"]
+    skipped = [each.step for each in found[0].events if each.name == "skipped"]
     assert skipped == [5]
-    bad = [each.step for each in found[1].records if isinstance(each, StepRecord) and each.is_skipped]
+    bad = [each.step for each in found[1].steps if each.is_skipped]
     assert bad == [5]
     assert sorted(fired(tmp_path)) == [(0, 0, 3), (0, 1, 3), (1, 0, 5), (1, 1, 5)]
     assert len(losses(found[0])) == STEPS
@@ -120,7 +104,7 @@ def test_a_disk_that_fails_leaves_older_checkpoints_whole(tmp_path: Path, fault:
 def test_a_run_that_may_goes_on_without_a_checkpoint(tmp_path: Path) -> None:
     found = run(tmp_path, "disk-full:rank=1@step=3", on_full_disk="warn")
     for kept in found:
-        told = [each for each in kept.records if isinstance(each, EventRecord) and each.name == "not_saved"]
+        told = [each for each in kept.events if each.name == "not_saved"]
         assert [each.step for each in told] == [4]
         assert "No space left" in told[0].detail["reason"]
     assert [int(path.name[-8:]) for path in list_checkpoints(tmp_path / "checkpoints")] == [2, 6, 8]

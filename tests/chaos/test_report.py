@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_records import RUN, STEP
 
 from paceline.chaos.faults import Fault
 from paceline.chaos.notes import Fired, Passed, Started
@@ -30,48 +31,11 @@ KILL = Fault(number=0, kind="kill", rank=1, step=6, phase="forward")
 
 
 def run_record(time: float) -> RunRecord:
-    return RunRecord(
-        rank=0,
-        world_size=2,
-        local_rank=0,
-        device="cpu",
-        host="here",
-        pid=1,
-        python="3",
-        torch="2",
-        paceline="0",
-        num_parameters=1,
-        strategy="ddp",
-        backend="gloo",
-        global_batch=8,
-        microbatch=4,
-        accumulate=1,
-        total_steps=10,
-        time=time,
-    )
+    return replace(RUN, time=time)
 
 
 def step_record(step: int, time: float, loss: float = 1.0) -> StepRecord:
-    return StepRecord(
-        step=step,
-        epoch=0.1,
-        position=8 * step,
-        loss=loss,
-        loss_sum=loss,
-        count=1,
-        lr=0.1,
-        grad_norm=1.0,
-        samples=4,
-        step_s=1.0,
-        data_s=0.0,
-        forward_s=0.5,
-        backward_s=0.5,
-        comm_s=0.0,
-        optimizer_s=0.0,
-        samples_per_s=4.0,
-        memory_bytes=1,
-        time=time,
-    )
+    return replace(STEP, step=step, position=8 * step, loss=loss, loss_sum=loss, step_s=1.0, time=time)
 
 
 def event(name: str, step: int, time: float, **detail: object) -> EventRecord:

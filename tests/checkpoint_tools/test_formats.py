@@ -226,7 +226,7 @@ def test_what_cannot_be_is_refused_in_words(saved: Save, tmp_path: Path) -> None
     ("name", "content", "told"),
     [
         ("a.safetensors", b"\xff" * 100, "is not a safetensors file"),
-        ("a.safetensors", b"", "is not a safetensors file"),
+        ("a.safetensors", b"", "is not a safetensors file: it has 0 bytes"),
         ("a.pt", b"nonsense", "cannot be read as a torch file"),
         ("none.pt", None, "is not there"),
     ],
@@ -236,6 +236,39 @@ def test_files_that_are_something_else_are_named(tmp_path: Path, name: str, cont
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=told):
         open_incoming(tmp_path / name, format_of(tmp_path / name))
+
+
+def test_files_that_are_cut_short_are_named(saved: Save, tmp_path: Path) -> None:
+    for name in ("a.safetensors", "a.pt"):
+        content = out_of(saved(), tmp_path / name, format=format_by_name(tmp_path / name)).read_bytes()
+        (tmp_path / name).write_bytes(content[:-100])
+        with pytest.raises(CheckpointError, match="is cut short"):
+            open_incoming(tmp_path / name, format_of(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"), [("gone", "__0_0.distcp is missing"), ("cut", "zip archive"), ("metadata", "truncated")]
+)
+def test_a_distributed_checkpoint_that_lacks_something_is_named(
+    saved: Save, tmp_path: Path, damage: str, told: str
+) -> None:
+    folder = out_of(saved(), tmp_path / "dcp", format="dcp")
+    for path in [folder / ".metadata"] if damage == "metadata" else sorted(folder.glob("*.distcp")):
+        path.write_bytes(path.read_bytes()[:20])
+        if damage == "gone":
+            path.unlink()
+    with pytest.raises(CheckpointError, match=told):
+        take_in(open_incoming(folder, "dcp"), tmp_path / "out", "dcp")
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_folder_of_hugging_face_that_lacks_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"model-1.safetensors is missing"):
+        open_incoming(tmp_path, format_of(tmp_path))
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(CheckpointError, match=r"config.json is damaged"):
+        open_incoming(tmp_path, format_of(tmp_path))
 
 
 def test_code_in_a_torch_file_is_never_run(tmp_path: Path) -> None:

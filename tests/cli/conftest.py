@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
+from gone_processes import wait_until_gone
 
 from paceline.monitor.records import Record, RunRecord, read_records
 
@@ -163,20 +163,10 @@ def all_gone(project: Path) -> Callable[[], list[int]]:
         records = [record for path in project.glob("*/*/records/*.jsonl") for record in read_records(path)]
         pids = {record.pid for record in records if isinstance(record, RunRecord)}
         pids |= {int(path.name.removeprefix("pid-")) for path in project.glob("pid-*")}
-        deadline = time.monotonic() + 120
-        while any(map(_is_running, pids)):
-            assert time.monotonic() < deadline, f"some of {pids} are still there"
-            time.sleep(0.01)
+        wait_until_gone(pids - {os.getpid()})
         return sorted(pids)
 
     return wait
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return pid != os.getpid() and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class LiveRun:

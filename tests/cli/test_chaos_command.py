@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from paceline.checkpoint import list_checkpoints, verify_checkpoint
+from paceline.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, verify_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
@@ -29,13 +30,20 @@ checkpoint: {every_steps: 10}
 monitor: {tensorboard: false, console: false}
 comm: {bucket_mb: 1}
 """
+FP16 = ["train.precision=fp16", "train.loss_scale=4194304"]
 CASES = {
     "ddp": [],
     "ddp, topk": ["comm.compression={policy: topk, ratio: 0.1, min_size: 64}"],
+    "ddp, fp16, topk": [
+        "comm.compression={policy: topk, ratio: 0.1, min_size: 64, error_feedback: false}",
+        *FP16,
+    ],
     "zero2": ["parallel.strategy=zero2"],
-    "zero2, fp16": ["parallel.strategy=zero2", "train.precision=fp16", "train.loss_scale=4194304"],
+    "zero2, fp16": ["parallel.strategy=zero2", *FP16],
     "fsdp": ["parallel.strategy=fsdp"],
+    "fsdp, fp16": ["parallel.strategy=fsdp", *FP16],
     "pipeline": ["parallel.pipeline=2"],
+    "pipeline, fp16": ["parallel.pipeline=2", *FP16],
 }
 
 
@@ -53,6 +61,12 @@ def chaos(project: Path, call: Call) -> Call:
 
 def how(report: Any) -> list[tuple[str, str]]:
     return [(each["kind"], each["how"]) for each in report["faults"]]
+
+
+def final_state(run: Path) -> Checkpoint:
+    path = list_checkpoints(run / "checkpoints")[-1]
+    assert path.name == "step-00000020"
+    return open_checkpoint(path)
 
 
 def test_virtual_ranks_recover_from_disks_that_lie(project: Path, chaos: Call) -> None:
@@ -119,7 +133,7 @@ def test_a_fault_that_never_comes_is_not_handled(chaos: Call) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
-def test_a_killed_run_is_the_run_that_was_not(case: str, chaos: Call) -> None:
+def test_a_killed_run_is_the_run_that_was_not(case: str, project: Path, chaos: Call) -> None:
     """Twenty steps against ten and ten with SIGKILL between: the same bits, and the same samples."""
     report = chaos("small.yaml", *CASES[case], "--faults", "kill:rank=1@step=11", "--compare")
     assert how(report) == [("kill", "restarted")]
@@ -127,6 +141,13 @@ def test_a_killed_run_is_the_run_that_was_not(case: str, chaos: Call) -> None:
     twin = report["undisturbed"]
     assert twin["is_same"]
     assert (twin["num_steps"], twin["samples"]) == (20, "the same")
+    ours, theirs = (final_state(project / "runs" / name) for name in ("small-chaos", "small-undisturbed"))
+    assert ours.values == theirs.values
+    assert ours.shapes() == theirs.shapes()
+    for name in theirs.shapes():  # parameters, moments, what compression owes
+        assert torch.equal(ours.read(name), theirs.read(name)), name
+    for rank in (0, 1):
+        assert str(ours.own(rank)) == str(theirs.own(rank))  # random states
 
 
 @pytest.mark.soak

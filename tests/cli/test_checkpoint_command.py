@@ -105,9 +105,27 @@ def test_damage_is_named_with_an_exit_code_and_the_older_one_is_found(folder: Pa
 
 
 def test_refusals_say_what_to_do(folder: Path, call: Call, project: Path) -> None:
+    (project / "empty").mkdir()
+    (project / "weights.pt").write_bytes(b"")
+    (project / "loop").mkdir()
+    for name in ("manifest.json", ".metadata"):
+        (project / "loop" / name).symlink_to(name)  # which even the super-user cannot read
     for words, told in (
-        (("ls", "nowhere"), "no checkpoint in nowhere"),
-        (("verify", "nowhere"), "no checkpoint in nowhere"),
+        (("ls", "nowhere"), "no checkpoint in nowhere: there is no such folder"),
+        (("verify", "nowhere"), "no checkpoint in nowhere: there is no such folder"),
+        (("inspect", "tiny.yaml"), "no checkpoint in tiny.yaml: it is a file"),
+        (("inspect", "empty"), "name a checkpoint, a run's folder, or one with checkpoints"),
+        (("diff", str(folder), "weights.pt"), "paceline checkpoint import weights.pt DST"),
+        (("ls", "loop"), "loop/manifest.json cannot be read: Too many levels of symbolic links"),
+        (("inspect", "loop"), "look at the disk, or use another checkpoint"),
+        (("diff", "loop", str(folder)), "loop/manifest.json cannot be read"),
+        (("reshard", "loop", "d", "--ranks", "2"), "loop/manifest.json cannot be read"),
+        (("export", "loop", "d"), "loop/manifest.json cannot be read"),
+        (("reshard", str(folder), "tiny.yaml", "--ranks", "2"), "a file is where a folder is needed"),
+        (("export", str(folder), "tiny.yaml/d"), "a file is where a folder is needed"),
+        (("import", "empty", "d", "--format", "dcp"), "it has no .metadata"),
+        (("import", "nowhere", "d", "--format", "safetensors"), "nowhere is not there"),
+        (("import", "loop", "d", "--format", "dcp"), "cannot be read: Too many levels of symbolic links"),
         (("inspect", str(folder), "--tensors", "x*"), "no tensor fits 'x*'"),
         (("reshard", str(folder), "d", "--ranks", "3", "--tensor", "2"), "3 ranks are not a multiple"),
         (("reshard", str(folder), "d", "--ranks", "2", "--strategy", "fdsp"), "there are ddp, zero1"),
@@ -119,5 +137,7 @@ def test_refusals_say_what_to_do(folder: Path, call: Call, project: Path) -> Non
     ):
         called = call("checkpoint", *words)
         assert called.code == 2, (words, called)
-        assert told in called.err, words
+        assert told in called.err, (words, called)
+        assert "--resume" not in called.err or words[0] == "import", words
+        assert len(called.err.splitlines()) >= 3, (words, called)
     assert not (project / "d").exists()

@@ -52,6 +52,14 @@ def test_json_says_the_same_twice(call: Call, config: str) -> None:
     assert call(*words).out == shown.out
 
 
+def test_on_a_processor_the_loop_has_a_line_of_its_own(call: Call, config: str) -> None:
+    words = ("predict", config, "parallel.strategy=ddp", "-c", "cpu-host", "--ranks", "2")
+    assert "the next batch, times, records and hooks" in call(*words).out
+    found = json.loads(call(*words, "--json").out)
+    assert found["parts_s"]["loop"] == found["phases_s"]["loop"] > 0
+    assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"], rel=0.01)
+
+
 def test_a_pipeline_has_a_bubble(call: Call, config: str) -> None:
     words = ("parallel.pipeline=2", "-c", "1x dgx-h100", "--ranks", "4", "--json")
     found = json.loads(call("predict", config, *words).out)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.supervision import halve_microbatch, restart_policy
+from paceline.cli.supervision import halve_microbatch, rank_threads, restart_policy
 from paceline.config import dump_yaml, load_config
 from paceline.launch.folder import claim_folder, config_of, settle_config
 
@@ -49,3 +49,23 @@ def test_the_policy_is_what_the_config_says(project: Path) -> None:
     policy = restart_policy(config)
     assert (policy.max_restarts, policy.max_stalled_restarts) == (7, 1)
     assert (policy.on_oom, policy.on_hang) == ("halve", "stop")
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "threads"),
+    [
+        (["parallel.threads=3"], None, 3),
+        (["parallel.device=cuda"], None, None),
+        (["parallel.device=cpu"], None, 4),  # auto: two ranks
+        (["parallel.ranks=4"], None, 2),
+        (["parallel.ranks=4"], 1, 8),
+        (["parallel.ranks=16"], None, 1),
+        (["parallel.ranks=4", "comm.backend=virtual"], None, 8),
+    ],
+)
+def test_the_threads_of_a_rank_are_known_before_torch_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, changes: list[str], ranks: int | None, threads: int | None
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    config = load_config(None, ["model.kind=mlp", "data.kind=digits", "train.global_batch=16", *changes])
+    assert rank_threads(config, ranks) == threads

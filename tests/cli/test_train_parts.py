@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import made_records as records
 import pytest
+from made_records import write_records
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
 from paceline.cli import under_launcher
@@ -17,28 +19,11 @@ from paceline.config import Config, load_config
 from paceline.errors import CheckpointError, LaunchError, RunFolderError
 from paceline.launch.failure import Failure
 from paceline.launch.folder import RunFolder, claim_folder, settle_config
-from paceline.monitor.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, to_line
+from paceline.monitor.records import EventRecord, to_line
 
-RUN = RunRecord(
-    **dict.fromkeys(("rank", "local_rank", "pid"), 0),
-    **dict.fromkeys(("device", "host", "python", "torch", "paceline"), "x"),
-    **dict.fromkeys(("world_size", "global_batch", "microbatch", "accumulate", "num_parameters"), 1),
-    strategy="ddp",
-    backend="gloo",
-    total_steps=4,
-    time=4e9,
-)
-STEP = StepRecord(
-    **dict.fromkeys(("step", "position", "count", "samples", "memory_bytes"), 4),
-    **dict.fromkeys(("step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s", "samples_per_s"), 0.5),
-    epoch=1.0,
-    loss=2.0,
-    loss_sum=8.0,
-    lr=0.1,
-    grad_norm=None,
-    time=4e9,
-)
-END = EndRecord(status="done", step=4, seconds=1.0, message="", time=4e9)
+RUN = replace(records.RUN, world_size=1, device="x", backend="gloo", total_steps=4, time=4e9)
+STEP = replace(records.STEP, step=4, samples_per_s=0.5, time=4e9)
+END = replace(records.END, step=4, time=4e9)
 
 
 @pytest.fixture
@@ -55,10 +40,6 @@ def run(project: Path) -> Path:
         empty = manifest_text(Manifest(step=3, position=0, world=1, tensors={}, files={}))
         (path / "checkpoints" / "step-00000003" / "manifest.json").write_text(empty)
     return path
-
-
-def write(folder: Path, records: Sequence[Record]) -> None:
-    (folder / "records" / "rank-0.jsonl").write_text("".join(map(to_line, records)))
 
 
 # Where a run lives
@@ -108,7 +89,7 @@ def test_what_is_expected_of_a_resumed_run_waits_until_it_is_set_up(run: Path) -
 
 
 def test_ranks_that_left_too_early_without_an_error_are_no_success(config: Config, run: Path) -> None:
-    write(run, [RUN, STEP])
+    write_records(run, 0, RUN, STEP)
     with pytest.raises(LaunchError, match=r"left before the run was done: it is unfinished, at step 4\n.*logs"):
         show_result(run, config, as_json=False)
 
@@ -116,7 +97,7 @@ def test_ranks_that_left_too_early_without_an_error_are_no_success(config: Confi
 def test_a_run_with_nothing_left_to_do_still_gives_its_summary_as_json(
     config: Config, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(run, [RUN, STEP, END, RUN, END])
+    write_records(run, 0, RUN, STEP, END, RUN, END)
     show_result(run, config, as_json=True)
     shown = capsys.readouterr()
     assert json.loads(shown.out)["status"] == "done"
@@ -150,14 +131,15 @@ def test_a_folder_with_spaces_is_quoted(config: Config) -> None:
 def test_progress_leaves_out_failures_and_older_attempts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     event = EventRecord(name="saved", step=4, detail={"folder": str(Path.cwd() / "runs" / "x")}, time=4e9)
     old = replace(RUN, time=1.0, strategy="older")
-    write(run, [old, RUN, STEP, event, replace(RUN, total_steps=0), replace(END, status="failed", message="rank 0")])
+    failed = replace(END, status="failed", message="rank 0")
+    write_records(run, 0, old, RUN, STEP, event, replace(RUN, total_steps=0), failed)
     with Progress(run, is_shown=True):
         pass
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "ddp on 1 rank (gloo, x)   1 parameters   global batch 1   4 steps",
+        "ddp on 1 rank (gloo, x)   1.2M parameters   global batch 64   4 steps",
         "step 4   saved   folder runs/x",
-        "step 4/4   epoch 1.00   loss 2.0000   2 samples/s",
+        "step 4/4   epoch 0.50   loss 0.2500   640 samples/s",
     ]
     with Progress(run, is_shown=False):
         pass

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-from paceline.config import load_config
+from paceline.cli.foretell import Foretold
+from paceline.cli.under_launcher import _foretell
+from paceline.config import dump_yaml, load_config
+from paceline.launch.folder import claim_folder
 from paceline.launch.processes import loopback_interface
 from paceline.monitor.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, read_records
 
@@ -95,6 +98,16 @@ def test_a_transformer_is_told_what_it_was_expected_to_take(project: Path, call:
     check_prediction(json.loads(called.out)["prediction"], project / "runs" / "tiny", "1x cpu-host")
     called = call("report", "runs/tiny")
     assert [line.split()[0] for line in called.out.splitlines() if " measured " in line] == ["predicted"] * 2
+
+
+@pytest.mark.parametrize(("ranks_here", "is_foretold"), [("2", True), ("1", False)])
+def test_under_torchrun_the_first_rank_predicts_a_run_on_one_host(
+    project: Path, monkeypatch: pytest.MonkeyPatch, ranks_here: str, is_foretold: bool
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    config = load_config(project / "tiny.yaml", ["train.steps=100"])
+    with claim_folder(project / "runs" / "tiny", dump_yaml(config)) as claimed:
+        assert isinstance(_foretell(config, claimed), Foretold) == is_foretold
 
 
 def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> None:

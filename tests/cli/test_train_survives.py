@@ -87,6 +87,15 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(project: Path, train
     assert f"to go on from step {ends[0].step}:  paceline train runs/tiny/config.yaml --resume auto" in called.err
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("at", [11, 12])
+def test_a_signal_at_the_end_of_a_run_lets_it_be_done(project: Path, train: Call, at: int) -> None:
+    called = train(f"optim.args={{deed: SIGTERM, at: {at}}}")
+    assert (called.code, called.err) == (DONE, "")
+    assert {(records(project, rank)[-1].status, records(project, rank)[-1].step) for rank in (0, 1)} == {("done", 12)}
+    assert list_checkpoints(project / "runs" / "tiny" / "checkpoints")[-1].name == "step-00000012"
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", ["virtual", "gloo"])
 def test_memory_spikes_and_losses_that_are_not_finite_are_handled_as_the_policies_say(

@@ -240,3 +240,18 @@ def test_a_cluster_has_one_node_at_least() -> None:
     node: Node = node_named("dgx-h100")
     with pytest.raises(UsageError, match="0 nodes of 8 devices"):
         Cluster(name="none", node=node, nodes=0, between=None)
+
+
+def test_a_processors_loop_is_what_was_measured_or_a_few_of_its_operations(tmp_path: Path) -> None:
+    def loop_s(**keys: float) -> float:
+        lines = "".join(f"    {key}: {value}\n" for key, value in keys.items())
+        path = tmp_path / "mine.yaml"
+        path.write_text(MINE.replace("    launch_us: 3\n", f"    launch_us: 3\n{lines}"))
+        return load_cluster(str(path)).device.loop_s
+
+    assert loop_s(loop_us=250.0) == pytest.approx(250e-6)
+    assert loop_s(loop_us=0.0) == 0.0
+    assert loop_s() == pytest.approx(30e-6)
+    assert loop_s(operation_us=20.0) == pytest.approx(200e-6)
+    assert device_named("h100-sxm").loop_s == 0.0
+    assert device_named("h100-sxm").step_s == 0.0

@@ -37,6 +37,23 @@ def test_products_of_a_layout_run_at_what_was_measured_in_it() -> None:
     assert work_seconds(_device(), _product("nt")) == flops / device.ceiling("fp32")
 
 
+def test_small_products_of_a_processor_take_a_time_that_does_not_shrink_with_them() -> None:
+    """Measured: 100 us for a call, and 10 GFLOP/s besides."""
+    floor, sizes = 1e-4, ((8, 8, 8), (32, 128, 128), (256, 256, 256))
+    shapes = tuple(
+        ShapeRate(kind="matmul", dtype="fp32", sizes=each, flops=flops / (floor + flops / 1e10), layout="nt")
+        for each in sizes
+        for flops in (2.0 * math.prod(each),)
+    )
+    device = _device(shapes=shapes)
+    for wanted in ((32, 64, 16), (32, 256, 128), (64, 128, 10), (1024, 256, 256)):
+        product = replace(_product("nt"), sizes=wanted)
+        assert work_seconds(device, product) == pytest.approx(floor + product.flops / 1e10, rel=0.2)
+    for each in shapes:
+        product = replace(_product("nt"), sizes=each.sizes)
+        assert work_seconds(device, product) == product.flops / each.flops
+
+
 def test_the_backward_of_attention_has_a_rate_of_its_own() -> None:
     sizes = (2, 4, 128, 32)
     shapes = (

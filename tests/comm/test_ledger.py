@@ -126,7 +126,7 @@ def test_a_full_table_leaves_out_names_and_nothing_else() -> None:
     comm = solo()
     size = 1
     while comm.ledger.cells[4] < TABLE_BYTES - 200:
-        comm.ledger.add_call(("all_reduce", (size,) * 40, torch.float32, "sum", None, 0))
+        comm.ledger.add_call(("all_reduce", (size,) * 40, torch.float32, "sum", None))
         size += 1
     for extra in range(8):
         comm.all_reduce(torch.ones(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, extra + 1)).wait()
@@ -203,3 +203,9 @@ def test_a_wrapped_rank_is_still_what_it_was() -> None:
     assert run_virtual(work, 2) == [(False, True)] * 2
     assert ledger_of(SoloCommunicator(torch.device("cpu"))) is None
     assert ledger_clock(solo())() > 0.0
+
+
+def test_a_ledger_has_no_holes_that_a_full_disk_could_not_fill(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.ledger"
+    Ledger(rank=0, world=1, path=path)
+    assert path.stat().st_blocks * 512 >= path.stat().st_size

@@ -19,6 +19,7 @@ from covering import covering
 from gloo_pool import GlooPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_functions import groups_in_any_order
 
 from paceline.comm import segment as segment_module
 from paceline.comm.base import Communicator, ReduceOp, Work, shared_buffer
@@ -341,18 +342,7 @@ def test_a_rank_may_write_to_itself(gloo_pool: GlooPool) -> None:
 
 
 def groups(comm: Communicator, how: str) -> list[tuple[int, tuple[int, ...], list[float]]]:
-    """Makes groups in another order, and another number of them, on each rank."""
-    comm = joined(comm, how)
-    asked = {0: [[3, 0]], 1: [[1, 2], [1, 2]], 2: [[2, 3], [1, 2], [1, 2]], 3: [[2, 3], [3, 0]]}[comm.rank]
-    found = []
-    for ranks in asked:
-        group = comm.split(ranks)
-        gathered = torch.empty(2)
-        group.all_gather(gathered, torch.tensor([float(comm.rank)])).wait()
-        inner = group.split([1 - group.rank, group.rank] if group.rank else [group.rank, 1 - group.rank])
-        assert inner.ranks == group.ranks
-        found.append((group.rank, group.ranks, gathered.tolist()))
-    return found
+    return groups_in_any_order(joined(comm, how))
 
 
 def test_groups_may_be_made_in_any_order_and_number(gloo_pool: GlooPool) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
+from rank_functions import groups_in_any_order
 
 from paceline.comm.base import Communicator
 from paceline.comm.segment import FOLDER
@@ -128,20 +129,6 @@ def messages_by_tag(comm: Communicator) -> Results:
     for work in works:
         work.wait()
     return {"got": got}
-
-
-def groups(comm: Communicator) -> list[tuple[int, tuple[int, ...], list[float]]]:
-    """Makes groups in another order, and another number of them, on each rank."""
-    asked = {0: [[3, 0]], 1: [[1, 2], [1, 2]], 2: [[2, 3], [1, 2], [1, 2]], 3: [[2, 3], [3, 0]]}[comm.rank]
-    found = []
-    for ranks in asked:
-        group = comm.split(ranks)
-        gathered = torch.empty(2)
-        group.all_gather(gathered, torch.tensor([float(comm.rank)])).wait()
-        inner = group.split([1 - group.rank, group.rank] if group.rank else [group.rank, 1 - group.rank])
-        assert inner.ranks == group.ranks
-        found.append((group.rank, group.ranks, gathered.tolist()))
-    return found
 
 
 def two_groups_of_the_same_ranks(comm: Communicator) -> list[float]:
@@ -271,9 +258,9 @@ def test_messages_are_matched_by_tag_and_then_by_order(gloo_pool: GlooPool) -> N
 
 
 def test_groups_may_be_made_in_any_order_and_number(gloo_pool: GlooPool) -> None:
-    virtual = run_virtual(groups, 4)
+    virtual = run_virtual(groups_in_any_order, 4)
     assert virtual[3] == [(1, (2, 3), [2.0, 3.0]), (0, (3, 0), [3.0, 0.0])]
-    assert gloo_pool.run(groups, ranks=4) == virtual
+    assert gloo_pool.run(groups_in_any_order, ranks=4) == virtual
 
 
 def test_two_groups_of_the_same_ranks_do_not_mix(gloo_pool: GlooPool) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.calibrate.refit import rescale
 from paceline.cli.foretell import is_worth
 from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
-from paceline.dryrun.expected import Background, better_of, expect_by_dry_run
+from paceline.dryrun.expected import Background, better_of, expect_by_dry_run, plain_start
 from paceline.planner.expectation import Expectation
 from paceline.units import GIB
 
@@ -84,3 +85,19 @@ def test_short_runs_and_threads_are_not_worth_a_process() -> None:
     assert is_worth(_config())
     assert not is_worth(_config(train={"steps": 10}))
     assert not is_worth(_config(comm={"backend": "virtual"}))
+
+
+def test_a_dry_run_is_started_as_somebody_says_and_gets_the_config(tmp_path: Path) -> None:
+    entry = tmp_path / "mine.yaml"
+    wanted = Expectation(ranks=2, step_s=3.0)
+    started: list[list[str]] = []
+
+    def start(command: Sequence[str]) -> list[str]:
+        started.append(list(command))
+        return ["-c", f"print({wanted.to_text()!r})"]
+
+    assert Background("name: mine", threads=2, entry=entry, start=start).result(timeout_s=240) == wanted
+    assert started == [
+        ["paceline.dryrun.expected", "--config", "name: mine", "--threads", "2", "--entry", str(entry.absolute())]
+    ]
+    assert plain_start(["module", "word"]) == ["-m", "module", "word"]

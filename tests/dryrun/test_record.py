@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.bench.predict import device_families
 from paceline.cluster.devices import load_cluster
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual import VirtualCommunicator, run_virtual
 from paceline.config import Config, config_batch, config_from_dict
 from paceline.data.loader import StepBatch
+from paceline.dryrun.functions import NoValues
 from paceline.dryrun.record import record, record_stages
 from paceline.errors import UsageError
 from paceline.estimate.activations import describe_model
@@ -23,6 +25,7 @@ from paceline.estimate.memory import estimate_memory, setting_of
 from paceline.models.registry import build_model
 from paceline.planner.program import Issue, Program, Run, Wait
 from paceline.planner.replay import replay
+from paceline.planner.turns import counted
 from paceline.train.assemble import build_engine, build_policy, build_workload
 from paceline.train.loss import build_loss
 from paceline.train.optim import build_optimizer
@@ -248,6 +251,22 @@ def test_a_composed_pipeline_is_read_again() -> None:
     program = record_stages(config, ranks=RANKS)[0]
     assert program.order
     assert Program.of_text(program.to_text()) == program
+    few = sum(event.operation.flops for event in program.events if isinstance(event, Run))
+    whole = sum(kernel.flops for kernel in program.kernels)
+    told = counted(program.events, program.order)
+    assert sum(n * e.operation.flops for e, n in told if isinstance(e, Run)) == pytest.approx(whole, rel=1e-12)
+    cluster = load_cluster("1x dgx-h100")
+    products = [device_families(each, cluster)["matmul"] for each in (program, replace(program, order=()))]
+    assert products[0] / products[1] == pytest.approx(whole / few, rel=0.05)  # of all microbatches
+
+
+def test_values_that_a_model_begins_with_are_not_made() -> None:
+    with torch.device("meta"), NoValues():
+        layer = nn.Linear(4, 4)
+        assert nn.init.normal_(layer.weight) is layer.weight
+        drawn = nn.init.constant_(torch.empty(2, device="cpu"), 3.0)
+    assert layer.weight.is_meta
+    assert drawn.tolist() == [3.0, 3.0]
 
 
 def test_stages_of_other_ranks_take_no_memory() -> None:
@@ -371,14 +390,32 @@ def test_unused_parameters_are_unused_on_all_ranks(strategy: str) -> None:
     assert sum(kernel.tensors for kernel in updates) == 2
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"parallel": {"ranks": 2, "strategy": "auto"}}, "paceline plan"),
-        ({"comm": {"compression": {"policy": "topk"}}, "parallel": {"ranks": 2}}, "set it to none"),
-        ({"comm": {"algorithm": "ring"}, "parallel": {"ranks": 2}}, "set it to native"),
-    ],
-)
-def test_what_has_no_price_is_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        record(config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, **values}), ranks=2)
+def test_a_strategy_that_is_not_decided_is_refused() -> None:
+    asked = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "parallel": {"ranks": 2, "strategy": "auto"}}
+    with pytest.raises(UsageError, match="paceline plan"):
+        record(config_from_dict(asked), ranks=2)
+
+
+def test_blocks_that_are_computed_again_cast_parameters_again() -> None:
+    memory = {"checkpoint_activations": "full"}
+    plain, half = (
+        record(make_config(strategy="fsdp", memory=memory, train={"precision": each}), ranks=RANKS)
+        for each in ("fp32", "bf16")
+    )
+    assert plain.count_operations() == half.count_operations()
+    assert plain.count_bytes() == half.count_bytes()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.exhaustive)])
+def test_an_average_of_the_weights_is_held_and_updated(strategy: str) -> None:
+    config = make_config(strategy=strategy, train={"ema_decay": 0.99})
+    program, plain = record(config, ranks=RANKS), recorded(strategy)
+    more = program.peak_memory()["optimizer"] - plain.peak_memory()["optimizer"]
+    assert more == pytest.approx(plain.peak_memory()["parameters"], rel=0.03)
+    assert [k.name for k in program.kernels if k.name not in {each.name for each in plain.kernels}] == [
+        "_foreach_lerp_"
+    ]
+    facts, group = describe_model(config, "cuda"), RANKS if strategy == "fsdp" else 1
+    assert facts is not None
+    expected = estimate_memory(facts, setting_of(config, group=group, microbatch=2, device="cuda"))
+    assert program.peak_memory()["optimizer"] == pytest.approx(expected.optimizer, rel=0.03)

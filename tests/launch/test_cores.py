@@ -11,6 +11,7 @@ import pytest
 
 from paceline.cli.rank_process import keep_cores
 from paceline.comm.base import Communicator
+from paceline.comm.shared_memory import SharedMemoryCommunicator
 from paceline.config import Config
 from paceline.launch.cores import allocator_variables, keep_to_own_cores, share_of_cores
 from paceline.launch.processes import run_processes
@@ -88,3 +89,17 @@ def test_freed_memory_is_kept_unless_the_user_says_otherwise(monkeypatch: pytest
     assert allocator_variables() == {"MIMALLOC_PURGE_DELAY": "1000"}
     monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "7")
     assert allocator_variables() == {"MIMALLOC_PURGE_DELAY": "7"}
+
+
+def may_spin(comm: Communicator) -> bool:
+    found = SharedMemoryCommunicator.join(comm)._means.progress.may_spin
+    comm.barrier()
+    return found
+
+
+@linux
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0]) % 2 == 1, reason="odd cores"
+)
+def test_ranks_on_cores_of_their_own_wait_without_sleeping() -> None:
+    assert run_processes(may_spin, 2) == [True, True]

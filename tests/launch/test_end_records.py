@@ -5,36 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import made_records as records
 import pytest
+from made_records import write_records
 
 from paceline.launch.records import end_records, open_attempts
-from paceline.monitor.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, read_records, to_line
+from paceline.monitor.records import EndRecord, EventRecord, Record, read_records
 
-RUN = RunRecord(
-    **dict.fromkeys(("rank", "local_rank", "pid", "num_parameters"), 0),
-    **dict.fromkeys(("device", "host", "python", "torch", "paceline", "strategy", "backend"), ""),
-    **dict.fromkeys(("world_size", "global_batch", "microbatch", "accumulate", "total_steps"), 1),
-    time=100.0,
-)
-STEP = StepRecord(
-    **dict.fromkeys(("step", "position", "count", "samples", "memory_bytes"), 4),
-    **dict.fromkeys(("step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s", "samples_per_s"), 0.5),
-    epoch=1.0,
-    loss=2.0,
-    loss_sum=8.0,
-    lr=0.1,
-    grad_norm=None,
-    time=101.0,
-)
-END = EndRecord(status="done", step=4, seconds=1.0, message="", time=102.0)
+RUN = replace(records.RUN, time=100.0)
+STEP = replace(records.STEP, step=4, time=101.0)
+END = replace(records.END, step=4, seconds=1.0, time=102.0)
 RESUME = EventRecord(name="resume", step=9, detail={}, time=103.0)
-
-
-def write(folder: Path, rank: int, *records: Record) -> Path:
-    path = folder / "records" / f"rank-{rank}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(map(to_line, records)))
-    return path
 
 
 def last(path: Path) -> Record:
@@ -42,7 +23,7 @@ def last(path: Path) -> Record:
 
 
 def test_an_attempt_without_an_end_gets_one_with_the_step_it_came_to(tmp_path: Path) -> None:
-    path = write(tmp_path, 0, RUN, STEP, replace(STEP, step=5))
+    path = write_records(tmp_path, 0, RUN, STEP, replace(STEP, step=5))
     assert open_attempts(tmp_path, [0, 1], since=99.0) == [0]
     end_records(tmp_path, [0, 1], "failed", "rank 1 was killed", since=99.0)
     end = last(path)
@@ -53,14 +34,14 @@ def test_an_attempt_without_an_end_gets_one_with_the_step_it_came_to(tmp_path: P
 
 
 def test_an_end_that_is_there_stays_the_only_one(tmp_path: Path) -> None:
-    path = write(tmp_path, 0, RUN, STEP, END)
+    path = write_records(tmp_path, 0, RUN, STEP, END)
     before = path.read_bytes()
     end_records(tmp_path, [0], "failed", "x", since=99.0)
     assert path.read_bytes() == before
 
 
 def test_the_last_attempt_counts(tmp_path: Path) -> None:
-    path = write(tmp_path, 0, RUN, STEP, END, replace(RUN, time=103.0), RESUME)
+    path = write_records(tmp_path, 0, RUN, STEP, END, replace(RUN, time=103.0), RESUME)
     end_records(tmp_path, [0], "stopped", "x", since=102.5)
     end = last(path)
     assert isinstance(end, EndRecord)
@@ -69,13 +50,13 @@ def test_the_last_attempt_counts(tmp_path: Path) -> None:
 
 def test_an_attempt_of_another_time_is_left_alone(tmp_path: Path) -> None:
     """Rank 1 was killed in an attempt on two ranks; the next, on one, is none of its business."""
-    path = write(tmp_path, 1, RUN, STEP)
+    path = write_records(tmp_path, 1, RUN, STEP)
     end_records(tmp_path, [0, 1], "failed", "x", since=100.5)
     assert last(path) == STEP
 
 
 def test_a_half_written_line_does_not_grow_into_the_end(tmp_path: Path) -> None:
-    path = write(tmp_path, 0, RUN, STEP)
+    path = write_records(tmp_path, 0, RUN, STEP)
     with path.open("a") as file:
         file.write('{"type":"step","sche')
     end_records(tmp_path, [0], "failed", "x", since=99.0)
@@ -84,7 +65,7 @@ def test_a_half_written_line_does_not_grow_into_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "", '{"type":"ru'])
 def test_a_rank_that_never_began_has_no_end(tmp_path: Path, content: str | None) -> None:
-    path = write(tmp_path, 0)
+    path = write_records(tmp_path, 0)
     path.unlink()
     if content is not None:
         path.write_text(content)

@@ -19,6 +19,7 @@ from paceline.errors import (
     CommunicationError,
     ConfigError,
     DataError,
+    MemoryExhaustedError,
     PacelineError,
     Problem,
     TrainingError,
@@ -169,6 +170,13 @@ def test_a_rank_without_a_word_is_described_by_its_exit_code(exit_code: int, cau
     assert str(failure).startswith(message)
 
 
+def test_a_message_that_names_its_rank_is_told_as_it_is() -> None:
+    error = MemoryExhaustedError("rank 1 ran out of memory with a microbatch of 8")
+    assert str(describe_error(1, error)) == "rank 1 ran out of memory with a microbatch of 8"
+    assert str(describe_error(0, error)) == "rank 0 failed: rank 1 ran out of memory with a microbatch of 8"
+    assert describe_error(1, error).kind == "out_of_memory"
+
+
 def test_of_long_output_the_end_is_shown(tmp_path: Path) -> None:
     failure = silent_failure(0, 1, "\n".join(f"line {number}" for number in range(100)))
     text = str(explain_failures([failure], tmp_path))
@@ -228,7 +236,10 @@ def test_a_full_disk_explains_a_rank_that_could_not_say_why(tmp_path: Path, monk
     silent = silent_failure(1, 1)
     assert "the disk" not in str(explain_failures([silent], tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
-    assert f"the disk of {tmp_path} is full" in str(explain_failures([silent], tmp_path))
+    problem = explain_failures([silent], tmp_path)
+    assert f"the disk of {tmp_path} is full" in str(problem)
+    assert isinstance(problem, RunFailedError)
+    assert problem.cause.kind == "full_disk"  # so that it is not started again in vain
     assert "the disk" not in str(explain_failures([CAUSES[0]], tmp_path))
 
 

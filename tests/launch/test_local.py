@@ -8,13 +8,12 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from gone_processes import wait_until_gone
 
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.failure import RunStoppedError
@@ -49,7 +48,10 @@ def is_over(other):
         return False
     import psutil
     pid = int(note.read_text().split()[0])
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 def act(deed, *details):
     if deed == "raise":
@@ -124,19 +126,6 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lau
             gc.collect()
 
     return run
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    def is_alive(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    deadline = time.monotonic() + 120
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, f"{pids} are still there"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
+from gone_processes import is_running
 
 from paceline.errors import UsageError
 from paceline.launch.folder import claim_folder
@@ -113,13 +113,6 @@ def wait_until(is_met: Callable[[], bool]) -> None:
 def starts(folder: Path, rank: int) -> list[RunRecord]:
     path = folder / "runs" / "tiny" / "records" / f"rank-{rank}.jsonl"
     return [record for record in read_records(path) if isinstance(record, RunRecord)]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def attempts(folder: Path) -> list[list[Record]]:

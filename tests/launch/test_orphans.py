@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from gone_processes import wait_until_gone
 
 from paceline.launch.orphans import end_groups, forget_processes, note_process, noted_processes
 
@@ -55,19 +54,6 @@ def said(process: subprocess.Popen[str], count: int) -> list[int]:
     """Returns the process numbers that were printed."""
     assert process.stdout is not None
     return [int(process.stdout.readline()) for _ in range(count)]
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    def is_alive(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    deadline = time.monotonic() + 120
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, f"{pids} are still there"
-        time.sleep(0.01)
 
 
 def test_a_rank_and_its_children_go_when_the_launcher_is_killed(start: Start) -> None:

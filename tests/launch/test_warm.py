@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from gone_processes import wait_until_gone
 
 from paceline.launch.warm import WarmRanks, warm_ranks
 
@@ -77,14 +77,6 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
-def wait_until_gone(text: str) -> None:
-    deadline = time.monotonic() + 240
-    for pid in map(int, text.split()):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, f"{pid} is still there"
-            time.sleep(0.01)
-
-
 def test_a_rank_has_its_own_environment_output_folder_and_code(client: Client, tmp_path: Path) -> None:
     process = client("leave", "3")
     assert process.communicate(timeout=240)[0] == f"so long green {tmp_path.name} True\n"
@@ -113,7 +105,7 @@ def test_a_client_that_is_ended_takes_the_rank_and_its_children_along(
     pids = wait_for(tmp_path / "pids")
     process.send_signal(number)
     assert process.wait(240) == -number
-    wait_until_gone(pids)
+    wait_until_gone([*map(int, pids.split())])
 
 
 def test_the_end_of_the_launcher_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +115,22 @@ def test_the_end_of_the_launcher_ends_all(tmp_path: Path, monkeypatch: pytest.Mo
         assert found is not None
         process = subprocess.Popen([sys.executable, *found.arguments(["deeds", "wait"])])
         pids = wait_for(tmp_path / "pids")
-    wait_until_gone(pids)
+    wait_until_gone([*map(int, pids.split())])
     assert process.wait(240) != 0
+
+
+def test_libraries_are_told_how_many_threads_there_will_be_before_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "library.py").write_text("import os\nthreads = os.environ.get('OMP_NUM_THREADS')\n")
+    (tmp_path / "deeds.py").write_text("import library\ndef main() -> None:\n    print(library.threads)\n")
+    monkeypatch.chdir(tmp_path)
+    with warm_ranks(["library"], threads=3) as found:
+        assert found is not None
+        done = subprocess.run(
+            [sys.executable, *found.arguments(["deeds"])], stdout=subprocess.PIPE, text=True, timeout=240, check=True
+        )
+    assert done.stdout == "3\n"
 
 
 def test_nothing_is_started_that_is_not_wanted() -> None:

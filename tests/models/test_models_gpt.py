@@ -99,9 +99,9 @@ def test_an_unknown_size_or_field_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ({"width": 66}, ["heads = 4 does not divide model.width = 66", "try model.width = 68"]),
-        ({"width": 60}, ["model.width / model.heads = 15 is odd", "model.positions = learned"]),
-        ({"kv_heads": 3}, ["kv_heads = 3 does not divide model.heads = 4", "try model.kv_heads = 1"]),
+        ({"width": 66}, ["width = 66 is not a multiple of model.heads = 4", "try model.width = 64 or 72"]),
+        ({"width": 60}, ["model.width / model.heads = 60 / 4 = 15 is odd", "model.positions = learned"]),
+        ({"kv_heads": 3}, ["heads = 4 is not a multiple of model.kv_heads = 3", "try model.kv_heads = 1"]),
         ({"layers": 0, "norm": "batch"}, ["layers = 0", "norm = 'batch'", "one of rms, layer", "2 problems"]),
         ({"vocab_size": 0}, ["model.vocab_size = 0 is less than 1"]),
         ({"dropout": 1.0}, ["model.dropout = 1.0", "below 1"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -21,7 +22,7 @@ from paceline.monitor.records import (
     read_records,
     to_line,
 )
-from paceline.monitor.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
+from paceline.monitor.sinks import Fanout, JsonlSink, Sink, SpaceSink, Strided, TensorBoardSink
 
 
 class _Clock:
@@ -262,3 +263,45 @@ def test_lines_are_readable_by_any_strict_json_reader(tmp_path: Path, step_recor
     sink.close()
     payload: dict[str, Any] = json.loads(path.read_text())
     assert payload["loss"] == "nan"
+
+
+class _SmallDisk:
+    """A file on a disk that takes so many bytes more."""
+
+    def __init__(self, file: Any, space: int) -> None:
+        self.file, self.space = file, space
+
+    def write(self, content: memoryview) -> int:
+        taken = min(len(content), self.space)
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.space -= taken
+        return int(self.file.write(content[:taken]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_full_disk_has_whole_lines(tmp_path: Path, event_record: EventRecord, waits: bool) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    sink = JsonlSink(path, waits_for_space=waits)
+    sink.write(event_record)
+    disk = _SmallDisk(sink._file, 20)
+    sink._file = disk  # type: ignore[assignment]
+    if waits:
+        sink.write(event_record)
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            sink.write(event_record)
+    assert list(read_records(path)) == [event_record]
+    disk.space = 10**6
+    sink.write(event_record)
+    assert list(read_records(path)) == [event_record] * (3 if waits else 2)
+    sink.close()
+
+
+def test_a_place_without_space_is_gone_on_without() -> None:
+    SpaceSink(_ListSink(error=OSError(errno.ENOSPC, "No space left on device"))).close()
+    with pytest.raises(OSError, match="denied"):
+        SpaceSink(_ListSink(error=OSError(errno.EACCES, "denied"))).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import made_records as records
 import pytest
 import torch
 
@@ -15,10 +16,7 @@ from paceline.monitor.records import StepRecord
 from paceline.monitor.straggler import StragglerPolicy, find_straggler, last_arrivals
 
 EVEN = {"data_s": 0.01, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.01}
-STEP = StepRecord(
-    step=1, epoch=0.0, position=0, loss=1.0, loss_sum=1.0, count=1, lr=0.1, grad_norm=1.0, samples=1, step_s=0.2,
-    comm_s=0.1, samples_per_s=5.0, memory_bytes=0, time=0.0, **EVEN,
-)  # fmt: skip
+STEP = replace(records.STEP, step_s=0.2, comm_s=0.1, **EVEN)
 
 
 def run(steps: int, slow: dict[int, dict[str, float]], ranks: int = 4) -> list[dict[int, StepRecord]]:

@@ -255,8 +255,13 @@ class Outcome:
 
 def make(case: str) -> nn.Module:
     """Builds a model in float64, the same everywhere."""
+    return build(MODELS[case])
+
+
+def build(model: type[nn.Module]) -> nn.Module:
+    """Builds a model of the list or of a test's own, in float64, the same everywhere."""
     torch.manual_seed(3)
-    return MODELS[case]().double()
+    return model().double()
 
 
 def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -357,10 +362,14 @@ def _run_slot(
 
 def _loss(model: Any, case: str, x: torch.Tensor, y: torch.Tensor, step: int, rank: int) -> torch.Tensor:
     x = x.detach().clone().requires_grad_(case == "reentrant")
-    output = model(x, branch_of(step, rank)) if case == "branches" else model(x)
+    return summed_loss(model(x, branch_of(step, rank)) if case == "branches" else model(x), y)
+
+
+def summed_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    """Adds up the losses of a microbatch; what else a model returns counts too."""
     if isinstance(output, dict):
-        return F.cross_entropy(output["logits"], y, reduction="sum") + output["extra"][0].sum()
-    return F.cross_entropy(output, y, reduction="sum")
+        return F.cross_entropy(output["logits"], target, reduction="sum") + output["extra"][0].sum()
+    return F.cross_entropy(output, target, reduction="sum")
 
 
 def branch_of(step: int, rank: int) -> str:

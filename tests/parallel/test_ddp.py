@@ -10,8 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from covering import covering
+from engine_cases import (
+    BATCH,
+    Branches,
+    Checkpointed,
+    Convolutional,
+    Frozen,
+    OddShapes,
+    Plain,
+    Reentrant,
+    Reused,
+    SeveralOutputs,
+    Tied,
+    Unused,
+    build,
+    data,
+    summed_loss,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,101 +42,6 @@ from paceline.parallel.apply import parallelize
 from paceline.parallel.ddp import DataParallel
 
 TOLERANCE = 1e-12
-BATCH = 12
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.second = nn.Linear(7, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-class Tied(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(5, 5, bias=False)
-        self.head = nn.Linear(5, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.head(torch.tanh(self.embed(x))))
-
-
-class Frozen(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.weight.requires_grad_(False)
-
-
-class Unused(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.never = nn.Linear(4, 4)
-
-
-class Reused(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle = nn.Linear(7, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(x))
-        return self.second(self.middle(torch.tanh(self.middle(hidden))))
-
-
-class OddShapes(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.one = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale + self.one * x[:, :3] + self.empty.sum()
-
-
-class Reentrant(Reused):
-    """A parameter inside two re-entrant checkpoints gets its gradient in two inner backward passes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(x))
-        hidden = checkpoint(self.middle, hidden, use_reentrant=True)
-        hidden = checkpoint(self.middle, torch.tanh(hidden), use_reentrant=True)
-        return self.second(hidden)
-
-
-class Checkpointed(Reused):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(x))
-        hidden = checkpoint(self.middle, hidden, use_reentrant=False)
-        hidden = checkpoint(self.middle, torch.tanh(hidden), use_reentrant=False)
-        return self.second(hidden)
-
-
-class SeveralOutputs(Plain):
-    def forward(self, x: torch.Tensor) -> Any:
-        hidden = torch.tanh(self.first(x))
-        return {"logits": self.second(hidden), "extra": (hidden.mean(1, keepdim=True), None)}
-
-
-class Convolutional(nn.Module):
-    """Channels-last weights: gradients with the strides of their parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3, padding=1)
-        self.conv2 = nn.Conv2d(4, 6, 3, padding=1)
-        self.out = nn.Linear(6, 3)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        image = x[:, :4].reshape(-1, 1, 2, 2)
-        return self.out(self.conv2(torch.tanh(self.conv(image))).mean((2, 3)))
-
 
 MODELS: list[type[nn.Module]] = [
     Plain,
@@ -136,23 +57,6 @@ MODELS: list[type[nn.Module]] = [
 ]
 
 
-def make(model: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(3)
-    return model().double()
-
-
-def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    inputs = torch.randn(BATCH, 5, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 3, (BATCH,), generator=generator)
-
-
-def summed_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
-    if isinstance(output, dict):
-        return F.cross_entropy(output["logits"], target, reduction="sum") + output["extra"][0].sum()
-    return F.cross_entropy(output, target, reduction="sum")
-
-
 def snapshot(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
@@ -161,7 +65,7 @@ History = list[tuple[dict[str, Any], float, dict[str, torch.Tensor]]]
 
 
 def reference(model: type[nn.Module], *, steps: int, clip: float | None) -> History:
-    module = make(model)
+    module = build(model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
     history: History = []
     for step in range(steps):
@@ -180,7 +84,7 @@ def distributed(
     comm: Communicator, model: type[nn.Module], *, steps: int, clip: float | None, shares: list[list[int]]
 ) -> History:
     """Trains with microbatches of ``shares[rank]`` samples; a rank without samples only joins the reduction."""
-    engine = parallelize(make(model), comm, bucket_mb=1e-4, first_bucket_mb=5e-5)
+    engine = parallelize(build(model), comm, bucket_mb=1e-4, first_bucket_mb=5e-5)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=0.05, weight_decay=0.1)
     engine.check_optimizer(optimizer)
     start = sum(sum(share) for share in shares[: comm.rank])
@@ -258,25 +162,11 @@ def test_without_clipping() -> None:
         assert_same(history, expected)
 
 
-class RankDependent(Plain):
-    """Even ranks use one branch, odd ranks another, and the choice changes from step to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(3, 3)
-        self.right = nn.Linear(3, 3)
-        self.never = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
-        hidden = super().forward(x)
-        return {"left": self.left, "right": self.right}[branch](hidden) if branch != "none" else hidden
-
-
 @pytest.mark.parametrize(
     "branches", [["left", "right"], ["left", "none"], ["none", "none"], ["right", "right"]], ids=str
 )
 def test_rank_dependent_branches(branches: list[str]) -> None:
-    single = make(RankDependent)
+    single = build(Branches)
     inputs, targets = data(0)
     halves = inputs.split(6), targets.split(6)
     loss = sum(summed_loss(single(x, b), y) for x, y, b in zip(*halves, branches, strict=True)) / BATCH
@@ -285,7 +175,7 @@ def test_rank_dependent_branches(branches: list[str]) -> None:
     expected = snapshot(single)
 
     def work(comm: Communicator) -> list[dict[str, torch.Tensor | None]]:
-        engine = parallelize(make(RankDependent), comm, bucket_mb=1e-4, first_bucket_mb=5e-5)
+        engine = parallelize(build(Branches), comm, bucket_mb=1e-4, first_bucket_mb=5e-5)
         grads = []
         for warm_up in (["left", "right"], branches, ["right", "left"], branches):
             engine.module.zero_grad()
@@ -304,7 +194,7 @@ def test_rank_dependent_branches(branches: list[str]) -> None:
 
 def test_gradients_are_views_into_the_bucket() -> None:
     def work(comm: Communicator) -> tuple[bool, int]:
-        engine = parallelize(make(Plain), comm)
+        engine = parallelize(build(Plain), comm)
         for _ in range(2):
             engine(data(0)[0]).sum().backward()
         storages = {p.grad.untyped_storage().data_ptr() for p in engine.parameters() if p.grad is not None}
@@ -320,7 +210,7 @@ def test_a_gradient_alone_in_its_bucket_is_reduced_where_it_lies() -> None:
         reduced: list[int] = []
         all_reduce = comm.all_reduce
         comm.all_reduce = lambda t, op="sum": (reduced.append(t.data_ptr()), all_reduce(t, op))[1]  # type: ignore[method-assign]
-        engine = parallelize(make(Plain), comm, bucket_mb=1e-6, first_bucket_mb=1e-6)
+        engine = parallelize(build(Plain), comm, bucket_mb=1e-6, first_bucket_mb=1e-6)
         for _ in range(2):
             engine.module.zero_grad()
             reduced.clear()
@@ -337,7 +227,7 @@ def test_count_and_bytes_of_collectives() -> None:
 
     def work(comm: Communicator) -> tuple[dict[str, int], dict[str, int], int]:
         traced = TracedCommunicator(comm, Trace(comm.device))
-        engine = parallelize(make(Plain), traced)
+        engine = parallelize(build(Plain), traced)
         engine(data(0)[0]).sum().backward()  # the first step watches and agrees on the order
         traced.trace.num_operations.clear()
         traced.trace.num_bytes.clear()
@@ -354,7 +244,7 @@ def test_buckets_leave_while_backward_runs() -> None:
 
     def work(comm: VirtualCommunicator) -> list[str]:
         events: list[str] = []
-        engine = parallelize(make(Plain), comm, bucket_mb=1e-4, first_bucket_mb=1e-4)
+        engine = parallelize(build(Plain), comm, bucket_mb=1e-4, first_bucket_mb=1e-4)
         launch = engine._launch
         engine._launch = lambda bucket: (events.append("launch"), launch(bucket))[1]  # type: ignore[method-assign]
         for _ in range(2):
@@ -374,7 +264,7 @@ def test_zeroing_in_place_keeps_views() -> None:
     expected = reference(Plain, steps=1, clip=None)[0][0]
 
     def work(comm: Communicator) -> tuple[dict[str, torch.Tensor | None], bool]:
-        engine = parallelize(make(Plain), comm)
+        engine = parallelize(build(Plain), comm)
         optimizer = torch.optim.SGD(engine.parameters(), lr=0.0)
         for _ in range(3):
             optimizer.zero_grad(set_to_none=False)
@@ -436,7 +326,7 @@ def test_a_rank_without_samples_shares_buffers_too() -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_overlap_changes_no_numbers(overlap: bool) -> None:
     def work(comm: Communicator) -> dict[str, torch.Tensor | None]:
-        engine = parallelize(make(Reused), comm, bucket_mb=1e-4, first_bucket_mb=5e-5, overlap=overlap)
+        engine = parallelize(build(Reused), comm, bucket_mb=1e-4, first_bucket_mb=5e-5, overlap=overlap)
         for _ in range(3):
             engine.module.zero_grad()
             x, y = (t.split(6)[comm.rank] for t in data(0))
@@ -459,7 +349,7 @@ def test_an_extra_arrival_is_refused_with_overlap_and_right_without() -> None:
             return self.second(hidden)
 
     def work(comm: Communicator, overlap: bool) -> torch.Tensor:
-        module = make(Changing)
+        module = build(Changing)
         engine = parallelize(module, comm, overlap=overlap)
         for uses in (1, 1, 3):
             module.num_uses = uses  # type: ignore[assignment]
@@ -476,7 +366,7 @@ def test_an_extra_arrival_is_refused_with_overlap_and_right_without() -> None:
 
 def test_unfreezing_rebuilds_the_buckets() -> None:
     def work(comm: Communicator) -> list[bool]:
-        engine = parallelize(make(Frozen), comm)
+        engine = parallelize(build(Frozen), comm)
         engine(data(0)[0]).sum().backward()
         seen = [engine.module.get_submodule("first").weight.grad is not None]
         engine.module.get_submodule("first").weight.requires_grad_(True)
@@ -493,7 +383,7 @@ def test_unfreezing_rebuilds_the_buckets() -> None:
 
 def test_a_failed_backward_does_not_poison_the_next() -> None:
     def work(comm: Communicator) -> dict[str, torch.Tensor | None]:
-        engine = parallelize(make(Plain), comm)
+        engine = parallelize(build(Plain), comm)
         for attempt in range(3):
             engine.module.zero_grad()
             output = engine(data(0)[0])
@@ -509,7 +399,7 @@ def test_a_failed_backward_does_not_poison_the_next() -> None:
     def _raise(_: torch.Tensor) -> None:
         raise MemoryError("no room")
 
-    single = make(Plain)
+    single = build(Plain)
     single(data(0)[0]).sum().backward()
     for grads in run_virtual(work, ranks=2):
         torch.testing.assert_close(grads, snapshot(single), rtol=0, atol=TOLERANCE)
@@ -517,7 +407,7 @@ def test_a_failed_backward_does_not_poison_the_next() -> None:
 
 def test_state_round_trip_into_another_world_size() -> None:
     def save(comm: Communicator) -> dict[str, torch.Tensor]:
-        engine = parallelize(make(Tied), comm)
+        engine = parallelize(build(Tied), comm)
         engine(data(0)[0]).sum().backward()
         torch.optim.SGD(engine.parameters(), lr=0.1).step()
         return engine.full_state_dict(rank0_only=True)
@@ -526,7 +416,7 @@ def test_state_round_trip_into_another_world_size() -> None:
     assert states[1] == {}
 
     def load(comm: Communicator) -> dict[str, torch.Tensor]:
-        engine = parallelize(make(Tied), comm)
+        engine = parallelize(build(Tied), comm)
         engine.load_full_state_dict(states[0])
         return engine.full_state_dict()
 
@@ -542,7 +432,7 @@ def refusal(work: Callable[[Communicator], Any], ranks: int = 2) -> str:
 
 
 def test_refusals_name_the_problem_and_the_fix() -> None:
-    shared = make(Plain)
+    shared = build(Plain)
     assert "each rank needs a module of its own" in refusal(lambda c: parallelize(shared, c))
     assert "sparse=False" in refusal(lambda c: parallelize(nn.Embedding(4, 2, sparse=True), c))
     assert "meta device" in refusal(lambda c: parallelize(nn.Linear(2, 2, device="meta"), c))
@@ -551,21 +441,21 @@ def test_refusals_name_the_problem_and_the_fix() -> None:
     assert "weight (2, 2)" in different
     assert "weight (3, 2)" in different
     with pytest.raises(UsageError, match="offload with strategy = 'ddp'"):
-        parallelize(make(Plain), SoloCommunicator(torch.device("cpu")), offload=Offload(optimizer=True))
+        parallelize(build(Plain), SoloCommunicator(torch.device("cpu")), offload=Offload(optimizer=True))
     with pytest.raises(UsageError, match="unknown"):
-        parallelize(make(Plain), SoloCommunicator(torch.device("cpu")), strategy="dpp")
+        parallelize(build(Plain), SoloCommunicator(torch.device("cpu")), strategy="dpp")
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    engine = parallelize(make(Plain), SoloCommunicator(torch.device("cpu")))
-    wrong = torch.optim.SGD(make(Plain).parameters(), lr=0.1)
+    engine = parallelize(build(Plain), SoloCommunicator(torch.device("cpu")))
+    wrong = torch.optim.SGD(build(Plain).parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"SGD\(engine.parameters\(\), ...\)"):
         engine.check_optimizer(wrong)
 
 
 def test_double_differentiation_is_refused() -> None:
     def work(comm: Communicator) -> None:
-        parallelize(make(Plain), comm)(data(0)[0]).sum().backward(create_graph=True)
+        parallelize(build(Plain), comm)(data(0)[0]).sum().backward(create_graph=True)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about create_graph, once in a process

@@ -207,11 +207,19 @@ def test_masters_that_a_user_writes_reach_the_module() -> None:
 
 def test_a_forward_between_two_others_and_their_backward_changes_nothing() -> None:
     """The cast before the third forward must not make autograd refuse what the second one saved."""
-    engine = make_engine(SoloCommunicator(CPU), MASTER)
-    first, second = loss_of(engine), loss_of(engine, 4, 8)
-    first.backward()
-    loss_of(engine)
-    second.backward()
+
+    def gradients(has_third: bool) -> list[torch.Tensor | None]:
+        engine = make_engine(SoloCommunicator(CPU), MASTER)
+        first, second = loss_of(engine), loss_of(engine, 4, 8)
+        first.backward()
+        if has_third:
+            loss_of(engine)
+        second.backward()
+        return [parameter.grad for parameter in engine.parameters()]
+
+    without = gradients(has_third=False)
+    assert any(gradient is not None for gradient in without)
+    torch.testing.assert_close(gradients(has_third=True), without, rtol=0, atol=0)
 
 
 def test_states_hold_the_masters_and_fill_both() -> None:

@@ -344,6 +344,9 @@ def mean_of_means_in(precision: str) -> dict[str, Bug]:
 
 
 REDUCING = (FlatGroup, "reduce_scatter")
+# A model, and the module of it in which the bug shows.
+TIED = {"case": known(Tied), "module": "embed"}
+UNUSED = {"case": known(Branches), "module": "never"}
 
 BUGS: dict[str, Bug] = {
     # The step.
@@ -393,12 +396,7 @@ BUGS: dict[str, Bug] = {
         "slots overlap", at("paceline.parallel.flat.flat_layout", misplaced, flat_layout), "forward", "fsdp zero1"
     ),
     **in_each(
-        "tie lost",
-        at("paceline.parity.runs.parallelize", untied, parallelize),
-        "gradient",
-        "fsdp zero1",
-        case=known(Tied),
-        module="embed",
+        "tie lost", at("paceline.parity.runs.parallelize", untied, parallelize), "gradient", "fsdp zero1", **TIED
     ),
     **in_each(
         "first values not sent",
@@ -432,8 +430,7 @@ BUGS: dict[str, Bug] = {
         also(*(replacing(engine, "clip_grad_norm_", tied_counted_twice) for engine in (FullySharded, ZeroParallel))),
         "gradient",
         "fsdp zero1",
-        case=known(Tied),
-        module="embed",
+        **TIED,
     ),
     **in_each("replicas apart", replacing(Unit, "start_replicate", nothing), "gradient", "hybrid"),
     **in_each(
@@ -444,20 +441,10 @@ BUGS: dict[str, Bug] = {
     ),
     # Used or not.
     **in_each(
-        "unused parameter decays",
-        replacing(FullySharded, "_ask_others", all_used),
-        "gradient",
-        "fsdp hybrid",
-        case=known(Branches),
-        module="never",
+        "unused parameter decays", replacing(FullySharded, "_ask_others", all_used), "gradient", "fsdp hybrid", **UNUSED
     ),
     **in_each(
-        "unused parameter decays",
-        replacing(ZeroParallel, "_settle", nothing),
-        "gradient",
-        "zero1 zero2",
-        case=known(Branches),
-        module="never",
+        "unused parameter decays", replacing(ZeroParallel, "_settle", nothing), "gradient", "zero1 zero2", **UNUSED
     ),
     **in_each(
         "use decided by each rank",

@@ -47,6 +47,32 @@ def alone(event: Event) -> float:
     return replay(program(ends), cluster(), constants=PLAIN).seconds
 
 
+def test_a_step_of_a_run_has_a_loop_around_it_and_costs_the_host_something_in_itself() -> None:
+    found = cluster("cpu-host")
+    host = replace(found.device, step_s=0.2, loop_s=0.3)
+    found = replace(found, node=replace(found.node, device=host))
+    run = program([kernel()], ranks=2)
+    plain = replay(run, cluster("cpu-host"), constants=PLAIN).seconds - cluster("cpu-host").device.step_s
+    engine, looped = (replay(run, found, constants=PLAIN, with_loop=each) for each in (False, True))
+    assert engine.seconds == pytest.approx(plain + 0.2)
+    assert looped.seconds == pytest.approx(plain + 0.5)
+    rank = looped.longest
+    assert (rank.loop, rank.phases["loop"], rank.launch_wait) == (0.3, 0.3, pytest.approx(0.2))
+    assert (engine.longest.loop, "loop" in engine.longest.phases) == (0.0, False)
+    assert rank.idle == pytest.approx(0.0, abs=1e-9)
+    assert looped.to_json()["parts_s"]["loop"] == 0.3
+
+
+def test_beside_a_gpu_the_host_does_it_ahead_where_kernels_take_longer() -> None:
+    found = cluster()
+    late = replace(found, node=replace(found.node, device=replace(found.device, loop_s=1e-3)))
+    run = program([kernel(), kernel()])
+    assert replay(run, late, constants=PLAIN, with_loop=True).seconds == pytest.approx(
+        1e-3 + replay(run, found, constants=PLAIN).seconds
+    )
+    assert replay(run, late, constants=PLAIN).seconds == replay(run, found, constants=PLAIN).seconds
+
+
 def test_communication_is_hidden_behind_what_does_not_need_it() -> None:
     run, issue = kernel(), gather(0)
     found = replay(program([issue, run, Wait(0), run]), cluster(), constants=PLAIN)

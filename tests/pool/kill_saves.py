@@ -1,9 +1,10 @@
 """Saves that are killed at any byte: run as a program, which forks one process for each kill.
 
-    python kill_saves.py FOLDER FIRST_SEED NUMBER
+    python kill_saves.py FOLDER FIRST_SEED NUMBER RANKS
 
-A child saves steps 1, 2, 3 on two ranks and tells of each that is there for good; it kills itself with SIGKILL in the
-middle of one of its operations on files, drawn by a seed. After it the parent looks for a checkpoint as a start does.
+A child saves steps 1, 2, 3 on two virtual ranks and tells of each that is there for good; it kills itself with SIGKILL
+in the middle of one of its operations on files, drawn by a seed. After it the parent looks for a checkpoint as a start
+does. That is done NUMBER times; then single real ranks are killed while they save, RANKS times (``kill_ranks.py``).
 Prints one JSON object for each kill.
 """
 
@@ -13,16 +14,14 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from deadly_files import DeadlyFiles
+from kill_ranks import kill_ranks
 
 from paceline.checkpoint import CheckpointWriter, Retention, State, find_checkpoint, list_checkpoints, open_checkpoint
-from paceline.checkpoint.manifest import SavedFile
-from paceline.checkpoint.storage import LocalFiles
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
@@ -33,65 +32,10 @@ STEPS = 3
 OPERATIONS = 95  # about as many as three saves take
 
 
-class DeadlyFiles(LocalFiles):
-    """Files whose n-th operation is the last thing that the process does, half done or just done."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._left = self._random.randrange(OPERATIONS)
-
-    def write(self, path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
-        """Writes, and may die after some bytes of a chunk."""
-        return super().write(path, self._watched(path, chunks))
-
-    def _watched(self, path: Path, chunks: Iterable[memoryview | bytes]) -> Iterable[memoryview | bytes]:
-        for chunk in chunks:
-            if self._is_over():
-                with path.open("ab") as file:
-                    file.write(memoryview(chunk)[: self._random.randrange(len(chunk) + 1)])
-                die()
-            yield chunk
-        self._pass()
-
-    def rename(self, path: Path, to: Path) -> None:
-        """Renames, and may die before or after."""
-        self._pass()
-        super().rename(path, to)
-        self._pass()
-
-    def settle(self, path: Path) -> None:
-        """Settles, and may die after it."""
-        super().settle(path)
-        self._pass()
-
-    def make_folder(self, path: Path) -> None:
-        """Makes a folder, and may die after it."""
-        super().make_folder(path)
-        self._pass()
-
-    def remove(self, path: Path) -> None:
-        """Removes a folder, and may die when some of it is gone."""
-        for name in self.names(path):
-            self._pass()
-            (path / name).unlink()
-        super().remove(path)
-
-    def _is_over(self) -> bool:
-        self._left -= 1
-        return self._left < 0
-
-    def _pass(self) -> None:
-        if self._is_over():
-            die()
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def save_steps(folder: Path, seed: int, tell: int) -> None:
     """What a child does."""
-    files = DeadlyFiles(seed)
+    draw = random.Random(seed)
+    files = DeadlyFiles(draw, draw.randrange(OPERATIONS))
 
     def work(comm: Communicator) -> None:
         writer = CheckpointWriter(folder, comm, Retention(last=2), files)
@@ -151,9 +95,11 @@ def try_one(folder: Path, seed: int) -> dict[str, object]:
 def main() -> None:
     torch.set_num_threads(1)
     os.fsync = lambda _: None  # processes die here, and no machine
-    folder, first, number = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, first, number, ranks = Path(sys.argv[1]), *map(int, sys.argv[2:])
     for seed in range(first, first + number):
         sys.stdout.write(json.dumps(try_one(folder / "checkpoints", seed)) + "\n")
+    for found in kill_ranks(folder / "ranks", range(first, first + ranks)):
+        sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What new processes are given to do in tests of ``run_processes``, which imports functions by their module's name."""
+"""What ranks are given to do in tests of several files; new processes import functions by their module's name."""
 
 from __future__ import annotations
 
@@ -53,4 +53,19 @@ def wait_for_nobody(comm: Communicator) -> NoReturn:
 
 def where_am_i(comm: Communicator) -> tuple[int, str, str]:
     """Says how many ranks there are, and where this one was put."""
+    comm.barrier()  # a rank that leaves while another still joins ends that one's joining
     return comm.size, str(Path.cwd()), os.environ["MASTER_ADDR"]
+
+
+def groups_in_any_order(comm: Communicator) -> list[tuple[int, tuple[int, ...], list[float]]]:
+    """Makes groups in another order, and another number of them, on each rank; returns who met whom in each."""
+    asked = {0: [[3, 0]], 1: [[1, 2], [1, 2]], 2: [[2, 3], [1, 2], [1, 2]], 3: [[2, 3], [3, 0]]}[comm.rank]
+    found = []
+    for ranks in asked:
+        group = comm.split(ranks)
+        gathered = torch.empty(2)
+        group.all_gather(gathered, torch.tensor([float(comm.rank)])).wait()
+        inner = group.split([1 - group.rank, group.rank] if group.rank else [group.rank, 1 - group.rank])
+        assert inner.ranks == group.ranks
+        found.append((group.rank, group.ranks, gathered.tolist()))
+    return found

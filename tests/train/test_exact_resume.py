@@ -24,8 +24,17 @@ SOME = ["ddp, topk", "zero2, fp16", "fsdp", "pipeline"]
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp, topk": (2, {"comm": {"compression": {"policy": "topk", "ratio": 0.1, "min_size": 64}}}),
     "ddp, bf16 masters": (2, {"train": {"precision": "bf16_master"}}),
+    "ddp, powersgd": (2, {"comm": {"compression": {"policy": "powersgd", "factor_rank": 1, "min_size": 64}}}),
+    "ddp, fp16, topk": (
+        2,
+        {
+            "train": {"precision": "fp16", "loss_scale": 2.0**22},
+            "comm": {"compression": {"policy": "topk", "ratio": 0.1, "min_size": 64, "error_feedback": False}},
+        },
+    ),
     "zero2, fp16": (2, {"parallel": {"strategy": "zero2"}, "train": {"precision": "fp16", "loss_scale": 2.0**22}}),
     "fsdp": (3, {"parallel": {"strategy": "fsdp"}}),
+    "fsdp, fp16": (2, {"parallel": {"strategy": "fsdp"}, "train": {"precision": "fp16", "loss_scale": 2.0**22}}),
     "hybrid, powersgd": (
         4,
         {
@@ -34,6 +43,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "pipeline": (2, {"parallel": {"pipeline": 2}}),
+    "pipeline, fp16": (2, {"parallel": {"pipeline": 2}, "train": {"precision": "fp16", "loss_scale": 2.0**22}}),
+    "pipeline of zero2": (4, {"parallel": {"pipeline": 2, "strategy": "zero2"}}),
 }
 
 

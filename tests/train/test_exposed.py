@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from gloo_pool import GlooPool
+from kept_records import Kept
 
 from paceline.comm.around import AroundCommunicator
 from paceline.comm.base import Communicator, ReduceOp, Work
 from paceline.comm.virtual import run_virtual
 from paceline.config import config_from_dict
-from paceline.monitor.records import StepRecord
 from paceline.train.assemble import build_trainer
 
 GPT: dict[str, Any] = {
@@ -73,21 +73,9 @@ class Timed(AroundCommunicator):
         return Timed(self.inner.split(ranks), self.seconds)
 
 
-class Keep:
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-
-    def write(self, *records: Any) -> None:
-        self.steps += [record for record in records if isinstance(record, StepRecord)]
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def exposed_of(comm: Communicator, changes: dict[str, Any]) -> list[tuple[float, float, float, int]]:
     """Trains; returns for each step what the record says, what was spent below, the step, and how often it stood."""
-    sink, timed = Keep(), Timed(comm)
+    sink, timed = Kept(), Timed(comm)
     trainer = build_trainer(config_from_dict({**GPT, **changes}), timed, sink=sink, node_ranks=2)
     timed.seconds.clear()
     below: list[list[float]] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from kept_records import Kept
 
 from paceline.checkpoint import list_checkpoints, verify_checkpoint
 from paceline.comm.base import Communicator
@@ -16,29 +17,12 @@ from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import CheckpointError, RankFailedError
 from paceline.launch.failure import describe_error
-from paceline.monitor.records import EventRecord, Record
 from paceline.train.assemble import build_trainer
 from paceline.train.full_disk import ForgivingSaver
 from paceline.train.saving import SavePolicy, Saver
 from paceline.train.trainer import StepResult, Trainer
 
 NOBODY = 65534
-
-
-class Kept:
-    """Keeps records."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, *records: Record) -> None:
-        self.records.extend(records)
-
-    def flush(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 class Trouble:
@@ -107,7 +91,7 @@ def train(
 
         hooks = [meet, trouble, ForgivingSaver(saver, policy)]
         build_trainer(make_config(steps), comm, hooks=hooks, sink=sink).run()
-        events = [each for each in sink.records if isinstance(each, EventRecord) and each.name == "not_saved"]
+        events = [each for each in sink.events if each.name == "not_saved"]
         return [(each.step, each.detail["reason"]) for each in events]
 
     folder.mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_records import Kept
 
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.checkpoint_tools.samples import check_samples
@@ -37,22 +38,6 @@ def make_config(**train: Any) -> Config:
             "optim": {"kind": "sgd", "lr": 0.01},
         }
     )
-
-
-class Kept:
-    """Keeps records."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, *records: Record) -> None:
-        self.records.extend(records)
-
-    def flush(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 class Jumpy(CrossEntropy):
@@ -185,3 +170,22 @@ def test_a_wish_of_one_rank_stops_all_after_the_same_step(asked: int) -> None:
 
     run_virtual(rank, 2)
     assert stopped[0] == stopped[1] > 3
+
+
+@pytest.mark.parametrize("step", [STEPS - 1, STEPS])
+def test_a_wish_at_the_end_of_a_run_lets_it_end(step: int) -> None:
+    """It is heard behind the last step, or not at all: nothing is left to go on with."""
+
+    def rank(comm: Communicator) -> None:
+        request, saved = StopRequest(), []
+
+        def wish(trainer: Trainer, _: Any) -> None:
+            if trainer.step == step:
+                request.ask(15)
+
+        consensus = ConsensusHook(request, [StopWhenAsked(request, lambda trainer: saved.append(trainer.step))])
+        trainer = build_trainer(make_config(steps=STEPS), comm, hooks=[wish, consensus])
+        trainer.run()
+        assert (trainer.step, saved) == (STEPS, [])
+
+    run_virtual(rank, 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from covering import covering
 from gloo_pool import GlooPool
+from kept_records import Kept
 from saved_runs import save_now
 
 from paceline.checkpoint import Checkpoint
@@ -17,7 +18,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
-from paceline.monitor.records import EventRecord, Record, StepRecord
+from paceline.monitor.records import StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.trainer import Trainer
 
@@ -45,29 +46,11 @@ def make_config(strategy: str = "ddp", ranks: int = 1, clip: float | None = 1.0,
     )
 
 
-class Keep:
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, *records: Record) -> None:
-        self.records += records
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    @property
-    def steps(self) -> list[StepRecord]:
-        return [record for record in self.records if isinstance(record, StepRecord)]
-
-
 def train(
     comm: Communicator, config: Config, *, state: Checkpoint | None = None, steps: int | None = None
 ) -> tuple[dict[str, torch.Tensor], list[StepRecord], Trainer, float]:
     """Trains from a state, for some steps; returns parameters, records, trainer, and the loss on the other data."""
-    sink = Keep()
+    sink = Kept()
     trainer = build_trainer(config, comm, sink=sink)
     if state is not None:
         trainer.load_state(state)
@@ -79,7 +62,7 @@ def train(
     trainer.flush(wait=True)
     evaluation = trainer.evaluate()
     assert evaluation is not None
-    skipped = [r.step for r in sink.records if isinstance(r, EventRecord) and r.name == "skipped"]
+    skipped = [event.step for event in sink.events if event.name == "skipped"]
     assert skipped == [record.step for record in sink.steps if record.is_skipped]
     return trainer.parts.engine.full_state_dict(), sink.steps, trainer, evaluation.loss
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from own_model import Own
 
 from paceline.cluster.detect import Machine
 from paceline.comm.base import Communicator
@@ -23,26 +22,6 @@ from paceline.planner.automatic import ENOUGH
 from paceline.train.assemble import build_trainer
 from paceline.train.resolve import measure_config, resolve_strategy, resolve_together
 from paceline.units import MIB, format_seconds
-
-
-class Own(nn.Module):
-    """Sixteen megabytes of parameters; looks at values if it is told to."""
-
-    def __init__(self, curious: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 1024)
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
-        self.last = nn.Linear(1024, 10)
-        self.curious = curious
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.curious and x.sum().item() > 0:
-            x = -x
-        for layer in self.layers:
-            x = layer(x).relu()
-        result: torch.Tensor = self.last(x)
-        return result
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kept_records import Kept
 from saved_runs import save_now
 from torch import nn
 
@@ -27,7 +28,7 @@ from paceline.data.datasets import TensorPairs
 from paceline.data.registry import DataSplits
 from paceline.data.shape import DataShape
 from paceline.errors import CheckpointError, RankFailedError
-from paceline.monitor.records import Record, StepRecord
+from paceline.monitor.records import StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.randomness import capture_random_states
@@ -89,23 +90,9 @@ class History:
     random: dict[str, Any]
 
 
-class Keep:
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def write(self, *records: Record) -> None:
-        self.records += [record for record in records if isinstance(record, StepRecord)]
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def train(comm: Communicator, config: Config, *, save: Path | None = None, load: Path | None = None) -> History:
     """Runs to the end; saves after every step into ``save``, or continues from the checkpoint ``load``."""
-    sink, loss = Keep(), Seen()
+    sink, loss = Kept(), Seen()
     hooks = [] if save is None else [Saver(save, SavePolicy(every_steps=1))]
     trainer = build_trainer(config, comm, hooks=hooks, sink=sink)
     trainer.parts = dataclasses.replace(trainer.parts, loss=loss)
@@ -116,7 +103,7 @@ def train(comm: Communicator, config: Config, *, save: Path | None = None, load:
     trainer.run()
     optimizer = trainer.parts.optimizer.state_dict()
     random = capture_random_states(comm.device)
-    return History(samples, sink.records, trainer.parts.engine.full_state_dict(), optimizer, random)
+    return History(samples, sink.steps, trainer.parts.engine.full_state_dict(), optimizer, random)
 
 
 def leaves(value: Any) -> list[Any]:

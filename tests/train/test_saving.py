@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_records import Kept
 
 from paceline.checkpoint import Retention, find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.checkpoint.storage import LocalFiles
@@ -15,7 +16,6 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError
-from paceline.monitor.records import EventRecord, Record
 from paceline.train.assemble import build_trainer
 from paceline.train.hooks import EvaluateHook
 from paceline.train.saving import SavePolicy, Saver, save_policy
@@ -29,21 +29,7 @@ def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 
-class Keep:
-    def __init__(self) -> None:
-        self.events: list[EventRecord] = []
-
-    def write(self, *records: Record) -> None:
-        self.events += [record for record in records if isinstance(record, EventRecord)]
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def make_trainer(comm: Communicator, hooks: list[Any], sink: Keep | None = None, steps: int = 6) -> Trainer:
+def make_trainer(comm: Communicator, hooks: list[Any], sink: Kept | None = None, steps: int = 6) -> Trainer:
     config = config_from_dict(
         {
             "model": {"kind": "mlp", "hidden_dim": 8},
@@ -61,7 +47,7 @@ def steps_in(folder: Path) -> list[int]:
 @pytest.mark.parametrize("in_background", [False, True])
 def test_it_saves_every_n_steps_and_at_the_end_and_tells_of_each(tmp_path: Path, in_background: bool) -> None:
     def work(comm: Communicator) -> list[tuple[int, bool]]:
-        sink = Keep()
+        sink = Kept()
         saver = Saver(tmp_path, SavePolicy(every_steps=4, in_background=in_background), about={"name": "tiny"})
         make_trainer(comm, [saver], sink).run()
         assert saver.last_saved == 6
@@ -176,7 +162,7 @@ def test_what_is_large_is_saved_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: int, expected: bool
 ) -> None:
     monkeypatch.setattr("paceline.train.saving._WORTH_BYTES", worth)
-    sink = Keep()
+    sink = Kept()
     make_trainer(SoloCommunicator(CPU), [Saver(tmp_path, SavePolicy(every_steps=2, in_background=None))], sink).run()
     assert [(event.step, event.detail["background"]) for event in sink.events] == [
         (2, expected),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_records import Kept
 from saved_runs import save_now
 
 from paceline.checkpoint import Checkpoint, open_checkpoint
@@ -32,22 +33,6 @@ def make_config(*, dropout: float = 0.0, **parallel: Any) -> Config:
             "parallel": parallel,
         }
     )  # fmt: skip
-
-
-class Kept:
-    """A sink that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, *records: Record) -> None:
-        self.records += records
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def train(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_records import Kept
 from torch import nn
 
 from paceline.checkpoint import Retention, list_checkpoints, open_checkpoint
@@ -20,7 +21,7 @@ from paceline.comm.virtual import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import CheckpointError, DataError, RankFailedError, TrainingError, UsageError
 from paceline.monitor import meter
-from paceline.monitor.records import EvalRecord, EventRecord, Record, StepRecord
+from paceline.monitor.records import EvalRecord, EventRecord, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.hooks import EvaluateHook
 from paceline.train.loss import CrossEntropy, LossValue
@@ -40,26 +41,6 @@ def make_config(**changes: dict[str, Any]) -> Config:
     for section, content in changes.items():
         values[section] = values.get(section, {}) | content
     return config_from_dict(values)
-
-
-class Keep:
-    """A sink that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, *records: Record) -> None:
-        self.records += records
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    @property
-    def steps(self) -> list[StepRecord]:
-        return [record for record in self.records if isinstance(record, StepRecord)]
 
 
 class Note:
@@ -110,7 +91,7 @@ def test_a_loop_that_breaks_can_be_taken_up_again() -> None:
 
 
 def test_records_tell_of_each_step() -> None:
-    sink = Keep()
+    sink = Kept()
     trainer = solo(make_config(train={"steps": None, "epochs": 2, "global_batch": 16}), sink=sink)
     trainer.run()
     assert [record.step for record in sink.steps] == [1, 2, 3, 4, 5, 6]
@@ -124,7 +105,7 @@ def test_records_tell_of_each_step() -> None:
 
 def test_records_read_before_the_device_fails_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records come many at once; one that cannot be read must not take those before it along."""
-    sink = Keep()
+    sink = Kept()
     trainer, read = solo(sink=sink), meter._record
 
     def fail_at_4(issued: Any) -> StepRecord:
@@ -139,7 +120,7 @@ def test_records_read_before_the_device_fails_are_written(monkeypatch: pytest.Mo
 
 
 def test_the_ragged_batch_of_an_epoch_can_be_dropped() -> None:
-    sink = Keep()
+    sink = Kept()
     config = make_config(data={"last_batch": "drop"}, train={"steps": None, "epochs": 2, "global_batch": 16})
     solo(config, sink=sink).run()
     assert [record.samples for record in sink.steps] == [16, 16, 16, 16]
@@ -147,7 +128,7 @@ def test_the_ragged_batch_of_an_epoch_can_be_dropped() -> None:
 
 
 def test_a_run_that_trains_lowers_its_loss() -> None:
-    sink = Keep()
+    sink = Kept()
     solo(make_config(optim={"lr": 0.05, "schedule": {"kind": "constant"}}, train={"steps": 40}), sink=sink).run()
     losses = [record.loss for record in sink.steps]
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])  # type: ignore[arg-type]
@@ -157,7 +138,7 @@ def test_a_rank_without_samples_has_a_record_without_a_loss() -> None:
     """41 samples in batches of 39: the last batch has two, for three ranks."""
 
     def work(comm: Communicator) -> list[StepRecord]:
-        sink = Keep()
+        sink = Kept()
         config = make_config(
             data={"samples": 41, "eval_fraction": 0.0}, train={"steps": None, "epochs": 2, "global_batch": 39}
         )
@@ -236,7 +217,7 @@ def test_seconds_count_from_the_last_run_of_the_hook(monkeypatch: pytest.MonkeyP
 
 
 def test_evaluation_at_one_step_happens_once() -> None:
-    sink = Keep()
+    sink = Kept()
     hook = EvaluateHook()
     solo(hooks=[Every(6, hook), Every(4, hook)], sink=sink).run()
     evals = [record for record in sink.records if isinstance(record, EvalRecord)]
@@ -246,7 +227,7 @@ def test_evaluation_at_one_step_happens_once() -> None:
 
 def test_all_ranks_evaluate_together() -> None:
     def work(comm: Communicator) -> list[tuple[int, float, float | None, int]]:
-        sink = Keep()
+        sink = Kept()
         build_trainer(make_config(), comm, hooks=[Every(6, EvaluateHook())], sink=sink).run()
         evals = [record for record in sink.records if isinstance(record, EvalRecord)]
         return [(record.step, record.loss, record.accuracy, record.samples) for record in evals]
@@ -257,7 +238,7 @@ def test_all_ranks_evaluate_together() -> None:
 
 
 def test_without_an_evaluation_set_there_is_nothing_to_evaluate() -> None:
-    sink = Keep()
+    sink = Kept()
     trainer = solo(make_config(data={"eval_fraction": 0.0}), hooks=[Every(6, EvaluateHook())], sink=sink)
     trainer.run()
     assert trainer.evaluate() is None
@@ -266,7 +247,7 @@ def test_without_an_evaluation_set_there_is_nothing_to_evaluate() -> None:
 
 def test_an_evaluation_in_between_changes_no_step() -> None:
     def losses(hooks: list[Any]) -> list[float | None]:
-        sink = Keep()
+        sink = Kept()
         solo(make_config(model={"dropout": 0.4}), hooks=hooks, sink=sink).run()
         return [record.loss for record in sink.steps]
 
@@ -275,11 +256,11 @@ def test_an_evaluation_in_between_changes_no_step() -> None:
 
 def test_checkpoints_are_saved_once_a_step_and_told_of(tmp_path: Path) -> None:
     def work(comm: Communicator) -> list[int]:
-        sink = Keep()
+        sink = Kept()
         saver = Saver(tmp_path / "checkpoints", SavePolicy(every_steps=4, retention=Retention(last=2)))
         asked = Every(6, lambda trainer, _: saver.save(trainer, "asked"))
         build_trainer(make_config(), comm, hooks=[saver, asked], sink=sink).run()
-        return [record.step for record in sink.records if isinstance(record, EventRecord)]
+        return [event.step for event in sink.events]
 
     assert run_virtual(work, 2) == [[4, 6, 8, 12]] * 2
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000008", "step-00000012"]
@@ -331,7 +312,7 @@ def with_loss(trainer: Trainer, loss: Any) -> Trainer:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_steps_that_are_not_finite_are_left_out_until_there_are_too_many(value: float, tmp_path: Path) -> None:
-    comm, sink = SoloCommunicator(CPU), Keep()
+    comm, sink = SoloCommunicator(CPU), Kept()
     config = make_config(train={"max_bad_steps": 3})
     trainer = solo(config, hooks=[Saver(tmp_path, SavePolicy(every_steps=1))], sink=sink)
     with pytest.raises(TrainingError) as failure:
@@ -349,8 +330,8 @@ def test_steps_that_are_not_finite_are_left_out_until_there_are_too_many(value: 
         assert all(torch.equal(state.read(name), states[3].read(name)) for name in names)
 
 
-def events(sink: Keep, name: str) -> list[EventRecord]:
-    return [record for record in sink.records if isinstance(record, EventRecord) and record.name == name]
+def events(sink: Kept, name: str) -> list[EventRecord]:
+    return [event for event in sink.events if event.name == name]
 
 
 class Breaking(Breaks):
@@ -366,7 +347,7 @@ class Breaking(Breaks):
 
 
 def test_a_run_gets_over_steps_that_are_not_finite() -> None:
-    sink = Keep()
+    sink = Kept()
     trainer = solo(make_config(train={"max_bad_steps": 3}), sink=sink)
     with_loss(trainer, Breaking(SoloCommunicator(CPU), {2, 3, 5, 12})).run()
     assert [record.step for record in sink.steps if record.is_skipped] == [2, 3, 5, 12]
@@ -385,7 +366,7 @@ def test_a_run_shorter_than_the_limit_must_have_trained_on_something() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_bad_loss_on_one_rank_leaves_the_step_out_and_stops_the_run_on_all(rank: int, strategy: str) -> None:
     def work(comm: Communicator) -> tuple[list[int], str]:
-        sink = Keep()
+        sink = Kept()
         config = make_config(train={"max_bad_steps": 2}, parallel={"strategy": strategy})
         trainer = with_loss(build_trainer(config, comm, sink=sink), Breaking(comm, {3, 6, 7, 8}, rank=rank))
         with pytest.raises(TrainingError) as failure:

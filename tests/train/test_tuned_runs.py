@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from gloo_pool import GlooPool
+from kept_records import Kept
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
 from paceline.config import config_from_dict
-from paceline.monitor.records import EventRecord, Record
+from paceline.monitor.records import EventRecord
 from paceline.train.assemble import build_trainer
 
 GPT: dict[str, Any] = {
@@ -22,26 +23,13 @@ GPT: dict[str, Any] = {
 }
 
 
-class Keep:
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, *records: Record) -> None:
-        self.records += records
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def train(comm: Communicator, strategy: str, bucket_mb: Any) -> tuple[dict[str, torch.Tensor], list[EventRecord]]:
     asked = {"bucket_mb": bucket_mb, "first_bucket_mb": 0.01}
-    sink = Keep()
+    sink = Kept()
     config = config_from_dict({**GPT, "parallel": {"strategy": strategy}, "comm": asked})
     trainer = build_trainer(config, comm, sink=sink)
     trainer.run()
-    events = [record for record in sink.records if isinstance(record, EventRecord)]
-    return trainer.parts.engine.full_state_dict(), events
+    return trainer.parts.engine.full_state_dict(), sink.events
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])

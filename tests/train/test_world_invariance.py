@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kept_records import Kept
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual import run_virtual
@@ -24,7 +25,7 @@ from paceline.data.datasets import MapDataset
 from paceline.data.fetch import fetch_batch
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder, share
-from paceline.monitor.records import Record, StepRecord
+from paceline.monitor.records import StepRecord
 from paceline.train import assemble
 from paceline.train.schedule import Schedule
 from paceline.train.trainer import Trainer
@@ -80,20 +81,6 @@ class Watched:
             yield batch
 
 
-class Keep:
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def write(self, *records: Record) -> None:
-        self.records += [record for record in records if isinstance(record, StepRecord)]
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankTrace:
     """What one rank read, by step and microbatch, and its records."""
@@ -116,13 +103,13 @@ class Trace:
 
 
 def run_rank(comm: Communicator, config: Config) -> RankTrace:
-    sink = Keep()
+    sink = Kept()
     trainer = assemble.build_trainer(config, comm, sink=sink)
     data = trainer.parts.loader._dataset
     assert isinstance(data, Recorded)
     watched = Watched(trainer.parts.loader, data)
     Trainer(dataclasses.replace(trainer.parts, loader=watched), sink=sink).run()  # type: ignore[arg-type]
-    return RankTrace(microbatches=watched.steps_seen, places=watched.places, records=sink.records)
+    return RankTrace(microbatches=watched.steps_seen, places=watched.places, records=sink.steps)
 
 
 def trace(overrides: Sequence[str], ranks: int, accumulate: int) -> Trace:

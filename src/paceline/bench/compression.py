@@ -30,6 +30,7 @@ from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
 from paceline.layout import flat_layout
 from paceline.train.assemble import build_compressor, build_trainer
+from paceline.train.threads import compute_threads
 
 _FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0}  # of (N-1)/N of the bytes; see comm/base.py
 _REPEATS = 5
@@ -172,13 +173,9 @@ def setting_text(asked: CompressionConfig) -> str:
 
 def _compute_seconds(settings: Compression, run: _Run, ranks: int) -> float:
     """Times one step's compression of gradients as large as the model's, on one thread; the slowest rank counts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a thread's own time is all there is then
-    try:
-        settings = dataclasses.replace(settings, warmup_steps=0)
+    settings = dataclasses.replace(settings, warmup_steps=0)
+    with compute_threads(1):  # a thread's own time is all there is then
         return max(run_virtual(lambda comm: _time_steps(settings, run, comm), ranks, timeout_s=600.0))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _time_steps(settings: Compression, run: _Run, comm: Communicator) -> float:

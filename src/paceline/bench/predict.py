@@ -44,6 +44,7 @@ from paceline.planner.constants import Constants
 from paceline.planner.kernel_costs import KernelCosts, fuse_blocks
 from paceline.planner.program import Program, Run
 from paceline.planner.replay import replay
+from paceline.planner.turns import play
 from paceline.train.assemble import build_engine, build_policy
 from paceline.train.loss import build_loss
 from paceline.train.optim import build_optimizer
@@ -231,17 +232,18 @@ def _predicted(config: Config, cluster: Cluster) -> dict[str, Any]:
         "predicted_exposed_ms": rank.exposed * 1e3,
         "predicted_hidden_ms": rank.hidden * 1e3,
         "predicted_contention_ms": rank.contention * 1e3,
-        "predicted_families_ms": _families(program, cluster),
+        "predicted_families_ms": device_families(program, cluster),
         "predicted_peak_bytes": found.total_memory - found.memory["framework"],  # the allocator does not see that
         "trace_s": traced,
     }
 
 
-def _families(program: Program, cluster: Cluster) -> dict[str, float]:
+def device_families(program: Program, cluster: Cluster) -> dict[str, float]:
     """Milliseconds of the device by family of kernels: where a prediction that is off goes wrong."""
     costs = KernelCosts(cluster.device, Constants(), is_compiled=program.is_compiled)
     found: dict[str, float] = {}
-    for event in fuse_blocks(program.events) if program.is_compiled else program.events:
+    recorded = fuse_blocks(program.events) if program.is_compiled else program.events
+    for event in play(recorded, program.order) if program.order else recorded:  # of all microbatches
         if isinstance(event, Run):
             name = "fused" if event.operation.name == "fused" else event.operation.family
             found[name] = found.get(name, 0.0) + 1e3 * costs(event)[0]

@@ -56,6 +56,8 @@ def make_entry(name: str, machine: Machine, measured: Measured, best: dict[str, 
     if links:
         content["links"] = links
     content["nodes"] = _nodes(name, measured.ranks, list(links))
+    if measured.alone is not None and links:
+        _add_alone(content, name, machine, measured.alone, origin)
     if not links:
         # One rank: nothing was measured between ranks, and a node names a link all the same.
         content["links"] = {f"{name}-alone": _alone(measured)}
@@ -63,6 +65,19 @@ def make_entry(name: str, machine: Machine, measured: Measured, best: dict[str, 
     text = f"{_header(machine, measured, origin)}\n{written}"
     parse_catalog(text, "the new entry")
     return text
+
+
+def _add_alone(content: dict[str, Any], name: str, machine: Machine, alone: Measured, origin: Origin) -> None:
+    """Adds one rank that has all cores, as a device and a node of its own, behind those of several ranks."""
+    best: dict[str, float] = {}
+    for rate in alone.kernels.rates:
+        if rate.kind == "matmul":
+            best[rate.dtype] = max(best.get(rate.dtype, 0.0), rate.flops)
+    whole = f"{name}-alone"
+    content["devices"][whole] = _device(whole, machine, alone, best, None)
+    if origin.time:
+        content["devices"][whole]["measured"] = _measured(machine, alone, origin)
+    content["nodes"][whole] = {"device": whole, "devices": 1, "inside": next(iter(content["links"]))}
 
 
 def write_entry(text: str, path: Path) -> None:
@@ -117,6 +132,8 @@ def _device(
         families = kernels.families
         found["operation_us"] = _round(families.operation_s * 1e6)
         found["tensor_us"] = _round(families.tensor_s * 1e6)
+        if families.loop_s is not None:
+            found |= {"step_us": _round(families.step_s * 1e6), "loop_us": _round(families.loop_s * 1e6)}
         found["memory_rates"] = {
             family: {size: _round(rate / 1e9) for size, rate in points} for family, points in families.rates.items()
         }

@@ -1,7 +1,8 @@
 """Measures what memory binds, family by family and size by size, and what the host pays for each operation.
 
     seconds of a kernel  =  what a call takes  -  what a call on next to nothing takes        (a GPU: the call's alone)
-    host, an operation   =  a training step of a small transformer on next to nothing / its operations
+    host, an operation   =  a training step of a small transformer on next to nothing / its operations; on a CPU, where
+                            no device hides what else the host does in a step, as calibrate/loop.py takes it apart
 
 Bytes are those that a dry run counts (dryrun/operators.py), so that what is measured is what is priced later.
 """
@@ -10,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.calibrate.loop import measure_loop
+from paceline.calibrate.recorded import recorded
 from paceline.calibrate.sampling import Stopwatch, Timed
-from paceline.cluster.operations import Operation
 from paceline.comm.solo import SoloCommunicator
-from paceline.dryrun.operators import Operators
 from paceline.models.gpt import GPT, gpt_config
 from paceline.parallel.apply import parallelize
 from paceline.train.update import update_if_finite
@@ -30,17 +29,19 @@ ON_CPU_BYTES = (32 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 32 * MIB)
 ON_CUDA_BYTES = (16 * MIB, 64 * MIB, 256 * MIB)  # less takes the host longer to launch than the device to run
 _ROW = 512  # elements of a row, where kernels go row by row
 _TINY_BYTES = 2 * KIB  # one row
-_TENSORS = 32
+_TENSORS, _FEW_TENSORS = 32, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyFigures:
     """Bytes per second by family: (bytes, rate) in growing order. Host seconds of an operation, and of each further
-    tensor of an operation over lists."""
+    tensor of an operation over lists; on a CPU also of a step besides, and of the loop around it."""
 
     rates: dict[str, tuple[tuple[int, float], ...]]
     operation_s: float
     tensor_s: float
+    step_s: float = 0.0
+    loop_s: float | None = None
     spreads: dict[str, float] = field(default_factory=dict)
 
 
@@ -55,37 +56,27 @@ def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwa
         empty = watch.time(make(device, _TINY_BYTES)).seconds if is_counted else 0.0
         for size in sizes:
             call = make(device, size)
-            counted = sum(each.num_bytes for each in _recorded(call))
+            counted = sum(each.num_bytes for each in recorded(call))
             timed = watch.time(call)
             spreads[f"{family} {size // KIB} KiB"] = timed.spread
             points.append((counted, counted / max(timed.seconds - empty, 0.1 * timed.seconds)))
         rates[family] = tuple(points)
     tensor = _tensor(device, watch)
+    spreads["tensors of a list"] = tensor.spread
+    if device.type == "cpu":
+        watch.meet()
+        loop = measure_loop(tensor.seconds, rounds=3 * watch.samples)
+        return FamilyFigures(
+            rates=rates,
+            operation_s=loop.operation_s,
+            tensor_s=tensor.seconds,
+            step_s=loop.step_s,
+            loop_s=loop.loop_s,
+            spreads=spreads | {"operations": loop.spread},
+        )
     operation = _operation(device, watch, tensor.seconds)
-    spreads |= {"operations": operation.spread, "tensors of a list": tensor.spread}
+    spreads["operations"] = operation.spread
     return FamilyFigures(rates=rates, operation_s=operation.seconds, tensor_s=tensor.seconds, spreads=spreads)
-
-
-def _recorded(call: Call) -> list[Operation]:
-    recorder = _Recorder()
-    with recorder:
-        call()
-    return recorder.operations
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the kernels of what runs inside, as a dry run would."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[Operation] = []
-        self._operators = Operators(lambda tensor: int(tensor.untyped_storage()._cdata))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        result = func(*args, **(kwargs or {}))
-        self.operations += self._operators.kernels(func, args, kwargs or {}, result)
-        return result
 
 
 def _rows(device: torch.device, num_bytes: int) -> torch.Tensor:
@@ -159,6 +150,12 @@ def _optimizer(device: torch.device, num_bytes: int, tensors: int = 1) -> Call:
     return torch.optim.AdamW(parameters, lr=1e-6, fused=True).step
 
 
+def _random(device: torch.device, num_bytes: int) -> Call:
+    """What dropout draws: a processor makes the numbers one after another."""
+    values = _rows(device, num_bytes)
+    return lambda: values.bernoulli_(0.9)
+
+
 _MAKERS: dict[str, Callable[[torch.device, int], Call]] = {
     "pointwise": _pointwise,
     "curve": _curve,
@@ -172,6 +169,7 @@ _MAKERS: dict[str, Callable[[torch.device, int], Call]] = {
     "embedding": _embedding,
     "embedding_backward": _embedding_backward,
     "optimizer": _optimizer,
+    "random": _random,
 }
 
 
@@ -189,16 +187,20 @@ def _operation(device: torch.device, watch: Stopwatch, tensor_s: float) -> Timed
         optimizer.zero_grad(set_to_none=True)
 
     step()
-    found = _recorded(step)
+    found = recorded(step)
     timed = _host(watch, step)
     lists = sum(each.tensors - 1 for each in found) * tensor_s
     return Timed(seconds=max(timed.seconds - lists, 0.5 * timed.seconds) / len(found), spread=timed.spread)
 
 
 def _tensor(device: torch.device, watch: Stopwatch) -> Timed:
-    """The optimizer's update of many tensors of nothing."""
+    """The optimizer's update of many tensors of nothing; on a CPU over one of few, since steps are priced besides."""
     timed = _host(watch, _optimizer(device, _TINY_BYTES, _TENSORS))
-    return Timed(seconds=timed.seconds / _TENSORS, spread=timed.spread)
+    if device.type != "cpu":
+        return Timed(seconds=timed.seconds / _TENSORS, spread=timed.spread)
+    few = _host(watch, _optimizer(device, _TINY_BYTES, _FEW_TENSORS))
+    more = max(timed.seconds - few.seconds, 0.1 * timed.seconds)
+    return Timed(seconds=more / (_TENSORS - _FEW_TENSORS), spread=timed.spread)
 
 
 def _host(watch: Stopwatch, step: Call) -> Timed:

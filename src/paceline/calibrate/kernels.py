@@ -65,6 +65,18 @@ ON_CPU = Shapes(
     ),
     family_bytes=ON_CPU_BYTES,
 )
+# Of a rank that has all cores: how threads pay, not every shape again.
+ON_ALL_CORES = Shapes(
+    products={"fp32": (*_SMALL, (1024, 1024, 1024))},
+    attention=((8, 4, 128, 32), (8, 6, 256, 64)),
+    stream_bytes=64 * MIB,
+    linears=tuple(
+        (rows, inner, outer)
+        for rows in (32, 256)
+        for inner, outer in ((32, 32), (128, 128), (128, 512), (512, 128), (784, 512), (512, 10))
+    ),
+    family_bytes=ON_CPU_BYTES[::2],
+)
 ON_CUDA = Shapes(
     products=dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), _LARGE),
     attention=(*((each, 12, 1024, 64) for each in (8, 32)), (8, 16, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)),

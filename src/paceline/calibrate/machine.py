@@ -15,7 +15,7 @@ import torch
 
 from paceline.calibrate.collectives import SIZES, LinkFigures, measure_link
 from paceline.calibrate.families import FamilyFigures
-from paceline.calibrate.kernels import ON_CPU, ON_CUDA, KernelFigures, Rate, Shapes, measure_kernels
+from paceline.calibrate.kernels import ON_ALL_CORES, ON_CPU, ON_CUDA, KernelFigures, Rate, Shapes, measure_kernels
 from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
 from paceline.comm.base import Communicator
 from paceline.comm.shared_memory import SharedMemoryCommunicator
@@ -33,7 +33,8 @@ _MOST_BYTES = 16 * MIB
 class Wanted:
     """What to measure: on ``cpu`` or ``cuda``, with so many ranks; None for a device's usual shapes and sizes.
 
-    ``more_ranks``: all-reduces among as many CPU ranks besides, though they take turns on the cores.
+    ``more_ranks``: all-reduces among as many CPU ranks besides, though they take turns on the cores. ``alone``: the
+    kernels of one CPU rank besides that has all cores, where there are several ranks.
     """
 
     device: str = "cpu"
@@ -44,11 +45,15 @@ class Wanted:
     sizes: tuple[int, ...] = SIZES
     is_noise_taken: bool = False
     more_ranks: tuple[int, ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What came out: kernels as the median rank saw them, and links by kind; threads are those of a rank."""
+    """What came out: kernels as the median rank saw them, and links by kind; threads are those of a rank.
+
+    ``alone`` is what one rank found that had the threads of all.
+    """
 
     device: str
     ranks: int
@@ -56,6 +61,7 @@ class Measured:
     kernels: KernelFigures
     links: dict[str, LinkFigures]
     spread: float
+    alone: Measured | None = None
 
 
 def measure_machine(wanted: Wanted) -> Measured:
@@ -67,6 +73,10 @@ def measure_machine(wanted: Wanted) -> Measured:
     for count in wanted.more_ranks:
         links = run_processes(_measure_links, count, args=(wanted,), threads=1, timeout_s=_TIMEOUT_S)[0]
         measured = replace(measured, links=with_more_ranks(measured.links, links))
+    if wanted.alone and wanted.device == "cpu" and 1 < wanted.ranks <= usable_cores():
+        one = replace(wanted, ranks=1, shapes=wanted.shapes or ON_ALL_CORES, with_compiled=False)
+        found = run_processes(measure_rank, 1, args=(one,), threads=usable_cores(), timeout_s=_TIMEOUT_S)
+        measured = replace(measured, alone=put_together(found, one, usable_cores()))
     return measured
 
 
@@ -140,10 +150,13 @@ def middle_families(found: Sequence[FamilyFigures]) -> FamilyFigures:
         )
         for family, points in first.rates.items()
     }
+    loops = [each.loop_s for each in found if each.loop_s is not None]
     return FamilyFigures(
         rates=rates,
         operation_s=statistics.median(each.operation_s for each in found),
         tensor_s=statistics.median(each.tensor_s for each in found),
+        step_s=statistics.median(each.step_s for each in found),
+        loop_s=statistics.median(loops) if loops else None,
     )
 
 

@@ -1,6 +1,7 @@
 """Refits a machine's entry to a run that it has finished: what its kernels and its collectives really took.
 
-    compute         c = measured (step - waiting for ranks - waiting for data) / what the kernels of a dry run add up to
+    compute         c = measured (step - waiting for ranks - what surrounds it) / what a dry run's kernels add up to
+                    what surrounds it is the wait for data, or the entry's loop where that is more
     communication   m such that the step of the dry run, with its collectives times m, takes as long as the run's
 
 Times are medians over steps of the slowest rank, without the first tenth. The same run and entry give the same figures.
@@ -19,8 +20,8 @@ from typing import Any
 import yaml
 
 from paceline.cluster.detect import Machine
-from paceline.cluster.devices import Cluster
-from paceline.cluster.entries import parse_catalog
+from paceline.cluster.devices import Cluster, loop_us
+from paceline.cluster.entries import DeviceEntry, parse_catalog
 from paceline.config import Config, load_config
 from paceline.dryrun.record import record_stages
 from paceline.errors import UsageError
@@ -37,10 +38,11 @@ _FEWEST = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimes:
-    """Seconds of a finished run's steps, and of their compute; on how many ranks, over what."""
+    """Seconds of a finished run's steps, of their compute, and of their wait for data; on how many ranks, over what."""
 
     step_s: float
     compute_s: float
+    data_s: float
     ranks: int
     backend: str
     steps: int
@@ -70,8 +72,10 @@ def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit
     )
     text = _text_of(base, config)
     programs = record_stages(config, ranks=times.ranks)
-    before = _predict(programs, _cluster(config, machine, text))
-    compute = times.compute_s / before[1]
+    cluster = _cluster(config, machine, text)
+    before = _predict(programs, cluster)
+    around = max(0.0, cluster.device.loop_s - times.data_s)
+    compute = max(times.compute_s - around, 0.5 * times.compute_s) / before[1]
     communication = _fit(config, machine, programs, text, compute, times)
     fitted = rescale(text, compute, communication, times.backend, str(run_folder.name))
     after = _predict(programs, _cluster(config, machine, fitted))
@@ -110,6 +114,7 @@ def read_times(run_folder: Path) -> RunTimes:
     return RunTimes(
         step_s=median(max(each.step_s for each in records) for records in whole),
         compute_s=median(max(each.step_s - each.comm_s - each.data_s for each in records) for records in whole),
+        data_s=median(max(each.data_s for each in records) for records in whole),
         ranks=run.world_size,
         backend=run.backend,
         steps=len(steps),
@@ -121,8 +126,10 @@ def rescale(text: str, compute: float, communication: float, backend: str, run: 
     lines = [line for line in text.splitlines() if line.startswith("#")]
     content: dict[str, Any] = yaml.safe_load(text)
     for device in content["devices"].values():
+        # It is no kernel: where nobody has measured it, the guess stays what it was.
+        device["loop_us"] = loop_us(DeviceEntry.model_validate(device))
         device["factor"] = _round(device.get("factor", 1.0) * compute)
-        for key in ("operation_us", "tensor_us", "launch_us", "compiled_launch_us"):
+        for key in ("operation_us", "tensor_us", "step_us", "launch_us", "compiled_launch_us"):
             if key in device:
                 device[key] = _round(device[key] * compute)
         if "measured" in device:
@@ -169,7 +176,7 @@ def _fit(
 
 def _predict(programs: tuple[Program, ...], cluster: Cluster) -> tuple[float, float]:
     """Returns seconds of a step, and of its compute with what the host adds."""
-    found = replay(programs, cluster)
+    found = replay(programs, cluster, with_loop=True)
     rank = found.longest
     return found.seconds, rank.compute + rank.launch_wait + rank.contention
 

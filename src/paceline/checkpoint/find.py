@@ -1,7 +1,7 @@
 """Finding: the newest checkpoint that is whole, and what is wrong with those that are not.
 
 A *fast* check reads the manifest and compares the sizes of the files; a *full* one reads them all and compares their
-hashes: 1 to 2 GB/s a thread. No torch: it runs before anything is started.
+hashes, in a few threads. No torch: it runs before anything is started.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 
 from paceline.checkpoint.line import Line, Spot, newest_line
 from paceline.checkpoint.manifest import MANIFEST, Manifest, head_line, parse_manifest
+from paceline.checkpoint.refusals import cannot_read, nothing_there
 from paceline.checkpoint.remote import storage_of
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError
@@ -99,7 +100,9 @@ def read_manifest(path: Path, storage: Storage | None = None) -> Manifest:
                 f"{path} is not a checkpoint: it has no {MANIFEST}\n  a complete checkpoint is a folder step-<number>"
             )
         return parse_manifest(storage.read(path / MANIFEST).decode(), path)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise cannot_read(path / MANIFEST, error) from error
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}\n  use an older checkpoint") from error
 
 
@@ -152,14 +155,25 @@ def find_checkpoint(
     depth: Depth = "full",
     tell: Callable[[PassedOver], None] | None = None,
     own: Line | None = None,
+    fix: str = "check the path, or start without --resume",
 ) -> Path:
     """Returns the checkpoint that ``where`` names: ``auto`` (the run's newest whole one), a checkpoint, a run folder.
 
     ``tell`` hears of each newer one that was passed over: it is damaged, or the run has gone back from it. ``own`` is
-    the line that the run is on (``line.py``), if it is known. Raises CheckpointError if there is none, or if the one
-    that is named is damaged.
+    the line that the run is on (``line.py``), if it is known. Raises CheckpointError if there is none, with ``fix`` as
+    what to do, or if the one that is named is damaged.
     """
     path = run_folder if where == "auto" else Path(where)
+    try:
+        found = _find_in(path, depth, tell, own)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if found is None:
+        raise nothing_there(path, fix)
+    return found
+
+
+def _find_in(path: Path, depth: Depth, tell: Callable[[PassedOver], None] | None, own: Line | None) -> Path | None:
     if storage_of(path).size(path / MANIFEST) is not None:
         verify_checkpoint(path, depth)
         return path
@@ -171,10 +185,7 @@ def find_checkpoint(
                 for each in (*choice.passed_over, *_left_behind(choice, candidates)):
                     tell(each)
             return choice.path
-    raise CheckpointError(
-        f"no checkpoint in {path}\n  a run saves into <run folder>/checkpoints/step-<number>\n"
-        "  check the path, or start without --resume"
-    )
+    return None
 
 
 def _left_behind(choice: Choice, candidates: Sequence[Path]) -> list[PassedOver]:

@@ -147,7 +147,9 @@ def storage_of(path: Path) -> Storage:
             "  for S3: pip install 'paceline[remote]' s3fs"
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{url_of(path)} cannot be reached: {error}") from error
+        raise CheckpointError(
+            f"{url_of(path)} cannot be reached: {error}\n  the store must answer\n  check its address and your rights"
+        ) from error
 
 
 def url_of(path: Path) -> str:

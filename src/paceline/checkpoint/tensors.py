@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from paceline.checkpoint.refusals import cannot_read
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError, UsageError
 from paceline.layout import Region, Runs
@@ -123,7 +124,9 @@ def read_header(storage: Storage, path: Path) -> dict[str, tuple[int, int]]:
         header = json.loads(text)
         offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
         return {name: (8 + size + first, 8 + size + last) for name, (first, last) in offsets.items()}
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (EOFError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a file of tensors: {error}\n  use an older checkpoint") from error
 
 

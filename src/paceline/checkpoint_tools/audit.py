@@ -59,13 +59,16 @@ def check_files(path: Path, manifest: Manifest, storage: Storage, depth: Depth, 
     """Compares every file with the manifest."""
     problems = []
     for name, file in manifest.files.items():
-        size = storage.size(path / name)
-        if size is None:
-            problems.append(f"{name} is missing")
-        elif size != file.num_bytes:
-            problems.append(f"{name} has {size:,} bytes, not {file.num_bytes:,}")
-        elif depth == "full" and storage.digest(path / name) != file.sha256:
-            problems.append(f"{name} has another hash than the manifest says: a bit has changed")
+        try:
+            size = storage.size(path / name)
+            if size is None:
+                problems.append(f"{name} is missing")
+            elif size != file.num_bytes:
+                problems.append(f"{name} has {size:,} bytes, not {file.num_bytes:,}")
+            elif depth == "full" and storage.digest(path / name) != file.sha256:
+                problems.append(f"{name} has another hash than the manifest says: a bit has changed")
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror or error}")
         tell(file.num_bytes)
     known = {*manifest.files, "manifest.json"}
     extra = [name for name in storage.names(path) if name not in known]

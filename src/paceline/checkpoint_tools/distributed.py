@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from paceline.checkpoint.refusals import cannot_read
 from paceline.checkpoint_tools.stream import Stream, Tell, be_silent, stream_made
 from paceline.errors import CheckpointError
 
@@ -45,11 +47,11 @@ def write_distributed(path: Path, content: Mapping[str, Any], tell: Tell = be_si
             save(shapes, storage_writer=writer, planner=_Planner(streams, tell), no_dist=True)
         except CheckpointException as error:  # no Exception: nothing further out would catch it
             cause: BaseException = next(iter(error.failures.values()))[0]
-            if isinstance(cause, CheckpointError):
+            if isinstance(cause, CheckpointError | OSError):
                 raise cause from error
             raise CheckpointError(
                 f"torch's distributed checkpoint cannot be written: {str(cause).splitlines()[0]}\n"
-                "  look whether its disk has room"
+                "  torch could not write all of a file\n  look whether its disk has room, or name another place"
             ) from error
 
 
@@ -57,8 +59,15 @@ def read_distributed(path: Path) -> dict[tuple[str | int, ...], Any]:
     """Returns what a distributed checkpoint has, by its place in the nested dicts: streams, and plain values."""
     try:
         metadata = FileSystemReader(path).read_metadata()
-    except (OSError, ValueError, EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is no distributed checkpoint of torch: {error}") from error
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is no distributed checkpoint of torch: it has no {_FILE}\n"
+            "  torch.distributed.checkpoint writes that file last\n  check the path, or leave --format out"
+        ) from error
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (ValueError, EOFError, RuntimeError, PickleError, AttributeError, ImportError) as error:
+        raise _damaged(path / _FILE, error) from error
     places, entries = metadata.planner_data or {}, metadata.state_dict_metadata
     shapes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     values = _load(path, {name: None for name in entries if name not in shapes})
@@ -131,8 +140,24 @@ def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     if not wanted:
         return wanted
     with _alone():
-        load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
+        try:
+            load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
+        except CheckpointException as error:  # no Exception: nothing further out would catch it
+            cause: BaseException = next(iter(error.failures.values()))[0]
+            if isinstance(cause, FileNotFoundError):
+                raise _damaged(path, f"{Path(str(cause.filename)).name} is missing") from error
+            if isinstance(cause, OSError):
+                raise cannot_read(path, cause) from error
+            raise _damaged(path, cause) from error
     return wanted
+
+
+def _damaged(path: Path, why: BaseException | str) -> CheckpointError:
+    reason = (str(why).splitlines() or [type(why).__name__])[0].partition(". ")[0]  # torch goes on with guesses
+    return CheckpointError(
+        f"{path} is damaged: {reason}\n  every file that torch.distributed.checkpoint wrote is needed, whole\n"
+        "  copy the folder again, or use another checkpoint"
+    )
 
 
 @contextlib.contextmanager

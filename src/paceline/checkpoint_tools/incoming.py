@@ -10,7 +10,7 @@ import json
 import math
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.manifest import MANIFEST
+from paceline.checkpoint.refusals import cannot_read
 from paceline.checkpoint.state import MODEL, OPTIMIZER
 from paceline.checkpoint.storage import LocalFiles
 from paceline.checkpoint.tensors import dtype_of
@@ -53,17 +55,17 @@ _DISTRIBUTED, _SAFETENSORS, _INDEX = ".metadata", "model.safetensors", "model.sa
 
 def format_of(path: Path) -> Format:
     """Tells a format by what is there. Raises CheckpointError where nothing is."""
-    if not path.exists():
-        raise CheckpointError(f"{path} is not there\n  check the path")
+    _check_there(path)
     if path.is_dir():
-        if not any((path / name).is_file() for name in (_DISTRIBUTED, _SAFETENSORS, _INDEX)):
-            raise CheckpointError(
-                f"{path} is no folder with weights\n  torch's distributed checkpoints have {_DISTRIBUTED}, folders of "
-                f"Hugging Face {_SAFETENSORS} or {_INDEX}\n  name such a folder, or a file"
-            )
-        return "dcp" if (path / _DISTRIBUTED).is_file() else "safetensors"
-    with path.open("rb") as file:
-        head = file.read(9)  # safetensors: the size of a header in eight bytes, and its first one
+        if (path / _DISTRIBUTED).is_file():
+            return "dcp"
+        _check_folder(path)
+        return "safetensors"
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)  # safetensors: the size of a header in eight bytes, and its first one
+    except OSError as error:
+        raise cannot_read(path, error) from error
     return "safetensors" if path.suffix == ".safetensors" or head[8:] == b"{" else "torch"
 
 
@@ -72,7 +74,8 @@ def open_incoming(path: Path, kind: Format, prefix: str = "") -> Incoming:
 
     Raises CheckpointError for something else, or a model without tensors.
     """
-    if kind != "safetensors" and path.exists() and path.is_dir() != (kind == "dcp"):
+    _check_there(path)
+    if kind != "safetensors" and path.is_dir() != (kind == "dcp"):
         there = "folder" if path.is_dir() else "file"
         raise CheckpointError(
             f"{path} is a {there}\n  --format {kind} reads a {'folder' if kind == 'dcp' else 'file'}\n"
@@ -81,15 +84,40 @@ def open_incoming(path: Path, kind: Format, prefix: str = "") -> Incoming:
     readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_distributed}
     found = readers[kind](path)
     if not found.model:
-        raise CheckpointError(f"{path} has no tensors of a model\n  a state dict maps names to tensors")
+        raise CheckpointError(
+            f"{path} has no tensors of a model\n  a state dict maps names to tensors\n"
+            "  save it with torch.save(model.state_dict(), path), or as safetensors"
+        )
     if not prefix:
         return found
     if lacking := [name for name in found.model if not name.startswith(prefix)]:
-        raise UsageError(f"--prefix {prefix}: {lacking[0]} does not begin so\n  it is taken off every name")
+        raise UsageError(
+            f"--prefix {prefix}: {lacking[0]} does not begin so\n  it is taken off every name\n"
+            "  leave it out, or name what all of them begin with"
+        )
     return Incoming(
         model={name.removeprefix(prefix): stream for name, stream in found.model.items()},
         optimizer={name.removeprefix(prefix): stream for name, stream in found.optimizer.items()},
         found=found.found,
+    )
+
+
+def _check_there(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} is not there\n  weights are a safetensors or torch file, or a folder of Hugging Face or DCP\n"
+            "  check the path"
+        )
+
+
+def _check_folder(path: Path) -> None:
+    if any((path / name).is_file() for name in (_SAFETENSORS, _INDEX)):
+        return
+    is_ours = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
+    fix = "it is a checkpoint already: start from it with --resume" if is_ours else "name such a folder, or a file"
+    raise CheckpointError(
+        f"{path} is no folder with weights\n  torch's distributed checkpoints have {_DISTRIBUTED}, folders of "
+        f"Hugging Face {_SAFETENSORS} or {_INDEX}\n  {fix}"
     )
 
 
@@ -128,30 +156,58 @@ def _open_safetensors(path: Path) -> Incoming:
 def _safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
     if path.is_file():
         return [path], None
-    index, config = path / "model.safetensors.index.json", path / "config.json"
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-        found = json.loads(config.read_text()) if config.is_file() else None
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    _check_folder(path)
+    index, config = path / _INDEX, path / "config.json"
+    names = {_SAFETENSORS} if not index.is_file() else set(_parse(index, lambda found: found["weight_map"].values()))
+    found: dict[str, Any] | None = _parse(config, dict) if config.is_file() else None
+    if lacking := [name for name in sorted(names) if not (path / name).is_file()]:
+        raise CheckpointError(
+            f"{path / lacking[0]} is missing\n  {index.name} names {len(names)} files\n  copy the whole folder again"
+        )
     return [path / name for name in sorted(names)], found
+
+
+def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
+    """Returns what is taken from a JSON file. Raises CheckpointError for one that is something else."""
+    try:
+        return take(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}\n  folders of Hugging Face have JSON there\n  copy the folder again"
+        ) from error
 
 
 def _safetensors_table(path: Path) -> tuple[dict[str, Stream], dict[str, str]]:
     """Returns the tensors of a file, each read in windows when it is needed, and what else the header says."""
     try:
         with path.open("rb") as file:
+            total = path.stat().st_size
+            if total < 8:
+                raise ValueError(f"it has {total} bytes")
             (size,) = struct.unpack("<Q", file.read(8))
-            if size > path.stat().st_size:
-                raise ValueError(f"a header of {size} bytes")
+            if size > total:
+                raise ValueError(f"a header of {size} bytes in a file of {total}")
             header = json.loads(file.read(size))
         metadata = header.pop("__metadata__", {})
         streams = {
             name: _file_stream(path, name, entry["dtype"], entry["shape"], 8 + size + entry["data_offsets"][0])
             for name, entry in header.items()
         }
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+        needed = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is not a safetensors file: {error}\n  it begins with a header, and that with its size\n"
+            "  check the path, or --format"
+        ) from error
+    if total < needed:
+        raise CheckpointError(
+            f"{path} is cut short: it has {total:,} bytes of {needed:,}\n  its header tells where every tensor ends\n"
+            "  copy or download it again"
+        )
     return streams, metadata
 
 
@@ -164,8 +220,12 @@ def _file_stream(path: Path, name: str, code: str, shape: list[int], start: int)
             window = memoryview(bytearray(min(WINDOW_BYTES, total - first)))
             try:
                 LocalFiles().read_into(path, [(start + first, window)])
-            except (OSError, EOFError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            except OSError as error:
+                raise cannot_read(path, error) from error
+            except EOFError as error:
+                raise CheckpointError(
+                    f"{path} is cut short: {error}\n  it was whole when it was opened\n  copy or download it again"
+                ) from error
             yield window
 
     return Stream(name=name, shape=tuple(shape), dtype=dtype, read=read)
@@ -173,8 +233,12 @@ def _file_stream(path: Path, name: str, code: str, shape: list[int], start: int)
 
 def _reason(path: Path, error: Exception) -> str:
     """Returns why torch cannot read a file: its own words speak of memory maps for anything that is no zip file."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
     if path.is_file() and not zipfile.is_zipfile(path):
-        return "it is no zip archive, as torch has written since version 1.6"
+        with path.open("rb") as file:
+            is_begun = file.read(4) == b"PK\x03\x04"
+        return "it is cut short" if is_begun else "it is no zip archive, as torch has written since version 1.6"
     return str(error).splitlines()[0]
 
 
@@ -187,7 +251,10 @@ def _open_torch(path: Path) -> Incoming:
             "  tensors and plain values are read, never code\n  save it with torch.save(model.state_dict(), path)"
         ) from error
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}\n  a state dict maps names to tensors")
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}\n  a state dict maps names to tensors\n"
+            "  save it with torch.save(model.state_dict(), path)"
+        )
     return _sorted_out({(str(name),): value for name, value in content.items()})
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
 from paceline.checkpoint.line import newest_line
 from paceline.checkpoint.manifest import MANIFEST, Manifest
-from paceline.checkpoint.remote import storage_of, url_of
+from paceline.checkpoint.refusals import nothing_there
+from paceline.checkpoint.remote import storage_of
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint_tools.audit import Depth, check_files, check_tensors
 from paceline.checkpoint_tools.stream import Tell, be_silent
@@ -45,9 +46,7 @@ def folder_of(where: Path) -> Path:
     for folder in (where / "checkpoints", where):
         if list_checkpoints(folder, storage) or any(_is_rest(name) for name in storage.names(folder)):
             return folder
-    raise CheckpointError(
-        f"no checkpoint in {url_of(where)}\n  a run saves into <run folder>/checkpoints/step-<number>\n  check the path"
-    )
+    raise nothing_there(where, "name a run's folder, or one with checkpoints")
 
 
 def list_folder(where: Path, now: float, depth: Depth = "fast", tell: Tell = be_silent) -> list[Listed]:

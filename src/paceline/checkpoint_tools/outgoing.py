@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.refusals import cannot_write
 from paceline.checkpoint.state import MODEL, OPTIMIZER
 from paceline.checkpoint.storage import LocalFiles
 from paceline.checkpoint_tools.hugging_face import shape_of, to_hugging_face
@@ -59,7 +60,10 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, tell: Tell
         raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
     streams = model_streams(checkpoint)
     if not streams:
-        raise CheckpointError(f"{checkpoint.path} has no tensors of a model")
+        raise CheckpointError(
+            f"{checkpoint.path} has no tensors of a model\n  their names begin with {MODEL}\n"
+            "  look at it with paceline checkpoint inspect"
+        )
     write: Callable[[Path], None]
     if options.is_hugging_face:
         write = _hugging_face_writer(checkpoint, streams, tell)
@@ -158,7 +162,7 @@ def _written_whole(out: Path, write: Callable[[Path], None]) -> None:
         _remove(old)
     except OSError as error:
         _remove(partial)
-        raise CheckpointError(f"cannot write {out}: {error}") from error
+        raise cannot_write(out, error) from error
     except BaseException:
         _remove(partial)
         raise

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.manifest import SavedPiece, SavedTensor, tensor_entry
+from paceline.checkpoint.refusals import cannot_write
 from paceline.checkpoint.remote import storage_of, url_of
 from paceline.checkpoint.tensors import dtype_code, shown_shape
 from paceline.checkpoint.write import PlainState, Target, commit, discard
@@ -66,7 +67,7 @@ def write_checkpoint(
         commit(first, plain)
     except OSError as error:
         discard(first)
-        raise CheckpointError(f"cannot write {url_of(first.final)}: {error}") from error
+        raise cannot_write(first.final, error) from error
     except BaseException:
         discard(first)
         raise

@@ -150,11 +150,13 @@ class Attempt:
         trainer.sink.write(EndRecord(status="done", step=trainer.step, seconds=now - started, message="", time=now))
 
     def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
-        from paceline.monitor.sinks import Fanout, JsonlSink, Strided, TensorBoardSink
+        from paceline.monitor.sinks import Fanout, JsonlSink, SpaceSink, Strided, TensorBoardSink
 
-        sinks: list[Sink] = [JsonlSink(self._records)]
+        goes_on = config.recovery.on_full_disk == "warn"
+        sinks: list[Sink] = [JsonlSink(self._records, waits_for_space=goes_on)]
         if config.monitor.tensorboard and self._rank == 0:
-            sinks.append(Strided(TensorBoardSink(self._folder / "tensorboard"), config.monitor.log_every))
+            board = TensorBoardSink(self._folder / "tensorboard")
+            sinks.append(Strided(SpaceSink(board) if goes_on else board, config.monitor.log_every))
         if view is not None:
             sinks.append(view)
         return Fanout(sinks)

@@ -62,7 +62,9 @@ def calibrate(
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     count = ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
     more = (2 * count,) if chosen == "cpu" and count > 1 else ()
-    wanted = Wanted(device=chosen, ranks=count, with_compiled=compiled, is_noise_taken=noisy, more_ranks=more)
+    wanted = Wanted(
+        device=chosen, ranks=count, with_compiled=compiled, is_noise_taken=noisy, more_ranks=more, alone=True
+    )
     check_wanted(wanted)
     if not as_json:
         typer.echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)

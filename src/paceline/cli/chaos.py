@@ -99,7 +99,7 @@ def _backend(name: str | None) -> list[str]:
 
 def _settle(loaded: LoadedConfig, path: Path, overrides: Sequence[str], *, may_hang: bool) -> Setting:
     """Changes of a config what it leaves open and a run with faults needs; tells each."""
-    from paceline.cli.train import CPU_RANKS
+    from paceline.cli.supervision import CPU_RANKS
     from paceline.config import load_config
 
     config, changes, notes = loaded.config, [f"name={loaded.config.name}-chaos"], []

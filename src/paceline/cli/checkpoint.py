@@ -50,7 +50,7 @@ def list_all(
 
     from paceline.checkpoint_tools.listing import list_folder
 
-    with _progress("reading", None, as_json) as tell:
+    with _reading(), _progress("reading", None, as_json) as tell:
         found = list_folder(Path(where), time.time(), "full" if full else "fast", tell)
     text.show_list(found, as_json=as_json)
     if any(each.problem for each in found):
@@ -73,7 +73,8 @@ def inspect(
     """
     from paceline.checkpoint_tools.summary import summarize
 
-    found = summarize(_find(path), tensors)
+    with _reading():
+        found = summarize(_find(path), tensors)
     text.show_summary(found, lists_tensors=tensors is not None, as_json=as_json)
 
 
@@ -105,9 +106,10 @@ def verify(
     from paceline.checkpoint import read_manifest
     from paceline.checkpoint_tools.audit import audit
 
-    chosen = _find(path)
-    with _progress("verifying", read_manifest(chosen).num_bytes, as_json) as tell:
-        found = audit(chosen, "fast" if fast else "full", tell)
+    with _reading():
+        chosen = _find(path)
+        with _progress("verifying", read_manifest(chosen).num_bytes, as_json) as tell:
+            found = audit(chosen, "fast" if fast else "full", tell)
     text.show_audit(found, as_json=as_json)
     if not found.is_good:
         raise typer.Exit(1)
@@ -128,9 +130,10 @@ def diff(
     from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint_tools.difference import compare
 
-    ours, theirs = open_checkpoint(_find(left)), open_checkpoint(_find(right))
-    with _progress("comparing", ours.manifest.num_bytes, as_json) as tell:
-        found = compare(ours, theirs, tell)
+    with _reading():
+        ours, theirs = open_checkpoint(_find(left)), open_checkpoint(_find(right))
+        with _progress("comparing", ours.manifest.num_bytes, as_json) as tell:
+            found = compare(ours, theirs, tell)
     text.show_difference(found, str(ours.path), str(theirs.path), as_json=as_json)
     if not found.is_same_state:
         raise typer.Exit(1)
@@ -218,7 +221,9 @@ def export(
 
 @app.command("import")
 def take(
-    source: Path = typer.Argument(metavar="SRC", help="A safetensors or torch file, a Hugging Face or DCP folder."),
+    source: Path = typer.Argument(
+        metavar="SRC", readable=False, help="A safetensors or torch file, a Hugging Face or DCP folder."
+    ),
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-00000000 is written."),
     kind: str = typer.Option(None, "--format", help="safetensors, torch or dcp.  [default: by what is there]"),
     prefix: str = typer.Option("", help="Take this off the names, such as 'module.'."),
@@ -244,7 +249,8 @@ def take(
 
     if kind is not None:
         _check_word("--format", kind, ("safetensors", "torch", "dcp"))
-    found = open_incoming(source, cast("Format", kind) if kind is not None else format_of(source), prefix)
+    with _reading():
+        found = open_incoming(source, cast("Format", kind) if kind is not None else format_of(source), prefix)
     with _progress("writing", found.num_bytes, as_json) as tell:
         path = take_in(found, Path(target), str(source), tell=tell, may_replace=force)
     text.show_written("imported", path, as_json=as_json)
@@ -259,23 +265,39 @@ def _find(where: str) -> Path:
     path = Path(where)
     if storage_of(path).size(path / MANIFEST) is not None:
         return path  # damaged or not: what is wrong with it is for the command to say
-    return find_checkpoint(where, path, "fast", lambda passed: typer.echo(f"paceline: {passed}", err=True))
+    fix = "name a checkpoint, a run's folder, or one with checkpoints"
+    return find_checkpoint(where, path, "fast", lambda passed: typer.echo(f"paceline: {passed}", err=True), fix=fix)
 
 
 def _find_whole(where: str, fast: bool) -> Path:
     """Returns the checkpoint that is named, after its files were compared: what is made of it has hashes of its own."""
     from paceline.checkpoint.find import verify_checkpoint
 
-    path = _find(where)
-    verify_checkpoint(path, "fast" if fast else "full")
-    return path
+    with _reading():
+        path = _find(where)
+        verify_checkpoint(path, "fast" if fast else "full")
+        return path
 
 
 def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
+    from paceline.config.suggest import nearest
     from paceline.errors import UsageError
 
     if word not in known:
-        raise UsageError(f"{option} {word}: there are {', '.join(known)}")
+        meant = nearest(word, known)
+        fix = f"did you mean {meant}?" if meant else "choose one of them"
+        raise UsageError(f"{option} {word}: there is none of that name\n  there are {', '.join(known)}\n  {fix}")
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Tells what the system lets nobody read in words, and not as a traceback."""
+    from paceline.checkpoint.refusals import cannot_read
+
+    try:
+        yield
+    except OSError as error:
+        raise cannot_read(Path(error.filename or "."), error) from error
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.errors import ConfigError, UsageError
+from paceline.errors import ConfigError, RunFolderError, UsageError
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -27,7 +27,7 @@ class NodeOptions:
 
 def launch_node(asked: Config, options: NodeOptions, *, force: bool, resume: str | None, as_json: bool) -> None:
     """Runs this host's ranks until the run is done, with as many other hosts as there are."""
-    from paceline.cli.supervision import rank_modules
+    from paceline.cli.supervision import rank_modules, rank_threads
     from paceline.cli.train import Place, find_place
     from paceline.launch.nodes import is_in_use, parse_nodes
     from paceline.launch.warm import warm_ranks
@@ -41,13 +41,18 @@ def launch_node(asked: Config, options: NodeOptions, *, force: bool, resume: str
     nodes = parse_nodes(options.counts, options.endpoint, run_id=asked.name, max_restarts=asked.recovery.max_restarts)
     is_guest = is_in_use(folder)
     place = Place(folder=folder) if is_guest else find_place(asked, force=force, resume=resume)
-    with warm_ranks(rank_modules(asked), is_wanted=asked.recovery.warm) as warm:
+    threads = rank_threads(asked, options.ranks)
+    with warm_ranks(rank_modules(asked), is_wanted=asked.recovery.warm, threads=threads) as warm:
         config, ranks = _resolve(asked, nodes, options.ranks)
         if is_guest:
-            typer.echo(f"paceline: joining the run in {folder} with {ranks} ranks", err=True)
-            _run(config, folder, nodes, ranks, warm)
+            _join(config, folder, nodes, ranks, warm)
             return
-        _run_as_first(config, place.folder, nodes, ranks, warm, force=force, as_json=as_json)
+        try:
+            _run_as_first(config, place.folder, nodes, ranks, warm, force=force, as_json=as_json)
+        except RunFolderError:
+            if not is_in_use(folder):
+                raise
+            _join(config, folder, nodes, ranks, warm)  # another host's launcher came first, in between
 
 
 def _resolve(asked: Config, nodes: Nodes, ranks: int | None) -> tuple[Config, int]:
@@ -73,6 +78,11 @@ def _resolve(asked: Config, nodes: Nodes, ranks: int | None) -> tuple[Config, in
     return resolve_strategy(config)[0], per_node
 
 
+def _join(config: Config, folder: Path, nodes: Nodes, ranks: int, warm: WarmRanks | None) -> None:
+    typer.echo(f"paceline: joining the run in {folder} with {ranks} ranks", err=True)
+    _run(config, folder, nodes, ranks, warm)
+
+
 def _run_as_first(
     config: Config, folder: Path, nodes: Nodes, ranks: int, warm: WarmRanks | None, *, force: bool, as_json: bool
 ) -> None:
@@ -81,9 +91,13 @@ def _run_as_first(
     from paceline.config import dump_yaml
     from paceline.launch.failure import RunFailedError, RunPreemptedError
     from paceline.launch.folder import claim_folder
+    from paceline.launch.hangs import forget_hangs
+    from paceline.launch.watch import forget_health
 
     is_continued = (folder / "config.yaml").is_file() and not force
     with claim_folder(folder, dump_yaml(config), force=force, resume=is_continued) as claimed:
+        forget_hangs(folder)
+        forget_health(folder, range(ranks * nodes.most))
         try:
             with Progress(folder, is_shown=config.monitor.console and not as_json):
                 _run(config, folder, nodes, ranks, warm)
@@ -98,18 +112,20 @@ def _run_as_first(
 
 
 def _run(config: Config, folder: Path, nodes: Nodes, ranks: int, warm: WarmRanks | None) -> None:
-    from paceline.cli.supervision import rank_command
+    from paceline.cli.supervision import rank_command, restart_policy
+    from paceline.launch.hangs import telling_restarts
     from paceline.launch.local import launch_local
     from paceline.launch.settings import rank_variables
 
     uses_nccl = config.parallel.device == "cuda" and config.comm.backend in ("auto", "nccl")
-    launch_local(
-        rank_command(folder, "auto", None),
-        folder,
-        ranks=ranks,
-        num_records=ranks * nodes.most,
-        threads=config.parallel.threads,
-        variables=rank_variables(config, uses_nccl=uses_nccl),
-        warm=warm,
-        nodes=nodes,
-    )
+    with telling_restarts(folder, restart_policy(config), lambda text: typer.echo(f"paceline: {text}", err=True)):
+        launch_local(
+            rank_command(folder, "auto", None, is_beside=True),
+            folder,
+            ranks=ranks,
+            num_records=ranks * nodes.most,
+            threads=config.parallel.threads,
+            variables=rank_variables(config, uses_nccl=uses_nccl),
+            warm=warm,
+            nodes=nodes,
+        )

@@ -89,7 +89,7 @@ def _replay(
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": "cpu"})})
     programs = record_stages(config, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
-    return replace(replay(programs, cluster, slow=slow, keeps_spans=keeps_spans), shown=rank)
+    return replace(replay(programs, cluster, slow=slow, keeps_spans=keeps_spans, with_loop=True), shown=rank)
 
 
 def describe(found: Replay, price: float | None = None) -> list[str]:
@@ -120,6 +120,8 @@ def _breakdown(found: Replay) -> list[str]:
         ("exposed", rank.exposed, "communication that compute waits for"),
         ("bubble", rank.bubble, "waiting for other stages of the pipeline"),
         ("launches", rank.launch_wait, "the device waits for the host"),
+        ("loop", rank.loop, "the next batch, times, records and hooks"),
+        ("on the host", rank.on_host, "the host computes itself: it updates what is offloaded"),
         ("hidden", rank.hidden, "communication beside compute, on top of the above: it costs nothing more"),
     ]
     lines = [f"{'where it goes':<13} {'seconds':>10} {'share':>7}  of rank {rank.rank}"]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from paceline.launch.supervise import RestartNote, StartingPoint, Surroundings
     from paceline.train.recovery import RestartPolicy
 
+CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
+
 # What a rank needs, loaded once before ranks are forked.
 _RANK_MODULES = (
     "paceline.cli.worker",
@@ -27,6 +29,7 @@ _RANK_MODULES = (
     "paceline.train.saving",
     "paceline.comm.torch_dist",
     "paceline.launch.watch",
+    "paceline.launch.beside",
     "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
 )
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID", VARIABLE)
@@ -42,6 +45,18 @@ def rank_modules(config: Config) -> list[str]:
     return modules
 
 
+def rank_threads(config: Config, ranks: int | None = None) -> int | None:
+    """Returns how many threads a rank of this host will compute with, before torch is there to tell of GPUs.
+
+    ``ranks`` are those of this host, where they are given. None: the ranks will have GPUs.
+    """
+    parallel = config.parallel
+    if parallel.threads is not None or parallel.device == "cuda":
+        return parallel.threads
+    count = ranks or (CPU_RANKS if parallel.ranks == "auto" else parallel.ranks)
+    return max(1, (os.cpu_count() or 1) // (1 if config.comm.backend == "virtual" else count))
+
+
 def is_scheduled() -> bool:
     """Says whether something may have started this command before, with the same arguments."""
     return any(name in os.environ for name in _SCHEDULERS)
@@ -54,14 +69,16 @@ def restart_policy(config: Config) -> RestartPolicy:
     return RestartPolicy(**{each.name: getattr(config.recovery, each.name) for each in fields(RestartPolicy)})
 
 
-def rank_command(folder: Path, checkpoint: Path | str | None, restart: RestartNote | None) -> list[str]:
-    """Returns what each rank runs: a module and its arguments."""
+def rank_command(
+    folder: Path, checkpoint: Path | str | None, restart: RestartNote | None, *, is_beside: bool = False
+) -> list[str]:
+    """Returns what each rank runs: a module and its arguments. ``is_beside``: the ranks watch themselves."""
     command = ["paceline.cli.worker", str(folder), "--launcher", str(os.getpid())]
     if checkpoint is not None:
         command += ["--resume", str(checkpoint)]
     if restart is not None:
         command += ["--restart", json.dumps(asdict(restart))]
-    return command
+    return [*command, "--beside"] if is_beside else command
 
 
 def surroundings(config: Config, folder: Path, first: Path | None) -> Surroundings:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from paceline.monitor.records import Record
     from paceline.planner.expectation import Expectation
 
-CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
-
 
 def train(
     config: Path = typer.Argument(metavar="CONFIG", help="A YAML file; see configs/ for examples."),
@@ -73,6 +71,7 @@ def resolve_config(config: Config) -> Config:
     """Settles what depends on the machine, device and ranks. Raises ConfigError if they do not fit."""
     import torch
 
+    from paceline.cli.supervision import CPU_RANKS
     from paceline.config import check_ranks
     from paceline.errors import ConfigError, Problem
 
@@ -208,10 +207,11 @@ def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
 
 def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_json: bool) -> None:
     place = find_place(asked, force=force, resume=resume)  # before torch is imported, which takes seconds
-    from paceline.cli.supervision import rank_modules
+    from paceline.cli.supervision import rank_modules, rank_threads
     from paceline.launch.warm import warm_ranks
 
-    with warm_ranks(rank_modules(asked), is_wanted=asked.recovery.warm) as warm:  # loads torch while this process does
+    modules, threads = rank_modules(asked), rank_threads(asked)
+    with warm_ranks(modules, is_wanted=asked.recovery.warm, threads=threads) as warm:  # loads torch as this one does
         _launch_in(place, asked, force=force, port=port, as_json=as_json, warm=warm)
 
 
@@ -236,7 +236,7 @@ def _launch_in(place: Place, asked: Config, *, force: bool, port: int, as_json: 
             claimed.expect(expected.to_text())
         try:
             shown = config.monitor.console and not as_json
-            with Progress(place.folder, is_shown=shown), Foretold(config, place.folder, expected):
+            with Progress(place.folder, is_shown=shown), Foretold(config, place.folder, expected, warm):
                 _run_attempts(config, place, port=port, variables=variables, warm=warm)
         except UsageError:
             claimed.discard()

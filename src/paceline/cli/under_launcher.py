@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.cli.attempt import Attempt
-from paceline.cli.rank_process import keep_cores, leave_process, node_ranks, restarted_by_launcher, uses_nccl
+from paceline.cli.rank_process import keep_cores, leave_process, node_ranks, restarted_by_launcher, uses_gpu, uses_nccl
 from paceline.errors import PreemptedError
 from paceline.launch.codes import FAILED, PREEMPTED, REFUSED
 from paceline.launch.failure import Failure
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
     from paceline.comm.base import Communicator
     from paceline.config import Config
 
+_PATIENCE_S = 2.0  # ranks that are done leave: the dry run, which has to load torch first, is for runs of some length
+
 
 def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_json: bool) -> None:
     """Runs this process as one rank of a launcher that somebody else started, such as torchrun."""
     from paceline.cli.train import find_place, show_decisions, show_result
+    from paceline.cluster.detect import detect_machine
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.config import check_ranks
     from paceline.errors import ConfigError, UsageError
@@ -48,6 +53,7 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
             "comm.backend = virtual under a launcher of processes\n  virtual ranks take turns in one process\n"
             "  start it with paceline train alone, or set comm.backend = auto"
         )
+    machine = None if uses_gpu(asked) else detect_machine(with_gpus=False)  # with all cores
     keep_cores(asked)
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     problems = check_ranks(asked, comm.size, node_ranks(asked))
@@ -56,8 +62,8 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     parallel = asked.parallel.model_copy(update={"ranks": comm.size, "device": comm.device.type})
     config, choice = asked.model_copy(update={"parallel": parallel}), None
     if parallel.strategy == "auto":
-        config, choice = resolve_together(config, comm, node_ranks(config))
-    claimed = _claim_together(comm, place, config, force=force)
+        config, choice = resolve_together(config, comm, node_ranks(config), machine)
+    claimed, foretold = _claim_together(comm, place, config, force=force)
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not as_json else None
     if view is not None:
         show_decisions(config, choice)
@@ -65,7 +71,8 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
     comm = watch_beside(comm, place.folder.absolute(), watch_policy(config))
     try:
-        attempt.run(config, comm, resume=place.checkpoint, view=view)
+        with foretold:
+            attempt.run(config, comm, resume=place.checkpoint, view=view)
     except BaseException as error:
         if view is not None:
             view.flush()
@@ -81,35 +88,46 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     disconnect()
 
 
-def _claim_together(comm: Communicator, place: Place, config: Config, *, force: bool) -> RunFolder | None:
-    """Claims the run's folder on rank 0; all ranks learn whether it worked."""
+def _claim_together(
+    comm: Communicator, place: Place, config: Config, *, force: bool
+) -> tuple[RunFolder | None, AbstractContextManager[None]]:
+    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked."""
     from paceline.comm.objects import broadcast_object
     from paceline.config import dump_yaml
     from paceline.errors import PacelineError
 
     claimed: RunFolder | None = None
+    foretold: AbstractContextManager[None] = contextlib.nullcontext()
     problem: PacelineError | None = None
     if comm.rank == 0:
         try:
             claimed = claim_folder(place.folder, dump_yaml(config), force=force, resume=place.is_continued)
-            _write_expected(config, claimed)
+            foretold = _foretell(config, claimed)
         except PacelineError as error:
             problem = error
     problem = broadcast_object(comm, problem)
     if problem is not None:
         raise problem
-    return claimed
+    return claimed, foretold
 
 
-def _write_expected(config: Config, claimed: RunFolder) -> None:
-    """Writes down what is expected of a run whose threads are its launcher's, where the config does not say."""
+def _foretell(config: Config, claimed: RunFolder) -> AbstractContextManager[None]:
+    """Writes down what is expected of a run whose threads are its launcher's, where the config does not say.
+
+    Returns the dry run that goes on beside it, on one host: of several, this one does not know the network between.
+    """
     import torch
 
+    from paceline.cli.foretell import Foretold
     from paceline.cli.train import predict_run
 
-    expected = predict_run(config, threads=torch.get_num_threads(), node_ranks=node_ranks(config))
+    threads, here = config.parallel.threads or torch.get_num_threads(), node_ranks(config)
+    expected = predict_run(config, threads=threads, node_ranks=here)
     if expected is not None:
         claimed.expect(expected.to_text())
+    if here not in (None, config.parallel.ranks):
+        return contextlib.nullcontext()
+    return Foretold(config, claimed.path, expected, threads=threads, patience_s=_PATIENCE_S)
 
 
 def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, started: float) -> NoReturn:

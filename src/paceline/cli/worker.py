@@ -1,10 +1,11 @@
 """One rank of a run: what the launcher starts on each process.
 
-    python -m paceline.cli.worker RUN_FOLDER --launcher PID [--resume CHECKPOINT | --resume auto] [--restart JSON]
+    python -m paceline.cli.worker RUN_FOLDER --launcher PID [--resume CHECKPOINT|auto] [--restart JSON] [--beside]
 
 It reads the resolved config from the run's folder, joins the others, trains, and writes records. An error goes to
 ``logs/rank-<r>.error.json`` for the launcher, and to this rank's log. SIGTERM, SIGUSR1 and SIGUSR2 ask it to save and
-leave, together with the others; ``auto`` stands for the run's newest checkpoint, and the beginning without one.
+leave, together with the others; ``auto`` stands for the run's newest checkpoint, and the beginning without one. With
+``--beside`` the ranks watch themselves, as those of several hosts have several launchers.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import argparse
 import json
 import os
 import signal
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.attempt import Attempt
 from paceline.cli.rank_process import keep_cores, leave_process, node_ranks, redirect_output, restarted_by_launcher
+from paceline.errors import CommunicationError
+from paceline.launch.codes import DONE, HUNG
 from paceline.launch.failure import forget_failure
 from paceline.launch.folder import config_of
 from paceline.launch.orphans import end_with_parent, note_process
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from paceline.comm.base import Communicator
     from paceline.config import Config
 
+HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
+
 
 def main() -> None:
     """Runs one rank and leaves with its exit code."""
@@ -36,6 +42,7 @@ def main() -> None:
     parser.add_argument("--launcher", type=int, required=True)
     parser.add_argument("--resume")
     parser.add_argument("--restart", type=json.loads)
+    parser.add_argument("--beside", action="store_true")
     arguments = parser.parse_args()
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
     end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
@@ -47,6 +54,8 @@ def main() -> None:
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
         note_process(folder, rank, arguments.launcher)
+        if arguments.beside:
+            _leave_if_over(config, folder)
         forget_failure(folder, rank)
         redirect_output(folder / "logs" / f"rank-{rank}.log")
         if config.comm.backend == "virtual":
@@ -57,9 +66,13 @@ def main() -> None:
         keep_cores(config)
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
         config = _fit_to_world(config, comm)
+        if arguments.beside:
+            comm = _watch_beside(config, folder, comm)
         attempt.run(config, comm, resume=arguments.resume)
         disconnect()
     except BaseException as error:
+        if arguments.beside and isinstance(error, CommunicationError):
+            _leave_if_different(folder)
         attempt.leave(error)
 
 
@@ -77,6 +90,37 @@ def _fit_to_world(config: Config, comm: Communicator) -> Config:
     if problems:
         raise ConfigError(problems, source=f"config, on {comm.size} ranks")
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"ranks": comm.size})})
+
+
+def _leave_if_over(config: Config, folder: Path) -> None:
+    """Leaves with success, after a word for the launchers, where the attempt before has hung and was the last."""
+    from paceline.cli.supervision import restart_policy
+    from paceline.launch.hangs import is_over, note_over
+
+    if is_over(folder, restart_policy(config)):
+        note_over(folder)
+        leave_process(DONE)
+
+
+def _watch_beside(config: Config, folder: Path, comm: Communicator) -> Communicator:
+    """Lets the ranks of all hosts watch themselves; forgets failures of ranks that are no more."""
+    from paceline.launch.beside import watch_beside
+    from paceline.launch.failure import read_failures
+    from paceline.launch.watch import watch_policy
+
+    for failure in read_failures(folder) if comm.rank == 0 else ():
+        if failure.rank >= comm.size:
+            forget_failure(folder, failure.rank)
+    return watch_beside(comm, folder, watch_policy(config), host=os.environ.get(HOST))
+
+
+def _leave_if_different(folder: Path) -> None:
+    """Leaves as after a verdict where this rank has lost another that called something else."""
+    from paceline.launch.hangs import note_own_mismatch
+
+    if note_own_mismatch(folder, int(os.environ["WORLD_SIZE"])):
+        traceback.print_exc()
+        leave_process(HUNG)
 
 
 def _run_virtual(config: Config, first: Attempt, resume: str | None) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.devices import Cluster, Link, device_named, load_cluster, make_node, node_named
+from paceline.cluster.devices import Cluster, Device, Link, device_named, load_cluster, make_node, node_named
 from paceline.cluster.entries import read_catalog, shipped
 from paceline.errors import UsageError
 from paceline.units import MIB, format_bytes
@@ -99,6 +99,14 @@ def gloo_link(entry: Path | None = None) -> Link:
     node = load_cluster(str(entry)).node
     name = f"{node.name}-gloo"
     return make_node(name, found).inside if name in found.nodes else node.inside
+
+
+def alone_device(entry: Path | None = None) -> Device | None:
+    """Returns what one rank is that has all cores of a CPU host, where an entry, or the catalog, measured that."""
+    found = shipped() if entry is None else shipped().with_file(read_catalog(entry))
+    device = node_named(_CPU_HOST).device if entry is None else load_cluster(str(entry)).device
+    name = f"{device.name}-alone"
+    return make_node(name, found).device if name in found.nodes else None
 
 
 def read_smi(text: str) -> list[tuple[str, float]]:

@@ -32,6 +32,7 @@ from paceline.units import GIB
 
 # The least share of the dense peak that products reached on A100, H100 and B200: for devices that nobody measured.
 UNMEASURED_SHARE = 0.78
+_LOOP_OPERATIONS = 10  # of a run's loop, where nobody measured it: about what one takes that was
 _COUNT_FIRST = re.compile(r"^\s*(\d+)\s*[x*]\s*(\S.*)$", re.IGNORECASE)
 _COUNT_LAST = re.compile(r"^(.*\S)\s+[x*]\s*(\d+)\s*$", re.IGNORECASE)
 _OVER = re.compile(r"^(.*\S)\s+(?:over|on)\s+(\S.*)$", re.IGNORECASE)
@@ -59,8 +60,9 @@ class Device:
 
     What ``paceline calibrate`` measured besides: ``shapes``; ``memory_rates``, bytes per second of families of kernels
     by bytes (cluster/operations.py); ``operation_s``, the host's time for one operation of a training step, and
-    ``tensor_s`` for each further tensor of one over lists; ``factor``, what a run took over what its kernels add up to,
-    as ``calibrate --from`` fits it.
+    ``tensor_s`` for each further tensor of one over lists; ``step_s``, its time for a step whatever there is in it, and
+    ``loop_s`` for what surrounds a step in a run: the next batch, times, records, hooks; ``factor``, what a run took
+    over what its kernels add up to, as ``calibrate --from`` fits it.
     """
 
     name: str
@@ -78,6 +80,8 @@ class Device:
     memory_rates: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict, hash=False)
     operation_s: float | None = None
     tensor_s: float = 0.0
+    step_s: float = 0.0
+    loop_s: float = 0.0
     factor: float = 1.0
 
     def peak(self, dtype: str) -> float:
@@ -292,6 +296,8 @@ class _Catalog:
             memory_rates=measured.memory_rates,
             operation_s=measured.operation_s,
             tensor_s=measured.tensor_s,
+            step_s=measured.step_s,
+            loop_s=measured.loop_s,
         )
 
     def node(self, name: str) -> Node:
@@ -386,8 +392,20 @@ def _device(name: str, entry: DeviceEntry) -> Device:
         },
         operation_s=None if entry.operation_us is None else entry.operation_us * 1e-6,
         tensor_s=entry.tensor_us * 1e-6,
+        step_s=entry.step_us * 1e-6,
+        loop_s=loop_us(entry) * 1e-6,
         factor=entry.factor,
     )
+
+
+def loop_us(entry: DeviceEntry) -> float:
+    """Returns what a run's loop takes a step; where nobody measured it, a few operations of the processor.
+
+    Beside a GPU the host runs ahead, so that nothing waits for it.
+    """
+    if entry.loop_us is not None:
+        return entry.loop_us
+    return _LOOP_OPERATIONS * (entry.operation_us or entry.launch_us) if entry.generation == "cpu" else 0.0
 
 
 def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:

@@ -85,6 +85,8 @@ class DeviceEntry(Entry):
     memory_rates: dict[str, dict[int, Positive]] = Field(default_factory=dict)
     operation_us: Positive | None = None
     tensor_us: float = Field(default=0.0, ge=0)
+    step_us: float = Field(default=0.0, ge=0)
+    loop_us: float | None = Field(default=None, ge=0)
     factor: Positive = 1.0
     measured: MeasuredEntry | None = None
     tables_of: str | None = None

@@ -13,15 +13,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from paceline.cluster.devices import Device
 from paceline.cluster.rates import attention_rate, matmul_rate
 
-Family: TypeAlias = Literal[
-    "matmul",
-    "attention",
-    "attention_backward",
+MemoryFamily: TypeAlias = Literal[
     "pointwise",
     "curve",
     "curve_backward",
@@ -34,25 +31,15 @@ Family: TypeAlias = Literal[
     "embedding",
     "embedding_backward",
     "optimizer",
+    "random",
 ]
-MEMORY_FAMILIES: tuple[Family, ...] = (
-    "pointwise",
-    "curve",
-    "curve_backward",
-    "norm",
-    "norm_backward",
-    "softmax",
-    "reduction",
-    "strided",
-    "convert",
-    "embedding",
-    "embedding_backward",
-    "optimizer",
-)
+Family: TypeAlias = Literal["matmul", "attention", "attention_backward"] | MemoryFamily
+MEMORY_FAMILIES: tuple[MemoryFamily, ...] = get_args(MemoryFamily)
 # Kernels that a compiler puts into one, and goes through memory once for all of them.
 FUSED: frozenset[str] = frozenset({"pointwise", "curve", "curve_backward", "norm", "norm_backward", "convert"}) | {
     "strided",
     "reduction",
+    "random",
 }
 _BACKWARD_FLOPS = 2.5  # of attention, over its forward
 

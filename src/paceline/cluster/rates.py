@@ -2,14 +2,24 @@
 
 The rate is the mean of the measured rates' logarithms, weighted by 1 / d^4, where d is the distance of the sizes'
 logarithms: at a measured shape it is what was measured, and far from all of them about the mean of the nearest.
+
+A processor's small products take a time that hardly depends on their sizes: the library makes a plan for each call, and
+that more for some layouts than for others. So on a CPU
+
+    seconds = floor + FLOPs / rate        floor: most of what the shortest measured product of the layout took
+
+and it is this rate that lies between those of the measured shapes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.cluster.devices import Device, ShapeRate
+
+_FLOOR = 0.9
 
 
 def matmul_rate(device: Device, sizes: tuple[int, int, int], dtype: str, layout: str = "") -> float | None:
@@ -19,7 +29,14 @@ def matmul_rate(device: Device, sizes: tuple[int, int, int], dtype: str, layout:
     """
     known = [each for each in device.shapes if each.kind == "matmul" and each.dtype == dtype]
     same = [each for each in known if each.layout == layout] if layout else []
-    return _between(same or known, sizes)
+    found = same or known
+    if not device.is_cpu or any(each.sizes == sizes for each in found) or not found:
+        return _between(found, sizes)
+    floor = _FLOOR * min(_flops(each.sizes) / each.flops for each in found)
+    above = [replace(each, flops=_flops(each.sizes) / (_flops(each.sizes) / each.flops - floor)) for each in found]
+    rate = _between(above, sizes)
+    assert rate is not None
+    return _flops(sizes) / (floor + _flops(sizes) / rate)
 
 
 def attention_rate(device: Device, sizes: tuple[int, int, int, int], kind: str = "attention") -> float | None:
@@ -31,6 +48,10 @@ def attention_rate(device: Device, sizes: tuple[int, int, int, int], kind: str =
     known = [each for each in device.shapes if each.kind == kind]
     known = known or [each for each in device.shapes if each.kind == "attention"]
     return _between([_merged(each) for each in known], (sizes[0] * sizes[1], *sizes[2:]))
+
+
+def _flops(sizes: Sequence[int]) -> float:
+    return 2.0 * math.prod(sizes)
 
 
 def _merged(shape: ShapeRate) -> ShapeRate:

@@ -3,6 +3,7 @@
     GPUs                    NCCL's own cost model (cluster/nccl.py)
     hosts, no cluster       the least of ring, tree and halving (cluster/costs.py): alpha + beta B a message
     a measured host         the all-reduces that were timed there; a gather or a scatter takes half
+    algorithms of our own   the formula of that algorithm (cluster/costs.py), whatever the cluster
 
 Ranks fill a node before the next one. A broadcast of B bytes takes what an all-gather of B does: every rank receives
 them once. A barrier is an all-reduce of one number.
@@ -11,11 +12,13 @@ them once. A barrier is an all-reduce of one number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeAlias
 
 from paceline.cluster.costs import (
+    ALGORITHMS,
+    Algorithm,
     Link,
     Links,
     Placement,
@@ -67,12 +70,57 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
     return _DeviceCost(cluster=cluster)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmCost:
+    """Costs of collectives that are made of messages.
+
+    A message between GPUs takes what NCCL's latency for one is; the network of a node is shared by those that leave it.
+    """
+
+    cluster: Cluster
+
+    def __call__(self, algorithm: str, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+        """Returns the seconds of a collective by an algorithm. Raises UsageError for one that is not known."""
+        if algorithm not in ALGORITHMS:
+            known = ", ".join(ALGORITHMS)
+            raise UsageError(
+                f"a collective by the algorithm {algorithm!r}\n  it is one of {known}\n  take one of these"
+            )
+        where = _placement(ranks, self.cluster.node.devices)
+        links = _links(self.cluster)
+        if not self.cluster.device.is_cpu:
+            links = _with_latency(links, self.cluster)
+        return _algorithm_seconds(algorithm, kind, num_bytes, where, links)
+
+
+@cache
+def _algorithm_seconds(algorithm: Algorithm, kind: str, num_bytes: int, where: Placement, links: Links) -> float:
+    if kind == "all_reduce":
+        return all_reduce_seconds(algorithm, num_bytes, where, links)
+    seconds = broadcast_seconds if kind == "broadcast" else scatter_seconds
+    return seconds(algorithm, num_bytes, where, links)
+
+
+def _with_latency(links: Links, cluster: Cluster) -> Links:
+    inside = collective_seconds("send", 1.0, Group(2, 1), cluster)
+    across = collective_seconds("send", 1.0, Group(2, 2), cluster)
+    return Links(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
+
+
 def _links(cluster: Cluster) -> Links:
     inside, across = cluster.node.inside, cluster.between
     near = Link(alpha_s=inside.latency_s, bandwidth=inside.bandwidth * inside.efficiency)
     if across is None:
         return Links(inside=near)
     return Links(inside=near, across=Link(alpha_s=across.latency_s, bandwidth=across.bandwidth * across.efficiency))
+
+
+def _placement(ranks: tuple[int, ...], node_ranks: int) -> Placement:
+    """Returns where a group is. Hosts of the formulas are equal: else as if all had what the fullest has."""
+    by_host: dict[int, int] = {}
+    for rank in ranks:
+        by_host[rank // node_ranks] = by_host.get(rank // node_ranks, 0) + 1
+    return Placement(ranks=len(by_host) * max(by_host.values()), hosts=len(by_host))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +143,7 @@ class _HostCost:
     node_ranks: int
 
     def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        by_host: dict[int, int] = {}
-        for rank in ranks:
-            by_host[rank // self.node_ranks] = by_host.get(rank // self.node_ranks, 0) + 1
-        # Hosts of the formulas are equal: where a group's are not, as if all had what the fullest has.
-        where = Placement(ranks=len(by_host) * max(by_host.values()), hosts=len(by_host))
-        return _host_seconds(kind, num_bytes, where, self.links)
+        return _host_seconds(kind, num_bytes, _placement(ranks, self.node_ranks), self.links)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """From where an operation was called: the first line outside communication and torch, ours or the user's.
 
-Walking frames costs some 50 ns each, so that the walk ends there. Where it ends in an engine, the user's line above it
+Walking frames takes time, so that the walk ends there. Where it ends in an engine, the user's line above it
 is looked for once, and told as the one from which this place was first reached.
 """
 
@@ -40,27 +40,28 @@ def short_name(filename: str) -> str:
     return f"paceline/{filename.removeprefix(_OURS)}" if filename.startswith(_OURS) else filename
 
 
+def instruction_of(frame: FrameType) -> int:
+    """Returns where a frame is, as a number that no other place has, as long as its code is kept.
+
+    Not the line, which has to be looked up in a table, but the address of the instruction, or nearly: a code holds its
+    instructions, so that no two places of two codes have the same.
+    """
+    return id(frame.f_code) + frame.f_lasti
+
+
 class CallSites:
     """Numbers call sites; ``add`` is told each new one once, with its number."""
 
     def __init__(self, add: Callable[[int, str], object]) -> None:
         self._add = add
-        # Not by the line, which has to be looked up in a table, but by the address of the instruction, or nearly: a
-        # code holds its instructions, so that no two places of two codes have the same. 0 stands for plumbing.
         self._numbers: dict[int, int] = {}
-        self._known = self._numbers.get
         self._codes: list[CodeType] = []  # kept, so that no other code gets their addresses
         self._count = 0
 
     def number(self, frame: FrameType) -> int:
-        """Returns the number of what called: 0 where it is not known."""
-        current: FrameType | None = frame
-        while current is not None:
-            number = self._known(id(current.f_code) + current.f_lasti)
-            if number or (number is None and (number := self._new(current))):
-                return number
-            current = current.f_back
-        return 0
+        """Returns the number of the line at which a frame is: 0 where it is plumbing."""
+        number = self._numbers.get(instruction_of(frame))
+        return self._new(frame) if number is None else number
 
     def _new(self, frame: FrameType) -> int:
         code = frame.f_code
@@ -74,7 +75,7 @@ class CallSites:
             self._count = number = self._count + 1
             self._add(number, told)
         self._codes.append(code)
-        self._numbers[id(code) + frame.f_lasti] = number
+        self._numbers[instruction_of(frame)] = number
         return number
 
 

@@ -16,19 +16,35 @@ this rank itself has sent last.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
-from paceline.comm.base import ReduceOp, Work
+from paceline.comm.base import DONE, ReduceOp, Work
 from paceline.comm.member import GroupMember
 from paceline.errors import UsageError
 
 META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """How a collective travels that is made of messages: by which ``algorithm``; none: it is the backend's own.
+
+    ``share`` is the part of its rounds that this is, and ``messages`` are those of this rank: kind, number, bytes.
+    """
+
+    algorithm: str = ""
+    share: float = 1.0
+    messages: tuple[tuple[str, int, int], ...] = ()
+
+
+_WHOLE = Parcel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +58,7 @@ class DryOperation:
     lane: str
     peer: int | None = None
     tag: int = 0
+    parcel: Parcel = _WHOLE
 
 
 class Journal(Protocol):
@@ -100,6 +117,7 @@ class _Rank:
     num_groups: int = 0
     num_broadcasts: dict[tuple[int, ...], int] = field(default_factory=dict)
     told: list[torch.Tensor] = field(default_factory=list)  # control messages that this rank has sent
+    is_quiet: bool = False
 
 
 class _DryWork:
@@ -212,6 +230,19 @@ class DryCommunicator(GroupMember):
         self._own.num_groups += 1
         return DryCommunicator(self._own, tuple(self.ranks[r] for r in ranks), f"group {self._own.num_groups}")
 
+    def note(self, kind: str, num_bytes: int, parcel: Parcel = _WHOLE) -> Work:
+        """Notes a collective of this group."""
+        return self._note(kind, num_bytes, self._lane, self.ranks, parcel=parcel)
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Lets operations tell numbers that the host reads without being noted."""
+        before, self._own.is_quiet = self._own.is_quiet, True
+        try:
+            yield
+        finally:
+            self._own.is_quiet = before
+
     def _issue(self, kind: str, tensor: torch.Tensor | None, peer: int | None = None, tag: int = 0) -> Work:
         own = self._own
         lane = self._lane
@@ -219,14 +250,32 @@ class DryCommunicator(GroupMember):
         if peer is not None:  # messages of a pair do not wait for those of another
             first, second = (own.number, peer) if kind == "send" else (peer, own.number)
             lane, ranks = f"{first} to {second}", (first, second)
+        num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        return self._note(kind, num_bytes, lane, ranks, peer=peer, tag=tag)
+
+    def _note(
+        self,
+        kind: str,
+        num_bytes: int,
+        lane: str,
+        ranks: tuple[int, ...],
+        *,
+        peer: int | None = None,
+        tag: int = 0,
+        parcel: Parcel = _WHOLE,
+    ) -> Work:
+        own = self._own
+        if own.is_quiet:
+            return DONE
         operation = DryOperation(
             number=own.num_issued,
             kind=kind,
-            num_bytes=0 if tensor is None else tensor.numel() * tensor.element_size(),
+            num_bytes=num_bytes,
             ranks=ranks,
             lane=lane,
             peer=peer,
             tag=tag,
+            parcel=parcel,
         )
         own.num_issued += 1
         own.journal.issue(operation)

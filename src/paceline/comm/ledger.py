@@ -1,8 +1,8 @@
 """A communicator that writes down what it is about to do, where another process can read it.
 
-Always on: an operation costs two stores into mapped memory and a look at the callers' frames, some two microseconds,
-and no system call. When ranks stop making progress, whoever reads the ledgers knows which rank has not come to which
-operation (see ``monitor/verdict.py``); the ledger itself judges nothing.
+Always on: an operation costs a record in mapped memory, a look at the callers' frames and a time when it is over, and
+no system call; ``paceline bench ledger`` measures it. When ranks stop making progress, whoever reads the ledgers knows
+which rank has not come to which operation (see ``monitor/verdict.py``); the ledger itself judges nothing.
 
     comm = LedgerCommunicator(comm, Ledger(rank=comm.rank, world=comm.size, path=path))
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
 import torch
@@ -27,26 +27,23 @@ from paceline.clock import Clock
 from paceline.comm import ledger_file as layout
 from paceline.comm.around import AroundCommunicator
 from paceline.comm.base import Communicator, ReduceOp, Work
-from paceline.comm.call_sites import CallSites
+from paceline.comm.call_sites import CallSites, instruction_of
 from paceline.comm.ledger_file import (
-    DONE_AT,
+    DONE_WORD,
     ISSUED,
     LAPS,
     NUM_GROUPS,
     NUM_RECORDS,
     PHASE,
-    PUT_DONE,
-    PUT_RECORD,
-    RECORD_BYTES,
-    RECORDS_AT,
+    RECORD_WORDS,
     STEP,
     TABLE_USED,
     WAITING,
 )
+from paceline.comm.ledger_writer import CallKey, End, Place, make_writer, work_class
 from paceline.monitor.ledger_view import PHASES
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
-_CallKey = tuple[str, tuple[int, ...], torch.dtype | None, str, int | None, int]
 
 
 class Ledger:
@@ -63,10 +60,13 @@ class Ledger:
         view = memoryview(self.buffer)
         self.cells = view[: layout.COUNTS_AT].cast("Q")
         self.counts = view[layout.COUNTS_AT : layout.RECORDS_AT].cast("Q")
+        self.times = view[: layout.TABLE_AT].cast("d")  # those of the records among them
         self.now = now
         self.next_number = count(1).__next__
-        self.site = CallSites(lambda number, text: self._append("s", number, text)).number
-        self.calls: dict[_CallKey, int] = {}
+        self.make_work = work_class(self)
+        self._sites = CallSites(lambda number, text: self._append("s", number, text))
+        self.calls: dict[CallKey, int] = {}
+        self.known: dict[Place, int] = {}  # call and site; 0 where the instruction is plumbing
         self._groups: Counter[tuple[int, ...]] = Counter()
         self._num_groups = 0
         values = {
@@ -102,7 +102,7 @@ class Ledger:
     def note_end(self, number: int) -> None:
         """Notes when the wait for an operation returned, unless its place is another's by now."""
         if self.cells[ISSUED] - number < NUM_RECORDS - 1:
-            PUT_DONE(self.buffer, DONE_AT + number % NUM_RECORDS * RECORD_BYTES, self.now())
+            self.times[DONE_WORD + number % NUM_RECORDS * RECORD_WORDS] = self.now()
 
     def add_group(self, ranks: tuple[int, ...]) -> int:
         """Names a group; those of the same members are told apart by the order in which a rank makes them."""
@@ -112,15 +112,35 @@ class Ledger:
         self._groups[ranks] += 1
         return number
 
-    def add_call(self, key: _CallKey) -> int:
+    def add_call(self, key: CallKey) -> int:
         """Gives a number to a call that was not seen before."""
-        kind, shape, dtype, op, peer, tag = key
+        kind, shape, dtype, op, (peer, tag) = (*key[:4], key[4] or (None, 0))
         number = len(self.calls) + 1
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
         if not self._append("c", number, [kind, list(shape), name, op, peer, tag]):
             return 0
         self.calls[key] = number
         return number
+
+    def find_place(self, frame: FrameType, key: Place, known: int | None) -> int:
+        """Returns the numbers of a call and of its site, as a record has them: the site in the upper four bytes.
+
+        ``known`` is what is known of ``frame``: nothing, or that it is plumbing.
+        """
+        call_key: CallKey = key[1:]
+        current = frame.f_back if known == 0 else frame
+        while current is not None:
+            at = (instruction_of(current), *call_key)
+            found = self.known.get(at)
+            if found is None:
+                call, site = self.calls.get(call_key) or self.add_call(call_key), self._sites.number(current)
+                found = call | site << 32 if site else 0
+                if call:  # else the table is full, and shapes that never repeat would fill this one
+                    self.known[at] = found
+            if found:
+                return found
+            current = current.f_back
+        return self.calls.get(call_key) or self.add_call(call_key)
 
     def _append(self, kind: str, number: int, value: object) -> bool:
         """Adds a line to the table; False where it is full, as with shapes that never repeat."""
@@ -134,33 +154,6 @@ class Ledger:
         return True
 
 
-class _LedgerWork:
-    """An operation whose end is written down."""
-
-    __slots__ = ("_inner", "_ledger", "_number")
-
-    def __init__(self, inner: Work, ledger: Ledger, number: int) -> None:
-        self._inner = inner
-        self._ledger = ledger
-        self._number = number
-
-    def wait(self) -> None:
-        """Waits, and notes that it does, and that it is over."""
-        number, ledger = self._number, self._ledger
-        if not number:  # noted before
-            self._inner.wait()  # from another stream, perhaps
-            return
-        cells = ledger.cells
-        cells[WAITING] = number
-        try:
-            self._inner.wait()
-        finally:
-            cells[WAITING] = 0
-        self._number = 0
-        if cells[ISSUED] - number < NUM_RECORDS - 1:  # as ``Ledger.note_end``: a call costs as much as what it does
-            PUT_DONE(ledger.buffer, DONE_AT + number % NUM_RECORDS * RECORD_BYTES, ledger.now())
-
-
 class LedgerCommunicator(AroundCommunicator):
     """Passes every verb on to ``inner``, and writes it down before and after; subgroups share the ledger."""
 
@@ -169,45 +162,46 @@ class LedgerCommunicator(AroundCommunicator):
         super().__init__(inner)
         self.ledger = ledger
         self._group = ledger.add_group(inner.ranks) if group is None else group
-        self._sequence = 0 if group is None else 1
-        self._messages: Counter[tuple[str, int, int]] = Counter()
+        self._messages: Counter[tuple[str, End]] = Counter()
         self._members = inner.ranks
-        # What every operation needs, at one step and not at two.
-        self._cells, self._counts, self._buffer = ledger.cells, ledger.counts, ledger.buffer
-        self._now, self._next_number, self._site = ledger.now, ledger.next_number, ledger.site
-        self._number_of = ledger.calls.get
+        self._cells = ledger.cells
+        self._write = make_writer(ledger, self._group, 0 if group is None else 1, ledger.find_place)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Writes down an all-reduce."""
-        number = self._write(("all_reduce", tensor.shape, tensor.dtype, op, None, 0))
+        work = self._write("all_reduce", tensor.shape, tensor.dtype, op)
         try:
-            return _LedgerWork(self.inner.all_reduce(tensor, op), self.ledger, number)
+            work.inner = self.inner.all_reduce(tensor, op)
         finally:
             self._cells[WAITING] = 0
+        return work
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Writes down a reduce-scatter, with the whole input's shape."""
-        number = self._write(("reduce_scatter", tensor.shape, tensor.dtype, op, None, 0))
+        work = self._write("reduce_scatter", tensor.shape, tensor.dtype, op)
         try:
-            return _LedgerWork(self.inner.reduce_scatter(output, tensor, op), self.ledger, number)
+            work.inner = self.inner.reduce_scatter(output, tensor, op)
         finally:
             self._cells[WAITING] = 0
+        return work
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Writes down an all-gather, with the whole output's shape."""
-        number = self._write(("all_gather", output.shape, output.dtype, "", None, 0))
+        work = self._write("all_gather", output.shape, output.dtype)
         try:
-            return _LedgerWork(self.inner.all_gather(output, tensor), self.ledger, number)
+            work.inner = self.inner.all_gather(output, tensor)
         finally:
             self._cells[WAITING] = 0
+        return work
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Writes down a broadcast."""
-        number = self._write(("broadcast", tensor.shape, tensor.dtype, "", self._peer(source), 0))
+        work = self._write("broadcast", tensor.shape, tensor.dtype, "", (self._peer(source), 0))
         try:
-            return _LedgerWork(self.inner.broadcast(tensor, source), self.ledger, number)
+            work.inner = self.inner.broadcast(tensor, source)
         finally:
             self._cells[WAITING] = 0
+        return work
 
     def all_to_all(
         self,
@@ -217,34 +211,36 @@ class LedgerCommunicator(AroundCommunicator):
         input_splits: Sequence[int] | None = None,
     ) -> Work:
         """Writes down an all-to-all, with this rank's input."""
-        number = self._write(("all_to_all", tensor.shape, tensor.dtype, "", None, 0))
+        work = self._write("all_to_all", tensor.shape, tensor.dtype)
         try:
-            work = self.inner.all_to_all(output, tensor, output_splits, input_splits)
-            return _LedgerWork(work, self.ledger, number)
+            work.inner = self.inner.all_to_all(output, tensor, output_splits, input_splits)
         finally:
             self._cells[WAITING] = 0
+        return work
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Writes down a send."""
-        key = ("send", tensor.shape, tensor.dtype, "", self._peer(to), tag)
-        number = self._write(key, self._count_message(key))
+        end = (self._peer(to), tag)
+        work = self._write("send", tensor.shape, tensor.dtype, "", end, self._count_message("send", end))
         try:
-            return _LedgerWork(self.inner.send(tensor, to, tag), self.ledger, number)
+            work.inner = self.inner.send(tensor, to, tag)
         finally:
             self._cells[WAITING] = 0
+        return work
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Writes down a receive."""
-        key = ("recv", tensor.shape, tensor.dtype, "", self._peer(source), tag)
-        number = self._write(key, self._count_message(key))
+        end = (self._peer(source), tag)
+        work = self._write("recv", tensor.shape, tensor.dtype, "", end, self._count_message("recv", end))
         try:
-            return _LedgerWork(self.inner.recv(tensor, source, tag), self.ledger, number)
+            work.inner = self.inner.recv(tensor, source, tag)
         finally:
             self._cells[WAITING] = 0
+        return work
 
     def barrier(self) -> None:
         """Writes down a barrier."""
-        number = self._write(("barrier", (), None, "", None, 0))
+        number = self._write("barrier", (), None).number
         try:
             self.inner.barrier()
         finally:
@@ -257,8 +253,8 @@ class LedgerCommunicator(AroundCommunicator):
             return self.inner.split(ranks)  # nobody to wait for
         members = tuple(map(self._peer, ranks))
         group = self.ledger.add_group(members)
-        number = self._write(("split", (), None, "", None, 0), 0, group)
-        self._counts[group] = 1
+        number = self._write("split", (), None, "", None, 0, group).number
+        self.ledger.counts[group] = 1
         try:
             made = self.inner.split(ranks)
         finally:
@@ -270,39 +266,12 @@ class LedgerCommunicator(AroundCommunicator):
         """Returns a member's rank in the world; one that is not there is left to ``inner`` to refuse."""
         return self._members[rank] if 0 <= rank < len(self._members) else rank
 
-    def _count_message(self, key: _CallKey) -> int:
+    def _count_message(self, kind: str, end: End) -> int:
         """Returns the number of a message, which goes by its kind, peer and tag."""
-        pair = (key[0], key[4] or 0, key[5])
+        pair = (kind, end)
         sequence = self._messages[pair]
         self._messages[pair] = sequence + 1
         return sequence
-
-    def _write(self, key: _CallKey, sequence: int | None = None, group: int | None = None) -> int:
-        """Writes a record and returns its number; without a ``sequence`` it is the group's next collective.
-
-        The counters come after the record: see ``ledger_file.py``. It is one function, and called by the verbs alone,
-        since a call costs a tenth of all.
-        """
-        cells = self._cells
-        number = self._next_number()
-        PUT_RECORD(
-            self._buffer,
-            RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES,
-            number,
-            self._sequence if sequence is None else sequence,
-            self._group if group is None else group,
-            cells[PHASE],
-            0,
-            self._number_of(key) or self.ledger.add_call(key),
-            self._site(sys._getframe(2)),
-            self._now(),
-            0.0,
-            cells[STEP],
-        )
-        cells[ISSUED] = cells[WAITING] = number
-        if sequence is None:
-            self._sequence = self._counts[self._group] = self._sequence + 1
-        return number
 
 
 def ledger_clock(comm: Communicator) -> Callable[[], float]:

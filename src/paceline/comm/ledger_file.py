@@ -41,11 +41,11 @@ NUM_GROUPS: Final = 1024
 NUM_RECORDS: Final = 1024
 RECORD: Final = struct.Struct("<QIHBBIIddI4x")
 RECORD_BYTES: Final = RECORD.size
-PUT_RECORD: Final = RECORD.pack_into
-PUT_DONE: Final = struct.Struct("<d").pack_into
+PUT_RECORD: Final = struct.Struct("<QIHBxQd8xI4x").pack_into  # call and site as one: each value has its price
 COUNTS_AT: Final = NUM_CELLS * 8
 RECORDS_AT: Final = COUNTS_AT + NUM_GROUPS * 8
-DONE_AT: Final = RECORDS_AT + 32  # of the first record's last time
+RECORD_WORDS: Final = RECORD_BYTES // 8
+DONE_WORD: Final = (RECORDS_AT + 32) // 8  # of the first record's last time
 TABLE_AT: Final = RECORDS_AT + NUM_RECORDS * RECORD_BYTES
 TABLE_BYTES: Final = 2**20
 FILE_BYTES: Final = TABLE_AT + TABLE_BYTES
@@ -91,12 +91,22 @@ def make_file(path: Path) -> mmap.mmap:
     partial = path.with_suffix(f".{os.getpid()}")
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        os.ftruncate(descriptor, FILE_BYTES)  # sparse: what is not written takes no space
+        _fill(descriptor)
         mapped = mmap.mmap(descriptor, FILE_BYTES)
         partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     finally:
         os.close(descriptor)
     return mapped
+
+
+def _fill(descriptor: int) -> None:
+    """Takes all the space of a ledger now: a hole in a mapped file that a full disk cannot fill later is a SIGBUS."""
+    left = memoryview(bytes(FILE_BYTES))
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 @dataclass(frozen=True, slots=True)

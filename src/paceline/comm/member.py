@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class GroupMember:
-    """What every communicator over processes has in common: who this rank is, and who the others are."""
+    """What communicators have in common: who this rank is, and who the others are."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
         self._rank = rank

@@ -147,7 +147,9 @@ class SharedMemoryCommunicator(GroupMember):
         if not FOLDER.is_dir():
             raise CommunicationError(no_folder())
         code = _agree_on_code(inner) if compiled else None
-        progress = Progress(may_spin=inner.size <= len(os.sched_getaffinity(0)))
+        # Cores of all ranks together: each may be kept to its own.
+        cores = set[int]().union(*gather_objects(inner, os.sched_getaffinity(0)))
+        progress = Progress(may_spin=inner.size <= len(cores))
         means = _Means(progress=progress, code=code, timeout_s=timeout_s)
         return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, means)
 

@@ -17,12 +17,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.base import ReduceOp, Work
 from paceline.comm.rounds import Message, Round
+
+
+class Post(Protocol):
+    """What rounds need of a communicator."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live."""
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Sends ``tensor``."""
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Receives into ``tensor``."""
 
 
 class Lane:
@@ -32,7 +54,7 @@ class Lane:
     that it has left. Memory for what is added is taken once.
     """
 
-    def __init__(self, comm: Communicator, flat: torch.Tensor, rounds: Sequence[Round], op: ReduceOp, tag: int) -> None:
+    def __init__(self, comm: Post, flat: torch.Tensor, rounds: Sequence[Round], op: ReduceOp, tag: int) -> None:
         self.num_rounds = len(rounds)
         self._comm = comm
         self._flat = flat

@@ -5,7 +5,6 @@ Each rule names the sections that it reads, so that it still runs when another s
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from paceline.config.algorithm import algorithm_fits, check_algorithm, table_is_
 from paceline.config.batch import check_batch
 from paceline.config.checkpointing import checkpoint_keys_apply
 from paceline.config.compression import compression_has_replicas, compression_keys_apply, residuals_have_one_unit
-from paceline.config.gpt_sizes import gpt_shape, missing_dimensions
+from paceline.config.gpt_sizes import gpt_shape, head_problems, missing_dimensions
 from paceline.config.known_data import known_shape
 from paceline.config.recovery import recovery_keys_apply, roll_back_has_checkpoints
 from paceline.config.schema import Config, GPTModelConfig, MLPModelConfig, OptimConfig, ResNetModelConfig, TrainConfig
@@ -207,37 +206,9 @@ def gpt_heads_fit(config: Config) -> list[Problem]:
     shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
     if shape is None:
         return []
-    problems: list[Problem] = []
-    # A whole number of features for each head, and of pairs of them where they are turned in pairs.
-    unit = shape.heads * (2 if shape.positions == "rotary" else 1)
-    lower = shape.width // unit * unit
-    widths = f"model.width = {lower} or {lower + unit}" if lower else f"model.width = {unit}"
-    if shape.width % shape.heads:
-        problems.append(
-            Problem(
-                what=f"model.width = {shape.width} is not a multiple of model.heads = {shape.heads}",
-                rule="every head has the same whole number of features",
-                fix=f"try {widths}",
-            )
-        )
-    elif shape.width % unit:
-        head_dim = shape.width // shape.heads
-        problems.append(
-            Problem(
-                what=f"model.width / model.heads = {shape.width} / {shape.heads} = {head_dim} is odd",
-                rule="model.positions = rotary turns pairs of a head's features",
-                fix=f"try {widths}, or model.positions = learned",
-            )
-        )
-    if shape.heads % shape.kv_heads:
-        problems.append(
-            Problem(
-                what=f"model.heads = {shape.heads} is not a multiple of model.kv_heads = {shape.kv_heads}",
-                rule="each head of keys and values serves the same number of heads",
-                fix=f"try model.kv_heads = {math.gcd(shape.heads, shape.kv_heads)}",
-            )
-        )
-    return problems
+    return head_problems(
+        width=shape.width, heads=shape.heads, kv_heads=shape.kv_heads, is_rotary=shape.positions == "rotary"
+    )
 
 
 def context_fits(config: Config) -> list[Problem]:

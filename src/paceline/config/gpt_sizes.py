@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import Problem
+
 if TYPE_CHECKING:
     from paceline.config.schema import GPTModelConfig
 
@@ -95,3 +97,37 @@ def _follow_family(heads: int, width: int, given: dict[str, Any]) -> dict[str, A
     # Three matrices of 8/3 the width hold as many parameters as two of 4 times; a multiple of 64 suits matrix units.
     mlp_width = 4 * width if given.get("mlp") == "gelu" else 64 * math.ceil(8 * width / 3 / 64)
     return {"kv_heads": heads, "mlp_width": mlp_width, "context": None} | given
+
+
+def head_problems(*, width: int, heads: int, kv_heads: int, is_rotary: bool) -> list[Problem]:
+    """Lists what does not fit: heads and the width, heads of keys and values, pairs of features."""
+    problems: list[Problem] = []
+    # A whole number of features for each head, and of pairs of them where they are turned in pairs.
+    unit = heads * (2 if is_rotary else 1)
+    lower = width // unit * unit
+    widths = f"model.width = {lower} or {lower + unit}" if lower else f"model.width = {unit}"
+    if width % heads:
+        problems.append(
+            Problem(
+                what=f"model.width = {width} is not a multiple of model.heads = {heads}",
+                rule="every head has the same whole number of features",
+                fix=f"try {widths}",
+            )
+        )
+    elif width % unit:
+        problems.append(
+            Problem(
+                what=f"model.width / model.heads = {width} / {heads} = {width // heads} is odd",
+                rule="model.positions = rotary turns pairs of a head's features",
+                fix=f"try {widths}, or model.positions = learned",
+            )
+        )
+    if heads % kv_heads:
+        problems.append(
+            Problem(
+                what=f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}",
+                rule="each head of keys and values serves the same number of heads",
+                fix=f"try model.kv_heads = {math.gcd(heads, kv_heads)}",
+            )
+        )
+    return problems

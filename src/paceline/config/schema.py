@@ -2,7 +2,7 @@
 
 Every section is frozen and refuses unknown keys. Validation is strict: a whole number is an ``int``, ``true`` is not 1,
 and text is never read as a number. Each field carries a description, which the docs, the JSON Schema and the error
-messages all use.
+messages all use. Sections with forms or rules of their own have files of their own.
 
 ``None`` means "decided elsewhere": from the data, from the model's size, or by the batch algebra (``batch.py``).
 ``paceline config explain`` shows what it became.
@@ -15,12 +15,22 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, JsonValue, Strict, model_validator
 
 from paceline.config.checkpointing import CheckpointConfig
+from paceline.config.datasets import DataConfig as DataConfig
+from paceline.config.datasets import DigitsDataConfig as DigitsDataConfig
+from paceline.config.datasets import FactoryDataConfig as FactoryDataConfig
+from paceline.config.datasets import SyntheticClassificationDataConfig as SyntheticClassificationDataConfig
+from paceline.config.datasets import SyntheticImagesDataConfig as SyntheticImagesDataConfig
+from paceline.config.datasets import SyntheticTokensDataConfig as SyntheticTokensDataConfig
+from paceline.config.datasets import TextDataConfig as TextDataConfig
+from paceline.config.models import FactoryModelConfig as FactoryModelConfig
+from paceline.config.models import GPTModelConfig as GPTModelConfig
+from paceline.config.models import GPTSize as GPTSize
+from paceline.config.models import MLPModelConfig as MLPModelConfig
+from paceline.config.models import ModelConfig as ModelConfig
+from paceline.config.models import ResNetModelConfig as ResNetModelConfig
 from paceline.config.recovery import RecoveryConfig
-from paceline.config.section import Count, NotNegative, Positive, Probability, Section, Seed
+from paceline.config.section import Count, ImportPath, NotNegative, Positive, Probability, Section, Seed
 
-IMPORT_PATH_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
-
-ImportPath: TypeAlias = Annotated[str, Field(pattern=IMPORT_PATH_PATTERN)]
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
 Decay: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
@@ -46,162 +56,6 @@ NcclSubsystem: TypeAlias = Literal[
     "RAS",
     "ALL",
 ]
-GPTSize: TypeAlias = Literal[
-    "gpt-nano",
-    "gpt-micro",
-    "gpt-mini",
-    "gpt-11m",
-    "gpt-124m",
-    "gpt-350m",
-    "gpt-1.1b",
-    "gpt-3b",
-    "gpt-7b",
-]
-
-
-# Models
-
-
-class _Model(Section):
-    kind: str  # first, so that it stands first in a dump; each model narrows it
-    compile: bool = Field(default=False, description="apply torch.compile to each block")
-
-
-class MLPModelConfig(_Model):
-    """A classifier of three linear layers."""
-
-    kind: Literal["mlp"] = Field(description="which model")
-    input_dim: Count | None = Field(default=None, description="features of a sample; null: from the data")
-    hidden_dim: int = Field(default=512, ge=2, description="width of the first hidden layer; the second has half")
-    num_classes: Count | None = Field(default=None, description="number of outputs; null: from the data")
-    dropout: Probability = Field(default=0.3, description="dropout after each hidden layer")
-
-
-class ResNetModelConfig(_Model):
-    """A residual network for images."""
-
-    kind: Literal["resnet"] = Field(description="which model")
-    depth: Literal[18, 50] = Field(default=18, description="number of layers with weights")
-    num_classes: Count | None = Field(default=None, description="number of outputs; null: from the data")
-    in_channels: Count | None = Field(default=None, description="channels of an image; null: from the data")
-    width: Count = Field(default=64, description="channels of the first stage; each stage doubles them")
-    norm: Literal["batch", "group"] = Field(
-        default="batch", description="batch: statistics of each microbatch; group: none across samples"
-    )
-    stem: Literal["imagenet", "small"] = Field(
-        default="imagenet", description="imagenet: 7x7 stride 2 and pooling; small: 3x3, for images of about 32 pixels"
-    )
-
-
-class GPTModelConfig(_Model):
-    """A decoder-only transformer: a named size, explicit dimensions, or a size with some of them changed."""
-
-    kind: Literal["gpt"] = Field(description="which model")
-    size: GPTSize | None = Field(default=None, description="a named size; null: layers, heads and width are given")
-    layers: Count | None = Field(default=None, description="number of blocks; null: from size")
-    heads: Count | None = Field(default=None, description="attention heads; null: from size")
-    kv_heads: Count | None = Field(default=None, description="heads of keys and values; null: from size, or heads")
-    width: Count | None = Field(default=None, description="size of a token's vector; null: from size")
-    mlp_width: Count | None = Field(default=None, description="hidden size of a block's MLP; null: from size or width")
-    context: Count | None = Field(default=None, description="most tokens of a sample; null: from size, or the data")
-    vocab_size: Count | None = Field(default=None, description="number of tokens; null: from the data")
-    norm: Literal["rms", "layer"] | None = Field(default=None, description="normalisation; null: from size")
-    mlp: Literal["swiglu", "gelu"] | None = Field(default=None, description="form of the MLP; null: from size")
-    positions: Literal["rotary", "learned"] | None = Field(default=None, description="positions; null: from size")
-    tied: bool | None = Field(default=None, description="output layer shares the embedding; null: from size")
-    dropout: Probability | None = Field(default=None, description="dropout in each block; null: from size")
-
-
-class FactoryModelConfig(_Model):
-    """A model of the user's own code."""
-
-    kind: Literal["factory"] = Field(description="which model")
-    factory: ImportPath = Field(description="package.module:function that returns an nn.Module")
-    args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
-
-
-ModelConfig: TypeAlias = MLPModelConfig | ResNetModelConfig | GPTModelConfig | FactoryModelConfig
-
-
-# Data
-
-
-class _Data(Section):
-    kind: str  # first, so that it stands first in a dump; each data set narrows it
-    eval_fraction: Probability = Field(default=0.2, description="share of the samples kept for evaluation")
-    shuffle: bool = Field(default=True, description="a new order each epoch, a pure function of seed and epoch")
-    last_batch: Literal["keep", "drop"] = Field(default="keep", description="what to do with an epoch's ragged batch")
-    workers: int = Field(default=0, ge=0, description="loader processes of each rank; 0: load in the rank itself")
-    prefetch: Count = Field(default=2, description="batches that each worker loads ahead")
-    worker_start: Literal["auto", "fork", "spawn", "forkserver"] = Field(
-        default="auto", description="how loader processes start"
-    )
-    seed: Seed | None = Field(default=None, description="seed of order and split; null: train.seed")
-
-
-class DigitsDataConfig(_Data):
-    """The 1,797 handwritten digits that come with scikit-learn: 8 x 8 pixels, 10 classes."""
-
-    kind: Literal["digits"] = Field(description="which data")
-    standardize: bool = Field(default=True, description="give each pixel mean 0 and variance 1 over the training part")
-
-
-class TextDataConfig(_Data):
-    """A text file, or the documentation of Python inside CPython, for language models."""
-
-    kind: Literal["text"] = Field(description="which data")
-    path: str | None = Field(default=None, description="a UTF-8 text file; null: the documentation inside Python")
-    tokens: Literal["char", "byte"] = Field(default="char", description="what a token is")
-    context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
-
-
-class SyntheticClassificationDataConfig(_Data):
-    """Random vectors around one centre per class."""
-
-    kind: Literal["synthetic_classification"] = Field(description="which data")
-    samples: Count = Field(default=10000, description="number of samples")
-    features: Count = Field(default=784, description="numbers in a sample")
-    classes: int = Field(default=10, ge=2, description="number of classes")
-
-
-class SyntheticImagesDataConfig(_Data):
-    """Random images with one pattern per class."""
-
-    kind: Literal["synthetic_images"] = Field(description="which data")
-    samples: Count = Field(default=1024, description="number of images")
-    classes: int = Field(default=10, ge=2, description="number of classes")
-    channels: Count = Field(default=3, description="channels of an image")
-    size: Count = Field(default=32, description="height and width in pixels")
-
-
-class SyntheticTokensDataConfig(_Data):
-    """Random token sequences that a language model can learn."""
-
-    kind: Literal["synthetic_tokens"] = Field(description="which data")
-    samples: Count = Field(default=1024, description="number of sequences")
-    vocab_size: int = Field(default=256, ge=2, description="number of tokens")
-    context: Count = Field(default=128, description="tokens of a sequence")
-
-
-class FactoryDataConfig(_Data):
-    """Data of the user's own code."""
-
-    kind: Literal["factory"] = Field(description="which data")
-    factory: ImportPath = Field(description="package.module:function that returns a Dataset or (train, eval)")
-    args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
-
-
-DataConfig: TypeAlias = (
-    DigitsDataConfig
-    | TextDataConfig
-    | SyntheticClassificationDataConfig
-    | SyntheticImagesDataConfig
-    | SyntheticTokensDataConfig
-    | FactoryDataConfig
-)
-
-
-# How it runs
 
 
 class ParallelConfig(Section):

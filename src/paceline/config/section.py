@@ -1,4 +1,4 @@
-"""What every section of the schema is made of: its base, and the kinds of numbers."""
+"""What every section of the schema is made of: its base, and the kinds of values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
+ImportPath: TypeAlias = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$")]
 
 
 class Section(BaseModel):

@@ -1,9 +1,11 @@
 """What a run is expected to take, by a dry run: any model and engine, kernel by kernel, on the present machine.
 
-    python -m paceline.dryrun.expected [--threads N] [--entry FILE] < CONFIG       prints what prediction.json holds
+    python -m paceline.dryrun.expected --config YAML [--threads N] [--entry FILE]      prints what prediction.json holds
 
 It runs in a process of its own, below the priority of the ranks, while these start: a run is neither delayed nor ended
-by it. What it cannot say (a model that cannot be traced, offload, compression) is left to the formulas.
+by it. Where ranks are forked from a process that has torch loaded, so is this one: to load torch would take longer than
+all else, beside the first seconds of a run. What it cannot say (a model that cannot be traced, say) is left to the
+formulas.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from paceline.planner.expectation import Expectation
 from paceline.planner.replayed import Replay
 from paceline.units import MIB
 
+_MODULE = "paceline.dryrun.expected"
 _NICENESS = 10
 # What a replay of measured kernels was off by at most on the machines that it was tried on: see docs/prediction.md.
 _BAND = 0.15
@@ -50,7 +54,7 @@ def expect_by_dry_run(
         cluster, assumed = present_cluster(config, machine, ranks, threads, entry)
         if not cluster.device.memory_rates:
             return Expectation(ranks=ranks, reason=f"{cluster.device.name} has no measured kernels")
-        found = replay(record_stages(config, ranks=ranks), cluster)
+        found = replay(record_stages(config, ranks=ranks), cluster, with_loop=True)
     except PacelineError as error:
         return Expectation(ranks=ranks, reason=str(error))
     return Expectation(
@@ -73,24 +77,37 @@ def _allocated(found: Replay, cluster: Cluster) -> float | None:
     return float(found.total_memory - found.memory["framework"] + _WORKSPACES)
 
 
-class Background:
-    """A dry run beside a run. ``result`` is asked for when the run is done."""
+def plain_start(command: Sequence[str]) -> list[str]:
+    """Returns the arguments of a Python that runs a module with its arguments."""
+    return ["-m", *command]
 
-    def __init__(self, config_yaml: str, *, threads: int | None = None, entry: Path | None = None) -> None:
-        command = [sys.executable, "-m", __name__]
+
+class Background:
+    """A dry run beside a run. ``result`` is asked for when the run is done.
+
+    ``start`` makes the arguments of the Python that runs a module and its arguments: a process of its own, unless
+    somebody has one to fork it from.
+    """
+
+    def __init__(
+        self,
+        config_yaml: str,
+        *,
+        threads: int | None = None,
+        entry: Path | None = None,
+        start: Callable[[Sequence[str]], list[str]] = plain_start,
+    ) -> None:
+        command = [_MODULE, "--config", config_yaml]
         command += [] if threads is None else ["--threads", str(threads)]
-        command += [] if entry is None else ["--entry", str(entry)]
+        command += [] if entry is None else ["--entry", str(entry.absolute())]
         self._process: subprocess.Popen[bytes] | None = None
-        try:
+        with contextlib.suppress(OSError):  # no process to be had: the formulas have said something
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                [sys.executable, *start(command)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
             )
-            assert self._process.stdin is not None
-            self._process.stdin.write(config_yaml.encode())
-            self._process.stdin.close()
-            self._process.stdin = None  # communicate would flush it
-        except OSError:  # no process to be had, or one that left: the formulas have said something
-            self.stop()
 
     def result(self, timeout_s: float = 10.0) -> Expectation | None:
         """Returns what came out, if it has figures; waits so long at most."""
@@ -125,12 +142,13 @@ def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectati
 def main() -> None:
     """Predicts the run whose config comes in."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--entry", type=Path)
     arguments = parser.parse_args()
     _step_back()
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
-    config = config_from_dict(parse_document(sys.stdin.read(), "stdin").values, "stdin")
+    config = config_from_dict(parse_document(arguments.config, "--config").values, "--config")
     import torch  # which takes seconds
 
     torch.set_num_threads(1)
@@ -140,8 +158,13 @@ def main() -> None:
 
 
 def _step_back() -> None:
-    """Leaves the processors to the ranks: where the system can, this process gets only what nobody else wants."""
+    """Leaves the processors to the ranks: where the system can, this process gets only what nobody else wants.
+
+    Of all cores: a rank that started it may keep to its own.
+    """
     if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             return

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map
 
@@ -25,6 +26,22 @@ class SeesAttention(Protocol):
         """A kernel runs: on query, key, value and all else that it reads; the last tensor is what it writes."""
 
 
+_GIVES_VALUES = {
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+    torch.Tensor.fill_,
+    torch.Tensor.zero_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.trunc_normal_,
+    nn.init.kaiming_uniform_,
+    nn.init.kaiming_normal_,
+    nn.init.xavier_uniform_,
+    nn.init.xavier_normal_,
+    nn.init.constant_,
+    nn.init.ones_,
+    nn.init.zeros_,
+}
 _IN_HALF = {
     F.linear,
     F.bilinear,
@@ -75,6 +92,20 @@ _IN_FULL = {
     torch.Tensor.cumsum,
     torch.Tensor.norm,
 }
+
+
+class NoValues(TorchFunctionMode):
+    """Leaves out what gives first values to tensors that have none: torch would work out their shapes in Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns the tensor as it is, or calls the function."""
+        del types
+        kwargs = kwargs or {}
+        if func in _GIVES_VALUES:
+            tensor = kwargs.get("tensor", args[0] if args else None)
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 class MetaFunctions(TorchFunctionMode):

@@ -7,7 +7,7 @@ known when the step is over:
     given      parameters, optimizer states, gradients, buffers: by those who own them
     others     activations, if they were made in forward (or while it is computed again) and lived on into backward;
                else temporary
-    left out   what a device never has, such as the stages of other ranks: not counted
+    left out   what a device never has, such as the stages of other ranks, and what lies on the host: not counted
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from paceline.planner.events import Drop, Hold
 
+HOST = "host"
 _LEFT_OUT = "left out"
 
 
@@ -44,6 +45,7 @@ class HeldMemory:
         self._ended: list[_Storage] = []
         self._categories: dict[int, str] = {}  # by number
         self._next = 0
+        self.has_host = False  # whether there is memory of the host
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes the storages of results."""
@@ -68,9 +70,19 @@ class HeldMemory:
 
     def claim(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Says what tensors are for, now and until they are gone; who says it first is right."""
+        self.has_host |= category == HOST
         for tensor in tensors:
             if tensor.is_meta:
                 self._categories.setdefault(self.number(tensor), category)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory of the host."""
+        return self._categories.get(self.number(tensor)) == HOST
+
+    @property
+    def host_storages(self) -> set[int]:
+        """The numbers of the host's storages."""
+        return {number for number, category in self._categories.items() if category == HOST}
 
     def leave_out(self) -> None:
         """Says of all that nobody has claimed yet that a device does not have it."""
@@ -107,7 +119,7 @@ class HeldMemory:
         backward = _next_backward(phases)
         for storage in sorted([*self._ended, *self._alive.values()], key=lambda each: each.number):
             category = self._categories.get(storage.number) or _purpose(storage, phases, again, backward)
-            if category == _LEFT_OUT:
+            if category in (_LEFT_OUT, HOST):
                 continue
             if storage.begin < 0 and storage.end is None:
                 resident[category] = resident.get(category, 0) + storage.size

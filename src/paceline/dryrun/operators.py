@@ -23,6 +23,7 @@ _NO_WORK = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "lif
 _ONLY_WRITTEN = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_")
 _FAMILIES: tuple[tuple[Family, tuple[str, ...]], ...] = (
     ("optimizer", ("_fused_",)),
+    ("random", ("bernoulli", "uniform", "normal", "rand", "native_dropout", "multinomial", "exponential")),
     ("embedding_backward", ("embedding_dense_backward", "index_put", "scatter", "index_add")),
     ("embedding", ("embedding", "index", "gather")),
     ("norm_backward", ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")),
@@ -171,6 +172,8 @@ class Operators:
 
 def _touched(tensor: torch.Tensor) -> int:
     """Returns the bytes of a tensor; what is expanded is there once."""
+    if 0 not in tensor.stride():
+        return tensor.numel() * tensor.element_size()
     counts = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
     return math.prod(counts) * tensor.element_size()
 

@@ -10,8 +10,11 @@ Blocks that a run would compile are recorded as they are: what a compiler makes 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +22,20 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from paceline.cluster.measured import read_table
+from paceline.comm.algorithms import placement
 from paceline.comm.arguments import check_peer
+from paceline.comm.base import Communicator
+from paceline.comm.compress import Compressor
 from paceline.comm.dry import META, DryCommunicator, DryWorld
+from paceline.comm.dry_algorithms import DryAlgorithmCommunicator
+from paceline.comm.topology import from_names
 from paceline.config import Config, config_batch
 from paceline.data.loader import StepBatch
 from paceline.data.registry import DataSplits, build_data
-from paceline.dryrun.functions import MetaFunctions
+from paceline.dryrun.functions import MetaFunctions, NoValues
+from paceline.dryrun.held import HOST, HeldMemory
+from paceline.dryrun.hosted import told_apart
 from paceline.dryrun.operators import dtype_name
 from paceline.dryrun.recorder import Recorded, Recorder
 from paceline.dryrun.turns import enough_microbatches, order_of, pipeline_of, with_marks
@@ -32,12 +43,14 @@ from paceline.errors import UsageError
 from paceline.models.registry import build_model, model_blocks, model_context
 from paceline.parallel.engine import Engine
 from paceline.parallel.face import EngineFace
+from paceline.parallel.flat import FlatGroup
 from paceline.parallel.fsdp import FullySharded
 from paceline.planner.compose import repeat
 from paceline.planner.program import Event, Program, Run, Turn
-from paceline.planner.turns import is_playable, play
+from paceline.planner.turns import counted, is_playable
 from paceline.precision import precision_named
-from paceline.train.assemble import build_engine, build_policy
+from paceline.train.assemble import build_compressor, build_engine, build_policy
+from paceline.train.ema import WeightAverage
 from paceline.train.loss import Loss, build_loss
 from paceline.train.optim import build_optimizer
 from paceline.train.scaler import LossScaler, make_scaler
@@ -97,6 +110,8 @@ class _Parts:
     loss: Loss
     policy: StepPolicy
     scaler: LossScaler | None
+    compressor: Compressor | None
+    average: WeightAverage | None
 
 
 def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None, *, is_whole: bool = False) -> Program:
@@ -109,18 +124,19 @@ def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None, 
     recorder.watch(model_blocks(model), functions)
     if config.parallel.strategy in ("ddp", "zero1"):  # else whole gradients are there for a moment only
         _watch_gradients(recorder, model)
-    with recorder, functions:
-        parts = _build(config, model, data, comm, node_ranks)
+    with _without_collections(), recorder, functions:
+        parts = _build(config, model, data, comm, recorder, node_ranks)
         _claim(recorder, parts)
         recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
         count = len(parts.batch.microbatches)
         few = count if is_whole else _enough(parts)
-        for _ in range(2 if config.parallel.strategy == "ddp" else 1):  # they teach; ddp makes buckets in both
-            _run(recorder, functions, parts, 1)
-        done = _run(recorder, functions, parts, few)
+        with recorder.at_rest():  # these steps teach; ddp makes buckets in both
+            for _ in range(2 if config.parallel.strategy == "ddp" else 1):
+                _run(recorder, functions, parts, 1)
+        done = _told_apart(_run(recorder, functions, parts, few), recorder, rank)
         events, order = _compose(parts, done, few, count)
         if order and not is_playable(events, order):
-            events, order = _run(recorder, functions, parts, count).events, ()
+            events, order = _run(recorder, functions, parts, count).events, ()  # pipelines offload nothing
     plan = config_batch(config, world.size)
     per_sample = parts.loss.elements_per_sample or 1.0
     each = world.size // config.parallel.pipeline
@@ -134,13 +150,25 @@ def _record(config: Config, world: DryWorld, rank: int, node_ranks: int | None, 
         samples=plan.global_batch,
         elements=plan.global_batch * per_sample,
         element="tokens" if data.shape.kind == "tokens" else "samples",
-        model_flops=_model_flops(play(events, order) if order else events),
+        model_flops=_model_flops(counted(events, order)),
         dtype=_compute_dtype(config),
         is_compiled=config.model.compile,
         stage=rank // each,
         stages=config.parallel.pipeline,
         order=order,
     )
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python from looking for garbage: a graph has a great many objects, and when it looks is by chance."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _run(recorder: Recorder, functions: MetaFunctions, parts: _Parts, microbatches: int) -> Recorded:
@@ -154,8 +182,19 @@ def _run(recorder: Recorder, functions: MetaFunctions, parts: _Parts, microbatch
     laps = _Laps(recorder, functions)
     with _claiming_gradients(recorder, parts):
         train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, laps, parts.scaler)
+        if parts.average is not None:
+            parts.average.update()
     _claim(recorder, parts)
     return recorder.finish()
+
+
+def _told_apart(done: Recorded, recorder: Recorder, rank: int) -> Recorded:
+    """Returns a step with what the host does itself, where an engine offloads."""
+    host = recorder.memory.host_storages
+    if not host:
+        return done
+    events, starts = told_apart(done.events, host, recorder.places(), rank)
+    return replace(done, events=events, laps=tuple(starts[lap] for lap in done.laps))
 
 
 def _enough(parts: _Parts) -> int:
@@ -182,20 +221,11 @@ def _check(config: Config) -> None:
             "parallel.strategy = auto in a dry run\n  it runs one strategy\n"
             "  name it, or let paceline plan find the fastest"
         )
-    if config.memory.offload:
+    if config.comm.compression.policy == "threshold":
         problems.append(
-            f"memory.offload = {list(config.memory.offload)} in a dry run\n"
-            "  copies between device and host have no price yet\n  leave it out"
-        )
-    if config.comm.compression.policy != "none":
-        problems.append(
-            f"comm.compression.policy = {config.comm.compression.policy} in a dry run\n"
-            "  what it sends follows from values\n  set it to none"
-        )
-    if config.comm.algorithm != "native":
-        problems.append(
-            f"comm.algorithm = {config.comm.algorithm} in a dry run\n"
-            "  collectives are priced as the backend's own\n  set it to native"
+            "comm.compression.policy = threshold in a dry run\n"
+            "  how much it sends follows from values, and a dry run has none\n"
+            "  take topk with the ratio that you expect, or paceline simulate, which has values"
         )
     if problems:
         raise UsageError("\n".join(problems))
@@ -214,14 +244,24 @@ def _data(config: Config) -> DataSplits:
 
 
 def _model(config: Config, data: DataSplits) -> nn.Module:
-    with torch.device(META):
+    with torch.device(META), NoValues():
         model = build_model(config.model, data.shape)
     return model.to(device=META, dtype=getattr(torch, config.train.dtype))
 
 
-def _build(config: Config, model: nn.Module, data: DataSplits, comm: DryCommunicator, node_ranks: int | None) -> _Parts:
+def _build(
+    config: Config,
+    model: nn.Module,
+    data: DataSplits,
+    comm: DryCommunicator,
+    recorder: Recorder,
+    node_ranks: int | None,
+) -> _Parts:
     plain = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
-    engine = build_engine(plain, model, comm, node_ranks)
+    if comm.stands_for == "cpu":  # which is the host: engines offload nothing there
+        plain = plain.model_copy(update={"memory": plain.memory.model_copy(update={"offload": ()})})
+    compressor = build_compressor(_past_plain_steps(config))
+    engine = build_engine(plain, model, _through(config, comm, node_ranks), node_ranks, compressor)
     batch = config_batch(config, comm.size)
     microbatch = tree_map(lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, _batch(data, 1))
     microbatch = tree_map(
@@ -237,27 +277,49 @@ def _build(config: Config, model: nn.Module, data: DataSplits, comm: DryCommunic
     )
     return _Parts(
         engine=engine,
-        optimizer=_optimizer(config, engine),
+        optimizer=_optimizer(config, engine, recorder),
         batch=step,
         loss=build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory"),
         policy=build_policy(config),
         scaler=make_scaler(engine.precision, META, config.train.loss_scale),
+        compressor=compressor,
+        average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
     )
+
+
+def _past_plain_steps(config: Config) -> Config:
+    """Returns the config without the first steps, in which gradients travel whole: a step later on is told of."""
+    compression = config.comm.compression.model_copy(update={"plain_steps": 0})
+    return config.model_copy(update={"comm": config.comm.model_copy(update={"compression": compression})})
+
+
+def _through(config: Config, comm: DryCommunicator, node_ranks: int | None) -> Communicator:
+    """Returns what the engine talks through: by the algorithm that the config asks for."""
+    asked = config.comm.algorithm
+    if asked == "native" or comm.size == 1:
+        return comm
+    hosts = config.parallel.node_ranks or node_ranks or comm.size
+    topology = from_names([rank // hosts for rank in range(comm.size)])
+    path = config.comm.algorithm_table
+    table = None if path is None else read_table(Path(path), placement(topology))
+    return DryAlgorithmCommunicator(comm, asked, topology, table=table)
 
 
 def _batch(data: DataSplits, count: int) -> Any:
     return default_collate([data.train[0]] * count)
 
 
-def _optimizer(config: Config, engine: Engine) -> torch.optim.Optimizer:
+def _optimizer(config: Config, engine: Engine, recorder: Recorder) -> torch.optim.Optimizer:
     """Makes the optimizer as a device has it: torch's own is fused there, and its state is made in the first step.
 
-    On meta tensors torch refuses to fuse, and looks when it makes the state; so that is there before.
+    On meta tensors torch refuses to fuse, and looks when it makes the state; so that is there before. One that updates
+    parameters on the host leaves it to the host whether to step at all.
     """
     optimizer = build_optimizer(config.optim, engine.named_parameters())
     if config.optim.kind not in ("adamw", "sgd"):
         return optimizer
-    vars(optimizer).update(_step_supports_amp_scaling=True, _need_device_dtype_check_for_fused=False)
+    is_hosted = any(recorder.memory.is_on_host(each) for each in engine.parameters())
+    vars(optimizer).update(_step_supports_amp_scaling=not is_hosted, _need_device_dtype_check_for_fused=False)
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
         for parameter in group["params"] if config.optim.kind == "adamw" else ():
@@ -279,14 +341,34 @@ def _claim(recorder: Recorder, parts: _Parts) -> None:
         for group in each.flat_groups:
             if isinstance(each, FullySharded) and group.has_copy:
                 memory.follow(group.full, "temporary")
-            memory.claim([group.master], "parameters")
+                _look_after(group, memory)
+            memory.claim([group.master] if group.resident is None else [group.master, group.resident], "parameters")
             if group.gradient is not None:
                 memory.claim([group.gradient], "gradients")
     memory.claim(engine.parameters(), "parameters")
     memory.claim(engine.module.parameters(), "parameters")
     memory.claim(engine.module.buffers(), "buffers")
-    states = (value for state in parts.optimizer.state.values() for value in state.values())
-    memory.claim((value for value in states if isinstance(value, torch.Tensor)), "optimizer")
+    for parameter, average in () if parts.average is None else parts.average.pairs():
+        memory.claim([average], HOST if memory.is_on_host(parameter) else "optimizer")
+    if parts.compressor is not None:
+        memory.claim(parts.compressor.held(), "buffers")
+    for parameter, state in parts.optimizer.state.items():
+        states = (value for value in state.values() if isinstance(value, torch.Tensor))
+        memory.claim(states, HOST if memory.is_on_host(parameter) else "optimizer")
+
+
+def _look_after(group: FlatGroup, memory: HeldMemory) -> None:
+    """Looks at followed storages when a group's memory comes or goes: after every kernel would take long."""
+    for name in ("allocate", "free"):
+        if name not in vars(group):
+            vars(group)[name] = functools.partial(_then_look, group, getattr(group, name), memory)
+
+
+def _then_look(group: FlatGroup, change: Callable[[], None], memory: HeldMemory) -> None:
+    change()
+    memory.look()
+    if group.resident is not None:  # another one after each update
+        memory.claim([group.resident], "parameters")
 
 
 def _watch_gradients(recorder: Recorder, model: nn.Module) -> None:
@@ -335,17 +417,20 @@ class _Laps:
     def lap(self, phase: str) -> None:
         """Ends a phase."""
         self._recorder.lap(phase)
-        if phase == "forward":
-            self._functions.forget_copies()
+        self._functions.forget_copies()
 
 
 # What is said of it.
 
 
-def _model_flops(events: Any) -> float:
-    """Three times what forward takes, attention in full."""
-    kernels = [event.operation for event in events if isinstance(event, Run) and event.operation.phase == "forward"]
-    return 3.0 * sum(k.flops * (2.0 if k.family == "attention" and k.is_causal else 1.0) for k in kernels)
+def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
+    """Three times what forward takes, attention in full; of events, and how often each of them is done."""
+    found = 0.0
+    for event, times in events:
+        if isinstance(event, Run) and event.operation.phase == "forward":
+            kernel = event.operation
+            found += times * kernel.flops * (2.0 if kernel.family == "attention" and kernel.is_causal else 1.0)
+    return 3.0 * found
 
 
 def _compute_dtype(config: Config) -> str:

@@ -7,9 +7,10 @@ node of the graph, whose number lies between those at the beginning and the end 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -22,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.cluster.operations import Operation
 from paceline.comm.dry import DryOperation
 from paceline.dryrun.functions import MetaFunctions
-from paceline.dryrun.held import HeldMemory
+from paceline.dryrun.held import HOST, HeldMemory
 from paceline.dryrun.operators import Operators, tensors_of
 from paceline.dryrun.shapes import KnownShapes
 from paceline.errors import UsageError
-from paceline.planner.program import Event, Issue, Run, Wait
+from paceline.planner.program import Event, Issue, OnHost, Run, Wait
 
 _ROOMS = tuple(f"{Path(__file__).parent.parent / room}" for room in ("parallel", "train", "comm"))
 _OURS = str(Path(__file__).parent)
@@ -55,7 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operators = Operators(self._number)
         self._shapes = KnownShapes()
         self._places: dict[tuple[int, int], int] = {}
-        self._events: list[Run | Issue | Wait] = []
+        self._events: list[Run | Issue | Wait | OnHost] = []
         self._acts: list[int] = []
         self._phases: list[str] = []
         self._laps: list[int] = []
@@ -63,7 +64,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._block = ""
         self._starts: list[int] = []  # numbers of graph nodes at which the owner changes
         self._owners: list[str] = []
-        self._is_backward = False
+        self._rests = False
+        self._kinds: dict[int, str] = {}  # of operators, by their identity
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Says that nobody compiles what is recorded: torch need not load its compiler, and ask it at each operator."""
+        return False
 
     # What happens.
 
@@ -71,15 +78,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an operator on tensors without values, and notes the kernel that a device would run."""
         del types
         kwargs = kwargs or {}
-        value = self._read(func, args, kwargs)
-        if value is not None:
-            return value
-        result = self._call(func, args, kwargs)
+        kind = self._kinds.get(id(func))  # a model calls the same ones again and again; torch keeps all operators
+        if kind is None:
+            kind = self._kinds[id(func)] = _kind(func)
+        if kind == "view":
+            return func(*args, **kwargs)
+        if kind == "reads":
+            value = self._read(func, args, kwargs)
+            if value is not None:
+                return value
+        result = None if kind == "fused" else self._call(func, args, kwargs)
         made = list(tensors_of(result))
         if any(tensor.is_meta for tensor in made) or any(tensor.is_meta for tensor in tensors_of(args)):
-            for kernel in self._operators.kernels(func, args, kwargs, result):
-                self._note(kernel)
+            if not self._rests:
+                for kernel in self._operators.kernels(func, args, kwargs, result):
+                    self._note(kernel)
             self.memory.note(made)
+            if kwargs.get("pin_memory"):
+                self.memory.claim(made, HOST)
         return result
 
     def attention(self, tensors: list[torch.Tensor], *, is_causal: bool, is_back: bool) -> None:
@@ -98,6 +114,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 ranks=operation.ranks,
                 lane=operation.lane,
                 tag=operation.tag,
+                algorithm=operation.parcel.algorithm,
+                share=operation.parcel.share,
+                messages=operation.parcel.messages,
             )
         )
 
@@ -117,6 +136,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for index, block in enumerate(blocks):
             # Not by hooks: a block that is computed again is not called, but its forward is.
             block.forward = functools.partial(self._call_block, f"block {index}", block.forward, functions)
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Notes no kernels inside, for steps that nobody wants to know of; memory is followed all the same."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = False
 
     def start(self) -> None:
         """Begins a step."""
@@ -153,6 +181,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with functions.back_on():
                 return forward(*args, **kwargs)
         finally:
+            if torch._C._current_graph_task_id() != -1:  # computed again: copies of parameters belong to this graph
+                functions.forget_copies()
             self._enter("")
 
     def _enter(self, label: str) -> None:
@@ -176,11 +206,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._again.add(len(self._events))
         self._add(Run(kernel, self._owner()))
 
-    def _add(self, event: Run | Issue | Wait) -> None:
-        self.memory.look()
+    def _add(self, event: Run | Issue | Wait | OnHost) -> None:
         self._events.append(event)
         self._acts.append(self.memory.act())
         self.memory.place = len(self._events)
+
+    def places(self) -> dict[int, int]:
+        """Returns the storages in which the tensors of kernels lie."""
+        return {tensor: storage for (storage, _), tensor in self._places.items()}
 
     def _number(self, tensor: torch.Tensor) -> int:
         """Returns a number for what a tensor lies in: parts of one buffer are different things."""
@@ -190,9 +223,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # What has no answer.
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        name = func._overloadpacket.__name__
-        if name.startswith("_fused_") and name.endswith("_"):  # optimizers of CUDA: torch has none on meta
-            return None
         try:
             return self._shapes.call(func, args, kwargs)
         except NotImplementedError as error:
@@ -211,12 +241,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _asked_by_engine():
             raise UsageError(_explain(f"it reads a value of a tensor ({func})"))
         tensor: torch.Tensor = args[0]
+        if self.memory.has_host:  # a host that works itself is not ahead of the device: it waits here
+            self._add(OnHost("read", 0, reads=True))
         if name == "_to_copy":
             return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype, device="cpu")
         return 0.0 if tensor.is_floating_point() else 0
 
 
-def _in_phase(event: Run | Issue | Wait, phase: str) -> Event:
+def _kind(func: Any) -> str:
+    """Says what is special about an operator: a view touches nothing and makes no memory."""
+    name = func._overloadpacket.__name__
+    if name in ("_local_scalar_dense", "_to_copy"):
+        return "reads"
+    if name.startswith("_fused_") and name.endswith("_"):  # optimizers of CUDA: torch has none on meta
+        return "fused"
+    returns = func._schema.returns
+    is_view = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return "view" if is_view and name != "lift_fresh" else "plain"
+
+
+def _in_phase(event: Run | Issue | Wait | OnHost, phase: str) -> Event:
     if isinstance(event, Run):
         return Run(replace(event.operation, phase=phase), event.block)
     return replace(event, phase=phase)

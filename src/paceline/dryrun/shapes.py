@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+_SIMPLE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _PLAIN = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
@@ -73,12 +74,15 @@ def _kind(func: Any) -> str:
 
 def _key(value: Any) -> Hashable | None:
     """Returns what decides about a result; None where that cannot be told, or where there are values."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
+    if kind in _SIMPLE:
+        return kind, value
     if isinstance(value, torch.Tensor):
-        if not value.is_meta or type(value) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        return value.shape, value.stride(), value.dtype
+        return None
     if isinstance(value, _PLAIN):
-        return type(value), value
+        return kind, value
     if isinstance(value, dict):
         value = tuple(value.items())
     if isinstance(value, list | tuple):

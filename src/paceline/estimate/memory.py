@@ -58,7 +58,7 @@ class Setting:
     precision: str = "fp32"
     itemsize: int = 4
     microbatch: int = 1
-    optimizer_slots: int = 2  # numbers that the optimizer keeps for each parameter
+    optimizer_slots: int = 2  # numbers that the optimizer keeps for each parameter, and the average of weights
     checkpoint: str = "none"
     offload: tuple[str, ...] = ()
     reshard: bool | int = True
@@ -126,7 +126,7 @@ def setting_of(config: Config, *, group: int, microbatch: int, device: str, spre
         precision=config.train.precision,
         itemsize=8 if config.train.dtype == "float64" else 4,
         microbatch=microbatch,
-        optimizer_slots=optimizer_slots(config.optim),
+        optimizer_slots=optimizer_slots(config.optim) + (config.train.ema_decay is not None),
         checkpoint=memory.checkpoint_activations,
         offload=tuple(memory.offload),
         reshard=parallel.reshard_after_forward,

@@ -28,7 +28,9 @@ from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.launch.codes import HUNG
+from paceline.launch.hangs import note_hang
 from paceline.launch.late_hosts import LateHosts
+from paceline.launch.orphans import end_children
 from paceline.launch.records import note_straggler
 from paceline.launch.watch import Watch, WatchPolicy, end_ranks, keep_ledger, tell_verdict
 from paceline.monitor.ledger_text import views_from_text, views_to_text
@@ -61,10 +63,12 @@ def watch(
     return watch_beside(comm, where, WatchPolicy(limits=limits))
 
 
-def watch_beside(comm: Communicator, folder: Path, policy: WatchPolicy | None) -> LedgerCommunicator:
-    """Lets ranks write down what they do, and watch themselves; None: only the first."""
+def watch_beside(
+    comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
+) -> LedgerCommunicator:
+    """Lets ranks write down what they do, and watch themselves; None: only the first. ``host``: what it is called."""
     kept = keep_ledger(comm, folder)
-    start_beside(kept, folder, policy)
+    start_beside(kept, folder, policy, host=host)
     return kept
 
 
@@ -213,6 +217,7 @@ class Beside:
     def _leave(self, verdict: Verdict) -> NoReturn:
         """Ends the ranks of this host, and this one with the code that says why."""
         tell_verdict(self._folder, verdict, self._hosts[self._host])
+        note_hang(self._folder, verdict)
         if self._channel is not None:
             self._wait_for_others(self._channel)
         end_ranks(self._folder, verdict, self._watch.processes())
@@ -224,4 +229,5 @@ class Beside:
             content = {"message": {"message": verdict.sentence, "extraInfo": detail}}
             with contextlib.suppress(OSError):
                 Path(path).write_text(json.dumps(content), encoding="utf-8")
+        end_children()
         os._exit(HUNG)

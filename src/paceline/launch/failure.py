@@ -23,7 +23,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -83,6 +83,8 @@ class Failure:
         another = _ANOTHER.match(self.message)
         if another is not None:
             return f"rank {another[1]} failed: {self.message[another.end() :]}"
+        if self.message.startswith(f"rank {self.rank} "):
+            return self.message  # it begins as this would
         verb = "failed: " if self.cause in ("raised", "stuck", "lost") else ""
         return f"rank {self.rank} {verb}{self.message}"
 
@@ -210,6 +212,7 @@ def explain_failures(failures: list[Failure], folder: Path) -> PacelineError:
     detail = f"\n\n{cause.traceback.rstrip()}\n" if cause.traceback else ""
     if cause.cause == "died" and shutil.disk_usage(folder).free < _SMALL_BYTES:
         detail += f"\n  the disk of {folder} is full, so that it could not say why: free some space"
+        cause = replace(cause, kind="full_disk")  # starting again would not help
     code = HUNG if cause.kind == "hang" else FAILED
     return RunFailedError(f"{cause}{detail}\n  its log is {logs / f'rank-{cause.rank}.log'}", cause, code)
 

@@ -31,8 +31,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from paceline.errors import LaunchError, UsageError
+from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.launch.codes import PREEMPTED
+from paceline.launch.cores import allocator_variables
 from paceline.launch.failure import (
     Failure,
     RunPreemptedError,
@@ -43,6 +44,7 @@ from paceline.launch.failure import (
     read_failures,
     silent_failure,
 )
+from paceline.launch.hangs import forget_hangs, was_hung
 from paceline.launch.nodes import Nodes, address_towards, interface_of, rendezvous_settings
 from paceline.launch.orphans import end_groups, forget_processes, noted_processes
 from paceline.launch.processes import loopback_interface
@@ -76,7 +78,8 @@ def launch_local(
 
     ``num_records`` is how many ranks write records, where processes have several each; None: one each. With ``warm``
     the processes are forked from one that has torch loaded. ``watch`` says when ranks that stand still are ended; None:
-    never. With ``nodes`` these are the ranks of one host of several, and the agent starts them again by itself.
+    never. With ``nodes`` these are the ranks of one host of several, which watch themselves, and the agent starts them
+    again by itself.
 
     Raises RunFailedError with the cause when a rank fails, UsageError when it refuses what was asked for,
     RunPreemptedError when a signal asked the ranks to stop and they have saved, and RunStoppedError when a signal ends
@@ -86,12 +89,14 @@ def launch_local(
         clear_failures(folder)
         forget_processes(folder)
         forget_progress(folder)
+        forget_hangs(folder)
     started, written = time.time(), range(num_records or ranks)
     arguments = ["-u", "-m", *command] if warm is None else warm.arguments(command)
     settings = {**_settings(ranks, threads, nodes), **(variables or {})}
     with _signals(folder) as asked, _environment(settings), _quiet_agent():
         try:
-            with tempfile.TemporaryDirectory() as scratch, watching(folder, written, watch):
+            watched = watching(folder, written, watch) if nodes is None else contextlib.nullcontext()
+            with tempfile.TemporaryDirectory() as scratch, watched:
                 agent = _agent_config(ranks, port, Path(scratch), nodes)
                 _run_agent(arguments, folder, agent, Path(scratch), written=written, started=started, asked=asked)
         except SignalException as error:
@@ -130,6 +135,8 @@ def _run_agent(
         elastic_launch(agent, sys.executable)(*arguments)
         if was_preempted(folder, since=started):
             raise RunPreemptedError("preempted: the state is saved")
+        if was_hung(folder):
+            raise _failed(read_failures(folder), folder, written, started)
     except ChildFailedError as error:
         with _deaf():
             end_groups(
@@ -144,13 +151,18 @@ def _run_agent(
                 raise SignalException(f"got signal {number}", number) from None
             note_mismatch(folder, written)
             failures = _failures(error, folder, scratch, open_attempts(folder, written, since=started))
-            failures = note_deaths(folder, failures)
-            cause = str(first_cause(failures)).splitlines()[0]
-            end_records(folder, written, "failed", cause, since=started)
-            problem = explain_failures(failures, folder)
+            problem = _failed(note_deaths(folder, failures), folder, written, started)
             if isinstance(problem, UsageError):
                 clear_failures(folder)  # refused: the folder of a resumed run stays as it was
         raise problem from None
+
+
+def _failed(failures: list[Failure], folder: Path, written: range, started: float) -> PacelineError:
+    """Ends the records of ranks that failed, and returns what is told."""
+    if failures:
+        cause = str(first_cause(failures)).splitlines()[0]
+        end_records(folder, written, "failed", cause, since=started)
+    return explain_failures(failures, folder)
 
 
 def _unsaved(codes: set[int], asked: list[signal.Signals]) -> signal.Signals | None:
@@ -191,6 +203,7 @@ def _settings(ranks: int, threads: int | None, nodes: Nodes | None) -> dict[str,
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", near or loopback_interface()),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         "PYTHONUNBUFFERED": "1",
+        **allocator_variables(),
         # The agent's shared store is announced in the first round only: who joins later would wait for it in vain.
         **({} if nodes is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
     }

@@ -10,6 +10,7 @@ from a process that has torch loaded, see ``warm_server.py``), and these load th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from paceline.launch.codes import HUNG, NO_PROGRESS
 from paceline.launch.failure import Failure, RunFailedError
 from paceline.launch.progress import read_progress
 from paceline.train.recovery import Attempt, Incident, Restart, RestartPolicy, Stop, after_failure
+
+_DURATION = re.compile(r", for \d+\.\d s(?=\))")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +76,13 @@ def supervise(
             start(checkpoint, note)
             return
         except RunFailedError as error:
-            attempts.append(_attempt(error.cause, folder))
+            attempts.append(attempt_of(error.cause, folder))
             decision = after_failure(policy, attempts)
             if isinstance(decision, Restart) and decision.halves_microbatch and not around.halve():
                 decision = Stop(reason="not started again: the microbatch cannot be halved")
             if isinstance(decision, Stop):
                 raise _with_reason(error, decision) from error
-            what = _sentence(attempts[-1].incident)
+            what = sentence_of(attempts[-1].incident)
         point = around.find()
         if point.note:
             around.say(point.note)
@@ -90,7 +93,8 @@ def supervise(
         around.say(f"{what}; restarting {ranks} {where}{smaller} (restart {decision.number} of {policy.max_restarts})")
 
 
-def _attempt(cause: Failure, folder: Path) -> Attempt:
+def attempt_of(cause: Failure, folder: Path) -> Attempt:
+    """Returns the attempt that a failure ended, with how far its rank had come."""
     progress = read_progress(folder)
     first = min((each.first_step for each in progress.values()), default=0)
     own = progress.get(cause.rank)
@@ -99,14 +103,16 @@ def _attempt(cause: Failure, folder: Path) -> Attempt:
     return Attempt(first_step=first, incident=incident)
 
 
-def _sentence(incident: Incident) -> str:
+def sentence_of(incident: Incident) -> str:
+    """Tells an incident, and after which step it came."""
     where = f"after step {incident.step}" if incident.step else "before its first step"
     return f"{incident.message.rstrip('.')} {where}"
 
 
 def _headline(cause: Failure) -> str:
-    """Returns the first line of a failure, without where in a step it was: that is never the same twice."""
-    return str(cause).splitlines()[0].partition(" in phase ")[0]
+    """Returns the first line of a failure, without where in a step it was and how long: never the same twice."""
+    first = str(cause).splitlines()[0]
+    return _DURATION.sub("", first) if cause.kind == "hang" else first.partition(" in phase ")[0]
 
 
 def _with_reason(error: RunFailedError, decision: Stop) -> RunFailedError:

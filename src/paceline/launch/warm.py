@@ -2,6 +2,10 @@
 
 Loading torch takes seconds, and ranks that do it all at once share the cores. The server does it once, while the
 launcher is still busy with the config, and again never: a restart forks.
+
+Some libraries of products start as many threads as OMP_NUM_THREADS says when they are loaded, whatever torch is told
+later: on cores that ranks have for themselves, threads too many take turns and cost several times what they compute.
+So the server is told before it loads anything.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from paceline.launch.cores import allocator_variables
 
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
 
@@ -32,10 +38,13 @@ class WarmRanks:
 
 
 @contextlib.contextmanager
-def warm_ranks(modules: Sequence[str], *, is_wanted: bool = True) -> Iterator[WarmRanks | None]:
+def warm_ranks(
+    modules: Sequence[str], *, is_wanted: bool = True, threads: int | None = None
+) -> Iterator[WarmRanks | None]:
     """Starts a server that loads ``modules``, and ends it with its ranks; None where processes cannot be forked so.
 
-    macOS forbids what its frameworks do in a forked process.
+    ``threads`` are those that each rank will compute with; None: not known yet. macOS forbids what its frameworks do in
+    a forked process.
     """
     scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
     address = scratch / "ranks"
@@ -46,7 +55,7 @@ def warm_ranks(modules: Sequence[str], *, is_wanted: bool = True) -> Iterator[Wa
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(address))
         listener.listen(1024)  # from here on clients may come: they wait until the server has loaded its modules
-        server = _start(listener.fileno(), address, modules)
+        server = _start(listener.fileno(), address, modules, threads)
     try:
         yield WarmRanks(address)
     finally:
@@ -60,11 +69,12 @@ def warm_ranks(modules: Sequence[str], *, is_wanted: bool = True) -> Iterator[Wa
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _start(listener: int, address: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(listener: int, address: Path, modules: Sequence[str], threads: int | None) -> subprocess.Popen[bytes]:
+    told = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "paceline.launch.warm_server", str(address), str(listener), *modules],
         # Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one.
-        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        env={**os.environ, **allocator_variables(), **told, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=[listener],

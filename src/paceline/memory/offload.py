@@ -32,7 +32,7 @@ class Offload:
 
 def check_offload(offload: Offload, device: torch.device, num_parameters: int) -> None:
     """Raises UsageError where the host cannot hold what ``num_parameters`` of a rank need there."""
-    if not offload.is_any or device.type == "cpu":
+    if not offload.is_any or device.type in ("cpu", "meta"):  # what has no values takes no memory
         return
     # Masters, gradients and two moments in fp32, and staged parameters.
     needed = num_parameters * (18 if offload.optimizer else 8)
@@ -46,5 +46,10 @@ def check_offload(offload: Offload, device: torch.device, num_parameters: int) -
 
 
 def host_empty(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Makes a host tensor that ``device`` can copy from and to without waiting: pinned where that is CUDA."""
+    """Makes a host tensor that ``device`` can copy from and to without waiting: pinned where that is CUDA.
+
+    A dry run has no values on the host either; that the memory would be pinned tells it from a device's.
+    """
+    if device.type == "meta":
+        return torch.empty(length, dtype=dtype, device=device, pin_memory=True)
     return torch.empty(length, dtype=dtype, pin_memory=device.type == "cuda")

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.config.gpt_sizes import GPT_SIZES, GPTShape, gpt_shape
+from paceline.config.gpt_sizes import GPT_SIZES, GPTShape, gpt_shape, head_problems
 from paceline.config.schema import GPTModelConfig
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.layers import PipelineLayer
@@ -59,7 +59,9 @@ class GPTConfig:
         return self.width // self.heads
 
     def __post_init__(self) -> None:
-        problems = _value_problems(self) or _fit_problems(self)
+        problems = _value_problems(self) or head_problems(
+            width=self.width, heads=self.heads, kv_heads=self.kv_heads, is_rotary=self.positions == "rotary"
+        )
         if problems:
             raise ConfigError(problems, source="model")
 
@@ -226,6 +228,8 @@ class Rotary(nn.Module):
 
     def reset_parameters(self) -> None:
         """Fills the tables, computed on the CPU in float64 so that every device holds the same."""
+        if self.cos.is_meta:
+            return
         context, half = self.cos.shape
         pairs = torch.arange(half, dtype=torch.float64, device="cpu")
         positions = torch.arange(context, dtype=torch.float64, device="cpu")
@@ -341,36 +345,6 @@ def _value_problems(config: GPTConfig) -> list[Problem]:
             problems.append(Problem(what=f"model.{name} = {value!r}", rule=f"it is one of {', '.join(allowed)}"))
     if not 0 <= config.dropout < 1:
         problems.append(Problem(what=f"model.dropout = {config.dropout}", rule="it is a probability below 1"))
-    return problems
-
-
-def _fit_problems(config: GPTConfig) -> list[Problem]:
-    """Lists the fields that do not fit one another."""
-    problems: list[Problem] = []
-    if config.width % config.heads:
-        problems.append(
-            Problem(
-                what=f"model.heads = {config.heads} does not divide model.width = {config.width}",
-                rule="every head has the same whole number of features",
-                fix=f"try model.width = {math.ceil(config.width / config.heads) * config.heads}",
-            )
-        )
-    elif config.positions == "rotary" and config.head_dim % 2:
-        problems.append(
-            Problem(
-                what=f"model.width / model.heads = {config.head_dim} is odd",
-                rule="model.positions = rotary turns pairs of a head's features",
-                fix=f"try model.width = {config.width + config.heads}, or model.positions = learned",
-            )
-        )
-    if config.heads % config.kv_heads:
-        problems.append(
-            Problem(
-                what=f"model.kv_heads = {config.kv_heads} does not divide model.heads = {config.heads}",
-                rule="each key and value head serves the same number of query heads",
-                fix=f"try model.kv_heads = {math.gcd(config.kv_heads, config.heads)}",
-            )
-        )
     return problems
 
 

@@ -8,15 +8,19 @@ and turns all of a second into lines together; ``TensorBoardSink`` writes one ev
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
 from paceline.monitor.records import EvalRecord, Record, StepRecord, to_line
+
+_MOST_KEPT = 100_000
 
 
 class Sink(Protocol):
@@ -37,11 +41,21 @@ class JsonlSink:
 
     Steps are kept in memory for ``flush_every_s`` at most, measured when the next records come; any other record
     is written through at once, together with the steps before it. Several threads may write.
+
+    A full disk leaves whole lines. What it does not take is lost with an error, or with ``waits_for_space`` kept, the
+    last 100,000 records of it, and tried again with the next.
     """
 
-    def __init__(self, path: Path, *, flush_every_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        flush_every_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        waits_for_space: bool = False,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
         _cut_unterminated_line(path)
         self._lock = Lock()
         # Kept here and not in the file object's buffer: a forked loader worker would write its copy of that out again.
@@ -49,6 +63,7 @@ class JsonlSink:
         self._flush_every_s = flush_every_s
         self._clock = clock
         self._flushed_at = clock()
+        self._waits_for_space = waits_for_space
 
     def write(self, *records: Record) -> None:
         with self._lock:
@@ -72,8 +87,55 @@ class JsonlSink:
         self._flushed_at = self._clock()
         if self._kept:
             kept, self._kept = self._kept, []  # let go of first: a record that cannot be written fails once
-            self._file.write("".join(map(to_line, kept)).encode())
-            self._file.flush()
+            try:
+                self._append("".join(map(to_line, kept)).encode())
+            except OSError as error:
+                if not (self._waits_for_space and is_disk_full(error)):
+                    raise
+                self._kept = kept[-_MOST_KEPT:]
+
+    def _append(self, lines: bytes) -> None:
+        """Writes lines, all of them or none."""
+        end, left = os.fstat(self._file.fileno()).st_size, memoryview(lines)
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            self._file.truncate(end)
+            raise
+
+
+class SpaceSink:
+    """Hands records on, and goes on without this place when its disk is full."""
+
+    def __init__(self, inner: Sink) -> None:
+        self._inner = inner
+
+    def write(self, *records: Record) -> None:
+        with _goes_on_when_full():
+            self._inner.write(*records)
+
+    def flush(self) -> None:
+        with _goes_on_when_full():
+            self._inner.flush()
+
+    def close(self) -> None:
+        with _goes_on_when_full():
+            self._inner.close()
+
+
+@contextmanager
+def _goes_on_when_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Says whether there is no space, or none for this user."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class TensorBoardSink:

@@ -101,6 +101,11 @@ class FlatGroup:
         return self.layout.length * self.param_dtype.itemsize
 
     @property
+    def resident(self) -> torch.Tensor | None:
+        """This rank's slice on the device, where the master is on the host and parameters are not."""
+        return self._resident
+
+    @property
     def has_copy(self) -> bool:
         """Whether full parameters and masters are two things; on one rank, or if never freed, they may be one."""
         if self.param_dtype != self.dtype or self.is_on_host:
@@ -201,7 +206,7 @@ class FlatGroup:
                 self._staged.copy_(master)
             if not self._offload.parameters:
                 host = master if self._staged is None else self._staged
-                self._resident = host.to(self.comm.device, non_blocking=True)
+                self._resident = torch.empty_like(host, device=self.comm.device).copy_(host, non_blocking=True)
         if self._resident is not None:
             return self._resident
         return master if self._staged is None else self._staged
@@ -302,7 +307,7 @@ class FlatGroup:
     def measure(self) -> None:
         """Takes the norms of the pieces' gradients, beside what the device computes; they are asked for later."""
         gradient, views = self.gradient, self._gradient_views
-        if gradient is None or gradient.is_cpu or device_kind(self.comm) == "cpu":  # which has nothing beside
+        if gradient is None or self.is_on_host or device_kind(self.comm) == "cpu":  # which has nothing beside
             return
         norms: list[torch.Tensor] = []
 
@@ -363,7 +368,7 @@ class FlatGroup:
         if self._stashed is None:
             self._stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
         else:
-            self._stashed += mine.cpu()
+            self._stashed += mine.to(self._stashed.device)
 
     def _keep_gradient(self, gradient: torch.Tensor) -> None:
         self.gradient = gradient

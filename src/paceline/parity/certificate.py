@@ -8,11 +8,10 @@ policy. On a mismatch the run is repeated with its activations recorded, and the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +32,7 @@ from paceline.parity.reference import Reference, run_reference
 from paceline.parity.runs import run_distributed
 from paceline.parity.settings import Settings, check_settings, complete
 from paceline.parity.values import StepValues
+from paceline.train.threads import compute_threads
 
 Backend = Literal["virtual", "gloo", "shared_memory"]
 
@@ -196,7 +196,7 @@ def _both(case: Case, settings: Settings, backend: Backend) -> tuple[Reference, 
     def one_process(followed: list[StepValues] | None) -> Reference:
         threads = torch.get_num_threads() if backend == "virtual" else 1  # as many as a rank has: they cut sums
         # The caller's random numbers go on as if nothing had happened.
-        with torch.random.fork_rng(devices=[]), _threads(threads):
+        with torch.random.fork_rng(devices=[]), compute_threads(threads):
             return run_reference(case, settings, followed)
 
     if settings.is_exact:  # a case that cannot be compared is refused before any rank starts
@@ -204,16 +204,6 @@ def _both(case: Case, settings: Settings, backend: Backend) -> tuple[Reference, 
         return reference, _run(backend, settings.ranks, run_distributed, case, settings)
     per_rank: list[list[StepValues]] = _run(backend, settings.ranks, run_distributed, case, settings)
     return one_process(per_rank[0]), per_rank
-
-
-@contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _run(backend: str, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

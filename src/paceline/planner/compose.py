@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.planner.events import Drop, Event, Hold, Issue, Mark, Run, Wait
+from paceline.planner.events import Drop, Event, Hold, Issue, Mark, OnHost, Run, Wait
 
 
 def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[Event, ...]:
@@ -73,6 +73,8 @@ class _Middle:
                 found.append(event)
             elif isinstance(event, Run):
                 found.append(self._renamed(event, last))
+            elif isinstance(event, OnHost):
+                found.append(self._waiting(event, last))
             else:
                 is_before = event.number < self._first_issue
                 found.append(event if is_before else replace(event, number=event.number + self._issues * last))
@@ -82,9 +84,17 @@ class _Middle:
     def _issues(self) -> int:
         return max(0, self._end_issue - self._first_issue)
 
-    def _moved(self, event: Run | Issue | Wait, copy: int) -> Event:
+    def _waiting(self, event: OnHost, copy: int) -> OnHost:
+        if not event.waits:
+            return event
+        moved = (each + self._issues * copy if each >= self._first_issue else each for each in event.waits)
+        return replace(event, waits=tuple(moved))
+
+    def _moved(self, event: Run | Issue | Wait | OnHost, copy: int) -> Event:
         if isinstance(event, Run):
             return self._renamed(event, copy)
+        if isinstance(event, OnHost):
+            return replace(event, waits=tuple(each + self._issues * copy for each in event.waits))
         # What a copy waits for was issued by itself or, as long before its beginning, by the one before.
         return replace(event, number=event.number + self._issues * copy)
 

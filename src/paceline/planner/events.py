@@ -3,6 +3,7 @@
     Run     a kernel                  Issue   an operation of the communicator starts
     Hold    memory is taken           Wait    what follows needs it
     Drop    memory is given back      Mark    an action of a pipeline's schedule begins
+    OnHost  the host works itself
 
 A ``Turn`` says that an action is done once more, for another microbatch: see compose.py.
 """
@@ -27,7 +28,9 @@ class Run:
 class Issue:
     """A collective, or one side of a message, starts. What is on one lane is done in the order of its issue.
 
-    ``ranks`` are those of the world; of a message, its sender and its receiver.
+    ``ranks`` are those of the world; of a message, its sender and its receiver. A collective that is made of messages
+    has an ``algorithm``, ``share`` is the part of its rounds that starts here, and ``messages`` are those of this rank:
+    kind, number and bytes.
     """
 
     number: int
@@ -37,6 +40,14 @@ class Issue:
     lane: str
     tag: int = 0
     phase: str = "forward"
+    algorithm: str = ""
+    share: float = 1.0
+    messages: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def travels(self) -> tuple[tuple[str, int, int], ...]:
+        """What a rank hands over: kind, number and bytes of operations of the backend."""
+        return self.messages if self.algorithm else ((self.kind, 1, self.num_bytes),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,20 @@ class Wait:
 
     number: int
     phase: str = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """The host goes through memory of its own, on so many bytes, while it launches nothing.
+
+    Before, it waits for the operations ``waits`` and, where it ``reads`` a value, for all that the device computes.
+    """
+
+    name: str
+    num_bytes: int
+    waits: tuple[int, ...] = ()
+    reads: bool = False
+    phase: str = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,5 +112,6 @@ class Turn:
     arrived: tuple[tuple[str, int, int], ...] = ()
 
 
-Event: TypeAlias = Run | Issue | Wait | Hold | Drop | Mark
+Event: TypeAlias = Run | Issue | Wait | Hold | Drop | Mark | OnHost
 END = "end"
+TO_HOST, TO_DEVICE = "to_host", "to_device"  # kinds of copies over a device's bus: issued, and waited for

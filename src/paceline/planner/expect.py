@@ -3,6 +3,8 @@
 GPUs are those of the catalog. A CPU rank is so many cores of the catalog's small host:
 
     cores of a rank = min(its threads, cores / ranks)        products run so many times as fast as on one core
+
+One rank that has all cores was measured as such, where the entry says so: threads pay for large products alone.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cluster.detect import Machine, detect_cluster, gloo_link
+from paceline.cluster.detect import Machine, alone_device, detect_cluster, gloo_link
 from paceline.cluster.devices import Cluster, Device
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
@@ -54,15 +56,16 @@ def _priced(config: Config, candidate: Candidate, cluster: Cluster, assumed: tup
     if num_bytes is not None and config.parallel.device == "cuda":
         num_bytes -= framework_bytes("cuda")  # records hold the allocator's bytes, which has no part in those
     low, high = ranked.prediction.band
+    around = cluster.device.step_s + cluster.device.loop_s  # what formulas of kernels know nothing of
     if not cluster.device.is_cpu:
         assumed += tuple(f"outside the calibrated domain: {reason}" for reason in ranked.prediction.outside)
     return Expectation(
         ranks=candidate.layout.devices,
         cluster=cluster.name,
         plan=str(candidate),
-        step_s=ranked.seconds,
-        step_s_low=low,
-        step_s_high=high,
+        step_s=ranked.seconds + around,
+        step_s_low=low + around,
+        step_s_high=high + around,
         memory_bytes=None if num_bytes == float("inf") else num_bytes,
         fitted=ranked.prediction.fitted,
         assumed=assumed,
@@ -96,10 +99,15 @@ def present_cluster(
     node, assumed = replace(found.cluster.node, devices=ranks), found.assumed
     if on_cpu:
         cores = min(config.parallel.threads or threads or max(1, machine.cores // ranks), machine.cores / ranks)
-        node = replace(node, device=_with_cores(node.device, cores))
+        alone = alone_device(entry) if ranks == 1 and cores > 1 else None
+        is_known = alone is not None and alone.sm_count == cores
+        if alone is not None and is_known:
+            node = replace(node, device=replace(alone, memory_bytes=node.device.memory_bytes * machine.cores))
+        else:
+            node = replace(node, device=_with_cores(node.device, cores))
         if config.comm.backend == "gloo":
             node = replace(node, inside=gloo_link(entry))
-        if cores != 1:
+        if cores != 1 and not is_known:
             assumed = (*assumed, f"a rank with {cores:g} cores computes {cores:g} times as fast as with one")
     cluster = Cluster(name=f"{ranks}x {node.device.name}", node=node, nodes=1, between=None)
     return cluster, assumed
@@ -120,6 +128,8 @@ def _with_cores(device: Device, cores: float) -> Device:
         },
         operation_s=None if device.operation_s is None else device.operation_s / share,
         tensor_s=device.tensor_s / share,
+        step_s=device.step_s / share,
+        loop_s=device.loop_s / share,
         launch_s=device.launch_s / share,
         compiled_launch_s=device.compiled_launch_s / share,
     )

@@ -17,15 +17,15 @@ from typing import Any
 
 from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
-from paceline.planner.events import Drop, Event, Hold, Issue, Mark, Run, Turn, Wait
+from paceline.planner.events import Drop, Event, Hold, Issue, Mark, OnHost, Run, Turn, Wait
 from paceline.planner.turns import memory_alone, play
 
-__all__ = ["CATEGORIES", "Drop", "Event", "Hold", "Issue", "Mark", "Program", "Run", "Turn", "Wait"]
+__all__ = ["CATEGORIES", "Drop", "Event", "Hold", "Issue", "Mark", "OnHost", "Program", "Run", "Turn", "Wait"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
 
 
-_KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop, Mark)}
+_KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop, Mark, OnHost)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +64,19 @@ class Program:
         return (event.operation for event in self.all_events if isinstance(event, Run))
 
     def count_operations(self) -> Counter[str]:
-        """Counts what is communicated by kind."""
-        return Counter(event.kind for event in self.all_events if isinstance(event, Issue))
+        """Counts what is handed to the backend by kind: messages, of a collective that is made of them."""
+        found: Counter[str] = Counter()
+        for event in self.all_events:
+            for kind, number, _ in event.travels if isinstance(event, Issue) else ():
+                found[kind] += number
+        return found
 
     def count_bytes(self) -> Counter[str]:
         """Adds up what is communicated by kind."""
         found: Counter[str] = Counter()
         for event in self.all_events:
-            if isinstance(event, Issue):
-                found[event.kind] += event.num_bytes
+            for kind, _, num_bytes in event.travels if isinstance(event, Issue) else ():
+                found[kind] += num_bytes
         return found
 
     def peak_memory(self) -> dict[str, int]:
@@ -127,5 +131,9 @@ def _event(row: list[Any]) -> Event:
         return Run(Operation(**operation), block)
     if kind in ("Issue", "Hold"):
         rest[3] = tuple(rest[3])
+    if kind == "OnHost":
+        rest[2] = tuple(rest[2])
+    if kind == "Issue":
+        rest[9] = tuple((name, number, size) for name, number, size in rest[9])
     event: Event = _KINDS[kind](*rest)
     return event

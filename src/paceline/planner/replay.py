@@ -6,6 +6,9 @@ A rank has a host that launches one thing after another, a compute stream, and o
     collective    starts when all its ranks have issued it, their compute has come so far, and its lane is free
     wait          holds the compute stream until the collective is done
     on a CPU      host and device are one: a launch takes time of both, and so does a wait
+    a step        begins with what it costs the host whatever is in it (step_s), and in a run with the loop (loop_s)
+    offload       copies over the bus are waited for like collectives, and slow no kernel; while the host works itself,
+                  at the rate of its memory, it launches nothing
 
 So overlap, prefetch, bubbles and launch times follow from the order in which an engine issues things. Ranks that are
 alike are replayed once: one rank a stage, and the slowest rank beside them where some are slow. Programs of stages are
@@ -19,15 +22,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.cluster.devices import Cluster
-from paceline.cluster.wires import WireCost, wire_cost
+from paceline.cluster.wires import AlgorithmCost, WireCost, wire_cost
 from paceline.errors import UsageError
 from paceline.estimate.memory import framework_bytes
 from paceline.planner.block import CALL_S
 from paceline.planner.constants import Constants, ConstantSets, constants_for, fitted_constants
+from paceline.planner.events import TO_DEVICE, TO_HOST
 from paceline.planner.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
-from paceline.planner.program import Drop, Event, Hold, Issue, Program, Run, Wait
+from paceline.planner.program import Drop, Event, Hold, Issue, OnHost, Program, Run, Wait
 from paceline.planner.replayed import RankTimes, Replay
 from paceline.planner.timeline import Span
+from paceline.planner.tuning import bus_bytes_per_s, host_bytes_per_s
 from paceline.planner.turns import play
 
 
@@ -39,12 +44,14 @@ def replay(
     constants: Constants | None = None,
     sets: ConstantSets | None = None,
     keeps_spans: bool = False,
+    with_loop: bool = False,
 ) -> Replay:
     """Returns what a step takes on a cluster: of one rank's program, or of one program for each stage of a pipeline.
 
     ``slow`` makes ranks compute so many times as long. ``constants`` take the place of the fitted ones.
-    ``keeps_spans`` keeps what every stream does, for a trace. Raises UsageError where the ranks do not fit the cluster,
-    and for programs that wait for one another for ever.
+    ``keeps_spans`` keeps what every stream does, for a trace. ``with_loop`` prices a step of a run, with the next
+    batch, records and hooks, and not that of the engine alone. Raises UsageError where the ranks do not fit the
+    cluster, and for programs that wait for one another for ever.
     """
     rows = [programs] if isinstance(programs, Program) else list(programs)
     _check(rows, slow or {})
@@ -56,6 +63,8 @@ def replay(
     actors = [
         _Actor(program, cluster, used, factor, keeps_spans=keeps_spans) for program, factor in _cast(rows, slow or {})
     ]
+    for actor in actors:
+        actor.begin(cluster.device.step_s, cluster.device.loop_s if with_loop else 0.0)
     _Stage(actors, wires, cluster, used).run()
     times = [actor.times() for actor in actors]
     return Replay(
@@ -125,6 +134,9 @@ def _memory(rows: Sequence[Program], cluster: Cluster) -> dict[str, int]:
     return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
 
 
+_COPIES = (TO_HOST, TO_DEVICE)
+
+
 class _Stretch:
     """Kernels that follow one another.
 
@@ -156,6 +168,8 @@ class _Meeting:
     ready: list[float] = field(default_factory=list)
     start: float = 0.0
     end: float | None = None
+    algorithm: str = ""
+    share: float = 1.0
 
 
 class _Actor:
@@ -173,6 +187,7 @@ class _Actor:
         self.events = list(self._stretches(play(timed, program.order) if program.order else timed))
         self.contention = cluster.node.inside.busy if self.is_cpu else constants.contention
         self.call_s = cluster.device.launch_s
+        self.host_rate = host_bytes_per_s(cluster)
         self.place = 0
         self.host = self.compute = 0.0
         self.lanes: dict[str, float] = {}
@@ -181,7 +196,17 @@ class _Actor:
         self.found = RankTimes(rank=program.rank, stage=program.stage, slowed=factor)
         self.spans: list[Span] | None = [] if keeps_spans else None
 
-    def _stretches(self, events: Iterable[Event]) -> Iterator[_Stretch | Issue | Wait]:
+    def begin(self, step_s: float, loop_s: float) -> None:
+        """Lets the host do what a step costs it besides its operations, and what surrounds it in a run."""
+        self.host = step_s + loop_s
+        if self.is_cpu:
+            self.compute = self.host
+            self.found.loop, self.found.launch_wait = loop_s, step_s
+            for phase, seconds in (("loop", loop_s), ("forward", step_s)):
+                if seconds:
+                    self.found.add_phase(phase, seconds)
+
+    def _stretches(self, events: Iterable[Event]) -> Iterator[_Stretch | Issue | Wait | OnHost]:
         """Puts kernels of one phase together that follow one another; those of repeated actions are known by then."""
         known: dict[tuple[int, ...], _Stretch] = {}
         runs: list[Run] = []
@@ -191,7 +216,7 @@ class _Actor:
                     yield self._stretch(runs, known)
                     runs = []
                 runs.append(event)
-            elif isinstance(event, Issue | Wait):
+            elif isinstance(event, Issue | Wait | OnHost):
                 if runs:
                     yield self._stretch(runs, known)
                     runs = []
@@ -260,10 +285,12 @@ class _Actor:
         """Notes when an operation of a lane is done."""
         assert meeting.end is not None
         self.lanes[lane] = max(self.lanes.get(lane, 0.0), meeting.end)
-        self.busy_lanes.append(meeting)
-        self.found.add_communication(meeting.kind, meeting.end - meeting.start, meeting.num_bytes)
+        if meeting.kind not in _COPIES:  # the bus has engines of its own
+            self.busy_lanes.append(meeting)
+        moved = round(meeting.num_bytes * meeting.share)
+        self.found.add_communication(meeting.kind, meeting.end - meeting.start, moved)
         if self.spans is not None:
-            size = f"{meeting.num_bytes / 1e6:.1f} MB on {len(meeting.ranks)}"
+            size = f"{moved / 1e6:.1f} MB on {len(meeting.ranks)}"
             self.spans.append(Span(f"lane {lane}", f"{meeting.kind} {size}", meeting.start, meeting.end))
 
     def wait(self, event: Wait, meeting: _Meeting) -> None:
@@ -284,6 +311,23 @@ class _Actor:
             self.host = meeting.end
         if self.spans is not None:
             self.spans.append(Span("waits", f"{meeting.kind} is not there", now, meeting.end))
+
+    def work_on_host(self, event: OnHost) -> None:
+        """Lets the host work itself; the device has nothing to do once it has come to the end of what was launched."""
+        ends = [self.meetings[each].end or 0.0 for each in event.waits if each in self.meetings]
+        start = max(self.host, *ends, self.compute if event.reads else 0.0)
+        self.host = start + event.num_bytes / self.host_rate
+        if self.host <= self.compute:
+            return
+        waited, worked = max(0.0, start - self.compute), self.host - max(start, self.compute)
+        found = self.found
+        found.add_phase(event.phase, self.host - self.compute)
+        found.exposed += waited if event.waits else 0.0
+        found.launch_wait += 0.0 if event.waits else waited
+        found.on_host += worked
+        if self.spans is not None and worked:
+            self.spans.append(Span("host", event.name, start, self.host))
+        self.compute = self.host
 
     def _lost(self, start: float, work: float) -> float:
         """Returns what communication beside a kernel costs it."""
@@ -310,8 +354,10 @@ class _Stage:
     def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
         self._actors = actors
         self._wires = wires
+        self._algorithms = AlgorithmCost(cluster=cluster)
         self._extra = 0.0 if cluster.device.is_cpu else CALL_S
         self._slowdown = constants.slowdown
+        self._bus = bus_bytes_per_s(cluster)
         self._open: dict[tuple[object, ...], deque[tuple[_Meeting, list[tuple[_Actor, str]]]]] = {}
         self._numbers: dict[tuple[int, str], int] = {}
 
@@ -335,6 +381,8 @@ class _Stage:
                 actor.run_stretch(event)
             elif isinstance(event, Issue):
                 self._meet(actor, event)
+            elif isinstance(event, OnHost):
+                actor.work_on_host(event)
             else:
                 meeting = actor.meetings.get(event.number)
                 if meeting is not None:  # else it was issued in the step before
@@ -352,6 +400,7 @@ class _Stage:
             return
         others = [each for each in self._actors if each is not actor and self._shares(each, actor, event)]
         meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 1 + len(others))
+        meeting.algorithm, meeting.share = event.algorithm, event.share
         actor.meetings[event.number] = meeting
         if not others:
             meeting.ready = [ready]
@@ -399,10 +448,17 @@ class _Stage:
         meeting.start = max(meeting.ready)
         seconds = 0.0
         if len(meeting.ranks) > 1:
-            seconds = (self._wires(meeting.kind, meeting.num_bytes, meeting.ranks) + self._extra) * self._slowdown
+            seconds = (self._wire_seconds(meeting) + self._extra) * self._slowdown * meeting.share
+        elif meeting.kind in _COPIES:
+            seconds = meeting.num_bytes / self._bus
         meeting.end = meeting.start + seconds
         for actor, lane in who:
             actor.settle(meeting, lane)
+
+    def _wire_seconds(self, meeting: _Meeting) -> float:
+        if meeting.algorithm:
+            return self._algorithms(meeting.algorithm, meeting.kind, meeting.num_bytes, meeting.ranks)
+        return self._wires(meeting.kind, meeting.num_bytes, meeting.ranks)
 
     def _explain(self) -> str:
         stuck = []

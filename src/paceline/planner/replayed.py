@@ -1,6 +1,7 @@
 """What a replay found: the time of a step and where it goes, memory, rates, and what binds.
 
-step    = compute + contention + exposed communication + bubble + launch wait      of the rank that ends last
+step    = compute + contention + exposed communication + bubble + launch wait + work of the host + loop
+          of the rank that ends last
 hidden  = what communication takes in all, less what is exposed
 MFU     = model FLOPs of a rank / (step x the device's peak)
 """
@@ -28,6 +29,8 @@ class RankTimes:
     exposed: float = 0.0
     bubble: float = 0.0
     launch_wait: float = 0.0
+    on_host: float = 0.0  # what the host computes itself, while the device stands still
+    loop: float = 0.0  # of a run: the next batch, times, records, hooks
     phases: dict[str, float] = field(default_factory=dict)
     communication: dict[str, float] = field(default_factory=dict)  # seconds by kind
     moved: dict[str, int] = field(default_factory=dict)  # bytes by kind
@@ -50,8 +53,8 @@ class RankTimes:
     @property
     def idle(self) -> float:
         """What the device stands still at the end, while the host finishes."""
-        told = self.compute + self.contention + self.exposed + self.bubble + self.launch_wait
-        return max(0.0, self.seconds - told)
+        told = self.compute + self.contention + self.exposed + self.bubble + self.launch_wait + self.on_host
+        return max(0.0, self.seconds - told - self.loop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,9 @@ class Replay:
             "communication that nothing hides": rank.exposed,
             "the bubble of the pipeline": rank.bubble,
             "the host, which launches kernels more slowly than the device runs them": rank.launch_wait,
+            "the host, which updates what is offloaded": rank.on_host,
             "communication beside compute, which slows it": rank.contention,
+            "the loop around the step: the next batch, records, hooks": rank.loop,
         }
         what, seconds = max(parts.items(), key=lambda each: each[1])
         told = f"{what}: {seconds / step:.0%} of the step"
@@ -174,6 +179,8 @@ class Replay:
                 "exposed_communication": rank.exposed,
                 "bubble": rank.bubble,
                 "launch_wait": rank.launch_wait,
+                "loop": rank.loop,
+                "on_host": rank.on_host,
                 "idle": rank.idle,
             },
             "hidden_communication_s": rank.hidden,

@@ -148,7 +148,7 @@ def _offloaded(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> Ste
         copied, update = 4 * params * count, step.optimizer
     else:
         copied = 4 * params * reductions + width * params * fetched
-        update = _UPDATE_BYTES * params / _host_bytes_per_s(cluster)
+        update = _UPDATE_BYTES * params / host_bytes_per_s(cluster)
     seconds = copied / bus
     hidden = min(seconds, max(0.0, step.compute - step.hidden))
     return replace(step, exposed=step.exposed + seconds - hidden, hidden=step.hidden + hidden, optimizer=update)
@@ -161,7 +161,8 @@ def bus_bytes_per_s(cluster: Cluster) -> float:
     return link.bandwidth * link.efficiency
 
 
-def _host_bytes_per_s(cluster: Cluster) -> float:
+def host_bytes_per_s(cluster: Cluster) -> float:
+    """Returns what a rank's host reads and writes, while the other ranks of its node do the same."""
     return min(_RANK_HOST_BYTES_PER_S, _NODE_HOST_BYTES_PER_S / cluster.node.devices)
 
 

@@ -13,6 +13,7 @@ second stands for all between. In every copy
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -26,6 +27,14 @@ _Key: TypeAlias = tuple[str, int, int]  # kind, stage and microbatch of an actio
 def play(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[Event]:
     """Iterates over the events of the whole step."""
     return _Player(events, order).run()
+
+
+def counted(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[tuple[Event, int]]:
+    """Iterates over recorded events, and how often the actions that they belong to are done in the whole step."""
+    turns = Counter((turn.kind, turn.stage, turn.like) for turn in order)
+    for key, piece in _pieces(events).items():
+        times = 1 if key in (_BEFORE, _BEHIND) else turns[key]
+        yield from ((event, times) for event in piece)
 
 
 def is_playable(events: Sequence[Event], order: Sequence[Turn]) -> bool:
@@ -101,7 +110,7 @@ class _Player:
             yield from self._take(turn)
         for sends in self._sent.values():
             yield from (Wait(number, "optimizer") for number in sends)
-        yield from self._end(self._pieces.get((END, 0, 0), ()))
+        yield from self._end(self._pieces.get(_BEHIND, ()))
 
     def _learn(self, piece: Sequence[Event], microbatch: int, *, is_forward: bool) -> None:
         for event in piece:
@@ -191,6 +200,7 @@ def _renumbered(event: Hold | Drop, number: int) -> Event:
 
 
 _BEFORE: _Key = ("", 0, 0)
+_BEHIND: _Key = (END, 0, 0)
 
 
 def _pieces(events: Sequence[Event]) -> dict[_Key, list[Event]]:

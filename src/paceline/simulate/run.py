@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -31,6 +31,7 @@ from paceline.simulate.recording import ClockMeter, ClockSink, Memory, StepBound
 from paceline.simulate.summary import SimulationSummary, summarize_clocks
 from paceline.train.assemble import build_trainer
 from paceline.train.hooks import EvaluateHook
+from paceline.train.threads import compute_threads
 from paceline.train.trainer import Every, Trainer
 
 ComputeKind: TypeAlias = Literal["measured", "modelled"]
@@ -115,7 +116,7 @@ def simulate(
     )
     places = [_Place(config, where, rank, view if rank == 0 else None) for rank in range(ranks)]
     try:
-        with _threads(config.parallel.threads or _share_of_cores(ranks)):
+        with compute_threads(config.parallel.threads or _share_of_cores(ranks)):
             run_virtual(
                 lambda comm: places[comm.rank].run(comm, watch),
                 ranks,
@@ -151,16 +152,6 @@ def _check(config: Config, conditions: Conditions) -> None:
 def _share_of_cores(ranks: int) -> int:
     """Returns how many threads a rank of a real run on this machine has: the numbers, and the times, are its own."""
     return max(1, (os.cpu_count() or 1) // ranks)
-
-
-@contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Place:

@@ -255,7 +255,7 @@ def _fit_microbatch(
     """Finds the largest microbatch that all ranks can hold; the global batch stays."""
     device = engine.comm.device
     hosts = node_ranks or engine.comm.size
-    slots = optimizer_slots(config.optim)
+    slots = optimizer_slots(config.optim) + (config.train.ema_decay is not None)
     known, first = describe_model(config, device.type), 1
     if known is not None:
         group = shard_group(config.parallel, engine.comm.size, node_ranks)

@@ -36,6 +36,10 @@ class WeightAverage:
         """Takes in the parameters after a step."""
         torch._foreach_lerp_(self._averages, self._parameters, 1.0 - self._decay)
 
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns what this rank holds of the parameters, each with its average."""
+        return list(zip(self._parameters, self._averages, strict=True))
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Puts the average in the place of the parameters, and back after it. All ranks do so together."""

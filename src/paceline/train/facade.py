@@ -20,13 +20,12 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.checkpoint.find import choose_checkpoint, list_checkpoints
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
@@ -42,7 +41,6 @@ from paceline.errors import CheckpointError, MisfitError, TrainingError, UsageEr
 from paceline.memory.offload import Offload
 from paceline.monitor.meter import peak_memory_bytes
 from paceline.parallel.apply import parallelize
-from paceline.parallel.engine import Engine
 from paceline.parallel.fsdp import ShardingPolicy
 from paceline.precision import mixed_precision as usual_mixed_precision
 from paceline.train.arguments import (
@@ -55,7 +53,7 @@ from paceline.train.arguments import (
     refuse,
 )
 from paceline.train.bad_steps import BadStep, BadSteps
-from paceline.train.loss import LossValue
+from paceline.train.criterion import Criterion, CriterionLoss, criterion_loss, place_batch, reduction_of
 from paceline.train.overflow import Wording, explain_bad_steps, find_overflow
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.scaler import make_scaler
@@ -148,7 +146,7 @@ class DistributedTrainer:
         self,
         batch: Any,
         optimizer: torch.optim.Optimizer,
-        criterion: Callable[[Any, Any], torch.Tensor],
+        criterion: Criterion,
         step: int | None = None,
     ) -> StepMetrics:
         """Trains on one microbatch of this rank; every ``gradient_accumulation_steps`` calls, updates the parameters.
@@ -170,7 +168,7 @@ class DistributedTrainer:
         """
         self._use(optimizer)
         self._timer.start()
-        samples, placed = _place(batch, self.engine.comm.device)
+        samples, placed = place_batch(batch, self.engine.comm.device)
         if self._scaler is not None and not self._scaler.knows_elements:
             first = on_device(samples * self.gradient_accumulation_steps, self.engine.comm.device)
             self.engine.comm.all_reduce(first).wait()
@@ -320,10 +318,10 @@ class DistributedTrainer:
             raise UsageError(f"{error}\n  with a trainer: trainer.parameters()") from None
         self._optimizer = optimizer
 
-    def _backward(self, batch: Any, samples: int, criterion: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+    def _backward(self, batch: Any, samples: int, criterion: Criterion) -> torch.Tensor:
         """Adds the gradient of the summed loss; returns the mean loss, unread."""
-        reduction = _reduction(criterion)
-        loss = _loss(self.engine, batch, criterion)
+        reduction = reduction_of(criterion)
+        loss = criterion_loss(self.engine, batch, criterion)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"criterion returned {what}\n  a loss is one number\n  return loss.mean()")
@@ -358,7 +356,7 @@ class DistributedTrainer:
         if bad.num_in_a_row < _MAX_BAD_UPDATES:
             return
         batch, criterion = bad.batch
-        replayed = _CriterionLoss(self.engine, criterion)
+        replayed = CriterionLoss(self.engine, criterion)
         finding = find_overflow(self.engine, [batch], replayed, bad.outcome.factor, dtype=None)
         raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
 
@@ -427,74 +425,9 @@ class DistributedTrainer:
             restore_random_states(checkpoint.own(comm.rank)["random"], comm.device)
 
 
-# Batches, losses and rates as users have them.
-
-
-class _CriterionLoss:
-    """A user's criterion as the loss that a replay takes."""
-
-    elements_per_sample = None
-
-    def __init__(self, engine: Engine, criterion: Callable[[Any, Any], torch.Tensor]) -> None:
-        self._engine = engine
-        self._criterion = criterion
-
-    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        del model
-        return LossValue(_loss(self._engine, batch, self._criterion), 1.0)
-
-    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        return self(model, batch)
-
-
-def _loss(engine: Engine, batch: Any, criterion: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
-    """Runs model and criterion; the criterion gets fp32 where the module's parameters are less."""
-    inputs, targets = batch
-    with engine.precision.context(engine.comm.device):
-        outputs = engine(inputs)
-        if engine.precision.param_dtype is not None:
-            outputs = tree_map(_in_full, outputs)
-        return criterion(outputs, targets)
-
-
-def _in_full(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
-
-
 def _offload(strategy: str) -> Offload:
     """Returns all that a strategy can keep on the host."""
     return Offload(optimizer=True, gradients=True, parameters=strategy not in ("zero1", "zero2"))
-
-
-def _place(batch: Any, device: torch.device) -> tuple[int, Any]:
-    """Returns how many samples a batch has, and the batch on the device. Leaves dtypes as they are."""
-    if batch is None:
-        return 0, None
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
-        raise UsageError(f"batch is a {what}\n  a batch is (inputs, targets)\n  pass (batch[...], batch[...])")
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    if not tensors or tensors[0].ndim == 0:
-        what = "no tensor" if not tensors else "a first tensor without dims"
-        raise UsageError(f"batch has {what}\n  its first dim counts the samples\n  pass (inputs, targets) as tensors")
-
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-    return tensors[0].shape[0], tree_map(move, batch)
-
-
-def _reduction(criterion: Any) -> str:
-    """Says how a criterion reduces: by its attribute, by a functools.partial's argument, or as a mean."""
-    keywords = getattr(criterion, "keywords", None) or {}
-    reduction = getattr(criterion, "reduction", None) or keywords.get("reduction") or "mean"
-    if reduction == "none":
-        raise UsageError(
-            "criterion has reduction = 'none'\n  a loss is one number, of which the trainer knows the weight\n"
-            "  use reduction='mean' or 'sum'"
-        )
-    return str(reduction)
 
 
 def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:

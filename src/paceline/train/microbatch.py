@@ -144,7 +144,7 @@ class _Trials:
     def _explain(self) -> str:
         fits = f"set train.microbatch = {self._largest}, which fits" if self._largest else "use more ranks"
         return (
-            f"rank {self._engine.comm.rank} ran out of memory while train.microbatch = auto was searched for\n"
+            f"rank {self._engine.world.rank} ran out of memory while train.microbatch = auto was searched for\n"
             "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
             f"  {fits}, or memory.checkpoint_activations = full"
         )

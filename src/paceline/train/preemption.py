@@ -56,8 +56,11 @@ class StopWhenAsked:
     save: Callable[[Trainer], None]
 
     def __call__(self, trainer: Trainer, common: Common) -> None:
-        """Raises PreemptedError, on all ranks after the same step, once the state is saved."""
-        if not common.num_wishes:
+        """Raises PreemptedError, on all ranks after the same step, once the state is saved.
+
+        Not after the last step: the run is done, and was saved as one that is.
+        """
+        if not common.num_wishes or trainer.step >= trainer.parts.plan.total_steps:
             return
         self.save(trainer)
         number = self.request.signal

@@ -43,13 +43,18 @@ def resolve_strategy(config: Config, room: Room, machine: Machine | None = None)
     return apply_choice(config, choice), choice
 
 
-def resolve_together(config: Config, comm: Communicator, node_ranks: int | None = None) -> tuple[Config, Choice]:
-    """Decides on rank 0, by the memory that it finds, and tells the others. All ranks call it."""
+def resolve_together(
+    config: Config, comm: Communicator, node_ranks: int | None = None, machine: Machine | None = None
+) -> tuple[Config, Choice]:
+    """Decides on rank 0, by the memory that it finds, and tells the others. All ranks call it.
+
+    ``machine`` is for ranks that keep to some of its cores, and see only those.
+    """
     decided: tuple[Config, Choice] | PacelineError | None = None
     if comm.rank == 0:
         try:
             room = measure_room(comm.device.type, comm.size, node_ranks or comm.size)
-            decided = resolve_strategy(config, room)
+            decided = resolve_strategy(config, room, machine)
         except PacelineError as error:
             decided = error
     decided = broadcast_object(comm, decided)

@@ -127,7 +127,7 @@ class Retry:
             if self._is_allowed and self.microbatch > 1
             else "what a pass holds grows with the samples of a microbatch"
         )
-        return f"rank {engine.comm.rank} ran out of memory with a microbatch of {self.microbatch}\n  {why}\n  {fix}"
+        return f"rank {engine.world.rank} ran out of memory with a microbatch of {self.microbatch}\n  {why}\n  {fix}"
 
 
 class _CountedPasses:

@@ -94,9 +94,13 @@ class Compressor:
         return float(torch.stack(found).sum().sqrt()) if found else 0.0
 
     def held_bytes(self) -> int:
+        """Returns the bytes of what is kept between two passes."""
+        return sum(tensor.nbytes for tensor in self.held())
+
+    def held(self) -> list[torch.Tensor]:
         """Returns what is kept between two passes: residuals and factors, of the last pass and of the one before."""
         kept = [self.residuals, self._pass.residuals, self.factors, self._pass.factors]
-        return sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
+        return [tensor for tensors in kept for tensor in tensors.values()]
 
     def shards(self, comm: Communicator) -> Iterator[Shard]:
         """Yields what this rank owes, and its factors, to be saved. ``comm`` has all ranks."""

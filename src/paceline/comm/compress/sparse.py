@@ -80,8 +80,7 @@ class RandomK:
         """Draws the indices, and reduces the values there."""
         length = vector.numel()
         kept = num_kept(self.ratio, length)
-        generator = torch.Generator(device=vector.device).manual_seed(seed_of(task.step, task.parts[0].name))
-        drawn = torch.rand(kept, dtype=torch.float64, device=vector.device, generator=generator)
+        drawn = _draw(kept, seed_of(task.step, task.parts[0].name), vector.device)
         edges = torch.arange(kept + 1, device=vector.device) * length // kept
         first, width = edges[:-1], edges.diff()
         chosen = first + torch.minimum((drawn * width).long(), width - 1)
@@ -89,6 +88,12 @@ class RandomK:
         # An element that is not finite may not be among the chosen: its step must be left out all the same.
         values[:1] += vector.sum() * 0
         return _RandomExchange(vector, chosen, values, comm.all_reduce(values, "avg"))
+
+
+def _draw(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Draws numbers from 0 to 1, the same on all ranks; in a dry run, whose tensors have no values, none."""
+    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
+    return torch.rand(count, dtype=torch.float64, device=device, generator=generator)
 
 
 def num_kept(ratio: float, length: int) -> int:
