@@ -153,7 +153,7 @@ def test_a_resnet_refuses_flat_rows() -> None:
 
 def test_dimensions_that_do_not_fit_are_the_configs_problem() -> None:
     whats = problems_of(GPTModelConfig(kind="gpt", size="gpt-nano", width=66), TEXT)
-    assert whats == ["model.heads = 4 does not divide model.width = 66"]
+    assert whats == ["model.width = 66 is not a multiple of model.heads = 4"]
 
 
 @pytest.mark.parametrize(
