@@ -77,14 +77,15 @@ def test_estimate_against_the_peak(precision: str, checkpoint: str) -> None:
     facts = describe_model(config, "cuda")
     assert facts is not None
     need = estimate_memory(facts, setting_of(config, group=1, microbatch=16, device="cuda"))
-    before = torch.cuda.memory_allocated()  # by other tests of this process
+    gc.collect()  # what other tests left must not go while this one is measured
+    before = torch.cuda.memory_allocated()
     trainer = build_trainer(config, SoloCommunicator(torch.device("cuda", 0)))
     torch.cuda.reset_peak_memory_stats()
     trainer.run()
     peak = torch.cuda.max_memory_allocated() - before
-    # Gradients come as activations go; the estimate counts both. So it is never less, and a third more at most. What
+    # Gradients come as activations go; the estimate counts both. So it is never less, and two fifths more at most. What
     # cuBLAS works in, 32 MiB for each of the two threads, lies in the allocator's pool, and is the framework's share.
-    assert peak - 64 * 2**20 <= need.device_bytes - need.framework <= 1.35 * peak
+    assert peak - 64 * 2**20 <= need.device_bytes - need.framework <= 1.4 * peak
 
 
 def test_the_microbatch_fits_into_what_there_is() -> None:
