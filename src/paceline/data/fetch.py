@@ -14,6 +14,7 @@ run without workers draws from the rank's own generators instead.
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
 import traceback
@@ -121,6 +122,8 @@ class LoaderSource:
 
     def _started(self) -> DataLoader[Any]:
         if self._loader is None:
+            if torch.cuda.is_initialized():
+                gc.collect()  # garbage on a GPU must not be left to a forked worker, which cannot free it
             self._loader = DataLoader(
                 self._reader,  # type: ignore[arg-type]  # asked for by request, not by int
                 sampler=self._sampler,
