@@ -122,7 +122,7 @@ class LoaderSource:
 
     def _started(self) -> DataLoader[Any]:
         if self._loader is None:
-            if torch.cuda.is_initialized():
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 gc.collect()  # garbage on a GPU must not be left to a forked worker, which cannot free it
             self._loader = DataLoader(
                 self._reader,  # type: ignore[arg-type]  # asked for by request, not by int
