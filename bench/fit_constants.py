@@ -5,7 +5,8 @@ families, weighed by the root of their rows, of the logarithm of predicted over 
 the same; near zero it is rounded, so that the search does not stick in a corner. A pull towards a prior keeps what few
 rows tell apart from running away: the prior of a set is the set of the same framework on the generation that has the
 most rows, and for that one the defaults. The search goes along one constant at a time and then on in the direction that
-helped, with steps that shrink: no random numbers, so that the same rows give the same file.
+helped, with steps that shrink: no random numbers, so that the same rows give the same file. When the constants of a set
+stand, what its rows say of single shapes of blocks is found beside them (bench/fit_blocks.py).
 
     --check [SOURCE ...]   instead of writing, leave out each source of rows in turn (family and GPU; where some are
                            named those alone: mpt, or mpt:A100), fit its set anew, and score it; others stay
@@ -19,9 +20,10 @@ import argparse
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from fit_blocks import Key, Known, with_blocks
 from paceline.planner.constants import (
     DEVICE_FIELDS,
     Constants,
@@ -31,8 +33,9 @@ from paceline.planner.constants import (
     mean_of,
 )
 from paceline.planner.domain import Domain, domain_of, format_domain, kind_of
+from paceline.planner.measured_blocks import format_blocks
 from paceline.planner.predict import in_metric, predict_case
-from paceline.planner.published import Case, read_case, read_table
+from paceline.planner.published import read_case, read_table
 from paceline.planner.workload import Workload
 
 START = Constants()
@@ -54,17 +57,7 @@ PULL_OF_A_ROW = 0.06  # few rows tell little: they move the constants less
 ROUNDED = 0.02  # errors below this weigh less and less
 TARGET = Path(__file__).parents[1] / "src/paceline/planner/fitted_constants.yaml"
 DOMAIN = TARGET.with_name("calibrated_domain.yaml")
-
-Key = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Known:
-    family: str
-    gpu: str
-    case: Case
-    measured: float
-
+BLOCKS = TARGET.with_name("measured_blocks.csv")
 
 Groups = dict[Key, list[Known]]
 
@@ -72,7 +65,7 @@ Groups = dict[Key, list[Known]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}, {BLOCKS.name}, {DOMAIN.name}")
     parser.add_argument("--check", nargs="*", metavar="SOURCE", help="score each source with constants of the others")
     arguments = parser.parse_args()
     groups = calibration_rows(arguments.file)
@@ -87,6 +80,7 @@ def main() -> None:
     print(text)
     if arguments.write:
         TARGET.write_text(text)
+        BLOCKS.write_text(HEADER.splitlines()[0] + "\n" + format_blocks({key: sets[key].blocks for key in groups}))
         DOMAIN.write_text(HEADER.splitlines()[0] + "\n" + format_domain(covered(groups)))
 
 
@@ -142,7 +136,7 @@ def _without(left_out: tuple[str, str], groups: Groups, shipped: dict[Key, Const
         del sets[key]
         larger = {each: shipped[each] for each in _by_rows(groups) if len(groups[each]) > len(rows)}
         if rest:
-            sets[key] = fit(key, rest, prior_of(key, larger))
+            sets[key] = with_blocks(key, fit(key, rest, prior_of(key, larger)), rest)
     return sets
 
 
@@ -159,7 +153,7 @@ def fit_all(groups: Groups) -> dict[Key, Constants]:
     sets: dict[Key, Constants] = {}
     for key in _by_rows(groups):
         sets[key] = fit(key, groups[key], prior_of(key, sets))
-    return sets
+    return {key: with_blocks(key, constants, groups[key]) for key, constants in sets.items()}
 
 
 def _by_rows(groups: Groups) -> list[Key]:
@@ -170,7 +164,8 @@ def prior_of(key: Key, sets: dict[Key, Constants]) -> Constants:
     """What a framework adds is taken from another generation; a device's rates lie between that and its own others."""
     prior = next((sets[other] for other in sets if other[1] == key[1]), START)
     same = [sets[other] for other in sets if other[0] == key[0]]
-    return mean_of([prior, mean_of(same, DEVICE_FIELDS)], DEVICE_FIELDS, prior) if same else prior
+    found = mean_of([prior, mean_of(same, DEVICE_FIELDS)], DEVICE_FIELDS, prior) if same else prior
+    return replace(found, blocks={})
 
 
 def fit(key: Key, rows: list[Known], prior: Constants) -> Constants:

@@ -10,10 +10,10 @@ import pytest
 from paceline.calibrate.collectives import LinkFigures
 from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
 from paceline.calibrate.families import FamilyFigures
-from paceline.calibrate.kernels import KernelFigures, Rate
+from paceline.calibrate.kernels import KernelFigures
 from paceline.calibrate.machine import Measured, best_rates, middle_of
 from paceline.cluster.detect import Machine, alone_device
-from paceline.cluster.devices import load_cluster
+from paceline.cluster.devices import ShapeRate, load_cluster
 from paceline.cluster.entries import read_catalog
 from paceline.config import load_config
 from paceline.errors import UsageError
@@ -22,9 +22,9 @@ from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)
 RATES = (
-    Rate(kind="matmul", dtype="fp32", sizes=(64, 64, 64), flops=1e10),
-    Rate(kind="matmul", dtype="fp32", sizes=(512, 512, 512), flops=5.00049e10),
-    Rate(kind="attention", dtype="fp32", sizes=(1, 2, 64, 32), flops=2e10),
+    ShapeRate(kind="matmul", dtype="fp32", sizes=(64, 64, 64), flops=1e10),
+    ShapeRate(kind="matmul", dtype="fp32", sizes=(512, 512, 512), flops=5.00049e10),
+    ShapeRate(kind="attention", dtype="fp32", sizes=(1, 2, 64, 32), flops=2e10),
 )
 KERNELS = KernelFigures(
     rates=RATES, memory_bandwidth=1.2e10, launch_s=4e-6, compiled_launch_s=None, spreads={"memory": 0.02}
@@ -87,7 +87,7 @@ def test_one_rank_with_all_cores_is_a_device_and_a_node_of_its_own(tmp_path: Pat
 
 def test_a_known_gpu_keeps_its_data_sheet_beside_what_was_measured(tmp_path: Path) -> None:
     machine = replace(HOST, gpus=("NVIDIA A100-SXM4-40GB",))
-    rate = Rate(kind="matmul", dtype="bf16", sizes=(8192, 8192, 8192), flops=2.5e14)
+    rate = ShapeRate(kind="matmul", dtype="bf16", sizes=(8192, 8192, 8192), flops=2.5e14)
     kernels = replace(KERNELS, rates=(rate,), memory_bandwidth=1.4e12, compiled_launch_s=2e-6)
     found = load_cluster(str(_entry(tmp_path, _measured(device="cuda", kernels=kernels), machine))).device
     assert (found.name, found.generation, found.peak("bf16"), found.ceiling("bf16")) == (

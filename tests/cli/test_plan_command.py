@@ -151,6 +151,16 @@ def test_nothing_fits(call: Call) -> None:
     assert "of each rank in its host's memory" in larger.out
 
 
+def test_a_config_that_offloads_more_than_a_host_holds(call: Call) -> None:
+    changes = ("parallel.strategy=fsdp", "memory.offload=[optimizer]", "train.microbatch=1", "train.global_batch=8")
+    words = ("plan", CONFIG, *changes, "--cluster", "dgx-h100")
+    assert json.loads(call(*words, "--host-gb", "512", "--json").out)["as_written"]["fits"] is True
+    shown = call(*words, "--host-gb", "32")
+    assert "out of memory of the host, needs 1" in shown.out
+    assert " and 32.0 GiB may be taken" in shown.out
+    assert "  fits with " in shown.out
+
+
 def test_a_hugging_face_model(call: Call, tmp_path: Path) -> None:
     path, plan = tmp_path / "config.json", tmp_path / "plan.yaml"
     path.write_text(json.dumps(LLAMA))

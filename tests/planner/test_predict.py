@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.kernels import memory_seconds
-from paceline.cluster.nccl import collective_seconds, group_of
+from paceline.cluster.nccl import Group, collective_seconds, group_of
 from paceline.planner.block import CALL_S, FUSED_LOGITS, PASSES
 from paceline.planner.constants import Constants, constants_for, fitted_constants, format_constants, parse_constants
 from paceline.planner.footprint import footprint
@@ -90,7 +90,26 @@ def test_megatron_without_sharding_reduces_all_gradients_at_once() -> None:
     one = predict(replace(base, run=replace(base.run, framework="megatron")), cluster(), SETS).step
     num_bytes = (24 * SHAPE.layer_params + SHAPE.end_params) * 4
     alone = collective_seconds("all_reduce", num_bytes, group_of(cluster(), 8), cluster())
-    assert (one.exposed, one.hidden) == (pytest.approx((alone + CALL_S) * Constants().slowdown), 0.0)
+    assert (one.exposed, one.hidden) == (pytest.approx(alone + CALL_S), 0.0)
+    two = predict(
+        replace(workload(data=16, sharding="none"), run=replace(base.run, framework="megatron")), cluster(16), SETS
+    ).step
+    across = collective_seconds("all_reduce", num_bytes, group_of(cluster(16), 16), cluster(16))
+    assert two.exposed == pytest.approx((across + CALL_S) * Constants().slowdown)
+
+
+def test_messages_across_nodes_are_waited_for_and_those_inside_hide() -> None:
+    base = replace(workload(data=4, pipeline=2, sharding="none").run, framework="megatron")
+    waits = []
+    for data in (4, 8):
+        work = workload(data=data, pipeline=2, sharding="none")
+        few, many = (
+            predict(replace(work, run=replace(base, global_batch=2 * count * data)), cluster(2 * data), SETS).step
+            for count in (4, 64)
+        )
+        waits.append((many.bubble + many.launch_wait) - (few.bubble + few.launch_wait))
+    message = collective_seconds("send", 2 * 2048 * SHAPE.hidden * 2, Group(2, 2), cluster(16)) + CALL_S
+    assert waits[1] - waits[0] == pytest.approx(60 * 2 * message * Constants().slowdown)
 
 
 def test_small_work_waits_for_the_host() -> None:
@@ -180,7 +199,7 @@ def test_sets_that_were_not_fitted_are_composed() -> None:
 def test_constants_are_written_and_read_back() -> None:
     sets = fitted_constants()
     assert ("ampere", "eager") in sets
-    assert parse_constants(format_constants(sets)) == sets
+    assert parse_constants(format_constants(sets)) == {key: replace(each, blocks={}) for key, each in sets.items()}
 
 
 def test_a_band_is_wider_where_nothing_was_fitted() -> None:

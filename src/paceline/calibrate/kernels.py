@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from paceline.calibrate.families import ON_CPU_BYTES, ON_CUDA_BYTES, FamilyFigures, measure_families
 from paceline.calibrate.sampling import Stopwatch, Timed
+from paceline.cluster.devices import ShapeRate
 from paceline.units import MIB
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -96,22 +97,11 @@ ON_CUDA = Shapes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """FLOP per second of one shape."""
-
-    kind: str
-    dtype: str
-    sizes: tuple[int, ...]
-    flops: float
-    layout: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFigures:
     """What one rank measured; ``spreads`` by name. ``compiled_launch_s`` is None where nothing could be compiled,
     ``families`` where no sizes of them were asked for."""
 
-    rates: tuple[Rate, ...]
+    rates: tuple[ShapeRate, ...]
     memory_bandwidth: float
     launch_s: float
     compiled_launch_s: float | None
@@ -143,7 +133,7 @@ def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, w
     )
 
 
-def _products(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[Rate]:
+def _products(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[ShapeRate]:
     found = []
     for dtype, products in shapes.products.items():
         for rows, inner, columns in products:
@@ -154,11 +144,11 @@ def _products(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: d
                 timed = watch.time(lambda a=left, b=right, c=out: torch.mm(a, b, out=c))  # type: ignore[misc]
             spreads[f"{dtype} {rows}x{inner}x{columns}"] = timed.spread
             flops = 2.0 * rows * inner * columns / timed.seconds
-            found.append(Rate(kind="matmul", dtype=dtype, sizes=(rows, inner, columns), flops=flops))
+            found.append(ShapeRate(kind="matmul", dtype=dtype, sizes=(rows, inner, columns), flops=flops))
     return found
 
 
-def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[Rate]:
+def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[ShapeRate]:
     """The three products of each linear layer, with operands as a training step has them."""
     found, dtype = [], shapes.linear_dtype
     for rows, inner, outer in shapes.linears:
@@ -173,7 +163,7 @@ def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: di
             timed = watch.time(_by_turns(left, right))
             spreads[f"{dtype} {'x'.join(map(str, sizes))} {layout}"] = timed.spread
             flops = 2.0 * rows * inner * outer / timed.seconds
-            found.append(Rate(kind="matmul", dtype=dtype, sizes=sizes, flops=flops, layout=layout))
+            found.append(ShapeRate(kind="matmul", dtype=dtype, sizes=sizes, flops=flops, layout=layout))
     return found
 
 
@@ -201,7 +191,7 @@ class _Tf32:
         torch.backends.cuda.matmul.allow_tf32 = self._before
 
 
-def _attention(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[Rate]:
+def _attention(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[ShapeRate]:
     found = []
     dtype = "bf16" if device.type == "cuda" else "fp32"
     for batch, heads, length, size in shapes.attention:
@@ -209,11 +199,11 @@ def _attention(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: 
         timed = watch.time(lambda p=parts: F.scaled_dot_product_attention(*p, is_causal=True))  # type: ignore[misc]
         spreads[f"attention {batch}x{heads}x{length}x{size}"] = timed.spread
         flops = 2.0 * batch * heads * length**2 * size / timed.seconds
-        found.append(Rate(kind="attention", dtype=dtype, sizes=(batch, heads, length, size), flops=flops))
+        found.append(ShapeRate(kind="attention", dtype=dtype, sizes=(batch, heads, length, size), flops=flops))
         backward = watch.time(_attention_backward(parts))
         spreads[f"attention {batch}x{heads}x{length}x{size} backward"] = backward.spread
         flops = 2.5 * 2.0 * batch * heads * length**2 * size / backward.seconds
-        found.append(Rate(kind="attention_backward", dtype=dtype, sizes=(batch, heads, length, size), flops=flops))
+        found.append(ShapeRate(kind="attention_backward", dtype=dtype, sizes=(batch, heads, length, size), flops=flops))
     return found
 
 

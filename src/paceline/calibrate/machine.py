@@ -15,8 +15,9 @@ import torch
 
 from paceline.calibrate.collectives import SIZES, LinkFigures, measure_link
 from paceline.calibrate.families import FamilyFigures
-from paceline.calibrate.kernels import ON_ALL_CORES, ON_CPU, ON_CUDA, KernelFigures, Rate, Shapes, measure_kernels
+from paceline.calibrate.kernels import ON_ALL_CORES, ON_CPU, ON_CUDA, KernelFigures, Shapes, measure_kernels
 from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
+from paceline.cluster.devices import ShapeRate
 from paceline.comm.base import Communicator
 from paceline.comm.shared_memory import SharedMemoryCommunicator
 from paceline.comm.torch_dist import connect, disconnect
@@ -160,7 +161,7 @@ def middle_families(found: Sequence[FamilyFigures]) -> FamilyFigures:
     )
 
 
-def best_rates(rates: Sequence[Rate]) -> dict[str, float]:
+def best_rates(rates: Sequence[ShapeRate]) -> dict[str, float]:
     """Returns the most that products reached, by dtype."""
     found: dict[str, float] = {}
     for rate in rates:

@@ -1,8 +1,15 @@
-"""What ``paceline train`` expects of a run: by formulas before it starts, by a dry run beside it where that pays."""
+"""What ``paceline train`` expects of a run: by formulas before it starts, by a dry run beside it where that pays.
+
+A microbatch that the ranks find is known when the first of them writes its first record; the run is predicted then.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +20,11 @@ if TYPE_CHECKING:
     from paceline.planner.expectation import Expectation
 
 _FEWEST_STEPS = 40  # of a run that is worth a process beside it
+_PATIENCE_S = 10.0  # of a run that is done, for the dry run
+_UNTOLD = (
+    "no dry run was done in time: the machine is busy, its entry has no tables of kernels (paceline calibrate), or the "
+    "model cannot be traced (paceline predict says why)"
+)
 _ENTRY = "PACELINE_MACHINE"
 
 
@@ -40,22 +52,43 @@ class Foretold:
         warm: WarmRanks | None = None,
         *,
         threads: int | None = None,
-        patience_s: float = 10.0,
+        patience_s: float | None = None,
     ) -> None:
         """With ``warm`` the dry run is forked from the process that ranks are, which has torch loaded.
 
         ``threads`` of a CPU rank are the launcher's, where the config does not say; None: the cores are shared out.
-        ``patience_s`` is how long a run that is done waits for it.
+        ``patience_s`` is how long a run that is done waits for it; None: some seconds.
         """
-        self._threads, self._patience_s = threads, patience_s
+        self._threads, self._patience_s = threads, _PATIENCE_S if patience_s is None else patience_s
         self._warm = warm
         self._config = config
         self._folder = run_folder
         self._formula = formula
         self._background: Background | None = None
+        self._since = time.time()
+        self._is_over = threading.Event()
+        self._search: threading.Thread | None = None  # for what the ranks find
 
     def __enter__(self) -> None:
-        if not is_worth(self._config):
+        if self._config.train.microbatch != "auto" or self._config.comm.backend == "virtual":
+            self._start()
+            return
+        self._search = threading.Thread(target=self._start_when_found, name="microbatch", daemon=True)
+        self._search.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_over.set()
+        if self._search is not None:
+            self._search.join()
+        if kind is None:
+            self._write()
+        elif self._background is not None:
+            self._background.stop()
+
+    def _start(self) -> None:
+        from paceline.planner.expect import unpriced
+
+        if not is_worth(self._config) or unpriced(self._config, 1):
             return
         from paceline.config import dump_yaml
         from paceline.dryrun.expected import Background, plain_start
@@ -64,16 +97,45 @@ class Foretold:
         entry = machine_entry()
         self._background = Background(dump_yaml(self._config), threads=self._threads, entry=entry, start=start)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._background is None:
-            return
-        if kind is not None:
-            self._background.stop()
-            return
-        from paceline.dryrun.expected import better_of
+    def _start_when_found(self) -> None:
+        """Follows the first rank's records until they tell the microbatch, which takes the place of ``auto``."""
+        from paceline.monitor.records import RunRecord, follow_records
+
+        with contextlib.suppress(ValueError, OSError):  # records that cannot be read are told of elsewhere
+            for record in follow_records(self._folder / "records" / "rank-0.jsonl", self._is_over.is_set):
+                if isinstance(record, RunRecord) and record.time >= self._since and record.microbatch:
+                    found = {"microbatch": record.microbatch, "global_batch": record.global_batch, "accumulate": None}
+                    train = self._config.train.model_copy(update=found)
+                    self._config = self._config.model_copy(update={"train": train})
+                    self._start()
+                    return
+
+    def _write(self) -> None:
+        """Writes what is known now, if that is more than what stands in the run's folder."""
         from paceline.planner.expectation import FILE
 
-        found = self._background.result(self._patience_s)
-        best = better_of(self._formula, found)
-        if found is not None and best is not None:
+        formula = self._formula
+        if self._search is not None:
+            from paceline.cli.train import predict_run
+
+            formula = predict_run(self._config, threads=self._threads)
+        best = self._best(formula)
+        if best is not None and best != self._formula:
             (self._folder / FILE).write_text(best.to_text(), encoding="utf-8")
+
+    def _best(self, formula: Expectation | None) -> Expectation | None:
+        """Returns the dry run's figures, or the formulas' and why there are no others; None where nobody was asked."""
+        from paceline.dryrun.expected import better_of
+        from paceline.planner.expect import expected_memory, unpriced
+        from paceline.planner.expectation import Expectation
+
+        found = None if self._background is None else self._background.result(self._patience_s)
+        best = better_of(formula, found)
+        if (best is None or best.step_s is None) and is_worth(self._config):
+            ranks, known = self._config.parallel.ranks, unpriced(self._config, 1)
+            assert isinstance(ranks, int)
+            reasons = dict.fromkeys(filter(None, ("" if best is None else best.reason, known or _UNTOLD)))
+            best = replace(best or Expectation(ranks=ranks), reason="; ".join(reasons))
+        if best is not None and best.memory_bytes is None:
+            best = replace(best, memory_bytes=expected_memory(self._config))
+        return best

@@ -57,7 +57,7 @@ def launch_node(asked: Config, options: NodeOptions, *, force: bool, resume: str
 
 def _resolve(asked: Config, nodes: Nodes, ranks: int | None) -> tuple[Config, int]:
     """Returns the config for the most hosts, and the ranks of this one. Raises ConfigError where any number fails."""
-    from paceline.cli.train import resolve_config, resolve_strategy
+    from paceline.cli.train import check_host, resolve_config, resolve_strategy
     from paceline.config import check_ranks
 
     if asked.comm.backend == "virtual":
@@ -75,7 +75,9 @@ def _resolve(asked: Config, nodes: Nodes, ranks: int | None) -> tuple[Config, in
     }
     if problems:
         raise ConfigError(list(problems.values()), source="config")
-    return resolve_strategy(config)[0], per_node
+    settled = resolve_strategy(config)[0]
+    check_host(settled, per_node)
+    return settled, per_node
 
 
 def _join(config: Config, folder: Path, nodes: Nodes, ranks: int, warm: WarmRanks | None) -> None:

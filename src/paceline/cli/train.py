@@ -112,6 +112,19 @@ def resolve_strategy(config: Config) -> tuple[Config, Choice | None]:
     return decide(config, measure_room(config.parallel.device, ranks, config.parallel.node_ranks or ranks))
 
 
+def check_host(config: Config, node_ranks: int | None = None) -> None:
+    """Raises ConfigError where this host cannot hold what its ranks would offload; None: it has all of them."""
+    from paceline.errors import ConfigError
+    from paceline.memory.room import free_host_bytes
+    from paceline.planner.host_room import host_problems
+
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    problems = host_problems(config, node_ranks=node_ranks or ranks, free_bytes=free_host_bytes())
+    if problems:
+        raise ConfigError(problems, source="config")
+
+
 def _check_precision(name: str, device: str) -> list[Problem]:
     """Lists why CPU ranks cannot compute in a precision. GPUs are asked by the ranks that own them."""
     import torch
@@ -225,6 +238,7 @@ def _launch_in(place: Place, asked: Config, *, force: bool, port: int, as_json: 
     from paceline.launch.settings import rank_variables
 
     config, choice = resolve_strategy(resolve_config(asked))
+    check_host(config)
     uses_nccl = config.parallel.device == "cuda" and config.comm.backend in ("auto", "nccl")
     variables = rank_variables(config, uses_nccl=uses_nccl)
     check_port(port)

@@ -31,7 +31,7 @@ _PATIENCE_S = 2.0  # ranks that are done leave: the dry run, which has to load t
 
 def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_json: bool) -> None:
     """Runs this process as one rank of a launcher that somebody else started, such as torchrun."""
-    from paceline.cli.train import find_place, show_decisions, show_result
+    from paceline.cli.train import check_host, find_place, show_decisions, show_result
     from paceline.cluster.detect import detect_machine
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.config import check_ranks
@@ -63,6 +63,7 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     config, choice = asked.model_copy(update={"parallel": parallel}), None
     if parallel.strategy == "auto":
         config, choice = resolve_together(config, comm, node_ranks(config), machine)
+    check_host(config, node_ranks(config))
     claimed, foretold = _claim_together(comm, place, config, force=force)
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not as_json else None
     if view is not None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from paceline.comm.ledger_file import LedgerReader, ledger_path
 from paceline.launch.failure import read_failures
+from paceline.launch.looking import looking
 from paceline.launch.supervise import attempt_of, sentence_of
 from paceline.launch.watch import failure_of, note_mismatch
 from paceline.monitor.verdict import Verdict
@@ -88,7 +89,6 @@ def forget_hangs(folder: Path) -> None:
 @contextlib.contextmanager
 def telling_restarts(folder: Path, policy: RestartPolicy, say: Callable[[str], None]) -> Iterator[None]:
     """Tells each verdict after which ranks are started again; the last one is the launcher's error."""
-    is_left = threading.Event()
     known = len(hung_attempts(folder))
 
     def tell() -> None:
@@ -100,15 +100,12 @@ def telling_restarts(folder: Path, policy: RestartPolicy, say: Callable[[str], N
                 say(f"{what}; restarting from the newest checkpoint (restart {number} of {policy.max_restarts})")
         known = len(attempts)
 
-    def follow() -> None:
-        while not is_left.wait(_LOOK_S):
-            tell()
+    def look(_: threading.Event) -> bool:
+        tell()
+        return False
 
-    thread = threading.Thread(target=follow, name="verdicts", daemon=True)
-    thread.start()
     try:
-        yield
+        with looking(look, every_s=_LOOK_S, name="verdicts"):
+            yield
     finally:
-        is_left.set()
-        thread.join()
         tell()

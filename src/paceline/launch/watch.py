@@ -27,6 +27,7 @@ import psutil
 from paceline.comm.ledger import Ledger, LedgerCommunicator, ledger_clock
 from paceline.comm.ledger_file import NUM_RECORDS, LedgerReader, ledger_path
 from paceline.launch.failure import Failure, read_failures, write_failure
+from paceline.launch.looking import looking
 from paceline.launch.records import note_straggler
 from paceline.launch.stacks import ask_for_stacks, dump_stacks_into, line_of_thread, stack_path
 from paceline.monitor.lateness import Lateness, LatenessPolicy, RankLook
@@ -245,24 +246,18 @@ def following(
     on_straggler: Callable[[Straggler], None],
 ) -> Iterator[None]:
     """Looks again and again, in a thread, until there is a verdict or the block is left."""
-    is_over = threading.Event()
 
-    def follow() -> None:
-        while not is_over.wait(policy.every_s):
-            verdict = watch.look()
-            if watch.straggler is not None:
-                on_straggler(watch.straggler)
-            if verdict is not None and not is_over.is_set():
-                on_verdict(verdict)
-                return
+    def look(is_left: threading.Event) -> bool:
+        verdict = watch.look()
+        if watch.straggler is not None:
+            on_straggler(watch.straggler)
+        if verdict is None or is_left.is_set():
+            return False
+        on_verdict(verdict)
+        return True
 
-    thread = threading.Thread(target=follow, name="watch", daemon=True)
-    thread.start()
-    try:
+    with looking(look, every_s=policy.every_s, name="watch", patience_s=10.0):
         yield
-    finally:
-        is_over.set()
-        thread.join(timeout=10.0)
 
 
 def end_ranks(folder: Path, verdict: Verdict, processes: Mapping[int, int]) -> None:

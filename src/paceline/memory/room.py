@@ -14,12 +14,17 @@ from paceline.estimate.choice import Room
 _UNLIMITED = 2**62
 
 
+def free_host_bytes() -> int:
+    """Returns how much of this host's memory can be had without swapping."""
+    return psutil.virtual_memory().available
+
+
 def measure_room(device: str, ranks: int, node_ranks: int) -> Room:
     """Returns the memory of a rank: of the smallest GPU here, or its share of what is free on the host.
 
     Allocates nothing on the GPUs.
     """
-    available = psutil.virtual_memory().available
+    available = free_host_bytes()
     memory = available // node_ranks
     if device == "meta":  # holds nothing
         memory = _UNLIMITED
@@ -72,4 +77,4 @@ class MemoryGauge:
             free, _ = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             return self.now_bytes() + free + cached
-        return self.now_bytes() + psutil.virtual_memory().available // node_ranks
+        return self.now_bytes() + free_host_bytes() // node_ranks

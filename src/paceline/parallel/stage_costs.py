@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from paceline.clock import DeviceClock, seconds_between
 from paceline.errors import UsageError
@@ -174,24 +174,31 @@ def _count(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> 
         outputs.append(run(*given))
         return torch.empty(())
 
-    written = _Written()
-    with FlopCounterMode(display=False) as operations, written:
+    with _Work() as work:
         kept = measure_activations(model, keep, args)
-    return outputs[0], operations.get_total_flops() + _OPERATIONS_PER_BYTE * written.num_bytes, kept.total
+    return outputs[0], work.flops + _OPERATIONS_PER_BYTE * work.num_bytes, kept.total
 
 
-class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that operations write; a view writes none."""
+class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operations compute, as torch's counter does, and the bytes that they write; a view writes none."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_bytes = 0
+        self.flops = self.num_bytes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Says that nobody compiles what is counted: torch need not ask its compiler at each operator."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
             tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
             self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            count = flop_registry.get(func.overloadpacket)
+            if count is not None:
+                self.flops += count(*args, **(kwargs or {}), out_val=result)
         return result
 
 

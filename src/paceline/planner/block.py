@@ -12,7 +12,8 @@ For t tokens of a microbatch on a rank, width h, MLP width f, tensor degree T:
 
 Logits of Megatron are converted to fp32, and their maximum, difference, exponential, sum and quotient are kernels of
 their own, as is the gradient's scale: about 48 bytes (megatron/core/tensor_parallel/cross_entropy.py). A fused loss
-reads and writes them once each way. With sequence parallelism the passes over h are cut by T as well.
+reads and writes them once each way. With sequence parallelism the passes over h are cut by T as well. Blocks of shapes
+that published runs measured take what they took there (planner/measured_blocks.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from paceline.cluster.devices import Cluster, Device
 from paceline.cluster.kernels import attention_seconds, matmul_seconds, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.planner.constants import Constants
+from paceline.planner.measured_blocks import factors_for
 from paceline.planner.workload import Compute, Framework, ModelShape, Workload
 
 
@@ -96,6 +98,7 @@ class BlockModel:
 
     def __init__(self, workload: Workload, cluster: Cluster, constants: Constants) -> None:
         assert isinstance(workload.model, ModelShape)
+        self.workload = workload
         self.model: ModelShape = workload.model
         self.layout, self.run = workload.layout, workload.run
         self.cluster, self.constants = cluster, constants
@@ -123,12 +126,13 @@ class BlockModel:
         )
         again = self._recomputed(forward, matmul_f, attention_f, memory_f, last)
         head_f, head_b = self._head()
+        known = factors_for(self.constants.blocks, self.workload)
         return BlockCosts(
-            forward=forward,
-            backward=backward + again,
+            forward=forward.times(known.block),
+            backward=(backward + again).times(known.block),
             embed=Cost(device=self._memory_seconds(6 * self.tokens * self.model.hidden * self.width), host=4 * launch),
-            head_forward=head_f,
-            head_backward=head_b,
+            head_forward=head_f.times(known.head),
+            head_backward=head_b.times(known.head),
         )
 
     def _recomputed(self, forward: Cost, matmul: float, attention: float, memory: float, last: float) -> Cost:

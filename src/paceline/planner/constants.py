@@ -2,20 +2,23 @@
 
 ``bench/fit_constants.py`` writes that file from rows of the split ``calib`` alone. A set that no such row reaches is
 composed: the device's rates are the mean of the same generation's under other frameworks (else of the nearest
-generation's), what the framework adds is that of the same framework on the newest generation that has it.
+generation's), what the framework adds is that of the same framework on the newest generation that has it. Beside its
+constants a fitted set knows the blocks that its rows measured (planner/measured_blocks.py); a composed one knows none.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import yaml
 
 from paceline.cluster.kernels import KernelRates
+from paceline.planner.measured_blocks import MeasuredBlocks, parse_blocks
 from paceline.planner.workload import Framework
 
 GENERATIONS = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cpu")
@@ -44,6 +47,7 @@ class Constants:
     eight_bit: float = 0.8
     convolution: float = 0.45
     convolution_wide: float = 0.35
+    blocks: MeasuredBlocks = field(default_factory=dict)
 
     @property
     def rates(self) -> KernelRates:
@@ -55,6 +59,7 @@ class Constants:
         )
 
 
+_NAMES = tuple(each.name for each in fields(Constants) if each.name != "blocks")
 DEVICE_FIELDS = (
     "matmul",
     "k_half",
@@ -76,7 +81,7 @@ def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[
     found = sets.get((generation, framework))
     if found is not None:
         return found, True
-    device = mean_of(_nearest(sets, generation), DEVICE_FIELDS)
+    device = replace(mean_of(_nearest(sets, generation), DEVICE_FIELDS), blocks={})
     same = [sets[each, framework] for each in GENERATIONS if (each, framework) in sets]
     composed = replace(device, **{name: getattr(same[-1], name) for name in FRAMEWORK_FIELDS} if same else {})
     if framework == "megatron" and generation in ("hopper", "blackwell"):
@@ -87,7 +92,7 @@ def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[
 def between(sets: ConstantSets, generation: str, first: str, second: str) -> Constants:
     """Returns what lies between two frameworks: for runs that are partly one and partly the other."""
     both = [constants_for(sets, generation, framework)[0] for framework in (first, second)]
-    return mean_of(both, (*DEVICE_FIELDS, "traffic", "launch_us"))
+    return replace(mean_of(both, (*DEVICE_FIELDS, "traffic", "launch_us")), blocks={})
 
 
 def _nearest(sets: ConstantSets, generation: str) -> list[Constants]:
@@ -109,18 +114,24 @@ def mean_of(sets: Sequence[Constants], names: Sequence[str], base: Constants | N
 @cache
 def fitted_constants() -> ConstantSets:
     """Returns the sets that are shipped."""
-    text = resources.files("paceline.planner").joinpath("fitted_constants.yaml").read_text()
-    return parse_constants(text)
+    files = resources.files("paceline.planner")
+    blocks = parse_blocks(files.joinpath("measured_blocks.csv").read_text())
+    sets = parse_constants(files.joinpath("fitted_constants.yaml").read_text())
+    return {key: replace(each, blocks=blocks.get(key, {})) for key, each in sets.items()}
 
 
 def parse_constants(text: str) -> ConstantSets:
     """Reads sets from YAML: generation, then framework, then values."""
-    known = {each.name for each in fields(Constants)}
     return {
-        (generation, framework): Constants(**{key: float(value) for key, value in values.items() if key in known})
+        (generation, framework): _constants(values)
         for generation, frameworks in (yaml.safe_load(text) or {}).items()
         for framework, values in frameworks.items()
     }
+
+
+def _constants(values: Mapping[str, Any]) -> Constants:
+    found: dict[str, Any] = {name: float(values[name]) for name in _NAMES if name in values}
+    return Constants(**found)
 
 
 def format_constants(sets: ConstantSets) -> str:
@@ -132,6 +143,6 @@ def format_constants(sets: ConstantSets) -> str:
             lines.append(f"{generation}:")
         for framework in of_generation:
             found = sets[generation, framework]
-            values = ", ".join(f"{each.name}: {getattr(found, each.name):.4g}" for each in fields(Constants))
+            values = ", ".join(f"{name}: {getattr(found, name):.4g}" for name in _NAMES)
             lines.append(f"  {framework}: {{{values}}}")
     return "\n".join(lines) + "\n"

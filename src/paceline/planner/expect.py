@@ -5,6 +5,9 @@ GPUs are those of the catalog. A CPU rank is so many cores of the catalog's smal
     cores of a rank = min(its threads, cores / ranks)        products run so many times as fast as on one core
 
 One rank that has all cores was measured as such, where the entry says so: threads pay for large products alone.
+
+Gradients that are compressed are priced kernel by kernel alone (``dryrun/``). Memory is told in any case, by the
+estimate that the engines are checked against: it counts what records count.
 """
 
 from __future__ import annotations
@@ -14,47 +17,46 @@ from pathlib import Path
 
 from paceline.cluster.detect import Machine, alone_device, detect_cluster, gloo_link
 from paceline.cluster.devices import Cluster, Device
-from paceline.config import Config
+from paceline.config import Config, config_batch, shard_group
 from paceline.errors import ConfigError, UsageError
+from paceline.estimate.activations import describe_model
 from paceline.estimate.memory import framework_bytes
 from paceline.planner.candidates import Candidate
-from paceline.planner.engine_memory import EngineMemory
 from paceline.planner.expectation import Expectation
 from paceline.planner.from_config import candidate_of, task_of
+from paceline.planner.plan import rank_memory
 from paceline.planner.search import rank_one
 
 
 def expect_run(
     config: Config, machine: Machine, *, threads: int | None = None, hosts: int = 1, entry: Path | None = None
 ) -> Expectation:
-    """Predicts a run whose device and ranks are settled. What cannot be priced has its reason in the place of figures.
+    """Predicts a run whose device and ranks are settled. What cannot be priced has its reason in the place of a time.
 
     ``threads`` are those of a CPU rank where the config does not say; None: the cores are shared out. ``entry`` is a
     file that ``paceline calibrate`` wrote on this machine.
     """
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)
-    reason = unpriced(config, hosts)
+    memory = expected_memory(config, hosts)
+    reason = unpriced(config, hosts) or _not_by_formulas(config)
     if reason:
-        return Expectation(ranks=ranks, reason=reason)
+        return Expectation(ranks=ranks, memory_bytes=memory, reason=reason)
     try:
         cluster, assumed = present_cluster(config, machine, ranks, threads, entry)
         candidate = candidate_of(config, task_of(config, ranks), cluster)
         if candidate is None:
-            reason = "the schedule, offload or recomputation of this config is not priced"
-            return Expectation(ranks=ranks, cluster=cluster.name, assumed=assumed, reason=reason)
-        return _priced(config, candidate, cluster, assumed)
+            reason = "the schedule or recomputation of this config is priced kernel by kernel alone"
+            return Expectation(ranks=ranks, cluster=cluster.name, memory_bytes=memory, assumed=assumed, reason=reason)
+        if config.comm.algorithm != "native" and ranks > 1:
+            assumed += (f"comm.algorithm = {config.comm.algorithm} is as fast as native",)
+        return _priced(candidate, cluster, memory, assumed)
     except (UsageError, ConfigError) as error:
-        return Expectation(ranks=ranks, reason=str(error))
+        return Expectation(ranks=ranks, memory_bytes=memory, reason=str(error))
 
 
-def _priced(config: Config, candidate: Candidate, cluster: Cluster, assumed: tuple[str, ...]) -> Expectation:
-    """Memory is by the estimate that the engines are checked against, which counts what records count."""
+def _priced(candidate: Candidate, cluster: Cluster, memory: float | None, assumed: tuple[str, ...]) -> Expectation:
     ranked = rank_one(candidate, cluster)
-    need = EngineMemory.of(config, config.parallel.device)
-    num_bytes = None if need is None else need(candidate)
-    if num_bytes is not None and config.parallel.device == "cuda":
-        num_bytes -= framework_bytes("cuda")  # records hold the allocator's bytes, which has no part in those
     low, high = ranked.prediction.band
     around = cluster.device.step_s + cluster.device.loop_s  # what formulas of kernels know nothing of
     if not cluster.device.is_cpu:
@@ -66,23 +68,49 @@ def _priced(config: Config, candidate: Candidate, cluster: Cluster, assumed: tup
         step_s=ranked.seconds + around,
         step_s_low=low + around,
         step_s_high=high + around,
-        memory_bytes=None if num_bytes == float("inf") else num_bytes,
+        memory_bytes=memory,
         fitted=ranked.prediction.fitted,
         assumed=assumed,
     )
 
 
+def expected_memory(config: Config, hosts: int = 1) -> float | None:
+    """Estimates what records will tell of the rank that holds most; None where that is not known beforehand.
+
+    Virtual ranks share one process, and a microbatch that the ranks find is not known yet.
+    """
+    parallel, ranks = config.parallel, config.parallel.ranks
+    assert isinstance(ranks, int)
+    if config.comm.backend == "virtual" or config.train.microbatch == "auto":
+        return None
+    try:
+        model = describe_model(config, parallel.device)
+        group = shard_group(parallel, ranks, parallel.node_ranks or ranks // hosts)
+        found = rank_memory(config, model, config_batch(config, ranks), group, parallel.device)
+    except (UsageError, ConfigError):
+        return None  # it cannot be cut so
+    if found is None:
+        return None
+    # Of a GPU, records hold the allocator's bytes, which has no part in the framework's.
+    return float(found.device_bytes - (framework_bytes("cuda") if parallel.device == "cuda" else 0))
+
+
 def unpriced(config: Config, hosts: int) -> str:
-    """Returns what no prediction knows of."""
+    """Returns what no prediction knows of, by formulas or kernel by kernel."""
     if hosts > 1:
         return f"the network between {hosts} hosts is not known"
     if config.comm.backend == "virtual":
         return "virtual ranks take turns in one process"
-    if config.comm.compression.policy != "none":
-        return f"comm.compression.policy = {config.comm.compression.policy} is not priced"
+    if config.comm.compression.policy == "threshold":
+        return "comm.compression.policy = threshold: how much it sends follows from values, which no prediction has"
     if config.train.microbatch == "auto":
         return "train.microbatch = auto is decided by the ranks"
     return ""
+
+
+def _not_by_formulas(config: Config) -> str:
+    policy = config.comm.compression.policy
+    return "" if policy == "none" else f"comm.compression.policy = {policy} is priced kernel by kernel alone"
 
 
 def present_cluster(

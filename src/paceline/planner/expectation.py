@@ -18,7 +18,7 @@ FILE = "prediction.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """A prediction of a run. ``reason`` says why there is none; the figures are None then.
+    """A prediction of a run. ``reason`` says why there is none of its time, which is None then.
 
     ``fitted``: whether the run is like those that constants were fitted on; ``assumed`` says in what it is not.
     """

@@ -65,12 +65,23 @@ def make_plan(
 
 def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: str) -> Plan:
     """Returns the plan with an estimate of what a rank will hold, if the model is known: the rank with the most."""
-    spread = None if model is None else spread_of(config, model, plan.batch.accumulate)
-    if model is None or spread is None:
-        return plan
     group = dict(plan.mesh.axes).get("shard", 1)
-    setting = setting_of(config, group=group, microbatch=plan.batch.microbatch, device=device, spread=spread)
-    return dataclasses.replace(plan, memory=estimate_memory(model, setting))
+    memory = rank_memory(config, model, plan.batch, group, device)
+    return plan if memory is None else dataclasses.replace(plan, memory=memory)
+
+
+def rank_memory(
+    config: Config, model: ModelFacts | None, batch: BatchPlan, group: int, device: str
+) -> MemoryEstimate | None:
+    """Estimates what the rank that holds most will hold; None where the model or its spread is not known.
+
+    ``group``: the ranks that share one copy of the model.
+    """
+    spread = None if model is None else spread_of(config, model, batch.accumulate)
+    if model is None or spread is None:
+        return None
+    setting = setting_of(config, group=group, microbatch=batch.microbatch, device=device, spread=spread)
+    return estimate_memory(model, setting)
 
 
 def with_microbatch(plan: Plan, microbatch: int) -> Plan:

@@ -20,8 +20,9 @@ from paceline.planner.step import StepSeconds, transformer_step
 from paceline.planner.workload import ModelShape, SampleModel, Workload
 from paceline.units import GIB
 
-# Errors that nine of ten rows of the split dev stay below, inside the calibrated domain and outside.
-FITTED_P90 = 0.14
+# Errors that nine of ten rows of the split dev stay below, inside the calibrated domain (without the table whose very
+# blocks were measured) and outside.
+FITTED_P90 = 0.15
 COMPOSED_P90 = 0.29
 
 

@@ -71,7 +71,7 @@ class PlanResult:
 
     @property
     def as_written_fits(self) -> bool:
-        return self.as_written is not None and self.as_written.memory_bytes <= self.found.budget
+        return self.as_written is not None and _fits(self.as_written, self.found)
 
     def explanations(self, top: int = 5) -> list[str]:
         """Returns a sentence on the first plan, and one on what each of the next loses against it."""
@@ -218,9 +218,13 @@ def _judge(request: Request, found: Search) -> tuple[Ranked | None, list[Change]
     if candidate is None:
         return None, []
     ranked = rank_one(candidate, request.cluster, way.need)
-    if ranked.memory_bytes <= found.budget:
+    if _fits(ranked, found):
         return ranked, []
     return ranked, smallest_changes(candidate, found, named=_named(request.config))
+
+
+def _fits(ranked: Ranked, found: Search) -> bool:
+    return ranked.memory_bytes <= found.budget and found.host_holds(ranked)
 
 
 def _named(config: Config) -> tuple[str, ...]:

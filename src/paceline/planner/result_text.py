@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.planner.from_config import unit_of
 from paceline.planner.result import PlanResult
-from paceline.planner.search import Ranked, Search
+from paceline.planner.search import Ranked, Search, node_bytes
 from paceline.planner.workload import ModelShape
 from paceline.units import format_count, format_seconds
 
@@ -71,10 +71,10 @@ def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
         slower = ranked.seconds / winner.seconds
         yield f"as written ({ranked.candidate}): fits, {slower:.2f} x the first plan's time"
         return
-    yield (
-        f"as written ({ranked.candidate}): out of memory, needs {_gib(ranked.memory_bytes)} and "
-        f"{_gib(found.budget)} may be taken"
-    )
+    needs, room, where = ranked.memory_bytes, found.budget, ""
+    if needs <= room:
+        needs, room, where = node_bytes(ranked.candidate, found.cluster), found.host_memory, " of the host"
+    yield (f"as written ({ranked.candidate}): out of memory{where}, needs {_gib(needs)} and {_gib(room)} may be taken")
     yield from (f"  fits with {change}" for change in result.changes)
 
 

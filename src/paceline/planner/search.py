@@ -120,6 +120,10 @@ class Search:
         """Bytes that a rank may take."""
         return budget_of(self.cluster)
 
+    def host_holds(self, ranked: Ranked) -> bool:
+        """Whether the ranks of a node have room for what they offload."""
+        return node_bytes(ranked.candidate, self.cluster) <= self.host_memory
+
 
 def budget_of(cluster: Cluster) -> float:
     """Returns the bytes that a rank may take: a tenth is left to the allocator, and to the error of estimates."""
@@ -206,6 +210,11 @@ def host_bytes(candidate: Candidate) -> float:
     return each * part_params(candidate.workload) / candidate.shard
 
 
+def node_bytes(candidate: Candidate, cluster: Cluster) -> float:
+    """Returns what all ranks of a node have in its host's memory."""
+    return host_bytes(candidate) * cluster.node.devices
+
+
 class Forms(NamedTuple):
     """The forms of a candidate that fit, with their bytes; the one that needs least; whether hosts are too small."""
 
@@ -252,7 +261,7 @@ class Fitter:
 
     def host_holds(self, candidate: Candidate) -> bool:
         """Whether the ranks of a node have room for what they offload."""
-        return host_bytes(candidate) * self.cluster.node.devices <= self.host_memory
+        return node_bytes(candidate, self.cluster) <= self.host_memory
 
     def _needed(self, candidate: Candidate) -> float:
         """By the formula first, which is cheaper to ask."""

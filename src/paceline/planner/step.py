@@ -20,8 +20,6 @@ from paceline.planner.constants import Constants
 from paceline.planner.timeline import StageSeconds, Timeline, pipeline_seconds
 from paceline.planner.workload import Layout, ModelShape, Workload
 
-MESSAGE_KERNELS = 40  # what the host does for a blocking message, in launches
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
@@ -57,10 +55,11 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
     costs = BlockModel(workload, cluster, constants).costs()
     layers = stage_layers(model.layers, layout.pipeline)
     message = _message_seconds(workload, cluster, constants)
-    stages = [_stage(costs, count, place, layout.pipeline, message) for place, count in enumerate(layers)]
+    waits = message if _leaves_node(layout, cluster) else 0.0
+    stages = [_stage(costs, count, place, layout.pipeline, waits) for place, count in enumerate(layers)]
     busiest = max(range(len(stages)), key=lambda place: (stages[place].both, place))
     microbatches = workload.microbatches
-    piped = pipeline_seconds(stages, microbatches, layout.chunks)
+    piped = pipeline_seconds(stages, microbatches, layout.chunks, message - waits)
     moved = _DataParallel(workload, cluster, constants, costs, layers[busiest])
     exposed, hidden = moved.seconds()
     device, wait = _spent(costs, layers[busiest], busiest, layout.pipeline)
@@ -82,14 +81,13 @@ def stage_layers(layers: int, stages: int) -> list[int]:
     return [layers // stages + (place < layers % stages) for place in range(stages)]
 
 
-def _stage(costs: BlockCosts, layers: int, place: int, stages: int, message: float) -> StageSeconds:
+def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> StageSeconds:
     forward, backward = costs.forward.times(layers), costs.backward.times(layers)
     if place == 0:
         forward, backward = forward + costs.embed, backward + costs.embed
     if place == stages - 1:
         forward, backward = forward + costs.head_forward, backward + costs.head_backward
-    # A rank waits for its neighbour's tensor in each direction.
-    return StageSeconds(forward.seconds + message, backward.seconds + message)
+    return StageSeconds(forward.seconds + waits, backward.seconds + waits)
 
 
 def _spent(costs: BlockCosts, layers: int, place: int, stages: int) -> tuple[float, float]:
@@ -102,18 +100,22 @@ def _spent(costs: BlockCosts, layers: int, place: int, stages: int) -> tuple[flo
 
 
 def _message_seconds(workload: Workload, cluster: Cluster, constants: Constants) -> float:
+    """Of one tensor between neighbours. Inside a node it hides behind compute but while the pipeline fills and drains;
+    across nodes, a rank waits for each."""
     layout, model, run = workload.layout, workload.model, workload.run
     if layout.pipeline == 1:
         return 0.0
     assert isinstance(model, ModelShape)
-    stride = layout.tensor * layout.context * layout.data
     tokens = run.micro_batch * run.seq_len / layout.context
     # Tensor ranks send a part each, and gather behind the link.
     num_bytes = tokens * model.hidden * 2 / layout.tensor
-    group = Group(2, 1 if stride < cluster.node.devices else 2)
-    moved = (collective_seconds("send", num_bytes, group, cluster) + CALL_S) * constants.slowdown
-    # Interleaved schedules send while they compute; the others wait for the host between stages.
-    return moved + (MESSAGE_KERNELS * constants.launch_us * 1e-6 if layout.chunks == 1 else 0.0)
+    group = Group(2, 2 if _leaves_node(layout, cluster) else 1)
+    return (collective_seconds("send", num_bytes, group, cluster) + CALL_S) * constants.slowdown
+
+
+def _leaves_node(layout: Layout, cluster: Cluster) -> bool:
+    """Whether neighbours in the pipeline are on different nodes."""
+    return layout.tensor * layout.context * layout.data >= cluster.node.devices
 
 
 def data_group(layout: Layout, cluster: Cluster, ranks: int) -> Group:
@@ -198,8 +200,7 @@ class _DataParallel:
         sharded = layout.sharding in ("zero1", "zero2")
         across = self.ranks // layout.shards if sharded else 1
         if layout.sharding == "none" and run.framework == "megatron":
-            whole = self.layers * self.block_params + self.end_params
-            return self._collective("all_reduce", whole * width, self.ranks), 0.0
+            return self._reduced_at_once(width), 0.0
         timeline = Timeline()
         each = self._collective("all_reduce", self.block_params * width, self.ranks)
         if sharded and across == 1:
@@ -215,6 +216,13 @@ class _DataParallel:
             gathered, beside = self._gathered(layout.shards)
             exposed, hidden = exposed + gathered, hidden + beside
         return exposed, hidden
+
+    def _reduced_at_once(self, width: int) -> float:
+        """Seconds of one all-reduce after the backward. Inside a node, nothing is in its way."""
+        whole = (self.layers * self.block_params + self.end_params) * width
+        seconds = self._collective("all_reduce", whole, self.ranks)
+        alone = data_group(self.workload.layout, self.cluster, self.ranks).nodes == 1
+        return seconds / self.constants.slowdown if alone else seconds
 
     def _gathered(self, shards: int) -> tuple[float, float]:
         """Exposed and hidden seconds of the updated parameters' way back, after the optimizer.
