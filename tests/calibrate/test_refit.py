@@ -95,4 +95,7 @@ def test_runs_that_tell_too_little_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with pytest.raises(UsageError, match=r"nowhere\.yaml cannot be read"):
         refit(run, HOST, tmp_path / "nowhere.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(UsageError, match=r"empty\.yaml has no nodes"):
+        refit(run, HOST, tmp_path / "empty.yaml")
     assert Refit(measured_s=2.0, before_s=1.0, after_s=2.0, compute=1.0, communication=1.0, text="").error(1.0) == -0.5

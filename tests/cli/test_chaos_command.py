@@ -170,3 +170,9 @@ def test_random_faults_are_handled_as_the_policies_say(seed: int, backend: str, 
     drawn = ["--random", "6", "--seed", str(seed), "--backend", backend]
     report = chaos("small.yaml", *settings, *drawn)
     assert report["steps"] == 40
+
+
+def test_a_run_that_is_refused_has_no_report(call: Call, project: Path) -> None:
+    called = call("chaos", "tiny.yaml", "checkpoint.folder=tiny.yaml/x", "--faults", "kill@step=2", "--json")
+    assert (called.code, called.out) == (2, "")
+    assert not (project / "runs").exists()

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
+from paceline.cli.train import resolve_config
+from paceline.config import config_from_dict
+from paceline.errors import ConfigError
 
 Call = Callable[..., Any]
 
@@ -69,6 +73,8 @@ def test_a_call_that_cannot_be_read_is_answered_with_usage(call: Call, arguments
         (["tiny.yaml", "--resume", "auto"], "no checkpoint in runs/tiny"),
         (["tiny.yaml", "--resume", "nowhere"], "no checkpoint in nowhere"),
         (["tiny.yaml", "monitor.folder=tiny.yaml/runs"], "cannot make the run's folder tiny.yaml/runs/tiny"),
+        (["tiny.yaml", "checkpoint.folder=tiny.yaml/x"], "cannot write checkpoint.folder = tiny.yaml/x"),
+        (["tiny.yaml", "checkpoint.folder=nothing://x/y"], "nothing://x/y cannot be opened"),
     ],
 )
 @pytest.mark.usefixtures("project")
@@ -83,6 +89,48 @@ def test_wrong_input_is_one_message_and_leaves_nothing(
     assert message in called.err
     assert "Traceback" not in called.err
     assert sorted(project.rglob("*")) == before
+
+
+@pytest.mark.parametrize("ranks", ["auto", 2])
+def test_a_machine_without_gpus_is_told_as_such(monkeypatch: pytest.MonkeyPatch, ranks: int | str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = config_from_dict(
+        {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "parallel": {"device": "cuda", "ranks": ranks}}
+    )
+    with pytest.raises(ConfigError, match="torch reaches no GPU here"):
+        resolve_config(config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "comm", "--output"],
+        ["bench", "restart", "--output"],
+        ["calibrate", "--output"],
+        ["simulate", "tiny.yaml", "--trace"],
+        ["predict", "tiny.yaml", "--cluster", "dgx-h100", "--trace"],
+        ["plan", "tiny.yaml", "--cluster", "dgx-h100", "--output"],
+        ["validate", "--rows"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(
+    call: Call, project: Path, words: list[str]
+) -> None:
+    before = sorted(project.rglob("*"))
+    for name, why in ((".", "it is a folder"), ("tiny.yaml/x/y.json", "")):
+        called = call(*words, name)
+        assert (called.code, called.out) == (2, "")
+        assert called.err.startswith(f"paceline: {name} cannot be written: {why}")
+    assert sorted(project.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("name", "why"), [("nowhere", "it is not there"), ("tiny.yaml", "Not a directory")])
+@pytest.mark.usefixtures("project")
+def test_a_disk_to_measure_must_be_there(call: Call, name: str, why: str) -> None:
+    called = call("bench", "checkpoint", "--folder", name)
+    assert called.code == 2
+    assert called.err.startswith(f"paceline: --folder {name} cannot be used: {why}")
 
 
 @pytest.mark.parametrize(("name", "code"), [("runs/nowhere", 2), ("tiny.yaml", 2)])

@@ -194,6 +194,8 @@ def test_a_hugging_face_model(call: Call, tmp_path: Path) -> None:
         ((CONFIG, "-c", "2x dgx-h100", "--by", "money"), "ranked by time, cost, memory"),
         ((CONFIG, "-c", "dgx-h100", "--hf", "config.json"), "a plan is for one model"),
         (("-c", "dgx-h100"), "name a config, or --hf"),
+        (("-c", "dgx-h100", "--hf", CONFIG), "name a file that ends in .json"),
+        (("-c", "dgx-h100", "--hf", str(ROOT / "configs")), "configs/config.json cannot be read"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: tuple[str, ...], message: str, call: Call) -> None:

@@ -73,6 +73,7 @@ def test_a_simulation_that_fails_leaves_the_one_before(small: Path, call: Call) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--device", "tpu"], "take cpu or cuda"),
         (["--slow", "2:1.5x"], "--slow 2:1.5x"),
         (["--slow", "rank=9:2x"], "slow = {9: 2}"),
         (["--cluster", "4x dgx-h1000"], "did you mean"),

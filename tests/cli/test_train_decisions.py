@@ -98,6 +98,20 @@ def test_offload_that_moves_nothing_is_pointed_out(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), ("- a\n", "is no catalog file")])
+def test_a_description_of_the_machine_that_is_of_no_use_is_told(
+    content: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("PACELINE_MACHINE", str(path))
+    show_decisions(load_config(None, MLP), None)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("PACELINE_MACHINE is of no use")
+    assert why in shown
+
+
 def test_settings_that_nobody_reads_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     show_decisions(load_config(None, [*MLP, "comm.nccl.p2p_level=NVL"]), None)
     assert "comm.nccl is not read here" in " ".join(capsys.readouterr().out.split())

@@ -124,6 +124,7 @@ def test_a_mismatch_ends_with_code_1_and_names_the_place(call: Call, config: Pat
     ("arguments", "messages"),
     [
         (["--strategy", "fsdb", "--ranks", "0"], ["strategy = 'fsdb' is unknown", "did you mean fsdp?", "ranks = 0"]),
+        (["--pipeline", "0"], ["pipeline = 0", "give 1 or more"]),
         (["--strategy", "hybrid", "--ranks", "3"], ["hybrid' on 3 ranks with shard_ranks = None", "one of [1, 3]"]),
         (["--strategy", "fsdp", "--shard-ranks", "2"], ["shard_ranks = 2 with strategy = 'fsdp'"]),
         (["--shard-ranks", "0"], ["shard_ranks = 0 with strategy = 'ddp'"]),
@@ -151,6 +152,23 @@ def test_an_unknown_case_is_refused_with_the_nearest(call: Call) -> None:
     called = call("verify", "restnet")
     assert called.code == 2
     assert "did you mean resnet?" in called.err
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_wrong_override_of_a_built_in_case_is_told_by_its_name(call: Call) -> None:
+    called = call("verify", "gpt", "model.heads=7")
+    assert called.code == 2
+    assert called.err.startswith("paceline: the built-in case gpt: ")
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 8])
+def test_the_built_in_gpt_has_heads_for_any_number_of_tensor_ranks(ranks: int) -> None:
+    config = module._load("gpt", module._with_room("gpt", 1, ranks, "", None))
+    model = config.model
+    assert model.kind == "gpt"
+    assert model.width is not None
+    assert model.heads == model.kv_heads == ranks
+    assert (model.width >= 64, model.width % (2 * ranks)) == (True, 0)
 
 
 def test_the_help_names_every_option(call: Call) -> None:

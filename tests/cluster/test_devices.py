@@ -198,8 +198,9 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("devices: [", "is not YAML"),
-        ("- 1", "the file"),
+        ("devices: [", "is not YAML: line 1, column 11: "),
+        ("- 1", "the file: is no section of named values"),
+        ("nodse: {}", "nodse: there is no such key"),
         ("devices: {x: {vendor: y}}", "devices.x.generation"),
         (MINE.replace("memory_gib: 4", "memory_gib: -4"), "devices.mine.memory_gib"),
         (MINE.replace("launch_us", "launch_ms"), "devices.mine.launch_us"),

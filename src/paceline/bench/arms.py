@@ -2,8 +2,10 @@
 
 An arm has a *peer*, the arm that its time is divided by: torch DDP for our data parallelism, our data parallelism for
 ZeRO 1 and 2, FSDP2 for our full sharding, the plain loop at world size 1. On several ranks our engines run twice:
-through Gloo as the peers do, and through shared memory. Every arm trains a copy of its own of one model, from the same
-values, on the same batch, with the same optimizer and clipping: what differs is the engine.
+through Gloo as the peers do, and through shared memory. The peers' process group is one that torch makes by itself;
+beside it they run once more on ours (``OUR_GROUP``), whose threads do not get in the way of those that compute
+(comm/torch_dist.py). Every arm trains a copy of its own of one model, from the same values, on the same batch, with the
+same optimizer and clipping, on the same cores: what differs is the engine.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,6 +36,7 @@ from paceline.train.update import update_if_finite
 
 _CLIP = 1.0
 SHARED = "shared memory"
+OUR_GROUP = "on our group"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +105,12 @@ def arms_on_ranks(workload: Workload, ranks: int) -> list[Arm]:
         Arm(name=ddp, peer=torch_ddp, wrap=partial(_wrap_ours, strategy="ddp")),
         Arm(name=torch_ddp, peer=torch_ddp, wrap=_wrap_ddp),
         Arm(name=f"{torch_ddp}, gradient_as_bucket_view", peer=torch_ddp, wrap=partial(_wrap_ddp, as_view=True)),
+        Arm(name=f"{torch_ddp} {OUR_GROUP}", peer=torch_ddp, wrap=partial(_wrap_ddp, on_our_group=True)),
         Arm(name="paceline zero1", peer=ddp, wrap=partial(_wrap_ours, strategy="zero1")),
         Arm(name="paceline zero2", peer=ddp, wrap=partial(_wrap_ours, strategy="zero2")),
         Arm(name="paceline fsdp", peer=fsdp2, wrap=partial(_wrap_ours, strategy="fsdp")),
         Arm(name=fsdp2, peer=fsdp2, wrap=_wrap_fsdp2),
+        Arm(name=f"{fsdp2} {OUR_GROUP}", peer=fsdp2, wrap=partial(_wrap_fsdp2, on_our_group=True)),
     ]
     shared = partial(_wrap_ours, shares_memory=True)  # what ranks on CPUs of one host do unless told otherwise
     arms += [
@@ -221,9 +227,19 @@ def _wrap_plain(model: nn.Module, comm: Communicator, *, precision: str = "fp32"
     return _wrap_torch(model, model, comm, precision_named(precision))
 
 
-def _wrap_ddp(model: nn.Module, comm: Communicator, *, as_view: bool = False, precision: str = "fp32") -> Wrapped:
+def _wrap_ddp(
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    as_view: bool = False,
+    precision: str = "fp32",
+    on_our_group: bool = False,
+) -> Wrapped:
     device_ids = None if comm.device.type == "cpu" else [comm.device]
-    wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=as_view)
+    group = None if on_our_group else _torch_group(comm)
+    wrapped = DistributedDataParallel(
+        model, device_ids=device_ids, process_group=group, gradient_as_bucket_view=as_view
+    )
     return _wrap_torch(wrapped, model, comm, precision_named(precision))
 
 
@@ -234,11 +250,12 @@ def _wrap_fsdp2(
     root_only: bool = False,
     precision: str = "fp32",
     shard_ranks: int | None = None,
+    on_our_group: bool = False,
 ) -> Wrapped:
     """Shards the model's blocks and its root, as FSDP2's tutorial does; of a model without blocks, its layers."""
     policy = precision_named(precision)
     mixed = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
-    mesh = _mesh(comm, shard_ranks)
+    mesh = _mesh(comm, shard_ranks, on_our_group=on_our_group)
     units = model_blocks(model) or [module for module in model.modules() if isinstance(module, nn.Linear)]
     for unit in [] if root_only else units:
         fully_shard(unit, mesh=mesh, mp_policy=mixed)
@@ -246,11 +263,22 @@ def _wrap_fsdp2(
     return _wrap_torch(model, model, comm, policy)
 
 
-def _mesh(comm: Communicator, shard_ranks: int | None) -> DeviceMesh:
-    if shard_ranks is None:
+def _mesh(comm: Communicator, shard_ranks: int | None, *, on_our_group: bool) -> DeviceMesh:
+    if shard_ranks is not None:  # torch makes the groups of the two dimensions by itself
+        shape = (comm.size // shard_ranks, shard_ranks)
+        return init_device_mesh(comm.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    group = None if on_our_group else _torch_group(comm)
+    if group is None:
         return init_device_mesh(comm.device.type, (comm.size,))
-    shape = (comm.size // shard_ranks, shard_ranks)
-    return init_device_mesh(comm.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(group, comm.device.type)
+
+
+def _torch_group(comm: Communicator) -> dist.ProcessGroup | None:
+    """Returns a group of all Gloo ranks as torch makes it; None where there is but one rank, or a GPU."""
+    if comm.size == 1 or comm.device.type != "cpu":
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 def _wrap_torch(call: Callable[..., Any], model: nn.Module, comm: Communicator, precision: Precision) -> Wrapped:

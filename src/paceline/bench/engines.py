@@ -1,7 +1,7 @@
 """Our engines beside torch's DDP and FSDP2, and beside the plain loop at world size 1.
 
-Every arm trains the same model on the same batch with the same optimizer; the arms take turns in one run, over the same
-process group. World size 1 is the cost of the engine itself; several ranks add collectives, overlap and waiting. The
+Every arm trains the same model on the same batch with the same optimizer; the arms take turns in one run, in the same
+processes. World size 1 is the cost of the engine itself; several ranks add collectives, overlap and waiting. The
 losses of the first steps are compared too: arms that compute different things must not be compared in speed.
 """
 

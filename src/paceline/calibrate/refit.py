@@ -202,12 +202,15 @@ def _config(run_folder: Path) -> Config:
 
 def _text_of(base: Path | None, config: Config) -> str:
     if base is not None:
+        rule = "an entry is a file that paceline calibrate wrote\n  name one"
         try:
-            return base.read_text(encoding="utf-8")
+            text = base.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"{base} cannot be read: {error}\n  an entry is a file that paceline calibrate wrote\n  name one"
-            ) from error
+            raise UsageError(f"{base} cannot be read: {error}\n  {rule}") from error
+        found = parse_catalog(text, str(base))
+        if not (found.nodes or found.devices):
+            raise UsageError(f"{base} has no nodes and no devices\n  {rule}")
+        return text
     if config.parallel.device != "cpu":
         raise UsageError(
             "a run on GPUs, and no entry to fit\n  the catalog's small host is a CPU\n"

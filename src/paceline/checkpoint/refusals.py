@@ -51,12 +51,16 @@ def cannot_read(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{where} cannot be read: {why}\n  {rule}\n  {fix}")
 
 
-def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """Returns the error of something that cannot be written; what was there before is as it was."""
+def cannot_write(path: Path, error: OSError, *, name: str = "") -> CheckpointError:
+    """Returns the error of something that cannot be written; what was there before is as it was.
+
+    ``name`` is the setting that it comes from, if any.
+    """
     rule, fix = _WRITING.get(error.errno or 0, ("its disk or the way to it failed", "look at the disk"))
     if error.errno in _FORBIDDEN:
         rule, fix = "nobody but its owner may write there", "name another place, or give yourself the permission"
-    return CheckpointError(f"cannot write {url_of(path)}: {error.strerror or error}\n  {rule}\n  {fix}")
+    what = f"{name} = {url_of(path)}" if name else url_of(path)
+    return CheckpointError(f"cannot write {what}: {error.strerror or error}\n  {rule}\n  {fix}")
 
 
 def _is_foreign(path: Path) -> bool:

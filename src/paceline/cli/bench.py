@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from paceline.cli import bench_tables as tables
+from paceline.cli.destination import check_record, check_scratch
 
 app = typer.Typer(no_args_is_help=True, help="Time ours beside the best of the others, and see how large a model fits.")
 
@@ -23,7 +24,7 @@ def engines(
     ranks: int = typer.Option(2, help="Gloo ranks on a CPU, beside world size 1.", min=2),
     arms: str = typer.Option(None, help="Only arms whose name contains one of these words, and their peers."),
     rounds: int = typer.Option(None, help="Rounds in which every arm takes a turn.", min=2),
-    output: Path = typer.Option(None, help="Also write the record to this file."),
+    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Time one training step of every engine beside torch DDP and FSDP2.
@@ -78,7 +79,7 @@ def engines(
 def loop(
     rounds: int = typer.Option(None, help="Rounds in which both arms take a turn.", min=2),
     ranks: int = typer.Option(2, help="Gloo ranks with one thread each.", min=1),
-    output: Path = typer.Option(None, help="Also write the record to this file."),
+    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Time what the trainer adds to a bare step: timing, records, TensorBoard, hooks.
@@ -109,7 +110,9 @@ def memory(
     size: str = typer.Option("gpt-1.1b", help="The GPT whose layers are repeated; its width stays."),
     context: int = typer.Option(2048, help="Tokens of the one sample of a step.", min=2),
     options: str = typer.Option(None, help="Only rows whose name contains one of these words."),
-    output: Path = typer.Option(None, help="Also write the record to this file, after every row."),
+    output: Path = typer.Option(
+        None, callback=check_record, help="Also write the record to this file, after every row."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Find the largest GPT that trains within a memory budget, for each strategy and option.
@@ -159,7 +162,7 @@ def compression(
     rank: int = typer.Option(None, help="Columns of a factor of powersgd.", min=1),
     threshold: float = typer.Option(None, help="Smallest element that threshold sends.", min=1e-30),
     both: bool = typer.Option(False, "--both", help="Each policy without error feedback as well."),
-    output: Path = typer.Option(None, help="Also write the record to this file."),
+    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """See which gradient compression pays for a model, and on which links.
@@ -189,7 +192,7 @@ def comm(
     ranks: int = typer.Option(2, help="Ranks on this machine, with one thread each.", min=2),
     sizes: str = typer.Option(None, help="Comma-separated bytes, such as 1024,1048576; default: 1 KiB to 64 MiB."),
     rounds: int = typer.Option(None, help="Rounds in which every arm takes a turn.", min=2),
-    output: Path = typer.Option(None, help="Also write the record to this file."),
+    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Time all-reduce by every backend and algorithm, size by size, beside Gloo's own.
@@ -219,7 +222,9 @@ def convergence(
     ranks: int = typer.Option(2, help="Virtual ranks.", min=2),
     seeds: int = typer.Option(3, help="Runs of each arm, with seeds of their own.", min=1),
     workers: int = typer.Option(2, help="Runs at a time, each on one core.", min=1),
-    output: Path = typer.Option(None, help="Also write the record to this file, after every config."),
+    output: Path = typer.Option(
+        None, callback=check_record, help="Also write the record to this file, after every config."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """See where training ends under each gradient compression, with error feedback and without.
@@ -256,7 +261,9 @@ def pipeline(
     microbatches: int = typer.Option(8, help="Microbatches of a step, of one sample each.", min=2),
     rounds: int = typer.Option(None, help="Speed: rounds in which every arm takes a turn.", min=2),
     steps: int = typer.Option(None, help="Features: steps that are timed.", min=2),
-    output: Path = typer.Option(None, help="Also write the record to this file, after every part."),
+    output: Path = typer.Option(
+        None, callback=check_record, help="Also write the record to this file, after every part."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Time our pipeline beside torch.distributed.pipelining, and see what each way to spread a model gives.
@@ -298,8 +305,10 @@ def checkpoint(
     ranks: int = typer.Option(2, help="Gloo ranks that save, with one thread each.", min=1),
     load_ranks: str = typer.Option("1,3", help="Comma-separated: numbers of ranks that load it."),
     rounds: int = typer.Option(8, help="Rounds in which every arm takes a turn.", min=2),
-    folder: str = typer.Option(None, help="The disk to write to.  [default: where temporary files go]"),
-    output: Path = typer.Option(None, help="Also write the record to this file."),
+    folder: str = typer.Option(
+        None, callback=check_scratch, help="The disk to write to.  [default: where temporary files go]"
+    ),
+    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Time saves and loads of a sharded state beside torch's distributed checkpoints (DCP).
@@ -337,7 +346,7 @@ def checkpoint(
 @app.command()
 def ledger(
     blocks: int = typer.Option(60, help="Blocks of ten steps that each arm takes, in turns.", min=1),
-    output: Path = typer.Option(None, help="Also write the record to this file."),
+    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Time what it costs that every operation is written down: one alone, and steps of two ranks with and without.
@@ -360,7 +369,7 @@ def ledger(
 def restart(
     ranks: int = typer.Option(2, help="Gloo ranks, with one thread each.", min=2),
     rounds: int = typer.Option(5, help="Rounds in which every arm takes a turn.", min=1),
-    output: Path = typer.Option(None, help="Also write the record to this file."),
+    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Time how long a killed rank stops a run: from SIGKILL to the first new step, beside a script under torchrun.
@@ -391,7 +400,9 @@ def predict(
     arms: str = typer.Option(None, help="Only arms whose name contains one of these words."),
     steps: int = typer.Option(None, help="Steps that are timed.  [default: 20 on cuda, 30 on a CPU]", min=3),
     entry: Path = typer.Option(None, help="Also write what was measured of the device to this file."),
-    output: Path = typer.Option(None, help="Also write the record to this file, after every arm."),
+    output: Path = typer.Option(
+        None, callback=check_record, help="Also write the record to this file, after every arm."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
 ) -> None:
     """Set predicted beside measured: step time, and on a GPU peak memory, of training steps on this machine.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.destination import check_file
+
 if TYPE_CHECKING:
     from paceline.calibrate.machine import Measured
 
@@ -18,7 +20,7 @@ def calibrate(
     ),
     name: str | None = typer.Option(None, "--name", help="The entry's name.  [default: after the device]"),
     output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE.yaml", help="Write the entry to this file."
+        None, "--output", "-o", callback=check_file, metavar="FILE.yaml", help="Write the entry to this file."
     ),
     compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
     noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),

@@ -147,11 +147,14 @@ def _run(
     from paceline.chaos.notes import Fired, Passed, Started, read_notes, write_plan
     from paceline.chaos.report import make_report
     from paceline.chaos.timeline import Notes, handle, straggler_verdict
+    from paceline.launch.codes import REFUSED
 
     for note in setting.notes:
         say(note)
     write_plan(scratch, seed, faults)
     commands = _run_commands(setting, scratch, num_faults=len(faults))
+    if commands[0].code == REFUSED:  # why has been told; what lies in the folder, if anything, is an older run
+        raise typer.Exit(REFUSED)
     attempts = _attempts(setting.folder, setting.ranks)
     notes = Notes(
         fired=tuple(read_notes(scratch, Fired)),

@@ -34,6 +34,21 @@ def machine_entry() -> Path | None:
     return Path(named) if named else None
 
 
+def entry_problem() -> str | None:
+    """Says why the file that PACELINE_MACHINE names is of no use; None where it is, or nothing is named."""
+    entry = machine_entry()
+    if entry is None:
+        return None
+    from paceline.cluster.devices import load_cluster
+    from paceline.errors import UsageError
+
+    try:
+        load_cluster(str(entry))
+    except UsageError as error:
+        return f"{_ENTRY} is of no use, and the run is not predicted: {str(error).splitlines()[0]}"
+    return None
+
+
 def is_worth(config: Config) -> bool:
     """Says whether a run is predicted kernel by kernel: one of processes that is not over at once."""
     steps = config.train.steps

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli.destination import check_file
+
 if TYPE_CHECKING:
     from paceline.planner.result import PlanResult
 
@@ -20,13 +22,20 @@ def plan(
         ..., "--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100' or '32x h100-sxm'; see paceline cluster ls."
     ),
     hf: Path | None = typer.Option(
-        None, "--hf", metavar="FILE", help="The config.json of a Hugging Face model, in the place of CONFIG."
+        None,
+        "--hf",
+        metavar="FILE",
+        help="The config.json of a Hugging Face model, or its folder; in the place of CONFIG.",
     ),
     gpus: str | None = typer.Option(
         None, "--gpus", metavar="N,N,...", help="How it scales: a table over these numbers of devices."
     ),
     png: Path | None = typer.Option(
-        None, "--png", metavar="FILE", help="Draw the tables of --gpus, as predicted; .svg and .pdf go too."
+        None,
+        "--png",
+        callback=check_file,
+        metavar="FILE",
+        help="Draw the tables of --gpus, as predicted; .svg and .pdf go too.",
     ),
     by: str = typer.Option("time", "--by", metavar="time|cost|memory", help="What comes first."),
     price: float | None = typer.Option(None, "--price", metavar="USD", help="What a device costs for an hour."),
@@ -38,10 +47,19 @@ def plan(
     ),
     top: int = typer.Option(5, "--top", min=1, help="How many plans to show."),
     output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Write the first plan as a config for paceline train."
+        None,
+        "--output",
+        "-o",
+        callback=check_file,
+        metavar="FILE",
+        help="Write the first plan as a config for paceline train.",
     ),
     trace: Path | None = typer.Option(
-        None, "--trace", metavar="FILE", help="Run the first plan's engine without values, and write its time line."
+        None,
+        "--trace",
+        callback=check_file,
+        metavar="FILE",
+        help="Run the first plan's engine without values, and write its time line.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
@@ -102,7 +120,13 @@ def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[
         return Path(config), overrides
     if config is not None and "=" not in config:
         raise UsageError(f"both {config} and --hf {hf} are given\n  a plan is for one model\n  leave one of them out")
-    return hf, [*([config] if config else []), *overrides]
+    source = hf / "config.json" if hf.is_dir() else hf
+    if source.suffix != ".json":
+        raise UsageError(
+            f"--hf {hf}\n  it is the config.json of a Hugging Face model, or the folder that has it\n"
+            "  name a file that ends in .json; a config of Paceline goes without --hf"
+        )
+    return source, [*([config] if config else []), *overrides]
 
 
 def _counts(text: str | None, png: Path | None) -> list[int] | None:
@@ -116,8 +140,8 @@ def _counts(text: str | None, png: Path | None) -> list[int] | None:
         return None
     try:
         return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--gpus {text}: {error}\n  it is a list of whole numbers\n  try --gpus 1,2,4,8,16") from error
+    except ValueError:
+        raise UsageError(f"--gpus {text!r}\n  it is a list of whole numbers\n  try --gpus 1,2,4,8,16") from None
 
 
 def _write(output: Path, found: PlanResult) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.destination import check_file
+
 if TYPE_CHECKING:
     from paceline.cluster.devices import Cluster
     from paceline.config import Config
@@ -27,7 +29,9 @@ def predict(
     slow: list[str] = typer.Option(
         [], metavar="rank=2:1.5x", help="A rank that computes more slowly; may be repeated."
     ),
-    trace: Path = typer.Option(None, help="Write the step's time line here, for Chrome or ui.perfetto.dev."),
+    trace: Path = typer.Option(
+        None, callback=check_file, help="Write the step's time line here, for Chrome or ui.perfetto.dev."
+    ),
     price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour."),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
@@ -38,9 +42,9 @@ def predict(
 
     Examples:
 
-      paceline predict configs/gpt_7b.yaml parallel.strategy=fsdp --cluster "4x dgx-h100"
+      paceline predict configs/gpt_7b.yaml parallel.strategy=fsdp train.microbatch=2 --cluster "4x dgx-h100"
 
-      paceline predict configs/gpt_7b.yaml parallel.strategy=fsdp -c "4x dgx-h100" --slow rank=2:1.5x --trace step.json
+      paceline predict configs/digits.yaml --cluster "8x h100-sxm" --slow rank=2:1.5x --trace step.json
 
       paceline predict configs/gpt_7b.yaml parallel.pipeline=4 parallel.tensor=2 train.microbatch=1 -c "1x dgx-h100"
 

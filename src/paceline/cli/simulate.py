@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.destination import check_file
+
 if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.report import RunSummary
@@ -26,7 +28,9 @@ def simulate(
     slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A slow rank, or link=2:3x; may be repeated."),
     compute: str = typer.Option("measured", help="measured here, or modelled for the cluster's device."),
     device: str = typer.Option(None, help="Where to compute: cpu, or one GPU that all ranks share (cuda)."),
-    trace: Path = typer.Option(None, help="Write the time line here as well, for Chrome or Perfetto."),
+    trace: Path = typer.Option(
+        None, callback=check_file, help="Write the time line here as well, for Chrome or Perfetto."
+    ),
     force: bool = typer.Option(False, "--force", help="Replace a run's folder of the same name."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
 ) -> None:

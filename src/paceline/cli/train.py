@@ -79,14 +79,20 @@ def resolve_config(config: Config) -> Config:
     device = config.parallel.device if config.parallel.device != "auto" else ("cuda" if num_gpus else "cpu")
     ranks = config.parallel.ranks if config.parallel.ranks != "auto" else (num_gpus if device == "cuda" else CPU_RANKS)
     problems: list[Problem] = _check_precision(config.train.precision, device)
-    if device == "cuda" and ranks > num_gpus and config.comm.backend != "virtual":
+    if device == "cuda" and num_gpus == 0:
+        problems.append(
+            Problem(
+                what="parallel.device = cuda, and torch reaches no GPU here",
+                rule="every rank needs a GPU of its own; virtual ranks share one",
+                fix="set parallel.device = cpu; paceline doctor tells what is missing",
+            )
+        )
+    elif device == "cuda" and ranks > num_gpus and config.comm.backend != "virtual":
         problems.append(
             Problem(
                 what=f"parallel.ranks = {ranks} on {num_gpus} GPUs",
                 rule="every rank needs a GPU of its own",
-                fix=f"set parallel.ranks = {num_gpus}, or parallel.device = cpu"
-                if num_gpus
-                else "set parallel.device = cpu",
+                fix=f"set parallel.ranks = {num_gpus}, or parallel.device = cpu",
             )
         )
     else:
@@ -146,11 +152,15 @@ def show_decisions(config: Config, choice: Choice | None) -> None:
     """Prints what was decided before the run, and why, in a few lines."""
     from rich.console import Console
 
+    from paceline.cli.foretell import entry_problem
+
     notes = [] if choice is None else [choice.reason()]
     if config.memory.offload and config.parallel.device == "cpu":
         notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
     if config.comm.nccl != type(config.comm.nccl)() and config.parallel.device == "cpu":
         notes.append("comm.nccl is not read here: CPU ranks do not use NCCL")
+    problem = entry_problem()
+    notes += [] if problem is None else [problem]
     for note in notes:
         Console().print(note, highlight=False, markup=False)
 
@@ -185,11 +195,14 @@ class Place:
 def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
     """Finds a run's folder, and the checkpoint to start from; does nothing yet.
 
-    Raises RunFolderError if the folder may not be used, CheckpointError if there is no such checkpoint.
+    Raises RunFolderError if the folder may not be used, CheckpointError if there is no such checkpoint or if none could
+    be written to ``checkpoint.folder``.
     """
+    from paceline.cli.destination import check_checkpoint_folder
     from paceline.launch.folder import check_folder
 
     folder = Path(config.monitor.folder) / config.name
+    check_checkpoint_folder(config.checkpoint.folder)
     if resume is None:
         check_folder(folder, force=force)
         return Place(folder=folder)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli.destination import check_file
+
 if TYPE_CHECKING:
     from paceline.planner.scores import Errors
     from paceline.planner.validation import FamilyScores, Validation
@@ -20,7 +22,11 @@ def validate(
     ),
     split: str | None = typer.Option(None, "--split", metavar="NAME", help="Only rows of this split."),
     rows: Path | None = typer.Option(
-        None, "--rows", metavar="OUT.csv", help="Write id, metric_name, measured, predicted, skipped of every row."
+        None,
+        "--rows",
+        callback=check_file,
+        metavar="OUT.csv",
+        help="Write id, metric_name, measured, predicted, skipped of every row.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the scores as JSON; errors are shares of 1."),
 ) -> None:

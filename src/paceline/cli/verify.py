@@ -113,7 +113,10 @@ def _with_room(name: str, pipeline: int, tensor: int, schedule: str, chunks: int
         return []
     stages = pipeline * (chunks or (2 if schedule in ("interleaved", "zb-v") else 1))
     changes = [f"model.layers={stages}"] if stages > 4 else []
-    return changes + ([f"model.heads={tensor}", f"model.kv_heads={tensor}"] if tensor > 2 else [])
+    if tensor > 2:
+        width = tensor * 2 * -(-32 // tensor)  # at least 64; the features of a head are turned in pairs
+        changes += [f"model.heads={tensor}", f"model.kv_heads={tensor}", f"model.width={width}"]
+    return changes
 
 
 def _settings(config: Config, *, shard_ranks: int | None, checkpoint: str | None, **values: Any) -> Settings:
@@ -185,20 +188,26 @@ def _load(name: str, overrides: list[str]) -> Config:
 
     if name in BUILT_IN and not Path(name).exists():
         values = {**BUILT_IN[name], "name": f"verify-{name}", "train": _EXACT}
-        return config_from_dict(_with_overrides(values, overrides), source=f"the built-in case {name}")
+        source = f"the built-in case {name}"
+        return config_from_dict(_with_overrides(values, overrides, source), source=source)
     if not name.endswith((".yaml", ".yml")) and not Path(name).exists():
         import difflib
 
         from paceline.errors import UsageError
 
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{name} is neither a file nor a built-in case ({', '.join(BUILT_IN)}){hint}")
+        hint = f"did you mean {near[0]}?" if near else "check the path, or take paceline verify gpt"
+        raise UsageError(
+            f"{name} is neither a file nor a built-in case\n  built in are {', '.join(BUILT_IN)}\n  {hint}"
+        )
     return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
 
 
-def _with_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Puts overrides on a built-in case by way of a file, so that they are read and checked as everywhere."""
+def _with_overrides(values: dict[str, Any], overrides: list[str], source: str) -> dict[str, Any]:
+    """Puts overrides on a built-in case by way of a file, so that they are read and checked as everywhere.
+
+    Raises ConfigError with the problems of ``source``: the file is nobody's.
+    """
     if not overrides:
         return values
     import tempfile
@@ -206,11 +215,15 @@ def _with_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, A
     import yaml
 
     from paceline.config import load_config
+    from paceline.errors import ConfigError
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.yaml"
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
-        return load_config(path, overrides).model_dump(mode="json")
+        try:
+            return load_config(path, overrides).model_dump(mode="json")
+        except ConfigError as error:
+            raise ConfigError(error.problems, source=source) from None
 
 
 def _show(certificate: Certificate, name: str) -> None:

@@ -157,6 +157,15 @@ class Entries:
         )
 
 
+# pydantic's kinds of errors that need other words.
+_PROBLEMS = {
+    "extra_forbidden": "there is no such key",
+    "missing": "is missing",
+    "model_type": "is no section of named values",
+    "dict_type": "is no section of named values",
+}
+
+
 @cache
 def shipped() -> Entries:
     """Returns the catalog of this package."""
@@ -187,10 +196,19 @@ def parse_catalog(text: str, source: str) -> CatalogFile:
         content: Any = yaml.safe_load(text)
         return CatalogFile.model_validate({} if content is None else content)
     except yaml.YAMLError as error:
-        raise UsageError(f"{source} is not YAML: {error}\n{rule}") from error
+        raise UsageError(f"{source} is not YAML: {_yaml_problem(error)}\n{rule}") from error
     except ValidationError as error:
-        places = [f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}" for each in error.errors()[:5]]
+        places = [
+            f"{'.'.join(map(str, each['loc'])) or 'the file'}: {_PROBLEMS.get(each['type'], each['msg'])}"
+            for each in error.errors()[:5]
+        ]
         raise UsageError(f"{source} is no catalog file: {'; '.join(places)}\n{rule}") from error
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """Says in one line what is wrong, and where."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return str(error) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def find_name(word: str, among: Mapping[str, _Any]) -> str | None:

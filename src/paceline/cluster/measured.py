@@ -48,7 +48,8 @@ def read_table(path: Path, where: Placement) -> MeasuredTable:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         found = [_point(row) for row in rows if _is_all_reduce(row)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no record of all-reduces: {error!r}\n  a benchmark writes one\n{_FIX}") from error
+        why = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} is no record of all-reduces: {why}\n  a benchmark writes one\n{_FIX}") from error
     here = [(choice, size, seconds) for place, choice, size, seconds in found if place == (where.ranks, where.hosts)]
     named = f"{where.ranks} ranks on {where.hosts} {'host' if where.hosts == 1 else 'hosts'}"
     if not here:

@@ -17,6 +17,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Self
 
@@ -74,6 +75,17 @@ def check_folder(path: Path, *, force: bool = False, resume: bool = False) -> No
             f"{path} exists and is not a run's folder: it {what}\n"
             "  --force replaces runs alone\n  choose another name (name=...), or remove it by hand"
         )
+
+
+def find_hindrance(folder: Path) -> OSError | None:
+    """Returns what keeps a folder from being made and written into: tried, in what is there of it; leaves nothing."""
+    whole = folder.absolute()
+    try:
+        above = next(each for each in (whole, *whole.parents) if each.exists())
+        with TemporaryDirectory(prefix=".paceline-", dir=above):
+            return None
+    except OSError as error:
+        return error
 
 
 def claim_folder(path: Path, config_yaml: str, *, force: bool = False, resume: bool = False) -> RunFolder:

@@ -128,6 +128,11 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._flops = {"convolution": 0.0, "other": 0.0}
         self._written = self._kernels = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Says that nobody compiles what is counted: torch need not ask its compiler at each operator."""
+        return False
+
     @contextlib.contextmanager
     def watch(self, block: nn.Module) -> Iterator[None]:
         """Attributes what happens inside ``block`` to it; a block inside another counts for the outer one."""

@@ -153,7 +153,7 @@ def _estimate_from_shapes(
     with _on_meta(model), torch.enable_grad():
         for layer in layers:
             args = tree_map(_leaf, args)
-            output, forward, kept = _count(model, layer.run, args)
+            output, forward, kept = _count(nn.ModuleList(layer.modules), layer.run, args)
             cost = LayerCost(
                 name=layer.name,
                 forward=forward,
@@ -166,8 +166,11 @@ def _estimate_from_shapes(
     return tuple(found)
 
 
-def _count(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float, int]:
-    """Runs a layer on meta tensors; returns its output, its cost, and the bytes that it keeps for backward."""
+def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float, int]:
+    """Runs a layer on meta tensors; returns its output, its cost, and the bytes that it keeps for backward.
+
+    ``used`` are the layer's modules, whose parameters are there anyway.
+    """
     outputs: list[Any] = []
 
     def keep(_: nn.Module, given: Any) -> torch.Tensor:
@@ -175,7 +178,7 @@ def _count(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> 
         return torch.empty(())
 
     with _Work() as work:
-        kept = measure_activations(model, keep, args)
+        kept = measure_activations(used, keep, args)
     return outputs[0], work.flops + _OPERATIONS_PER_BYTE * work.num_bytes, kept.total
 
 

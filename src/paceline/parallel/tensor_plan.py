@@ -46,7 +46,7 @@ class Rule:
         parts, wanted = name.split("."), self.pattern.split(".")
         if len(parts) < len(wanted):
             return False
-        return all(map(fnmatch.fnmatchcase, parts[-len(wanted) :], wanted))
+        return all(map(fnmatch.fnmatchcase, reversed(parts), reversed(wanted)))  # names differ most at their ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

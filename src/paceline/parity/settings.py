@@ -45,7 +45,7 @@ class Settings:
     @property
     def data_ranks(self) -> int:
         """How many ranks share the batch: those that are left when the model is spread."""
-        return max(1, self.ranks // (self.spread.pipeline * self.spread.tensor))
+        return max(1, self.ranks // max(1, self.spread.pipeline * self.spread.tensor))
 
     @property
     def policy(self) -> Precision:

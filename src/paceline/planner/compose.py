@@ -101,12 +101,10 @@ class _Middle:
     def _renamed(self, event: Run, copy: int) -> Run:
         if copy == 0:
             return event
-
-        def rename(pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-            return tuple((self._tensor(tensor, copy), size) for tensor, size in pairs)
-
-        kernel = event.operation
-        return Run(replace(kernel, reads=rename(kernel.reads), writes=rename(kernel.writes)), event.block)
+        kernel, fresh, further = event.operation, self._fresh, self._tensor_step * copy  # of tens of thousands
+        reads = tuple([(each + further if each in fresh else each, size) for each, size in kernel.reads])
+        writes = tuple([(each + further if each in fresh else each, size) for each, size in kernel.writes])
+        return Run(replace(kernel, reads=reads, writes=writes), event.block)
 
     def _tensor(self, tensor: int, copy: int) -> int:
         return tensor + self._tensor_step * copy if tensor in self._fresh else tensor

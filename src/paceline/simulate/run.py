@@ -77,6 +77,8 @@ def prepare(config: Config, *, ranks: int | None = None, device: str | None = No
     if count < 1:
         raise UsageError(f"{count} ranks\n  a run has one at least\n  give --ranks 4")
     where = device or ("cpu" if asked.device == "auto" else asked.device)
+    if where not in ("cpu", "cuda"):
+        raise UsageError(f"device = {where}\n  virtual ranks share a CPU, or one GPU\n  take cpu or cuda")
     if where == "cuda" and not torch.cuda.is_available():
         raise UsageError("device = cuda, and there is no CUDA device here\n  virtual ranks share one\n  take cpu")
     update = {"ranks": count, "device": where}

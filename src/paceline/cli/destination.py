@@ -1,0 +1,80 @@
+"""Files that commands write when they are done: looked at before they begin.
+
+What takes minutes to measure must not be lost to a typo in the name of its file. Their options have
+these functions as callbacks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def check_file(path: Path | None) -> Path | None:
+    """Returns the path of a file to write into a folder that is there. Raises UsageError where it cannot be written."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise _refusal(path, f"{path.parent} is no folder")
+    return check_record(path)
+
+
+def check_record(path: Path | None) -> Path | None:
+    """Returns the path of a file whose folder is made for it. Raises UsageError where it cannot be written."""
+    import os
+
+    from paceline.launch.folder import find_hindrance
+
+    if path is None:
+        return None
+    if path.is_dir():
+        raise _refusal(path, "it is a folder")
+    if path.exists():
+        why = "" if os.access(path, os.W_OK) else "it is there, and may not be changed"
+    else:
+        error = find_hindrance(path.parent)
+        why = "" if error is None else error.strerror or str(error)
+    if why:
+        raise _refusal(path, why)
+    return path
+
+
+def check_scratch(folder: str | None) -> str | None:
+    """Returns a folder for files that come and go. Raises UsageError where there is none, or nothing can be written."""
+    from paceline.errors import UsageError
+    from paceline.launch.folder import find_hindrance
+
+    if folder is None:
+        return None
+    error = find_hindrance(Path(folder))
+    if Path(folder).is_dir() and error is None:
+        return folder
+    why = "it is not there" if error is None else error.strerror or str(error)
+    raise UsageError(
+        f"--folder {folder} cannot be used: {why}\n  files are written into it, and go again\n"
+        "  name a folder that is there and can be written"
+    )
+
+
+def check_checkpoint_folder(where: str | None) -> None:
+    """Raises UsageError or CheckpointError where ``checkpoint.folder`` cannot be written: before the run begins."""
+    import errno
+
+    from paceline.checkpoint.refusals import cannot_write
+    from paceline.checkpoint.remote import is_remote, storage_of
+    from paceline.launch.folder import find_hindrance
+
+    if where is None:
+        return
+    if is_remote(where):
+        storage_of(Path(where))  # says which package is missing
+        return
+    error = find_hindrance(Path(where))
+    if error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # room may come: recovery.on_full_disk
+        raise cannot_write(Path(where), error, name="checkpoint.folder")
+
+
+def _refusal(path: Path, why: str) -> Exception:
+    from paceline.errors import UsageError
+
+    return UsageError(
+        f"{path} cannot be written: {why}\n  what comes out is written there at the end\n"
+        "  name a file in a folder that can be written"
+    )
