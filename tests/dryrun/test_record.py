@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from real_traffic import issued_by_real_ranks
 from torch import nn
 
 from paceline.bench.predict import device_families
 from paceline.cluster.devices import load_cluster
-from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
 from paceline.config import Config, config_batch, config_from_dict
-from paceline.data.loader import StepBatch
 from paceline.dryrun.functions import NoValues
 from paceline.dryrun.record import record, record_stages
 from paceline.errors import UsageError
@@ -26,10 +24,7 @@ from paceline.models.registry import build_model
 from paceline.planner.program import Issue, Program, Run, Wait
 from paceline.planner.replay import replay
 from paceline.planner.turns import counted
-from paceline.train.assemble import build_engine, build_policy, build_workload
-from paceline.train.loss import build_loss
-from paceline.train.optim import build_optimizer
-from paceline.train.step import train_step
+from paceline.train.assemble import build_workload
 
 RANKS = 4
 
@@ -58,34 +53,6 @@ def recorded(strategy: str) -> Program:
     return record(make_config(strategy=strategy, **({"shard_ranks": 2} if strategy == "hybrid" else {})), ranks=RANKS)
 
 
-def issued_by_real_ranks(config: Config, ranks: int = RANKS) -> list[tuple[Counter[str], Counter[str]]]:
-    """Trains two steps on virtual ranks; returns operations and bytes of the second, by rank."""
-
-    def work(comm: VirtualCommunicator) -> tuple[Counter[str], Counter[str]]:
-        work = build_workload(config)
-        trace = Trace(comm.device)
-        engine = build_engine(config, work.model, TracedCommunicator(comm, trace))
-        optimizer = build_optimizer(config.optim, engine.named_parameters())
-        batch = config_batch(config, ranks)
-        tokens = torch.zeros(batch.microbatch, 16, dtype=torch.long)
-        step = StepBatch(
-            position=0,
-            next_position=0,
-            epoch=0,
-            global_samples=batch.global_batch,
-            microbatches=[(tokens, tokens)] * batch.accumulate,
-            local_samples=[batch.microbatch] * batch.accumulate,
-        )
-        loss = build_loss("auto", work.data.shape)
-        train_step(engine, optimizer, step, loss, build_policy(config))
-        trace.num_operations.clear()
-        trace.num_bytes.clear()
-        train_step(engine, optimizer, step, loss, build_policy(config))
-        return Counter(trace.num_operations), Counter(trace.num_bytes)
-
-    return run_virtual(work, ranks)
-
-
 @pytest.mark.parametrize(
     "strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.exhaustive), "zero2", "fsdp", "hybrid"]
 )
@@ -93,7 +60,7 @@ def test_a_dry_rank_issues_what_a_real_one_does(strategy: str) -> None:
     extra = {"shard_ranks": 2} if strategy == "hybrid" else {}
     config = make_config(strategy=strategy, **extra)
     program = recorded(strategy)
-    operations, num_bytes = issued_by_real_ranks(config)[0]
+    operations, num_bytes = issued_by_real_ranks(config, RANKS)[0]
     assert program.count_operations() == operations
     assert program.count_bytes() == num_bytes
     assert sum(num_bytes.values()) > 0
@@ -102,7 +69,7 @@ def test_a_dry_rank_issues_what_a_real_one_does(strategy: str) -> None:
 def test_stages_and_tensor_ranks_issue_what_real_ones_do() -> None:
     config = make_config(strategy="ddp", pipeline=2, tensor=2)
     programs = record_stages(config, ranks=RANKS)
-    real = issued_by_real_ranks(config)
+    real = issued_by_real_ranks(config, RANKS)
     assert [program.rank for program in programs] == [0, 2]
     for program in programs:
         assert (program.count_operations(), program.count_bytes()) == real[program.rank]

@@ -8,27 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from real_traffic import issued_by_real_ranks
 
 from paceline.cluster.costs import Link, Links, Placement, all_reduce_seconds
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.wires import AlgorithmCost
-from paceline.comm.algorithms import AlgorithmCommunicator
 from paceline.comm.dry import DryWorld, KeptJournal
 from paceline.comm.dry_algorithms import DryAlgorithmCommunicator
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.topology import state_topology
-from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
-from paceline.config import Config, config_batch, config_from_dict
-from paceline.data.loader import StepBatch
+from paceline.config import Config, config_from_dict
 from paceline.dryrun.record import record, record_stages
 from paceline.errors import UsageError
 from paceline.planner.program import Issue, Program, Wait
 from paceline.planner.replay import replay
-from paceline.train.assemble import build_compressor, build_engine, build_policy, build_workload
-from paceline.train.loss import build_loss
-from paceline.train.optim import build_optimizer
-from paceline.train.step import train_step
 
 
 def make_config(ranks: int, comm: dict[str, Any], **parallel: Any) -> Config:
@@ -43,40 +36,6 @@ def make_config(ranks: int, comm: dict[str, Any], **parallel: Any) -> Config:
             "comm": {"bucket_mb": 0.02, "first_bucket_mb": 0.01, **comm},
         }
     )
-
-
-def issued_by_real_ranks(config: Config, ranks: int, node_ranks: int) -> list[tuple[Counter[str], Counter[str]]]:
-    """Trains two steps on virtual ranks; returns operations and bytes of the second, by rank."""
-
-    def work(comm: VirtualCommunicator) -> tuple[Counter[str], Counter[str]]:
-        made = build_workload(config)
-        trace = Trace(comm.device)
-        traced: Any = TracedCommunicator(comm, trace)
-        if config.comm.algorithm != "native":
-            topology = state_topology(ranks, node_ranks)
-            traced = TracedCommunicator(
-                AlgorithmCommunicator(traced, config.comm.algorithm, topology), trace, counts=False
-            )
-        engine = build_engine(config, made.model, traced, node_ranks, build_compressor(config))
-        optimizer = build_optimizer(config.optim, engine.named_parameters())
-        batch = config_batch(config, ranks)
-        tokens = torch.zeros(batch.microbatch, 16, dtype=torch.long)
-        step = StepBatch(
-            position=0,
-            next_position=0,
-            epoch=0,
-            global_samples=batch.global_batch,
-            microbatches=[(tokens, tokens)] * batch.accumulate,
-            local_samples=[batch.microbatch] * batch.accumulate,
-        )
-        loss = build_loss("auto", made.data.shape)
-        for _ in range(2):
-            trace.num_operations.clear()
-            trace.num_bytes.clear()
-            train_step(engine, optimizer, step, loss, build_policy(config))
-        return Counter(trace.num_operations), Counter(trace.num_bytes)
-
-    return run_virtual(work, ranks)
 
 
 def counts(program: Program) -> tuple[Counter[str], Counter[str]]:

@@ -12,6 +12,7 @@ known when the step is over:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class HeldMemory:
         self.place = 0  # where the list of events stands
         self.act: Callable[[], int] = _no_act  # which action of a schedule is being done
         self._alive: dict[int, _Storage] = {}  # by the address of the storage
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._elastic: dict[int, tuple[torch.UntypedStorage, str]] = {}
         self._ended: list[_Storage] = []
         self._categories: dict[int, str] = {}  # by number
@@ -71,9 +73,10 @@ class HeldMemory:
     def claim(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Says what tensors are for, now and until they are gone; who says it first is right."""
         self.has_host |= category == HOST
-        for tensor in tensors:
-            if tensor.is_meta:
-                self._categories.setdefault(self.number(tensor), category)
+        with torch._C.DisableTorchFunction():  # modes would be asked about each attribute of each tensor
+            for tensor in tensors:
+                if tensor.is_meta:
+                    self._categories.setdefault(self.number(tensor), category)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory of the host."""
@@ -132,18 +135,18 @@ class HeldMemory:
 
     def _add(self, storage: torch.UntypedStorage) -> _Storage:
         made = self._fresh(storage.nbytes())
-        self._alive[storage._cdata] = made
-        weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+        address = storage._cdata
+        self._alive[address] = made
+        self._watches[address] = weakref.ref(storage, functools.partial(self._gone, address))
         return made
 
     def _fresh(self, size: int) -> _Storage:
         self._next += 1
         return _Storage(number=self._next, size=size, begin=self.place, begin_act=self.act())
 
-    def _gone(self, address: int) -> None:
-        storage = self._alive.pop(address, None)
-        if storage is not None:
-            self._end(storage)
+    def _gone(self, address: int, watch: weakref.ref[torch.UntypedStorage]) -> None:
+        del watch, self._watches[address]
+        self._end(self._alive.pop(address))
 
     def _end(self, storage: _Storage) -> None:
         storage.end, storage.end_act = self.place, self.act()

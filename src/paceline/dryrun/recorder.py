@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cluster.operations import Operation
 from paceline.comm.dry import DryOperation
+from paceline.dryrun.calls import Call, KnownCalls, updates
 from paceline.dryrun.functions import MetaFunctions
 from paceline.dryrun.held import HOST, HeldMemory
-from paceline.dryrun.operators import Operators, tensors_of
-from paceline.dryrun.shapes import KnownShapes
 from paceline.errors import UsageError
 from paceline.planner.program import Event, Issue, OnHost, Run, Wait
 
@@ -47,16 +46,25 @@ class Recorded:
     acts: tuple[int, ...] = ()
 
 
+class _Kernel(NamedTuple):
+    """A kernel whose phase is not over: its ``kind``, and the tensors that this one goes through."""
+
+    kind: Operation
+    reads: tuple[tuple[int, int], ...]
+    writes: tuple[tuple[int, int], ...]
+    block: str
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what is run inside; ``start`` forgets what came before."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: KnownCalls) -> None:
+        """Takes what is known of operators: ranks that run the same model may share it."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = HeldMemory()
-        self._operators = Operators(self._number)
-        self._shapes = KnownShapes()
+        self._calls = calls
         self._places: dict[tuple[int, int], int] = {}
-        self._events: list[Run | Issue | Wait | OnHost] = []
+        self._events: list[_Kernel | Issue | Wait | OnHost] = []
         self._acts: list[int] = []
         self._phases: list[str] = []
         self._laps: list[int] = []
@@ -87,22 +95,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = self._read(func, args, kwargs)
             if value is not None:
                 return value
-        result = None if kind == "fused" else self._call(func, args, kwargs)
-        made = list(tensors_of(result))
-        if any(tensor.is_meta for tensor in made) or any(tensor.is_meta for tensor in tensors_of(args)):
+        call = updates(args, kwargs) if kind == "fused" else self._call(func, args, kwargs)
+        if call.known is not None or any(tensor.is_meta for tensor in call.tensors):
             if not self._rests:
-                for kernel in self._operators.kernels(func, args, kwargs, result):
-                    self._note(kernel)
-            self.memory.note(made)
+                self._note(self._calls.kernels(func, args, kwargs, call), call.tensors)
+            self.memory.note(call.returned)
             if kwargs.get("pin_memory"):
-                self.memory.claim(made, HOST)
-        return result
+                self.memory.claim(call.returned, HOST)
+        return call.result
 
     def attention(self, tensors: list[torch.Tensor], *, is_causal: bool, is_back: bool) -> None:
         """Notes an attention kernel."""
-        self._note(
-            self._operators.attention(tensors[0], tensors[1], is_causal=is_causal, tensors=tensors, is_back=is_back)
-        )
+        self._note((self._calls.attention(tensors, is_causal=is_causal, is_back=is_back),), tensors)
 
     def issue(self, operation: DryOperation) -> None:
         """Notes an operation of the communicator."""
@@ -153,8 +157,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory.start()
 
     def finish(self) -> Recorded:
-        """Ends a step."""
+        """Ends a step; of one that nobody wants to know of there is nothing to tell."""
         self.memory.look()
+        if self._rests:
+            return Recorded(events=(), resident={}, laps=())
         self.lap("optimizer")
         lying: dict[int, list[int]] = {}
         for (storage, _), tensor in self._places.items():
@@ -201,12 +207,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
         return self._owners[place] if 0 <= place < len(self._owners) else ""
 
-    def _note(self, kernel: Operation) -> None:
-        if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
-            self._again.add(len(self._events))
-        self._add(Run(kernel, self._owner()))
+    def _note(self, kernels: Sequence[Operation], tensors: Sequence[torch.Tensor]) -> None:
+        """Notes the kernels of a call, which know tensors by their places; all memory is taken before the first."""
+        numbered = [
+            _Kernel(
+                kernel,
+                tuple([(self._number(tensors[place]), size) for place, size in kernel.reads]),
+                tuple([(self._number(tensors[place]), size) for place, size in kernel.writes]),
+                self._owner(),
+            )
+            for kernel in kernels
+        ]
+        is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        for each in numbered:
+            if is_again:
+                self._again.add(len(self._events))
+            self._add(each)
 
-    def _add(self, event: Run | Issue | Wait | OnHost) -> None:
+    def _add(self, event: _Kernel | Issue | Wait | OnHost) -> None:
         self._events.append(event)
         self._acts.append(self.memory.act())
         self.memory.place = len(self._events)
@@ -222,9 +240,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # What has no answer.
 
-    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
         try:
-            return self._shapes.call(func, args, kwargs)
+            return self._calls.call(func, args, kwargs)
         except NotImplementedError as error:
             raise UsageError(_explain(f"torch cannot run {func} without values: {_first_line(error)}")) from error
 
@@ -260,9 +278,9 @@ def _kind(func: Any) -> str:
     return "view" if is_view and name != "lift_fresh" else "plain"
 
 
-def _in_phase(event: Run | Issue | Wait | OnHost, phase: str) -> Event:
-    if isinstance(event, Run):
-        return Run(replace(event.operation, phase=phase), event.block)
+def _in_phase(event: _Kernel | Issue | Wait | OnHost, phase: str) -> Event:
+    if isinstance(event, _Kernel):
+        return Run(replace(event.kind, reads=event.reads, writes=event.writes, phase=phase), event.block)
     return replace(event, phase=phase)
 
 

@@ -88,7 +88,8 @@ class MemoryEstimate:
     @property
     def device_bytes(self) -> int:
         """All of the device's."""
-        return sum(value for name, value in dataclasses.asdict(self).items() if name != "host")
+        states = self.parameters + self.gradients + self.optimizer + self.buffers + self.compression
+        return states + self.activations + self.temporary + self.framework
 
     def to_json(self) -> dict[str, Any]:
         """Returns the estimate as plain data."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from paceline.config import Config
@@ -153,6 +154,7 @@ def num_in_flight(spread: Spread, rank: int) -> int:
             return min(most, chunks * ranks)
 
 
+@lru_cache(maxsize=256)  # the blocks of a model are alike
 def _share(layer: BlockFacts, tensor: int, is_sequence: bool) -> BlockFacts:
     if tensor == 1:
         return layer
