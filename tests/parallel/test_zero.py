@@ -239,6 +239,7 @@ def test_memory_is_that_of_the_table(stage: int, ranks: int) -> None:
             with engine.no_sync():
                 engine(torch.randn(2, 64)).sum().backward()
             engine(torch.randn(2, 64)).sum().backward()
+            engine.clip_grad_norm_(1.0)  # waits for what the others tell
             optimizer.step()
             if step < 2:
                 optimizer.zero_grad()
@@ -246,11 +247,11 @@ def test_memory_is_that_of_the_table(stage: int, ranks: int) -> None:
             del bucket.send
         return live_bytes(engine, optimizer), most, most_of_autograd
 
-    num_flags, num_counts = 9, 9 * 4  # a byte for each parameter, and Adam's count of its steps
+    num_told, num_counts = (1 + 9) * 4, 9 * 4  # squares and a flag for each parameter, and Adam's count of its steps
     whole, sharded = (8, 8) if stage == 1 else (4, 12)
     table = whole * WIDE // 4 + sharded * WIDE // 4 // ranks + (0 if stage == 1 else 2 * WIDE_BUCKET)
     for found, most, most_of_autograd in run_virtual(work, ranks=ranks):
-        assert found == table + num_flags + num_counts
+        assert found == table + num_told + num_counts
         assert most == (9 if stage == 1 else 2)
         assert most_of_autograd == 0, "gradients are freed as they are brought in, in the first backward too"
 
@@ -281,7 +282,37 @@ def test_count_and_bytes_of_collectives(stage: int, accumulate: int) -> None:
     times = accumulate if stage == 2 else 1
     for operations, num_bytes in run_virtual(work, ranks=2):
         assert operations == {"reduce_scatter": 9 * times, "all_gather": 18, "all_reduce": 1}
-        assert num_bytes == {"reduce_scatter": WIDE * times, "all_gather": 2 * WIDE, "all_reduce": 9}
+        assert num_bytes == {"reduce_scatter": WIDE * times, "all_gather": 2 * WIDE, "all_reduce": 10 * 4}
+
+
+@pytest.mark.parametrize("touch", ["nothing", "scales", "drops", "asks twice", "another norm"])
+@STAGES
+def test_the_norm_travels_with_the_flags_unless_gradients_change(stage: int, touch: str) -> None:
+    """Clipping asks the others nothing more, and is right all the same where gradients are not as they came."""
+
+    def work(comm: Communicator) -> tuple[int, float, float]:
+        traced = TracedCommunicator(comm, Trace(comm.device))
+        torch.manual_seed(0)
+        engine = make_zero(Wide(), traced, stage, ONE_LAYER)
+        engine(torch.full((1, 64), 1.0 + comm.rank)).sum().backward()
+        if touch == "scales":
+            for piece in engine.parameters():
+                assert piece.grad is not None
+                piece.grad *= 3.0
+        elif touch == "drops":
+            next(engine.parameters()).grad = None
+        elif touch == "asks twice":
+            engine.clip_grad_norm_(math.inf)
+        kind = 1.0 if touch == "another norm" else 2.0
+        whole = [gradient for gradient in engine.full_gradients().values() if gradient is not None]
+        traced.trace.num_operations.clear()
+        norm = engine.clip_grad_norm_(math.inf, kind)
+        wanted = torch.nn.utils.get_total_norm(whole, kind)
+        return traced.trace.num_operations.get("all_reduce", 0), float(norm), float(wanted)
+
+    for asked, norm, wanted in run_virtual(work, ranks=2):
+        assert asked == (0 if touch == "nothing" else 1)
+        assert norm == pytest.approx(wanted, rel=1e-5)
 
 
 def test_buckets_leave_while_backward_runs() -> None:

@@ -26,6 +26,7 @@ from paceline.parallel.lane import Lane
 from paceline.precision import Precision
 
 _ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, whatever the dtype
+_DOTTED = (torch.float32, torch.float64)  # sums of squares in other dtypes would overflow, or lose too much
 
 
 def mark_alone(parameters: Iterable[nn.Parameter]) -> None:
@@ -305,11 +306,19 @@ class FlatGroup:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Takes the norms of the pieces' gradients, beside what the device computes; they are asked for later."""
+        """Takes the norms of the pieces' gradients, beside what the device computes; they are asked for later.
+
+        On a CPU it is one norm of all of them, taken while they are in the cache or others are under way.
+        """
         gradient, views = self.gradient, self._gradient_views
-        if gradient is None or self.is_on_host or device_kind(self.comm) == "cpu":  # which has nothing beside
+        if gradient is None or self.is_on_host:
             return
         norms: list[torch.Tensor] = []
+        if device_kind(self.comm) == "cpu":
+            solid = self._without_gaps(gradient) if gradient.dtype in _DOTTED else None
+            norms = list(torch._foreach_norm(views)) if solid is None else [torch.dot(solid, solid).sqrt_()]
+            self._norms = (gradient._version, norms, DONE)
+            return
 
         def take() -> Work:
             norms.extend(torch._foreach_norm(views))
@@ -321,13 +330,30 @@ class FlatGroup:
     def norms(self) -> Sequence[torch.Tensor] | None:
         """Returns the norms that ``measure`` took, if the gradients are still the same ones."""
         taken, self._norms = self._norms, None
-        if taken is None or self.gradient is None or taken[0] != self.gradient._version:
-            return None
-        pairs = zip(self.pieces, self._gradient_views, strict=True)
-        if any(piece.grad is not None and piece.grad is not view for piece, view in pairs):
+        if taken is None or not self.has_gradient_of(taken[0]):
             return None
         taken[2].wait()
+        if len(taken[1]) != len(self.pieces):  # one norm of all
+            return None if any(piece.grad is None for piece in self.pieces) else taken[1]
         return [norm for norm, piece in zip(taken[1], self.pieces, strict=True) if piece.grad is not None]
+
+    @property
+    def gradient_version(self) -> int:
+        """A number that rises with every change of the gradient."""
+        return -1 if self.gradient is None else self.gradient._version
+
+    def has_gradient_of(self, version: int) -> bool:
+        """Says whether the gradient is as it was then, and all that pieces have of one lies in it."""
+        if self.gradient is None or self.gradient._version != version:
+            return False
+        pairs = zip(self.pieces, self._gradient_views, strict=True)
+        return all(piece.grad is None or piece.grad is view for piece, view in pairs)
+
+    def _without_gaps(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Returns the part of the slice that the pieces fill; None where what lies between two of them is no one's."""
+        spans = [self.span(place) for place in range(len(self.names))]
+        begin, end = min(first for first, _ in spans), max(last for _, last in spans)
+        return gradient[begin:end] if sum(last - first for first, last in spans) == end - begin else None
 
     @property
     def has_stash(self) -> bool:

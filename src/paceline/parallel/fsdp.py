@@ -45,7 +45,7 @@ from paceline.parallel.lane import Lane
 from paceline.parallel.matrixwise import check_elementwise
 from paceline.parallel.optimizer_state import gather_optimizer_state, load_optimizer_state
 from paceline.parallel.route import Route, gather_leg, reduce_leg
-from paceline.parallel.sharded import clip_pieces, gather_state, load_state
+from paceline.parallel.sharded import clip_pieces, gather_state, load_state, measured_norms
 from paceline.parallel.unit import Unit, slice_shape, world_scale
 from paceline.precision import Precision
 
@@ -204,8 +204,8 @@ class FullySharded(EngineFace):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
-        norms = self._measured() if norm_type == 2.0 else None
-        return clip_pieces(self._pieces, self._groups.shards, max_norm, norm_type, norms)
+        norms = measured_norms(self._flat) if norm_type == 2.0 else None
+        return clip_pieces(self._pieces, self._groups.shards, max_norm, norm_type, norms=norms)
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks for which this rank has no samples."""
@@ -511,17 +511,6 @@ class FullySharded(EngineFace):
         self._flags[1].wait()
         used_anywhere = flags.tolist()  # sync point, for models that leave parameters unused
         return [place for place in missing if not used_anywhere[place]]
-
-    def _measured(self) -> list[torch.Tensor] | None:
-        """Returns the norms that were taken in backward; None unless they are those of all gradients there are now."""
-        norms: list[torch.Tensor] = []
-        for group in self._flat:
-            if any(piece.grad is not None for piece in group.pieces):
-                measured = group.norms()
-                if measured is None:
-                    return None
-                norms += measured
-        return norms or None
 
     # What the routes call.
 

@@ -18,15 +18,31 @@ def clip_pieces(
     comm: Communicator,
     max_norm: float,
     norm_type: float = 2.0,
+    *,
     norms: Sequence[torch.Tensor] | None = None,
+    squares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Clips gradients of which every rank of ``comm`` has pieces; returns their global norm.
 
     One all-reduce. The coefficient stays on the device: nothing waits for it. An infinite ``max_norm`` only measures.
-    ``norms`` are those of the pieces, where they are known already.
+    ``norms`` are those of the pieces, and ``squares`` the sum of all ranks', where these are known already.
     """
     gradients = [piece.grad for piece in pieces if piece.grad is not None and piece.grad.numel()]
     device = gradients[0].device if gradients else comm.device
+    norm = squares.sqrt() if squares is not None else _global_norm(gradients, pieces, comm, norm_type, norms)
+    if not math.isinf(max_norm) and gradients:
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(device)
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
+    return norm
+
+
+def _global_norm(
+    gradients: list[torch.Tensor],
+    pieces: Sequence[nn.Parameter],
+    comm: Communicator,
+    norm_type: float,
+    norms: Sequence[torch.Tensor] | None,
+) -> torch.Tensor:
     is_max = math.isinf(norm_type)
     if norms is None:
         norms = torch._foreach_norm(gradients, norm_type) if gradients else []
@@ -43,11 +59,19 @@ def clip_pieces(
         total.masked_fill_(total.isnan(), math.inf)
     if comm.size > 1:
         comm.all_reduce(total, "max" if is_max else "sum").wait()
-    norm = total[0] if is_max else total[0] ** (1.0 / norm_type)
-    if not math.isinf(max_norm) and gradients:
-        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(device)
-        torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
-    return norm
+    return total[0] if is_max else total[0] ** (1.0 / norm_type)
+
+
+def measured_norms(groups: Sequence[FlatGroup]) -> list[torch.Tensor] | None:
+    """Returns the norms that were taken in backward; None unless they are those of all gradients there are now."""
+    norms: list[torch.Tensor] = []
+    for group in groups:
+        if any(piece.grad is not None for piece in group.pieces):
+            measured = group.norms()
+            if measured is None:
+                return None
+            norms += measured
+    return norms or None
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ optimizer updates; before the next forward reads them, the pieces are gathered i
   buckets are complete. What arrives inside such an inner backward is sent at the end of this first one.
 - Inside ``no_sync``, stage 1 adds up whole gradients and sends nothing. Stage 2 sends all the same, and adds up slices.
 - A parameter used on some ranks counts as zero on the others; one used on no rank has no gradient. One flag for each
-  parameter is all-reduced behind the buckets; only a rank that misses a gradient waits for the answer.
+  parameter is summed up behind the buckets; only a rank that misses a gradient waits for the answer. The squares of the
+  slices travel with the flags: clipping by the global norm finds their sum there, and asks nobody.
 - One rank alone has nothing to shard and watches no gradients, unless it keeps masters or offloads them.
 """
 
@@ -49,7 +50,7 @@ from paceline.parallel.gathering import Gathering
 from paceline.parallel.gradients import BufferPool, GradientBucket
 from paceline.parallel.matrixwise import check_elementwise
 from paceline.parallel.optimizer_state import gather_optimizer_state, load_optimizer_state
-from paceline.parallel.sharded import clip_pieces, gather_state, load_state
+from paceline.parallel.sharded import clip_pieces, gather_state, load_state, measured_norms
 from paceline.parallel.shards import own_region
 from paceline.precision import Precision, kept_parameters
 
@@ -108,8 +109,11 @@ class ZeroParallel(EngineFace):
         self._gathering = Gathering(module, list(reversed(self._groups)))
         self._bucket_of = [(bucket, p) for bucket in self._fixed for p in range(len(bucket.group.names))]
         self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
-        self._flags = torch.zeros(len(self._names), dtype=torch.uint8, device=comm.device)
-        self._flags_work: Work | None = None
+        # What ranks tell one another behind the buckets: the squares of their slices, and a 1 for what they have used.
+        wide = self._groups[0].dtype if self._groups else torch.float32
+        self._news = torch.zeros(1 + len(self._names), dtype=wide, device=comm.device)
+        self._news_work: Work | None = None
+        self._measured: list[tuple[int, list[bool]]] = []  # by group: which gradient, and of which pieces
         self._completed: list[int] = []
         self._expected: list[int] | None = None
         self._observed: list[int] = []
@@ -153,7 +157,8 @@ class ZeroParallel(EngineFace):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
-        return clip_pieces(list(self._updated.values()), self.comm, max_norm, norm_type)
+        squares = self._take_squares() if norm_type == 2.0 else None
+        return clip_pieces(list(self._updated.values()), self.comm, max_norm, norm_type, squares=squares)
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks for which this rank has no samples.
@@ -356,39 +361,58 @@ class ZeroParallel(EngineFace):
             for bucket in self._buckets:
                 bucket.show()
         else:
-            missing = self._send_flags() if self._is_syncing else []
             for bucket in self._buckets:
                 bucket.land(is_last=self._is_syncing)
+                if self._is_syncing:
+                    bucket.group.measure()  # while the others are under way
             for group in self._groups:
                 group.finish_gradient()
-            self._settle(missing)
+            if self._is_syncing:
+                self._tell()
         self._learn()
         self._reset()
         self._gathering.may_have_changed |= self._is_syncing
 
-    def _send_flags(self) -> list[int]:
-        """Tells the others which parameters were used here; returns those that were not."""
-        if self._flags_work is not None:
-            self._flags_work.wait()
+    def _tell(self) -> None:
+        """Tells the others what was used here and how large this rank's gradients are; settles who has a gradient."""
+        if self._news_work is not None:
+            self._news_work.wait()
         used = [flag for bucket in self._fixed for flag in bucket.take_used()]
         missing = [index for index, is_used in enumerate(used) if not is_used]
         if missing:
-            self._flags.copy_(torch.tensor(used, dtype=torch.uint8), non_blocking=True)
+            self._news[1:].copy_(torch.tensor(used, dtype=self._news.dtype), non_blocking=True)
         else:
-            self._flags.fill_(1)
-        self._flags_work = self.comm.all_reduce(self._flags, "max")
-        return missing
+            self._news[1:].fill_(1)
+        norms = measured_norms(self._groups)
+        if norms is not None:
+            stacked = torch.stack(norms).to(self._news.dtype)
+            self._news[0] = torch.dot(stacked, stacked)
+        self._news_work = self.comm.all_reduce(self._news)
+        self._settle(missing)
+        self._measured = [] if norms is None else [(g.gradient_version, _has_gradient(g)) for g in self._groups]
 
     def _settle(self, missing: list[int]) -> None:
         """Takes the gradient from pieces of parameters that no rank has used. Reads the flags: a sync."""
         if any(self._parameters[index].requires_grad for index in missing):
-            assert self._flags_work is not None
-            self._flags_work.wait()
-            used = self._flags.tolist()
+            assert self._news_work is not None
+            self._news_work.wait()
+            used = self._news[1:].tolist()
             missing = [index for index in missing if not used[index]]
         for index in missing:
             bucket, place = self._bucket_of[index]
             bucket.group.pieces[place].grad = None
+
+    def _take_squares(self) -> torch.Tensor | None:
+        """Returns the sum of all ranks' squares, once; None unless it is that of the gradients there are now."""
+        measured, self._measured = self._measured, []
+        if not measured:
+            return None
+        for group, (version, had) in zip(self._groups, measured, strict=True):
+            if not group.has_gradient_of(version) or _has_gradient(group) != had:
+                return None
+        assert self._news_work is not None
+        self._news_work.wait()
+        return self._news[0]
 
     # What the first backward teaches.
 
@@ -434,6 +458,10 @@ class ZeroParallel(EngineFace):
         self._arrived = [0] * len(self._names)
         self._counted.clear()
         self._is_backward_known = False
+
+
+def _has_gradient(group: FlatGroup) -> list[bool]:
+    return [piece.grad is not None for piece in group.pieces]
 
 
 def parameters_to_bucket(module: nn.Module) -> tuple[list[ParameterSize], list[int]]:
