@@ -188,4 +188,5 @@ def test_the_gauge_sees_what_comes_and_goes() -> None:
     peak = gauge.peak_bytes()
     assert peak - before >= 2**25  # at least half of 64 MiB: some may have been there before
     gauge.reset()
-    assert gauge.peak_bytes() <= peak
+    # The allocator may keep what was freed, and the process's own pages come and go.
+    assert gauge.peak_bytes() <= peak + 2**22
