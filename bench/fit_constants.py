@@ -4,9 +4,10 @@ One set for each generation of devices and class of frameworks that such rows re
 families, weighed by the root of their rows, of the logarithm of predicted over measured, so that twice and half weigh
 the same; near zero it is rounded, so that the search does not stick in a corner. A pull towards a prior keeps what few
 rows tell apart from running away: the prior of a set is the set of the same framework on the generation that has the
-most rows, and for that one the defaults. The search goes along one constant at a time and then on in the direction that
-helped, with steps that shrink: no random numbers, so that the same rows give the same file. When the constants of a set
-stand, what its rows say of single shapes of blocks is found beside them (bench/fit_blocks.py).
+most rows, and for that one the defaults. The search goes along one constant at a time, where that does not help along
+two at once, and then on in the direction that helped, with steps that shrink: no random numbers, so that the same rows
+give the same file. When the constants of a set stand, what its rows say of single shapes of blocks is found beside them
+(bench/fit_blocks.py). Some five minutes.
 
     --check [SOURCE ...]   instead of writing, leave out each source of rows in turn (family and GPU; where some are
                            named those alone: mpt, or mpt:A100), fit its set anew, and score it; others stay
@@ -19,8 +20,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from fit_blocks import Key, Known, with_blocks
@@ -153,7 +155,9 @@ def fit_all(groups: Groups) -> dict[Key, Constants]:
     sets: dict[Key, Constants] = {}
     for key in _by_rows(groups):
         sets[key] = fit(key, groups[key], prior_of(key, sets))
-    return {key: with_blocks(key, constants, groups[key]) for key, constants in sets.items()}
+    return {
+        key: with_blocks(key, replace(constants, rows=len(groups[key])), groups[key]) for key, constants in sets.items()
+    }
 
 
 def _by_rows(groups: Groups) -> list[Key]:
@@ -169,25 +173,60 @@ def prior_of(key: Key, sets: dict[Key, Constants]) -> Constants:
 
 
 def fit(key: Key, rows: list[Known], prior: Constants) -> Constants:
-    """Searches along one constant at a time, then once more as far along what helped."""
-    best, least, step = prior, objective(key, prior, rows, prior), 0.4
+    """Searches along one constant at a time or two, then once more as far along what helped."""
+    search, step = _Search(key, rows, prior), 0.4
+    singly = [((name, 1),) for name in _telling(key, rows, prior)]
+    both = [(*first, (name, sign)) for first, ((name, _),) in combinations(singly, 2) for sign in (1, -1)]
     while step > 0.02:
-        before = best
-        for name in BOUNDS:
-            for direction in (1, -1):
-                trial = moved(best, name, direction * step)
-                value = objective(key, trial, rows, prior)
-                if value < least - 1e-6:
-                    best, least = trial, value
-                    break
-        if best == before:
+        before = search.best
+        if not search.along(singly, step) and not search.along(both, step):
             step /= 2
-            continue
-        trial = _further(before, best)
-        value = objective(key, trial, rows, prior)
-        if value < least - 1e-6:
-            best, least = trial, value
-    return best
+        else:
+            search.takes(_further(before, search.best))
+    return search.best
+
+
+Way = tuple[tuple[str, int], ...]
+
+
+class _Search:
+    """The best constants so far."""
+
+    def __init__(self, key: Key, rows: list[Known], prior: Constants) -> None:
+        self.key, self.rows, self.prior, self.best = key, rows, prior, prior
+        self.least = objective(key, prior, rows, prior)
+
+    def takes(self, trial: Constants) -> bool:
+        """Takes what is better than the best."""
+        value = objective(self.key, trial, self.rows, self.prior)
+        if value >= self.least - 1e-6:
+            return False
+        self.best, self.least = trial, value
+        return True
+
+    def along(self, ways: Iterable[Way], step: float) -> bool:
+        """Goes a step along each way, forth or back; says whether any helped."""
+        before = self.best
+        for way in ways:
+            if not self.takes(_go(self.best, way, step)):
+                self.takes(_go(self.best, way, -step))
+        return self.best is not before
+
+
+def _go(constants: Constants, way: Way, step: float) -> Constants:
+    for name, sign in way:
+        constants = moved(constants, name, sign * step)
+    return constants
+
+
+def _telling(key: Key, rows: list[Known], prior: Constants) -> list[str]:
+    """The constants of which these rows tell anything."""
+    start = error_of({key: prior}, rows, rounded=0.0)
+    return [
+        name
+        for name in BOUNDS
+        if any(error_of({key: moved(prior, name, by)}, rows, rounded=0.0) != start for by in (0.4, -0.4))
+    ]
 
 
 def moved(constants: Constants, name: str, by: float) -> Constants:

@@ -83,6 +83,8 @@ def test_one_rank_with_all_cores_is_a_device_and_a_node_of_its_own(tmp_path: Pat
     more_cores, assumed = present_cluster(config, replace(HOST, cores=8), 1, None, path)
     assert more_cores.device.name == "cpu-2x1"
     assert any("8 times as fast" in line for line in assumed)
+    _, assumed = present_cluster(config, HOST, 4, None, path)
+    assert any("take turns on 2 cores" in line for line in assumed)
 
 
 def test_a_known_gpu_keeps_its_data_sheet_beside_what_was_measured(tmp_path: Path) -> None:

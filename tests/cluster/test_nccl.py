@@ -51,6 +51,20 @@ def test_a_group_has_its_share_of_the_network() -> None:
     assert bus_bandwidth(Group(4, 4), FOUR) == pytest.approx(rate / 8)
 
 
+def test_ethernet_is_crowded_above_its_leaves_and_infiniband_is_not() -> None:
+    rates = {
+        network: [
+            bus_bandwidth(Group(8 * nodes, nodes), load_cluster(f"{nodes}x dgx-a100 over {network}"))
+            for nodes in (4, 16, 64, 128)
+        ]
+        for network in ("roce-4x100", "infiniband-hdr-4x")
+    }
+    assert len(set(rates["infiniband-hdr-4x"])) == 1
+    assert rates["roce-4x100"][0] == rates["roce-4x100"][1]
+    assert rates["roce-4x100"][0] / rates["roce-4x100"][3] == pytest.approx(1 + 3 * 0.05)
+    assert rates["roce-4x100"][2] > rates["roce-4x100"][3]
+
+
 def test_one_rank_or_nothing_costs_nothing() -> None:
     assert collective_seconds("all_reduce", 2**20, Group(1), NODE) == 0.0
     assert collective_seconds("all_gather", 0, Group(8), NODE) == 0.0

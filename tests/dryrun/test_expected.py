@@ -75,10 +75,24 @@ def test_the_dry_runs_time_and_the_estimates_memory_are_taken() -> None:
     assert better_of(formula, on_gpu) == on_gpu
 
 
-def test_a_process_that_fails_says_nothing_and_is_gone() -> None:
+def test_what_the_dry_run_could_not_do_is_told_beside_the_formulas_reason() -> None:
+    failed = Expectation(reason="a network is not known")
+    assert better_of(Expectation(ranks=2, step_s=1.0), failed) == Expectation(ranks=2, step_s=1.0)
+    both = better_of(Expectation(ranks=2, memory_bytes=5.0, reason="no gpt"), failed)
+    assert both == Expectation(ranks=2, memory_bytes=5.0, reason="no gpt; a network is not known")
+    assert better_of(None, failed) == failed
+
+
+def test_a_process_that_fails_says_so_and_is_gone() -> None:
     background = Background("this is no config")
-    assert background.result() is None
+    found = background.result(timeout_s=240)
+    assert (found.step_s, found.reason) == (None, "the dry run failed: paceline predict says why")
     background.stop()
+
+
+def test_a_process_that_is_not_done_is_not_waited_for() -> None:
+    background = Background("name: mine", start=lambda _: ["-c", "import time; time.sleep(600)"])
+    assert "the machine was busy" in background.result(timeout_s=0.1).reason
 
 
 def test_short_runs_and_threads_are_not_worth_a_process() -> None:

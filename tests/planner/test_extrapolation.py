@@ -24,7 +24,7 @@ MIXTURE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=2048, vocab=51200, gated=True, experts=64, active_experts=8
 )
 SHARDINGS: dict[Framework, Sharding] = {"eager": "fsdp", "compiled": "fsdp", "megatron": "zero1"}
-FIGURES = ("compute", "tensor_wait", "launch_wait", "bubble", "exposed", "hidden", "contention", "optimizer")
+FIGURES = ("compute", "tensor_wait", "launch_wait", "bubble", "exposed", "hidden", "contention", "slowest", "optimizer")
 
 
 def run_on(

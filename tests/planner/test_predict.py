@@ -42,6 +42,7 @@ def test_parts_add_up_to_the_step() -> None:
         step.bubble,
         step.exposed,
         step.contention,
+        step.slowest,
         step.optimizer,
     )
     assert step.total == pytest.approx(sum(parts))
@@ -194,6 +195,12 @@ def test_sets_that_were_not_fitted_are_composed() -> None:
     assert not fitted
     assert found.launch_us == 30.0
     assert constants_for(SETS, "ampere", "eager") == (Constants(), True)
+
+
+def test_many_rows_weigh_more_in_a_composed_set() -> None:
+    few, many = Constants(matmul=0.9, rows=4), Constants(matmul=0.6, rows=64)
+    found, _ = constants_for({("hopper", "eager"): many, ("hopper", "compiled"): few}, "hopper", "megatron")
+    assert found.matmul == pytest.approx(0.6 ** (8 / 10) * 0.9 ** (2 / 10))
 
 
 def test_constants_are_written_and_read_back() -> None:

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 _FEWEST_STEPS = 40  # of a run that is worth a process beside it
 _PATIENCE_S = 10.0  # of a run that is done, for the dry run
-_UNTOLD = (
-    "no dry run was done in time: the machine is busy, its entry has no tables of kernels (paceline calibrate), or the "
-    "model cannot be traced (paceline predict says why)"
-)
 _ENTRY = "PACELINE_MACHINE"
 
 
@@ -149,8 +145,8 @@ class Foretold:
         if (best is None or best.step_s is None) and is_worth(self._config):
             ranks, known = self._config.parallel.ranks, unpriced(self._config, 1)
             assert isinstance(ranks, int)
-            reasons = dict.fromkeys(filter(None, ("" if best is None else best.reason, known or _UNTOLD)))
-            best = replace(best or Expectation(ranks=ranks), reason="; ".join(reasons))
+            reasons = dict.fromkeys(filter(None, ("" if best is None else best.reason, known)))
+            best = replace(best or Expectation(), ranks=ranks, reason="; ".join(reasons))
         if best is not None and best.memory_bytes is None:
             best = replace(best, memory_bytes=expected_memory(self._config))
         return best

@@ -49,6 +49,10 @@ _LL_MOST = {
 _LL128_CHANNEL = {"volta": 20.0, "turing": 20.0, "ampere": 20.0, "ada": 20.0, "hopper": 36.7, "blackwell": 40.0}
 _CHANNELS = {"volta": 12, "turing": 12, "ampere": 24, "ada": 24, "hopper": 24, "blackwell": 32}
 _NVLS_EFFICIENCY = {"hopper": 0.85, "blackwell": 0.74}
+# Beyond the nodes that one leaf of switches joins, flows of Ethernet meet on the links above: what a collective takes
+# more with each doubling. Chosen by hand on published runs of 64 and 128 nodes (docs/prediction.md).
+_CROWDING = {"roce": 0.05, "ethernet": 0.05}
+_LEAF_NODES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ def bus_bandwidth(group: Group, cluster: Cluster) -> float:
     if group.nodes == 1 or cluster.between is None:
         return inside
     share = min(1.0, group.node_ranks / cluster.node.devices)
-    return min(inside, cluster.between.bandwidth * cluster.between.efficiency * share)
+    crowd = 1 + _CROWDING.get(cluster.between.kind, 0.0) * math.log2(max(1.0, group.nodes / _LEAF_NODES))
+    return min(inside, cluster.between.bandwidth * cluster.between.efficiency * share / crowd)
 
 
 def _steps(kind: Collective, ranks: int) -> int:

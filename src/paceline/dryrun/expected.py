@@ -109,18 +109,19 @@ class Background:
                 stderr=subprocess.DEVNULL,
             )
 
-    def result(self, timeout_s: float = 10.0) -> Expectation | None:
-        """Returns what came out, if it has figures; waits so long at most."""
+    def result(self, timeout_s: float = 10.0) -> Expectation:
+        """Returns what came out: figures, or the reason why there are none; waits so long at most."""
         if self._process is None:
-            return None
+            return Expectation(reason="there was no process to be had for a dry run")
         try:
             text, _ = self._process.communicate(timeout=timeout_s)
-            found = Expectation.of_text(text.decode())
-        except (subprocess.TimeoutExpired, ValueError, OSError):
-            return None
+            return Expectation.of_text(text.decode())
+        except subprocess.TimeoutExpired:
+            return Expectation(reason=f"no dry run was done {timeout_s:g} s after the run: the machine was busy")
+        except (ValueError, OSError):
+            return Expectation(reason="the dry run failed: paceline predict says why")
         finally:
             self.stop()
-        return found if found.step_s is not None else None
 
     def stop(self) -> None:
         """Ends it, whether it is done or not. Safe to call twice."""
@@ -133,10 +134,16 @@ class Background:
 
 
 def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectation | None:
-    """Returns the dry run's figures where there are any; memory that it does not tell stays the estimate's."""
-    if dry is None or dry.memory_bytes is not None or formula is None:
+    """Returns the dry run's figures where there are any; memory that it does not tell stays the estimate's.
+
+    Where neither has any, both reasons are told.
+    """
+    if dry is None or formula is None:
         return dry or formula
-    return replace(dry, memory_bytes=formula.memory_bytes)
+    if dry.step_s is None:
+        reasons = dict.fromkeys(filter(None, (formula.reason, dry.reason)))
+        return formula if formula.step_s is not None else replace(formula, reason="; ".join(reasons))
+    return dry if dry.memory_bytes is not None else replace(dry, memory_bytes=formula.memory_bytes)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ class Constants:
     for each kernel. ``contention``: seconds of compute lost for each second of communication that runs beside it.
     ``slowdown``: what communication takes in training over what it takes alone. ``convolution``, ``convolution_wide``:
     what convolutions reach of the ceiling, on 16-bit tensor units and else (models known by what a sample costs).
+    ``rows``: how many measurements the set was fitted on.
     """
 
     matmul: float = 0.85
@@ -47,6 +48,7 @@ class Constants:
     eight_bit: float = 0.8
     convolution: float = 0.45
     convolution_wide: float = 0.35
+    rows: int = 1
     blocks: MeasuredBlocks = field(default_factory=dict)
 
     @property
@@ -59,18 +61,17 @@ class Constants:
         )
 
 
-_NAMES = tuple(each.name for each in fields(Constants) if each.name != "blocks")
+_NAMES = tuple(each.name for each in fields(Constants) if each.name not in ("blocks", "rows"))
 DEVICE_FIELDS = (
     "matmul",
     "k_half",
     "attention",
     "attention_half",
     "eight_bit",
-    "contention",
     "convolution",
     "convolution_wide",
 )
-FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown")
+FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown", "contention")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
 CUDNN_ATTENTION = 0.40
 ConstantSets = Mapping[tuple[str, str], Constants]
@@ -81,7 +82,9 @@ def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[
     found = sets.get((generation, framework))
     if found is not None:
         return found, True
-    device = replace(mean_of(_nearest(sets, generation), DEVICE_FIELDS), blocks={})
+    near = _nearest(sets, generation)
+    # What many rows say weighs more, by the root of their number, as it does in the fit.
+    device = replace(mean_of(near, DEVICE_FIELDS, weights=[math.sqrt(each.rows) for each in near]), blocks={})
     same = [sets[each, framework] for each in GENERATIONS if (each, framework) in sets]
     composed = replace(device, **{name: getattr(same[-1], name) for name in FRAMEWORK_FIELDS} if same else {})
     if framework == "megatron" and generation in ("hopper", "blackwell"):
@@ -105,9 +108,18 @@ def _nearest(sets: ConstantSets, generation: str) -> list[Constants]:
     return [Constants()]
 
 
-def mean_of(sets: Sequence[Constants], names: Sequence[str], base: Constants | None = None) -> Constants:
+def mean_of(
+    sets: Sequence[Constants],
+    names: Sequence[str],
+    base: Constants | None = None,
+    weights: Sequence[float] | None = None,
+) -> Constants:
     """Returns geometric means, as these are rates; what is not named is that of ``base``, else of the last set."""
-    means = {name: math.prod(getattr(each, name) for each in sets) ** (1 / len(sets)) for name in names}
+    shares = [1.0] * len(sets) if weights is None else weights
+    means = {
+        name: math.prod(getattr(each, name) ** (share / sum(shares)) for each, share in zip(sets, shares, strict=True))
+        for name in names
+    }
     return replace(sets[-1] if base is None else base, **means)
 
 
@@ -131,7 +143,7 @@ def parse_constants(text: str) -> ConstantSets:
 
 def _constants(values: Mapping[str, Any]) -> Constants:
     found: dict[str, Any] = {name: float(values[name]) for name in _NAMES if name in values}
-    return Constants(**found)
+    return Constants(**found, rows=int(values.get("rows", 1)))
 
 
 def format_constants(sets: ConstantSets) -> str:
@@ -144,5 +156,5 @@ def format_constants(sets: ConstantSets) -> str:
         for framework in of_generation:
             found = sets[generation, framework]
             values = ", ".join(f"{name}: {getattr(found, name):.4g}" for name in _NAMES)
-            lines.append(f"  {framework}: {{{values}}}")
+            lines.append(f"  {framework}: {{{values}, rows: {found.rows}}}")
     return "\n".join(lines) + "\n"

@@ -310,7 +310,8 @@ def _with_interconnect(cluster: Cluster, text: str, node_devices: int) -> Cluste
     rate = int(found[2]) * int(found[1] or 1) * 1e9 / 8
     if "per GPU" in text:
         rate *= node_devices
-    return replace(cluster, between=replace(cluster.between, bandwidth=rate))
+    kind = "roce" if "roce" in text.lower() else cluster.between.kind
+    return replace(cluster, between=replace(cluster.between, bandwidth=rate, kind=kind))
 
 
 def _layout(row: Row, cluster: Cluster, model: ModelShape | SampleModel) -> Layout:

@@ -31,6 +31,7 @@ from paceline.planner.events import TO_DEVICE, TO_HOST
 from paceline.planner.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
 from paceline.planner.program import Drop, Event, Hold, Issue, OnHost, Program, Run, Wait
 from paceline.planner.replayed import RankTimes, Replay
+from paceline.planner.slowest import slowest_device
 from paceline.planner.timeline import Span
 from paceline.planner.tuning import bus_bytes_per_s, host_bytes_per_s
 from paceline.planner.turns import play
@@ -182,7 +183,9 @@ class _Actor:
         self.is_cpu = cluster.device.is_cpu
         self.factor = factor
         events: Sequence[Event] = fuse_blocks(program.events) if program.is_compiled else program.events
-        self.costs = KernelCosts(cluster.device, constants, is_compiled=program.is_compiled)
+        self.costs = KernelCosts(
+            slowest_device(cluster.device, program.ranks), constants, is_compiled=program.is_compiled
+        )
         timed = [event for event in events if not isinstance(event, Hold | Drop)]
         self.events = list(self._stretches(play(timed, program.order) if program.order else timed))
         self.contention = cluster.node.inside.busy if self.is_cpu else constants.contention

@@ -10,7 +10,6 @@ spread   sigma E[max of N normal deviates]: batches of sentences differ in lengt
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from paceline.cluster.devices import Cluster
@@ -18,6 +17,7 @@ from paceline.cluster.kernels import ceiling, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.planner.block import CALL_S
 from paceline.planner.constants import Constants
+from paceline.planner.slowest import expected_most
 from paceline.planner.step import StepSeconds
 from paceline.planner.timeline import Timeline
 from paceline.planner.workload import SampleModel, Workload
@@ -36,11 +36,11 @@ class _Kind:
 
 # Chosen by hand on the one-GPU rows of the split calib, as are the FLOPs and activations of known_models.yaml.
 _KINDS = {
-    "convolution": _Kind(1.0, 17, 0.005),
-    "planar": _Kind(1.0, 17, 0.005),
-    "depthwise": _Kind(1.0, 50, 0.005),
-    "recurrent": _Kind(1.1, 8, 0.09, convolves=False),
-    "attention": _Kind(1.15, 28, 0.05, convolves=False),
+    "convolution": _Kind(1.0, 17, 0.0065),
+    "planar": _Kind(1.0, 17, 0.0065),
+    "depthwise": _Kind(1.0, 50, 0.0065),
+    "recurrent": _Kind(1.1, 8, 0.115, convolves=False),
+    "attention": _Kind(1.15, 28, 0.065, convolves=False),
 }
 _PLANAR = 1.5  # passes of 16-bit convolutions that do not keep channels last: their tensor units turn them around
 
@@ -61,15 +61,16 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     each = max(device, host)
     exposed, hidden = _gradients(model, layout.data, each * 2 / 3, cluster, constants)
     times = workload.microbatches
-    spread = times**0.5 * each * kind.spread * _expected_most(layout.data)
+    spread = times**0.5 * each * kind.spread * expected_most(layout.data)
     return StepSeconds(
         compute=times * device,
         tensor_wait=0.0,
         launch_wait=times * max(0.0, host - device),
-        bubble=spread,
+        bubble=0.0,
         exposed=exposed,
         hidden=hidden,
         contention=constants.contention * hidden,
+        slowest=spread,
         optimizer=memory_seconds(cluster.device, constants.rates, model.params * _OPTIMIZER_BYTES),
     )
 
@@ -98,8 +99,3 @@ def _gradients(
         timeline.add("link", each, after=(last,))
     exposed = timeline.end - timeline.busy("compute")
     return exposed, timeline.busy("link") - exposed
-
-
-def _expected_most(ranks: int) -> float:
-    """The expected largest of so many normal deviates, nearly."""
-    return 0.0 if ranks == 1 else math.sqrt(2 * math.log(ranks)) * (1 - 0.22 / math.log(ranks + 1))

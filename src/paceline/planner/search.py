@@ -46,6 +46,7 @@ _PARTS = {
     "bubble": "pipeline bubble",
     "exposed": "communication that nothing hides",
     "contention": "computing slowed by communication",
+    "slowest": "waiting for the slowest device",
     "optimizer": "the optimizer",
 }
 

@@ -1,6 +1,6 @@
 """What a training step of a transformer takes: blocks, pipeline, data-parallel communication, optimizer.
 
-    step = pipeline of blocks + communication that nothing hides + optimizer
+    step = pipeline of blocks + communication that nothing hides + optimizer + the slowest device
 
 Blocks are priced once (planner/block.py). Under FSDP one microbatch runs on the event core: unshards ahead of use,
 reduces behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last microbatch are reduced block by
@@ -17,6 +17,7 @@ from paceline.cluster.kernels import memory_seconds
 from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
 from paceline.planner.block import CALL_S, PASSES, BlockCosts, BlockModel
 from paceline.planner.constants import Constants
+from paceline.planner.slowest import slowest_share
 from paceline.planner.timeline import StageSeconds, Timeline, pipeline_seconds
 from paceline.planner.workload import Layout, ModelShape, Workload
 
@@ -32,6 +33,7 @@ class StepSeconds:
     exposed: float
     hidden: float
     contention: float
+    slowest: float
     optimizer: float
 
     @property
@@ -44,6 +46,7 @@ class StepSeconds:
             + self.bubble
             + self.exposed
             + self.contention
+            + self.slowest
             + self.optimizer
         )
 
@@ -72,6 +75,7 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
         exposed=exposed,
         hidden=hidden,
         contention=constants.contention * hidden,
+        slowest=slowest_share(layout.devices) * microbatches * device,
         optimizer=_optimizer_seconds(workload, cluster, constants, layers[busiest]),
     )
 
@@ -194,8 +198,9 @@ class _DataParallel:
 
     def _reduced(self) -> tuple[float, float]:
         layout, run = self.workload.layout, self.workload.run
-        # Megatron sums bf16 gradients in fp32, and fp16 ones as they are.
-        wide = run.framework == "megatron" and layout.sharding == "none" and run.compute != "fp16"
+        # Megatron sums bf16 gradients in fp32 (accumulate_allreduce_grads_in_fp32, which bf16 turns on), others as they
+        # are.
+        wide = run.framework == "megatron" and run.compute == "bf16"
         width = 4 if wide or run.compute in ("fp32", "tf32") else 2
         sharded = layout.sharding in ("zero1", "zero2")
         across = self.ranks // layout.shards if sharded else 1
