@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from paceline.cli import bench_tables as tables
+from paceline.cli.bench_options import (
+    Rows,
+    check_device,
+    check_models,
+    check_parts,
+    numbers_of,
+    show_rows,
+    words_of,
+    write_rows,
+)
 from paceline.cli.destination import check_record, check_scratch
 
 app = typer.Typer(no_args_is_help=True, help="Time ours beside the best of the others, and see how large a model fits.")
-
-Rows = list[dict[str, Any]]
 
 
 @app.command()
@@ -50,10 +55,10 @@ def engines(
     from paceline.bench.engines import bench_alone, bench_bf16, bench_ranks
     from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
 
-    _check_device(device)
+    check_device(device)
     known = CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS
-    wanted, words = _words(models) or list(known), _words(arms)
-    _check_models(wanted, list(known), device)
+    wanted, words = words_of(models) or list(known), words_of(arms)
+    check_models(wanted, list(known), device)
     on_cpu = [*arms_alone(), *(arm for name in wanted for arm in arms_on_ranks(known[name][0], ranks))]
     check_words(arms_in_bf16() if device == "cuda" else on_cpu, words)
     rows: Rows = []
@@ -71,8 +76,8 @@ def engines(
             rows += bench_ranks(workload, protocol, ranks, words)
             typer.echo(f"{name} at world size 1 ...", err=True)
             rows += bench_alone(workload, protocol, words)
-        _write("engines", rows, {"device": device, "protocols": protocols}, output)
-    _finish("engines", rows, {"device": device, "protocols": protocols}, tables.show_steps if not as_json else None)
+        write_rows("engines", rows, {"device": device, "protocols": protocols}, output)
+    show_rows("engines", rows, {"device": device, "protocols": protocols}, tables.show_steps if not as_json else None)
 
 
 @app.command()
@@ -98,8 +103,8 @@ def loop(
         protocols[name] = dataclasses.asdict(protocol)
         typer.echo(f"{name} ...", err=True)
         rows += bench_loop(name, protocol, ranks)
-    _write("loop", rows, {"device": "cpu", "protocols": protocols}, output)
-    _finish("loop", rows, {"device": "cpu", "protocols": protocols}, tables.show_steps if not as_json else None)
+    write_rows("loop", rows, {"device": "cpu", "protocols": protocols}, output)
+    show_rows("loop", rows, {"device": "cpu", "protocols": protocols}, tables.show_steps if not as_json else None)
 
 
 @app.command()
@@ -131,9 +136,9 @@ def memory(
 
     from paceline.bench.memory import Family, bench_memory, make_budget, select_options
 
-    _check_device(device)
+    check_device(device)
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    chosen = select_options(_words(options))
+    chosen = select_options(words_of(options))
     family, budget = Family(size=size, context=context), make_budget(where, budget_gb or None, host_gb)
     family.config(layers=1)  # a size that is not there is told before anything runs
     config = {
@@ -148,8 +153,8 @@ def memory(
     for option in chosen:
         typer.echo(f"{option.name} ...", err=True)
         rows.append(bench_memory(option, family, budget, where))
-        _write("memory", rows, config, output)
-    _finish("memory", rows, config, tables.show_memory if not as_json else None)
+        write_rows("memory", rows, config, output)
+    show_rows("memory", rows, config, tables.show_memory if not as_json else None)
 
 
 @app.command()
@@ -183,8 +188,8 @@ def compression(
     numbers = {"ratio": ratio, "factor_rank": rank, "threshold": threshold}
     settings = {"config": str(config), "overrides": overrides or [], "ranks": ranks, "steps": steps, "device": "cpu"}
     rows = bench_compression(loaded, ranks, steps, {k: v for k, v in numbers.items() if v is not None}, both=both)
-    _write("compression", rows, settings, output)
-    _finish("compression", rows, settings, tables.show_compression if not as_json else None)
+    write_rows("compression", rows, settings, output)
+    show_rows("compression", rows, settings, tables.show_compression if not as_json else None)
 
 
 @app.command()
@@ -208,12 +213,12 @@ def comm(
     """
     from paceline.bench.comm import SIZES, bench_comm
 
-    wanted = _numbers("--sizes", sizes) or list(SIZES)
+    wanted = numbers_of("--sizes", sizes) or list(SIZES)
     typer.echo(f"{len(wanted)} sizes on {ranks} ranks ...", err=True)
     settings = {"device": "cpu", "ranks": ranks, "sizes": wanted, "dtype": "float32", "op": "avg"}
     rows = bench_comm(ranks, wanted, rounds)
-    _write("comm", rows, settings, output)
-    _finish("comm", rows, settings, tables.show_comm if not as_json else None)
+    write_rows("comm", rows, settings, output)
+    show_rows("comm", rows, settings, tables.show_comm if not as_json else None)
 
 
 @app.command()
@@ -248,8 +253,8 @@ def convergence(
     rows: Rows = []
     for config in loaded:
         rows += bench_convergence(config, ranks, seeds, workers, lambda text: typer.echo(text, err=True))
-        _write("convergence", rows, settings, output)
-    _finish("convergence", rows, settings, tables.show_convergence if not as_json else None)
+        write_rows("convergence", rows, settings, output)
+    show_rows("convergence", rows, settings, tables.show_convergence if not as_json else None)
 
 
 @app.command()
@@ -285,8 +290,8 @@ def pipeline(
     from paceline.bench.pipeline import PARTS, bench_part, make_workload
     from paceline.bench.pipeline_arms import pipeline_arms
 
-    wanted, words = _words(parts) or list(PARTS), _words(arms)
-    _check_parts(wanted, PARTS)
+    wanted, words = words_of(parts) or list(PARTS), words_of(arms)
+    check_parts(wanted, PARTS)
     check_words(pipeline_arms(), words)
     asked = make_workload(model, context, microbatches, rounds=rounds, steps=steps)
     settings = {"device": "cpu", "ranks": 2, "parts": wanted, **asked.to_json()}
@@ -294,8 +299,8 @@ def pipeline(
     for part in wanted:
         typer.echo(f"{part} ...", err=True)
         rows += bench_part(part, asked, words)
-        _write("pipeline", rows, settings, output)
-    _finish("pipeline", rows, settings, tables.show_pipeline if not as_json else None)
+        write_rows("pipeline", rows, settings, output)
+    show_rows("pipeline", rows, settings, tables.show_pipeline if not as_json else None)
 
 
 @app.command()
@@ -333,14 +338,14 @@ def checkpoint(
         size=size,
         layers=layers,
         ranks=ranks,
-        load_ranks=tuple(_numbers("--load-ranks", load_ranks)),
+        load_ranks=tuple(numbers_of("--load-ranks", load_ranks)),
         rounds=rounds,
         folder=folder,
     )
     rows = bench_checkpoint(work, lambda text: typer.echo(text, err=True))
     settings = {"device": "cpu", "fairness": FAIRNESS, **work.to_json()}
-    _write("checkpoint", rows, settings, output)
-    _finish("checkpoint", rows, settings, tables.show_checkpoints if not as_json else None)
+    write_rows("checkpoint", rows, settings, output)
+    show_rows("checkpoint", rows, settings, tables.show_checkpoints if not as_json else None)
 
 
 @app.command()
@@ -361,8 +366,8 @@ def ledger(
 
     rows = bench_ledger(blocks)
     settings = {"device": "cpu", "ranks": 2, "width": WIDTH, "batch": BATCH, "block": BLOCK, "blocks": blocks}
-    _write("ledger", rows, settings, output)
-    _finish("ledger", rows, settings, tables.show_ledger if not as_json else None)
+    write_rows("ledger", rows, settings, output)
+    show_rows("ledger", rows, settings, tables.show_ledger if not as_json else None)
 
 
 @app.command()
@@ -386,8 +391,8 @@ def restart(
 
     rows = bench_restart(ranks, rounds, os.environ, lambda text: typer.echo(text, err=True))
     settings = {"device": "cpu", "ranks": ranks, "rounds": rounds}
-    _write("restart", rows, settings, output)
-    _finish("restart", rows, settings, tables.show_restarts if not as_json else None)
+    write_rows("restart", rows, settings, output)
+    show_rows("restart", rows, settings, tables.show_restarts if not as_json else None)
 
 
 @app.command()
@@ -422,10 +427,10 @@ def predict(
     from paceline.bench.predict import arms_on, bench_predict, check_words, clusters, only
     from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
 
-    _check_device(device)
+    check_device(device)
     known = list(CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)
-    wanted, words = _words(models) or known, _words(arms)
-    _check_models(wanted, known, device)
+    wanted, words = words_of(models) or known, words_of(arms)
+    check_models(wanted, known, device)
     check_words(arms_on(device), words)
     chosen = only(arms_on(device), wanted, words)
     count = steps or (20 if device == "cuda" else 30)
@@ -438,68 +443,5 @@ def predict(
     rows: Rows = []
     for row in bench_predict(chosen, device, found.of, steps=count, tell=tell):
         rows.append(row)
-        _write("predict", rows, settings, output)
-    _finish("predict", rows, settings, tables.show_predictions if not as_json else None)
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    from paceline.errors import UsageError
-
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"--device {device} is not here\n  use cpu, or cuda on a machine with a GPU")
-
-
-def _check_models(wanted: list[str], known: list[str], device: str) -> None:
-    from paceline.errors import UsageError
-
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise UsageError(f"--models {','.join(unknown)}: on {device} they are {', '.join(known)}")
-
-
-def _check_parts(wanted: list[str], known: Sequence[str]) -> None:
-    from paceline.errors import UsageError
-
-    if unknown := [name for name in wanted if name not in known]:
-        raise UsageError(f"--parts {','.join(unknown)}: they are {', '.join(known)}")
-
-
-def _numbers(option: str, text: str | None) -> list[int]:
-    from paceline.errors import UsageError
-
-    if wrong := [word for word in _words(text) if not word.isdigit()]:
-        raise UsageError(f"{option} {','.join(wrong)}: give whole numbers, with commas between them")
-    return [int(word) for word in _words(text)]
-
-
-def _words(text: str | None) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()] if text else []
-
-
-def _write(name: str, rows: Rows, config: dict[str, Any], output: Path | None) -> None:
-    """Writes the record so far: a run that is cut short leaves what it has."""
-    from paceline.bench.record import make_record
-
-    if output is not None:
-        make_record(name, _command(sys.argv), rows, config).write(output)
-
-
-def _finish(name: str, rows: Rows, config: dict[str, Any], show: Callable[[Rows], None] | None) -> None:
-    """Shows the rows as a table, or without one prints the record."""
-    from paceline.bench.record import make_record
-
-    if show is not None:
-        show(rows)
-    else:
-        typer.echo(make_record(name, _command(sys.argv), rows, config).to_json())
-
-
-def _command(argv: list[str]) -> str:
-    """Returns the command to repeat a measurement: what was typed, less where the record went."""
-    words = argv[1:]
-    if "--output" in words:
-        at = words.index("--output")
-        words = words[:at] + words[at + 2 :]
-    return " ".join(["paceline", *words])
+        write_rows("predict", rows, settings, output)
+    show_rows("predict", rows, settings, tables.show_predictions if not as_json else None)

@@ -102,12 +102,16 @@ def plan(
         typer.echo(found.to_text(top))
         if traced_s is not None:
             typer.echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {trace}")
-        if output is not None and found.winner is not None:
-            typer.echo(f"\nwritten to {output}: paceline train {output}")
-        if png is not None:
-            typer.echo(f"\ndrawn into {png}" if is_drawn else f"\n{png} is not drawn: no number of devices has a plan")
+        _tell_files(found, output, png, is_drawn=is_drawn)
     if found.winner is None:
         raise typer.Exit(1)
+
+
+def _tell_files(found: PlanResult, output: Path | None, png: Path | None, *, is_drawn: bool) -> None:
+    if output is not None and found.winner is not None:
+        typer.echo(f"\nwritten to {output}: paceline train {output}")
+    if png is not None:
+        typer.echo(f"\ndrawn into {png}" if is_drawn else f"\n{png} is not drawn: no number of devices has a plan")
 
 
 def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[Path, list[str]]:

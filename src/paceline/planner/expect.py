@@ -138,7 +138,10 @@ def present_cluster(
         if cores != 1 and not is_known:
             assumed = (*assumed, f"a rank with {cores:g} cores computes {cores:g} times as fast as with one")
         if cores < 1:
-            assumed = (*assumed, f"{ranks} ranks take turns on {machine.cores} cores: messages wait for turns, unpriced")
+            assumed = (
+                *assumed,
+                f"{ranks} ranks take turns on {machine.cores} cores: messages wait for turns, unpriced",
+            )
     cluster = Cluster(name=f"{ranks}x {node.device.name}", node=node, nodes=1, between=None)
     return cluster, assumed
 
