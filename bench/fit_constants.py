@@ -177,7 +177,7 @@ def fit(key: Key, rows: list[Known], prior: Constants) -> Constants:
     search, step = _Search(key, rows, prior), 0.4
     singly = [((name, 1),) for name in _telling(key, rows, prior)]
     both = [(*first, (name, sign)) for first, ((name, _),) in combinations(singly, 2) for sign in (1, -1)]
-    while step > 0.02:
+    while step > 0.005:
         before = search.best
         if not search.along(singly, step) and not search.along(both, step):
             step /= 2
