@@ -91,6 +91,12 @@ def read_source(
         return request_for_hugging_face(Path(model), cluster, overrides, precision)
     if callable(model) and not isinstance(model, Config):
         return _of_factory(model, cluster, overrides, precision)
+    if not isinstance(model, Config | str | Path | Mapping):
+        raise UsageError(
+            f"{model!r} is no model: it is of type {type(model).__name__}\n"
+            "  a plan is for a config, its path or values, a config.json, or a function that makes a module\n"
+            "  pass one of these"
+        )
     config = _config_of(model, overrides)
     facts = _measure(config) if config.model.kind == "factory" else None
     return request_for(config, cluster, precision=precision, facts=facts)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.plan import _series
 from paceline.config import load_config
 
 Call = Callable[..., Any]
@@ -93,9 +94,6 @@ def test_scaling_is_drawn_as_predicted(call: Call, tmp_path: Path) -> None:
     assert "predicted, not measured" in drawn
     assert "predicted efficiency" in drawn
     assert drawn == (tmp_path / "two.svg").read_text()
-    refused = call(*words, "--png", str(tmp_path / "scaling.docx"))
-    assert refused.code == 2
-    assert "cannot be drawn into" in refused.err
     words = ("plan", CONFIG, "-c", "1x l4", "train.global_batch=1", "--gpus", "1", "--host-gb", "16")
     nothing = call(*words, "--png", str(tmp_path / "no.png"))
     assert nothing.code == 1
@@ -161,6 +159,34 @@ def test_a_config_that_offloads_more_than_a_host_holds(call: Call) -> None:
     assert "  fits with " in shown.out
 
 
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("1,2,4,...,64", [1, 2, 4, 8, 16, 32, 64]),
+        ("8,16,24,...,48", [8, 16, 24, 32, 40, 48]),
+        ("1, 2, 3, ..., 5,8", [1, 2, 3, 4, 5, 8]),
+        ("8,8", [8, 8]),
+        ("1,2,...,3", [1, 2, 3]),
+        ("1,...,8", []),
+        ("1,2,...", []),
+        ("1,2,...,2", []),
+        ("4,2,...,8", []),
+        ("1,2,...,...,8", []),
+        ("eight", []),
+        ("-8", []),
+    ],
+)
+def test_numbers_of_devices_may_go_on(text: str, numbers: list[int]) -> None:
+    assert _series(text.split(",")) == numbers
+
+
+def test_a_picture_is_known_by_its_ending_before_anything_is_planned(call: Call, tmp_path: Path) -> None:
+    shown = call("plan", CONFIG, "--cluster", "dgx-h100", "--gpus", "8", "--png", str(tmp_path / "s.docx"))
+    assert shown.code == 2
+    assert "its name ends in .png, .svg, .pdf" in shown.err
+    assert "try s.png" in shown.err
+
+
 def test_a_hugging_face_model(call: Call, tmp_path: Path) -> None:
     path, plan = tmp_path / "config.json", tmp_path / "plan.yaml"
     path.write_text(json.dumps(LLAMA))
@@ -170,7 +196,7 @@ def test_a_hugging_face_model(call: Call, tmp_path: Path) -> None:
     assert load_config(plan).parallel.ranks == 4
     shown = call("plan", "train.global_batch=64", "data.context=2048", "--hf", str(path), "-c", "8x a100-sxm-80gb")
     assert "64 sequences of 2048 tokens" in shown.out
-    assert "assumed" not in shown.out
+    assert "assumed: bf16_master (train.precision)\n" in shown.out
     path.write_text(json.dumps({**LLAMA, "model_type": "bert"}))
     small = ("plan", "train.global_batch=16", "--hf", str(path), "-c", "dgx-a100")
     assert call(*small).code == 0

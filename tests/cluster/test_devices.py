@@ -237,6 +237,12 @@ def test_rates_are_found_between_measured_shapes() -> None:
     assert attention_rate(device_named("h100-sxm"), (4, 2, 128, 32)) is None
 
 
+def test_a_cluster_ends_somewhere() -> None:
+    assert load_cluster("32768x dgx-h100").devices == 2**18
+    with pytest.raises(UsageError, match="262,152 devices\n  a cluster has 262,144 at most"):
+        load_cluster("32769x dgx-h100")
+
+
 def test_a_cluster_has_one_node_at_least() -> None:
     node: Node = node_named("dgx-h100")
     with pytest.raises(UsageError, match="0 nodes of 8 devices"):

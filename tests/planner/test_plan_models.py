@@ -16,6 +16,7 @@ from paceline.planner.engine_memory import EngineMemory
 from paceline.planner.from_config import candidate_of, planned_values, planned_yaml, task_of
 from paceline.planner.hugging_face import HuggingFaceModel, read_hugging_face
 from paceline.planner.plan import make_plan
+from paceline.planner.request import request_for, request_for_hugging_face
 from paceline.planner.search import Search, search, smallest_changes
 from paceline.planner.workload import SampleModel
 from paceline.train.resolve import measure_config
@@ -234,7 +235,12 @@ def test_llama_is_read(tmp_path: Path) -> None:
     config = load_config(None, model.overrides)
     assert task_of(config, 8).model == model.shape
     assert config.train.global_batch == 1024
-    assert "1024 sequences of 4096 tokens" in model.assumed[0]
+    told = "a step of 1024 sequences (train.global_batch), sequences of 4096 tokens (data.context), bf16_master"
+    assert model.assumed(config, ())[0].startswith(told)
+    assert model.assumed(config, ("train.global_batch", "train.precision")) == (
+        "sequences of 4096 tokens (data.context)",
+    )
+    assert config.data.eval_fraction * 65536 == pytest.approx(1024, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
@@ -281,9 +287,27 @@ def test_mixtures_of_experts_are_planned_without_a_config(
 
 
 def test_what_differs_from_the_model_is_said(tmp_path: Path) -> None:
-    near = read(tmp_path, {**LLAMA, "model_type": "mistral", "sliding_window": 1024})
-    assert "where the model's looks back 1024" in near.assumed[1]
-    assert len(read(tmp_path, {**LLAMA, "sliding_window": 1024, "use_sliding_window": False}).assumed) == 1
+    near = {**LLAMA, "model_type": "mistral", "sliding_window": 8192}
+    dgx = load_cluster("dgx-h100")
+    assert len(request_for_hugging_face(near, dgx).assumed) == 1
+    longer = request_for_hugging_face(near, dgx, ["data.context=16384"]).assumed
+    assert "a step of 1024 sequences" in longer[0]
+    assert "16384 tokens, where the model's looks back 8192" in longer[1]
+    every = {**near, "use_sliding_window": False}
+    assert len(request_for_hugging_face(every, dgx, ["data.context=16384"]).assumed) == 1
+
+
+def test_processors_are_planned_in_fp32(tmp_path: Path) -> None:
+    found = request_for_hugging_face(LLAMA, load_cluster("cpu-host"))
+    assert found.config.train.precision == "fp32"
+    assert request_for_hugging_face(LLAMA, load_cluster("cpu-host"), ["train.precision=bf16"]).task.compute == "bf16"
+
+
+def test_a_vocabulary_that_only_the_text_knows_is_assumed() -> None:
+    words = ["model.kind=gpt", "model.size=gpt-nano", "data.kind=text", "data.context=64", "train.global_batch=8"]
+    dgx = load_cluster("dgx-h100")
+    assert "a vocabulary of 256" in request_for(load_config(None, words), dgx).assumed[0]
+    assert request_for(load_config(None, [*words, "model.vocab_size=512"]), dgx).assumed == ()
 
 
 def test_gpt2_is_read(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_PICTURES = (".png", ".svg", ".pdf")
+
 
 def check_file(path: Path | None) -> Path | None:
     """Returns the path of a file to write into a folder that is there. Raises UsageError where it cannot be written."""
@@ -34,6 +36,15 @@ def check_record(path: Path | None) -> Path | None:
     if why:
         raise _refusal(path, why)
     return path
+
+
+def check_picture(path: Path | None) -> Path | None:
+    """Returns the path of a picture. Raises UsageError for another ending than a picture has, and as a file's path."""
+    if path is not None and path.suffix.lower() not in _PICTURES:
+        from paceline.errors import UsageError
+
+        raise UsageError(f"{path} is no picture\n  its name ends in {', '.join(_PICTURES)}\n  try {path.stem}.png")
+    return check_file(path)
 
 
 def check_scratch(folder: str | None) -> str | None:

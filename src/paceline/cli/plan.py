@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.destination import check_file
+from paceline.cli.destination import check_file, check_picture
 
 if TYPE_CHECKING:
     from paceline.planner.result import PlanResult
@@ -28,12 +28,15 @@ def plan(
         help="The config.json of a Hugging Face model, or its folder; in the place of CONFIG.",
     ),
     gpus: str | None = typer.Option(
-        None, "--gpus", metavar="N,N,...", help="How it scales: a table over these numbers of devices."
+        None,
+        "--gpus",
+        metavar="N,N,...",
+        help="How it scales: a table over these numbers of devices; 1,2,4,...,64 is understood.",
     ),
     png: Path | None = typer.Option(
         None,
         "--png",
-        callback=check_file,
+        callback=check_picture,
         metavar="FILE",
         help="Draw the tables of --gpus, as predicted; .svg and .pdf go too.",
     ),
@@ -142,10 +145,46 @@ def _counts(text: str | None, png: Path | None) -> list[int] | None:
                 f"--png {png}: nothing to draw\n  a picture is of the table of --gpus\n  add --gpus 8,16,32"
             )
         return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--gpus {text!r}\n  it is a list of whole numbers\n  try --gpus 1,2,4,8,16") from None
+    found = _series(text.split(","))
+    if not found:
+        raise UsageError(
+            f"--gpus {text!r}\n"
+            "  it is a list of whole numbers; ... goes on as the two before it do, up to the one behind\n"
+            "  try --gpus 1,2,4,8,16 or --gpus 1,2,4,...,64"
+        )
+    return found
+
+
+def _series(words: list[str]) -> list[int]:
+    """Returns the numbers of a list; ``...`` stands for those between, in steps or factors of the two before it.
+
+    Nothing where it is no such list.
+    """
+    found: list[int] = []
+    goes_on = False
+    for word in (each.strip() for each in words):
+        if word == "..." and not goes_on and len(found) > 1 and found[-2] < found[-1]:
+            goes_on = True
+            continue
+        if not word.isdigit():
+            return []
+        found += _between(found[-2], found[-1], int(word)) if goes_on else []
+        if goes_on and found[-1] >= int(word):
+            return []
+        goes_on = False
+        found.append(int(word))
+    return [] if goes_on else found
+
+
+def _between(first: int, second: int, last: int) -> list[int]:
+    """Returns what lies between the second number and the last: multiples where the first divides the second."""
+    factor = second // first if first and second % first == 0 else 0
+    found, number = [], second
+    while number < last:
+        number = number * factor if factor > 1 else number + second - first
+        if number < last:
+            found.append(number)
+    return found
 
 
 def _write(output: Path, found: PlanResult) -> None:

@@ -7,10 +7,12 @@ node with as many devices as there are; how they are joined is not looked at, an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from paceline.units import MIB, format_bytes
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 _SMI_TIMEOUT_S = 20.0
 _CPU_HOST = "cpu-host"
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +56,35 @@ def detect_machine(*, with_gpus: bool = True) -> Machine:
     return Machine(
         processor=_processor(),
         cores=usable,
-        memory_bytes=float(psutil.virtual_memory().total),
+        memory_bytes=host_memory(),
         gpus=tuple(name for name, _ in gpus),
         gpu_memory_bytes=tuple(size for _, size in gpus),
     )
+
+
+def host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> float:
+    """Returns the bytes that the processes of this host may have: its memory, or the limit of their container."""
+    return min([float(psutil.virtual_memory().total), *_limits(proc, groups)])
+
+
+def _limits(proc: Path, groups: Path) -> Iterator[float]:
+    """Iterates over the limits of this process's control group and of those around it, of both versions."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return  # no Linux
+    for line in lines:
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if names and "memory" not in names.split(","):
+            continue
+        root, file = (groups / "memory", "memory.limit_in_bytes") if names else (groups, "memory.max")
+        inner = root / path.lstrip("/")  # which a container may not see: then its own is at the root
+        for folder in (inner, *inner.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                yield float(int((folder / file).read_text(encoding="utf-8")))
+            if folder == root:
+                break
 
 
 def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:

@@ -32,6 +32,7 @@ from paceline.units import GIB
 
 # The least share of the dense peak that products reached on A100, H100 and B200: for devices that nobody measured.
 UNMEASURED_SHARE = 0.78
+MOST_DEVICES = 2**18
 _LOOP_OPERATIONS = 10  # of a run's loop, where nobody measured it: about what one takes that was
 _COUNT_FIRST = re.compile(r"^\s*(\d+)\s*[x*]\s*(\S.*)$", re.IGNORECASE)
 _COUNT_LAST = re.compile(r"^(.*\S)\s+[x*]\s*(\d+)\s*$", re.IGNORECASE)
@@ -183,6 +184,11 @@ class Cluster:
     between: Network | None
 
     def __post_init__(self) -> None:
+        if self.devices > MOST_DEVICES:
+            raise UsageError(
+                f"{self.name}: {self.devices:,} devices\n  a cluster has {MOST_DEVICES:,} at most: no run is known with "
+                "more\n  take fewer"
+            )
         if self.nodes < 1 or self.node.devices < 1 or (self.nodes > 1 and self.between is None):
             raise UsageError(
                 f"{self.nodes} nodes of {self.node.devices} devices on {self.between and self.between.name}: a cluster "

@@ -66,6 +66,13 @@ def task_of(config: Config, devices: int, shape: ModelShape | None = None, facts
     )
 
 
+def assumed_of(config: Config) -> tuple[str, ...]:
+    """Returns in words what a task has that its config does not say."""
+    model = config.model
+    is_open = isinstance(model, GPTModelConfig) and not (model.vocab_size or known_shape(config.data).vocab_size)
+    return (f"a vocabulary of {ASSUMED_VOCABULARY}, as the text is not read (model.vocab_size)",) if is_open else ()
+
+
 def _sample_task(config: Config, devices: int, facts: ModelFacts | None) -> Task:
     """Reads a model that is known by what a sample of it costs: data-parallel meshes alone."""
     facts = facts or describe_model(config, "cuda")

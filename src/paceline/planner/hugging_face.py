@@ -11,12 +11,14 @@ a dense MLP of width d:  attention and ends  +  L' (3 h (E f + s) + h E)  +  (L 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster.entries import near_names
+from paceline.config import Config
+from paceline.config.known_data import known_shape
 from paceline.errors import UsageError
 from paceline.planner.workload import ModelShape
 
@@ -46,17 +48,21 @@ _MIXTURE_NAMES = {
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 _TOKENS_OF_A_BATCH = 2**22
+_SAMPLES = 2**16
 _LONGEST = 4096  # of a sample, where nothing is said: many models allow more than they are trained with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
-    """What a file says: the shape, the sections of a config for it, what was assumed, and why it has no YAML."""
+    """What a file says: the shape, the sections of a config for it, and why it has no YAML.
+
+    ``window``: tokens that attention looks back; 0: all.
+    """
 
     name: str
     shape: ModelShape
     sections: dict[str, dict[str, Any]]
-    assumed: tuple[str, ...]
+    window: int = 0
     no_config: str = ""
 
     @property
@@ -68,6 +74,20 @@ class HuggingFaceModel:
             for key, value in content.items()
         ]
         return [f"name={self.name}", *values]
+
+    def assumed(self, config: Config, said: Iterable[str]) -> tuple[str, ...]:
+        """Returns in words what a config of it has that neither the file nor ``said``, keys of the user's, tells."""
+        train, context = config.train, known_shape(config.data).context or 0
+        texts = {
+            "train.global_batch": f"a step of {train.global_batch} sequences (train.global_batch)",
+            "data.context": f"sequences of {context} tokens (data.context)",
+            "train.precision": f"{train.precision} (train.precision)",
+        }
+        found = [text for key, text in texts.items() if key not in said]
+        told = [", ".join(found)] if found else []
+        if 0 < self.window < context:
+            told.append(f"attention looks back {context} tokens, where the model's looks back {self.window}")
+        return tuple(told)
 
 
 def read_hugging_face(source: Path | Mapping[str, Any]) -> HuggingFaceModel:
@@ -186,15 +206,15 @@ def _model(kind: str, shape: ModelShape, context: int, is_classic: bool, window:
         no_config = f"its heads have {shape.head_dim} features, and width / heads is {shape.hidden / shape.heads:g}"
     if shape.experts:
         no_config = f"it is a mixture of {shape.experts} experts"
-    assumed = [f"a step of {batch} sequences of {context} tokens (train.global_batch, data.context), bf16 with masters"]
-    if 0 < window < context:
-        assumed.append(f"attention looks back {context} tokens, where the model's looks back {window}")
+    samples = max(_SAMPLES, 4 * batch)
+    # Of which as many are evaluated as a step has.
+    data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab, "context": context, "samples": samples}
     sections = {
         "model": _model_section(shape, is_classic),
-        "data": {"kind": "synthetic_tokens", "vocab_size": shape.vocab, "context": context, "samples": 65536},
+        "data": data | {"eval_fraction": round(batch / samples, 4)},
         "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
     }
-    return HuggingFaceModel(name=kind, shape=shape, sections=sections, assumed=tuple(assumed), no_config=no_config)
+    return HuggingFaceModel(name=kind, shape=shape, sections=sections, window=window, no_config=no_config)
 
 
 def _model_section(shape: ModelShape, is_classic: bool) -> dict[str, Any]:

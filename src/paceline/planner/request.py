@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.estimate.facts import ModelFacts
 from paceline.planner.candidates import Task
 from paceline.planner.engine_memory import EngineMemory
-from paceline.planner.from_config import PRECISIONS, task_of
+from paceline.planner.from_config import PRECISIONS, assumed_of, task_of
 from paceline.planner.hugging_face import read_hugging_face
 from paceline.planner.workload import ModelShape
 
@@ -66,6 +66,7 @@ def request_for(
         config=config,
         cluster=cluster,
         ways=tuple(_way(config, cluster, each, shape, facts) for each in _precisions(precision)),
+        assumed=assumed_of(config) if shape is None and facts is None else (),
         no_config=no_config,
     )
 
@@ -75,11 +76,12 @@ def request_for_hugging_face(
 ) -> Request:
     """Makes a request of a Hugging Face model, whose batch and tokens are assumed where ``overrides`` do not say."""
     model = read_hugging_face(source)
-    config = load_config(None, [*model.overrides, *overrides])
+    own = ["train.precision=fp32"] if cluster.device.is_cpu else []  # processors have no faster one
+    config = load_config(None, [*model.overrides, *own, *overrides])
     shape = model.shape if model.no_config else None
-    is_said = any(word.startswith(("train.", "data.")) for word in overrides)
+    said = {word.partition("=")[0] for word in overrides} | ({"train.precision"} if precision else set())
     made = request_for(config, cluster, precision=precision, shape=shape, no_config=model.no_config)
-    return replace(made, assumed=model.assumed[1:] if is_said else model.assumed)
+    return replace(made, assumed=model.assumed(config, said))
 
 
 def _way(
