@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from paceline.cluster.devices import Cluster, load_cluster
+from paceline.planner.predict import COMPOSED_P90
 
 Call = Callable[..., Any]
 CONFIG = """
@@ -35,8 +39,78 @@ def test_a_step_is_told_part_by_part(call: Call, config: str, tmp_path: Path) ->
         assert part in shown.out
     assert "What binds: " in shown.out
     assert "rank 2, which is 1.5x as slow" in shown.out
+    assert "of rank 2, 1.5x as slow" in shown.out
+    assert "in nine of ten runs of this kind" in shown.out
+    assert "batch         32 samples: microbatch 2 x accumulate 2 x 8 data ranks" in shown.out
+    assert "\nslowed " in shown.out  # beside compute, not a part of it
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"block 0 attention", "block 1 attention_backward"} <= names
+
+
+def test_each_entry_names_the_rank_it_is_of(call: Call, config: str) -> None:
+    words = ("predict", config, "parallel.strategy=fsdp", "-c", "1x dgx-h100", "--json")
+    found = json.loads(call(*words, "--slow", "rank=2:1.5x").out)
+    assert [(each["rank"], each["slowed"]) for each in found["stages"]] == [(0, 1.0), (2, 1.5)]
+    # A step that waits for its hosts is as slow as the slowest of them.
+    assert found["step_s"] > 1.3 * json.loads(call(*words).out)["step_s"]
+
+
+def test_the_ranks_of_a_config_are_obeyed(call: Call, config: str) -> None:
+    words = ("predict", config, "parallel.ranks=2", "-c", "1x dgx-h100", "--json")
+    assert json.loads(call(*words).out)["ranks"] == 2
+    assert json.loads(call(*words, "--ranks", "4").out)["ranks"] == 4
+
+
+def test_a_band_that_nobody_earned_claims_nothing(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "plain.yaml"
+    path.write_text(
+        "model: {kind: mlp, hidden_dim: 16}\n"
+        "data: {kind: synthetic_classification, samples: 64, features: 8, classes: 4}\n"
+        "train: {steps: 2, global_batch: 16}\n"
+    )
+    shown = call("predict", str(path), "-c", "1x dgx-h100")
+    assert "nine of ten" not in shown.out
+    assert "the band of runs outside what was calibrated" in shown.out
+    found = json.loads(call("predict", str(path), "-c", "1x dgx-h100", "--json").out)
+    assert found["step_s_high"] == pytest.approx(found["step_s"] * (1 + COMPOSED_P90))
+
+
+def test_an_open_microbatch_is_the_largest_that_fits(call: Call, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> Cluster:
+        found = load_cluster(name)
+        return replace(found, node=replace(found.node, device=replace(found.device, memory_bytes=memory)))
+
+    words = ("train.accumulate=null", "-c", "1x dgx-h100", "--ranks", "2", "--json")
+    totals = {}
+    for size in (4, 16):
+        found = json.loads(call("predict", config, *words, f"train.microbatch={size}").out)
+        totals[size] = found["memory_bytes"]["total"]
+    memory = (totals[4] + (totals[16] - totals[4]) / 6) / 0.9
+    monkeypatch.setattr("paceline.cluster.devices.load_cluster", load)
+    shown = call("predict", config, *words, "train.microbatch=auto")
+    found = json.loads(shown.out)
+    assert (shown.code, found["microbatch"], found["accumulate"]) == (0, 4, 4)
+    memory = 1
+    shown = call("predict", config, *words[:-1], "train.microbatch=auto")
+    assert shown.code == 1
+    assert "microbatch 1 x" in shown.out
+    assert f"  paceline plan {config} --cluster '1x dgx-h100'" in shown.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--ranks", "16"),
+        ("parallel.ranks=16",),
+        ("--slow", "rank=99:2x"),
+        ("--price", "inf"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_recorded(
+    call: Call, config: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.dryrun.record.record_stages", None)
+    assert call("predict", config, "-c", "1x dgx-h100", *words).code == 2
 
 
 def test_json_says_the_same_twice(call: Call, config: str) -> None:
@@ -82,6 +156,8 @@ def test_a_rank_can_be_asked_for(call: Call, config: str) -> None:
         (("-c", "1x dgx-h100", "--ranks", "16"), "16 ranks on 1x dgx-h100"),
         (("-c", "1x dgx-h100", "--slow", "rank=99:2x"), "ranks are 0 to 7"),
         (("-c", "1x dgx-h100", "--rank", "8"), "ranks are 0 to 7"),
+        (("-c", "1x dgx-h100", "parallel.ranks=3"), "train.global_batch = 32"),
+        (("-c", "1x dgx-h100", "--price", "inf"), "--price inf"),
         (("-c", "1x dgx-h100", "--slow", "link=1:2x"), "paceline simulate"),
         (("parallel.strategy=auto", "-c", "1x dgx-h100"), "paceline plan"),
     ],

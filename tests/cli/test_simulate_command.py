@@ -37,6 +37,7 @@ def test_a_simulation_shows_accuracy_and_a_time_line(small: Path, call: Call) ->
     folder = small / "runs" / "small-simulated"
     assert {path.name for path in (folder / "records").iterdir()} == {"rank-0.jsonl", "rank-1.jsonl"}
     assert (small / "line.json").read_bytes() == (folder / "trace.json").read_bytes()
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"records"}
     assert call("report", str(folder)).code == 0
 
 
@@ -87,6 +88,22 @@ def test_what_cannot_be_is_refused(small: Path, call: Call, options: list[str], 
     assert called.code == 2
     assert message in called.err
     assert not (small / "runs" / "small-simulated").exists()
+
+
+@pytest.mark.usefixtures("small")
+def test_problems_are_headed_by_the_name_of_the_file(call: Call) -> None:
+    called = call("simulate", "small.yaml", "--ranks", "3")
+    assert called.code == 2
+    assert "small.yaml: 1 problem" in called.err
+
+
+@pytest.mark.usefixtures("small")
+def test_a_folder_that_cannot_be_made_is_told_before_training(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.simulate.run.simulate", None)
+    called = call("simulate", "small.yaml", "--ranks", "2", "monitor.folder=/proc/x")
+    assert called.code == 2
+    assert "cannot make the run's folder /proc/x/small-simulated" in called.err
+    assert "monitor.folder" in called.err
 
 
 def test_slow_ranks_and_links_are_read() -> None:

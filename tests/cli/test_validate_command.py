@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -51,6 +52,27 @@ def test_rows_are_written(call: Call, tmp_path: Path) -> None:
     nowhere = call("validate", str(SHIPPED), "--rows", str(tmp_path / "none" / "rows.csv"))
     assert nowhere.code == 2
     assert "rows.csv cannot be written" in nowhere.err
+
+
+def test_a_table_of_which_no_row_has_a_score_ends_with_1(call: Call, tmp_path: Path) -> None:
+    with SHIPPED.open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    odd = write_row(tmp_path / "odd.csv", cells | {"compile": "maybe"})
+    shown = call("validate", str(odd))
+    assert (shown.code, shown.err) == (1, f"no row of {odd} has a score: each is listed with its reason\n")
+    assert "line 2, column compile: 'maybe'" in shown.out
+    as_json = call("validate", str(odd), "--json")
+    assert as_json.code == 1
+    assert [each["id"] for each in json.loads(as_json.out)["skipped"]] == [cells["id"]]
+    assert call("validate", str(write_row(odd, cells | {"value": "OOM"}))).code == 0
+
+
+def write_row(path: Path, cells: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(cells))
+        writer.writeheader()
+        writer.writerow(cells)
+    return path
 
 
 def test_what_is_no_table_is_refused(call: Call, tmp_path: Path) -> None:

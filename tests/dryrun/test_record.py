@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -328,6 +329,34 @@ class LeavesOut(Branches):
         return outputs
 
 
+class Misfit(nn.Module):
+    """Made for five features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
+
+
+class Leaves(nn.Module):
+    """Computes with numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(torch.from_numpy(inputs.numpy()))
+        return outputs
+
+
+def make_misfit() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 3))
+
+
 def factory_config(name: str, strategy: str = "ddp") -> Config:
     return config_from_dict(
         {
@@ -342,6 +371,32 @@ def factory_config(name: str, strategy: str = "ddp") -> Config:
 def test_a_model_that_looks_at_values_is_told_where() -> None:
     with pytest.raises(UsageError, match=r"(?s)cannot be traced: it reads a value.*test_record.py:\d+ in forward"):
         record(factory_config("Branches"), ranks=2)
+
+
+def test_a_model_that_its_data_do_not_fit_is_told_with_its_line() -> None:
+    with pytest.raises(UsageError) as caught:
+        record(factory_config("Misfit"), ranks=2)
+    what, place, rule, fix = str(caught.value).splitlines()
+    assert re.fullmatch(r"the model cannot be traced: RuntimeError: .*\[4, 4\].*\[5, 3\]", what)
+    assert re.search(r"at test_record.py:\d+ in forward, where layer is Linear\(in_features=5", place)
+    assert rule.endswith("the inputs of its data are [4] a sample")
+    assert fix == "  mend the model, or take the data that it is made for"
+
+
+def test_a_model_of_modules_of_torch_is_told_with_the_module_and_who_makes_it() -> None:
+    with pytest.raises(UsageError, match=r"where 0 is Linear\(in_features=5, .*; test_record.py:\d+ makes the model"):
+        record(factory_config("make_misfit", "fsdp"), ranks=2)
+
+
+def test_errors_of_the_engines_are_not_laid_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.dryrun.parts.build_optimizer", None)
+    with pytest.raises(TypeError, match="not callable"):
+        record(factory_config("LeavesOut"), ranks=2)
+
+
+def test_a_model_that_leaves_torch_is_told_so() -> None:
+    with pytest.raises(UsageError, match=r"(?s)cannot be traced: .*at test_record.py:\d+ in forward.*torch.where"):
+        record(factory_config("Leaves"), ranks=2)
 
 
 def test_a_model_whose_shapes_follow_from_values_is_told_so() -> None:

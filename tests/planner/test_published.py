@@ -117,13 +117,113 @@ def test_models_without_printed_sizes_are_known_by_name(make_table: MakeTable) -
         ({"metric_name": "smiles"}, "column metric_name: 'smiles' is none of"),
         ({"heads": "15"}, "column heads: 15 heads do not divide hidden = 2048"),
         ({"layers": "", "model_family": "Unheard"}, "column layers is empty, and model_family 'Unheard' is none"),
-        ({"gpus_per_node": "many"}, "column gpus_per_node: 'many' holds no number"),
+        ({"gpus_per_node": "many"}, "column gpus_per_node: 'many' holds no number above 0"),
+        ({"gpus_per_node": "0"}, "column gpus_per_node: 0 is not above 0"),
+        ({"gpus_per_node": "-8"}, "column gpus_per_node: -8 is not above 0"),
+        ({"gpus_per_node": ""}, "column gpus_per_node: '' holds no number above 0"),
+        ({"activation_recompute": "banana"}, "column activation_recompute: 'banana' is none of full, selective"),
+        ({"compile": "maybe"}, "column compile: 'maybe' is neither yes, no"),
+        ({"zero_stage_or_fsdp": "zero9"}, "column zero_stage_or_fsdp: 'zero9' names stage 9"),
+        ({"zero_stage_or_fsdp": "mostly"}, "column zero_stage_or_fsdp: 'mostly' names none of none, DDP, ZeRO-1"),
+        ({"kv_heads": "100", "heads": "32"}, "column kv_heads: 100 do not divide heads = 32"),
+        ({"kv_heads": "3"}, "column kv_heads: 3 do not divide heads = 16"),
+        ({"vpp": "x"}, "column vpp: 'x' is not a number"),
+        ({"vpp": "0"}, "column vpp: 0 is not above 0"),
+        (
+            {"micro_batch": "16"},
+            "columns micro_batch, global_batch: 16 samples on each of 8 data ranks are more than 64",
+        ),
+        ({"micro_batch": "some"}, "column micro_batch: 'some' is not a number"),
+        ({"micro_batch": "-2"}, "column micro_batch: -2 is not above 0"),
+        ({"model_family": "ResNet-50 v1.5", "vocab": "many"}, "column vocab: 'many' is not a number"),
     ],
 )
 def test_an_odd_cell_is_named_by_its_column(make_table: MakeTable, cells: dict[str, str], told: str) -> None:
     with pytest.raises(RowError) as caught:
         read_case(read_table(make_table(cells)).rows[0])
     assert told in str(caught.value)
+
+
+def test_of_a_remark_counts_what_is_known_in_it(make_table: MakeTable) -> None:
+    remarks = {"compile": "per block, with graphs", "activation_recompute": "every second layer", "vpp": "interleaved"}
+    case = read_case(read_table(make_table(remarks)).rows[0])
+    assert (case.workload.run.framework, case.workload.run.recompute, case.workload.layout.chunks) == (
+        "compiled",
+        "none",
+        1,
+    )
+    shared = read_case(read_table(make_table({"zero_stage_or_fsdp": "HSDP"})).rows[0]).workload
+    assert (shared.layout.sharding, shared.run.framework) == ("fsdp", "eager")
+    odd = read_case(read_table(make_table({"zero_stage_or_fsdp": "as the paper has it"})).rows[0]).workload
+    assert odd.layout.sharding == "none"
+
+
+@pytest.mark.parametrize(
+    ("cells", "micro_batch", "chooses"),
+    [
+        ({"micro_batch": "(local batch 32; PP microbatch not stated)"}, 1, True),
+        ({"micro_batch": ""}, 1, True),
+        ({"micro_batch": "16", "global_batch": ""}, 16, False),
+        ({"micro_batch": "8"}, 8, False),
+    ],
+)
+def test_a_microbatch_may_be_a_number_or_a_remark(
+    make_table: MakeTable, cells: dict[str, str], micro_batch: int, chooses: bool
+) -> None:
+    case = read_case(read_table(make_table(cells)).rows[0])
+    assert (case.workload.run.micro_batch, case.chooses_micro_batch) == (micro_batch, chooses)
+
+
+@pytest.mark.parametrize(
+    ("cells", "recompute", "framework", "sharding"),
+    [
+        ({"activation_recompute": "full (activation checkpointing)"}, "full", "eager", "fsdp"),
+        ({"activation_recompute": "selective(op)", "compile": "nvFuser"}, "selective", "compiled", "fsdp"),
+        ({"activation_recompute": "any", "compile": "false"}, "none", "eager", "fsdp"),
+        ({"activation_recompute": "not stated", "zero_stage_or_fsdp": ""}, "none", "megatron", "none"),
+        ({"zero_stage_or_fsdp": "zero2"}, "none", "eager", "zero2"),
+        ({"zero_stage_or_fsdp": "ZeRO stage 3"}, "none", "eager", "fsdp"),
+        ({"zero_stage_or_fsdp": "ZeRO-1 over all DP"}, "none", "eager", "zero1"),
+        ({"zero_stage_or_fsdp": "Megatron-FSDP 64", "compile": "n/a"}, "none", "megatron", "fsdp"),
+    ],
+)
+def test_texts_that_are_known_may_say_more(
+    make_table: MakeTable, cells: dict[str, str], recompute: str, framework: str, sharding: str
+) -> None:
+    workload = read_case(read_table(make_table(cells)).rows[0]).workload
+    assert (workload.run.recompute, workload.run.framework, workload.layout.sharding) == (
+        recompute,
+        framework,
+        sharding,
+    )
+
+
+def test_chunks_that_a_remark_tells_of_are_chosen(make_table: MakeTable) -> None:
+    cells = {"dp": "4", "pp": "2", "vpp": "interleaved where pp>1 (factor not stated)"}
+    case = read_case(read_table(make_table(cells)).rows[0])
+    assert (case.chooses_chunks, case.workload.layout.chunks) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ("id;value;gpu\na;1;A100\n", "separated by ;, not by commas"),
+        ("id\tvalue\na\t1\n", "separated by tabs, not by commas"),
+        ("id,value,vpp,vpp\na,1,1,2\n", "the header has vpp more than once"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=told):
+        read_table(path)
+
+
+def test_a_header_without_rows_is_refused(make_table: MakeTable) -> None:
+    with pytest.raises(UsageError, match="has a header and no rows"):
+        read_table(make_table())
 
 
 def test_a_table_without_its_columns_is_refused(make_table: MakeTable, tmp_path: Path) -> None:

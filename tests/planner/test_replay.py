@@ -13,6 +13,7 @@ from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
 from paceline.planner.constants import Constants
 from paceline.planner.kernel_costs import fuse_blocks
+from paceline.planner.predict import COMPOSED_P90, FITTED_P90
 from paceline.planner.program import Drop, Event, Hold, Issue, Program, Run, Wait
 from paceline.planner.replay import replay
 from paceline.planner.trace import trace_text, write_trace
@@ -173,9 +174,49 @@ def test_all_wait_for_a_slow_rank() -> None:
     slow = replay(program(events), cluster(), constants=PLAIN, slow={2: 1.5})
     assert slow.seconds == pytest.approx(calm.seconds + alone(kernel()))
     first = slow.times[0]
-    assert (first.slowed, slow.times[1].slowed) == (1.0, 1.5)
+    assert [(each.rank, each.slowed) for each in slow.times] == [(0, 1.0), (2, 1.5)]
     assert first.exposed == pytest.approx(alone(gather(0)) + 0.5 * alone(kernel()))
     assert "rank 2" in slow.binds
+
+
+def test_the_host_of_a_slow_rank_is_slow_too() -> None:
+    slow_host = cluster()
+    device = replace(slow_host.device, launch_s=1e-3, step_s=4e-3, loop_s=6e-3)
+    slow_host = replace(slow_host, node=replace(slow_host.node, device=device))
+    run = program([kernel(MIB)] * 10)
+    calm, slow = (replay(run, slow_host, constants=PLAIN, slow=each, with_loop=True) for each in ({}, {2: 1.5}))
+    assert slow.seconds == pytest.approx(1.5 * calm.seconds)
+
+
+def test_of_a_stage_with_a_slow_rank_that_one_is_told() -> None:
+    programs = [replace(one_f_one_b(stage, 2, 4), rank=2 * stage, ranks=4) for stage in range(2)]
+    renamed = [replace(each, events=tuple(_between_stages(event) for event in each.events)) for each in programs]
+    found = replay(renamed, cluster(), constants=PLAIN, slow={3: 2.0})
+    assert [(each.rank, each.slowed) for each in found.times] == [(0, 1.0), (3, 2.0)]
+    assert replace(found, shown=2).longest.rank == 3
+    assert replace(found, shown=1).longest.rank == 0
+
+
+def _between_stages(event: Event) -> Event:
+    """Gives the stages two ranks each."""
+    if isinstance(event, Issue):
+        return replace(event, ranks=tuple(2 * rank for rank in event.ranks))
+    return event
+
+
+@pytest.mark.parametrize("slow", [{}, {2: 0.5}])
+def test_nobody_waits_for_a_rank_that_is_not_slow(slow: dict[int, float]) -> None:
+    found = replay(program([kernel()]), cluster(), constants=PLAIN, slow=slow)
+    assert "wait for rank" not in found.binds
+    assert [each.rank for each in found.times] == [0]
+
+
+def test_the_band_is_wide_outside_what_was_calibrated() -> None:
+    inside, outside = (replay(program([kernel()], element=each), cluster()) for each in ("tokens", "samples"))
+    assert not inside.outside
+    assert outside.outside
+    assert inside.band[1] == pytest.approx(inside.seconds * (1 + FITTED_P90))
+    assert outside.band[1] == pytest.approx(outside.seconds * (1 + COMPOSED_P90))
 
 
 def test_fused_kernels_read_and_write_what_others_see() -> None:

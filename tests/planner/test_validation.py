@@ -41,6 +41,11 @@ def test_rows_are_written_with_their_reasons(make_table: MakeTable) -> None:
     assert (found.ran_out, found.false_fits) == (1, 1)
 
 
+def test_a_row_that_cannot_be_predicted_is_not_said_to_fit(make_table: MakeTable) -> None:
+    found = validate(read_table(make_table({"gpu": "Z9000", "value": "OOM"})))
+    assert (found.ran_out, found.false_fits, found.has_scores) == (0, 0, False)
+
+
 def test_a_run_that_cannot_fit_is_not_said_to_fit(make_table: MakeTable) -> None:
     huge = {"layers": "96", "hidden": "12288", "heads": "96", "kv_heads": "96", "ffn": "49152", "params_b": "175"}
     found = validate(read_table(make_table({**huge, "value": "OOM"})))

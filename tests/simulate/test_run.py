@@ -153,6 +153,14 @@ def test_a_time_line_has_every_rank_and_the_step_as_letters(tmp_path: Path) -> N
     assert len(draw_step(found.clocks, found.steps, most=1)) == 3
 
 
+def test_a_time_line_begins_with_the_first_step() -> None:
+    found = simulate(make_config(), Conditions(slow={1: 2.0}))  # measured: set-up takes time
+    assert min(bounds[0].start_s for bounds in found.steps) > 0
+    spans = [event for event in trace_events(found.clocks, found.steps) if event["ph"] == "X"]
+    assert min(event["ts"] for event in spans) == 0
+    assert "set-up" not in {event["name"] for event in spans}
+
+
 def test_bad_input_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"global_batch"):
         make_config(ranks=16)

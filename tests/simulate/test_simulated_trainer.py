@@ -75,6 +75,14 @@ def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
         paceline.SimulatedTrainer({"world_size": 4})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no cluster is called 'dgx-h1000'"):
         paceline.SimulatedTrainer(small(), cluster="4x dgx-h1000")
+    with pytest.raises(UsageError, match=r"slow = \{9: 2\}"):
+        paceline.SimulatedTrainer(small(world_size=4), slow={9: 2.0})
+    with pytest.raises(UsageError, match=r"slow_links = \{1: 0\}"):
+        paceline.SimulatedTrainer(small(world_size=4), slow_links={1: 0.0})
+    with pytest.raises(UsageError, match="4 ranks on 1x a100-sxm-80gb"):
+        paceline.SimulatedTrainer(small(world_size=4), cluster="1x a100-sxm-80gb")
+    with pytest.raises(UsageError, match="compute = 'guessed'"):
+        paceline.SimulatedTrainer(small(), compute="guessed")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="metrics is of type list"):
         paceline.DistributedTrainingAnalyzer([])  # type: ignore[arg-type]
     with pytest.raises(RunFolderError, match="no run in"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 from own_model import Own
+from torch import nn
 
 from paceline.cluster.detect import Machine
 from paceline.comm.base import Communicator
@@ -114,8 +117,26 @@ def test_several_hosts_are_not_priced(own_module: str) -> None:
 
 
 def test_a_model_that_looks_at_values_cannot_be_measured(own_module: str) -> None:
-    with pytest.raises(UsageError, match=r"cannot measure the model.*\n.*\n  set parallel.strategy yourself"):
+    told = r"cannot measure the model: .*, at \w+\.py:\d+ in forward.*\n.*\n  set parallel.strategy yourself"
+    with pytest.raises(UsageError, match=told):
         measure_config(make_config(own_module, curious=True), "cpu")
+
+
+def test_a_model_that_its_data_do_not_fit_is_told_so_and_torch_prints_nothing(
+    own_module: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(63, 4))
+
+    with caplog.at_level("ERROR"), pytest.raises(UsageError) as caught:
+        measure_config(make_config(own_module), "cpu", make_model=make, asked="a plan")
+    text = str(caught.value)
+    assert text.startswith("a plan cannot measure the model: RuntimeError: ")
+    assert re.search(r"where 0 is Linear\(in_features=63, .*; test_resolve.py:\d+ makes the model\n", text)
+    assert "independent of values" not in text
+    assert text.endswith("mend the model, or take the data that it is made for")
+    assert not caplog.records
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
 def decide(comm: Communicator, config: Config) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from paceline.cli.destination import check_file
 
 if TYPE_CHECKING:
     from paceline.cluster.devices import Cluster
-    from paceline.config import Config
+    from paceline.config import BatchPlan, Config
     from paceline.planner.replayed import Replay
 
 
@@ -22,12 +22,12 @@ def predict(
     cluster: str = typer.Option(
         ..., "--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100' or '32x h100-sxm'; see paceline cluster ls."
     ),
-    ranks: int = typer.Option(None, min=1, help="Ranks; else as many as the cluster has devices."),
+    ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices."),
     rank: int = typer.Option(
         None, min=0, help="The rank to tell of; else the one that computes most, of rank 0 and those it passes work to."
     ),
     slow: list[str] = typer.Option(
-        [], metavar="rank=2:1.5x", help="A rank that computes more slowly; may be repeated."
+        [], metavar="rank=2:1.5x", help="A rank whose host and device take longer; may be repeated."
     ),
     trace: Path = typer.Option(
         None, callback=check_file, help="Write the step's time line here, for Chrome or ui.perfetto.dev."
@@ -52,20 +52,15 @@ def predict(
     """
     from paceline.cli.simulate import read_slow
     from paceline.cluster.devices import load_cluster
-    from paceline.config import load_config
-    from paceline.errors import UsageError
+    from paceline.config import config_batch
 
     slow_ranks, slow_links = read_slow(slow)
-    if slow_links:
-        raise UsageError(
-            "--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for slow links"
-        )
+    _check_options(slow_links, price)
     where = load_cluster(cluster)
-    count = where.devices if ranks is None else ranks
-    asked = load_config(config, [*(overrides or []), f"parallel.ranks={count}"])
-    if rank is not None and rank >= count:
-        raise UsageError(f"--rank {rank} of {count} ranks\n  ranks are 0 to {count - 1}\n  try --rank {count - 1}")
-    found = _replay(asked, where, count, slow_ranks, rank=rank, keeps_spans=trace is not None)
+    asked, count = _config_for(config, overrides or [], ranks, where)
+    _check_ranks(where, count, rank, slow_ranks)
+    asked, found = _replay(asked, where, count, slow_ranks, rank=rank, keeps_spans=trace is not None)
+    batch = config_batch(asked, count)
     if trace is not None:
         from paceline.planner.trace import write_trace
 
@@ -73,10 +68,11 @@ def predict(
     if as_json:
         import json
 
+        more = {"microbatch": batch.microbatch, "accumulate": batch.accumulate}
         cost = {} if price is None else {"usd_per_step": found.usd_per_step(price)}
-        typer.echo(json.dumps(found.to_json() | cost, indent=2))
+        typer.echo(json.dumps(found.to_json() | more | cost, indent=2))
     else:
-        for line in describe(found, price):
+        for line in [*describe(found, batch, price), *_ways_out(found, asked, batch, config, cluster)]:
             typer.echo(line)
         if trace is not None:
             typer.echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
@@ -84,30 +80,75 @@ def predict(
         raise typer.Exit(1)
 
 
+def _check_options(slow_links: dict[int, float], price: float | None) -> None:
+    import math
+
+    from paceline.errors import UsageError
+
+    if slow_links:
+        raise UsageError(
+            "--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for slow links"
+        )
+    if price is not None and not math.isfinite(price):
+        raise UsageError(
+            f"--price {price}\n  it is what a device costs an hour, in dollars\n  leave it out, or name it"
+        )
+
+
+def _config_for(path: Path, overrides: list[str], ranks: int | None, cluster: Cluster) -> tuple[Config, int]:
+    """Returns the config for so many ranks: as asked, else as it says itself, else one for each device."""
+    from paceline.config import load_config
+
+    if ranks is None:
+        asked = load_config(path, overrides)
+        if isinstance(asked.parallel.ranks, int):
+            return asked, asked.parallel.ranks
+    count = cluster.devices if ranks is None else ranks
+    return load_config(path, [*overrides, f"parallel.ranks={count}"]), count
+
+
+def _check_ranks(cluster: Cluster, count: int, rank: int | None, slow: dict[int, float]) -> None:
+    from paceline.cluster.wires import wire_cost
+    from paceline.errors import UsageError
+    from paceline.planner.replay import check_slow
+
+    wire_cost(cluster, count)  # refuses ranks that the cluster has no devices for
+    check_slow(slow, count)
+    if rank is not None and rank >= count:
+        raise UsageError(f"--rank {rank} of {count} ranks\n  ranks are 0 to {count - 1}\n  try --rank {count - 1}")
+
+
 def _replay(
     config: Config, cluster: Cluster, ranks: int, slow: dict[int, float], *, rank: int | None, keeps_spans: bool
-) -> Replay:
+) -> tuple[Config, Replay]:
+    """Returns the step, and the config with what was found for it."""
+    from paceline.dryrun.microbatch import with_fitting_microbatch
     from paceline.dryrun.record import record_stages
     from paceline.planner.replay import replay
 
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": "cpu"})})
+    config = with_fitting_microbatch(config, cluster, ranks=ranks, rank=rank or 0)
     programs = record_stages(config, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
-    return replace(replay(programs, cluster, slow=slow, keeps_spans=keeps_spans, with_loop=True), shown=rank)
+    found = replay(programs, cluster, slow=slow, keeps_spans=keeps_spans, with_loop=True)
+    return config, replace(found, shown=rank)
 
 
-def describe(found: Replay, price: float | None = None) -> list[str]:
+def describe(found: Replay, batch: BatchPlan, price: float | None = None) -> list[str]:
     """Returns what there is to say about a step, line by line."""
     from paceline.units import format_seconds
 
     low, high = found.band
+    kind = ", the band of runs outside what was calibrated" if found.outside else " in nine of ten runs of this kind"
     lines = [
         f"{found.name} on {found.cluster}: {found.ranks} x {found.device}, {found.strategy}, {found.framework}",
         "",
-        f"step          {format_seconds(found.seconds)}, between {format_seconds(low)} and {format_seconds(high)} "
-        "in nine of ten runs of this kind",
+        f"step          {format_seconds(found.seconds)}, between {format_seconds(low)} and "
+        f"{format_seconds(high)}{kind}",
         f"{found.element:<13} {found.elements_per_s:,.0f} per second",
         f"MFU           {found.mfu:.1%}",
+        f"batch         {batch.global_batch} samples: microbatch {batch.microbatch} x accumulate {batch.accumulate} x "
+        f"{batch.ranks} data rank{'' if batch.ranks == 1 else 's'}",
     ]
     if price is not None:
         lines.append(f"cost          {found.usd_per_step(price):.4g} USD a step at {price:g} USD an hour and device")
@@ -120,7 +161,7 @@ def _breakdown(found: Replay) -> list[str]:
     rank, step = found.longest, found.seconds
     rows = [
         ("compute", rank.compute, "kernels of forward, backward and the optimizer"),
-        ("  slowed", rank.contention, "by communication that runs beside them"),
+        ("slowed", rank.contention, "what kernels take longer beside communication, on top of compute"),
         ("exposed", rank.exposed, "communication that compute waits for"),
         ("bubble", rank.bubble, "waiting for other stages of the pipeline"),
         ("launches", rank.launch_wait, "the device waits for the host"),
@@ -128,7 +169,8 @@ def _breakdown(found: Replay) -> list[str]:
         ("on the host", rank.on_host, "the host computes itself: it updates what is offloaded"),
         ("hidden", rank.hidden, "communication beside compute, on top of the above: it costs nothing more"),
     ]
-    lines = [f"{'where it goes':<13} {'seconds':>10} {'share':>7}  of rank {rank.rank}"]
+    slowed = "" if rank.slowed == 1 else f", {rank.slowed:g}x as slow"
+    lines = [f"{'where it goes':<13} {'seconds':>10} {'share':>7}  of rank {rank.rank}{slowed}"]
     for name, seconds, what in rows:
         if seconds > 0 or name in ("compute", "exposed"):
             lines.append(f"{name:<13} {seconds:>10.4f} {seconds / step:>7.1%}  {what}")
@@ -151,3 +193,20 @@ def _memory(found: Replay) -> list[str]:
     verdict = "fits" if found.fits else "OUT OF MEMORY"
     lines.append(f"  {'all':<11} {found.total_memory / 2**30:>10.3f}  of {found.memory_bytes / 2**30:.1f}: {verdict}")
     return lines
+
+
+def _ways_out(found: Replay, config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
+    """Says what to do about a step that does not fit."""
+    import shlex
+
+    from paceline.config.sharding import FULLY_SHARDED
+
+    if found.fits:
+        return []
+    ways = ["a smaller train.microbatch"] if batch.microbatch > 1 else []
+    if config.memory.checkpoint_activations == "none":
+        ways.append("memory.checkpoint_activations=full")
+    if config.parallel.strategy not in FULLY_SHARDED:
+        ways.append("parallel.strategy=fsdp")
+    less = f"Less memory: {', '.join(ways)}. " if ways else ""
+    return [f"{less}What fits:", f"  paceline plan {shlex.quote(str(path))} --cluster {shlex.quote(cluster)}"]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.simulate.run import Conditions, Simulation
 
 _SLOW = re.compile(r"^(rank|link)=(\d+):(\d+(?:\.\d*)?|\.\d+)x?$")
+_UNUSED = ("checkpoints", "logs")  # of a run's folder
 _MARK = "simulation.json"  # what tells a simulation's folder from a run's: it may be replaced
 
 
@@ -54,7 +55,7 @@ def simulate(
     from paceline.simulate.run import Conditions, prepare
 
     where = None if cluster is None else load_cluster(cluster)
-    settled = prepare(asked, ranks=ranks, device=device)
+    settled = prepare(asked, ranks=ranks, device=device, source=str(config))
     conditions = Conditions(cluster=where, compute=compute, slow=slow_ranks, slow_links=slow_links)  # type: ignore[arg-type]
     _run(settled, conditions, trace=trace, force=force, as_json=as_json)
 
@@ -77,7 +78,8 @@ def read_slow(texts: list[str]) -> tuple[dict[int, float], dict[int, float]]:
 
 def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: bool, as_json: bool) -> None:
     from paceline.config import dump_yaml
-    from paceline.launch.folder import check_folder, claim_folder
+    from paceline.errors import RunFolderError
+    from paceline.launch.folder import check_folder, claim_folder, find_hindrance
     from paceline.monitor.console import ProgressView
     from paceline.report import summarize
     from paceline.simulate.recording import write_records
@@ -87,6 +89,12 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
     folder = Path(config.monitor.folder) / f"{config.name}-simulated"
     may_replace = force or (folder / _MARK).is_file()
     check_folder(folder, force=may_replace)
+    error = find_hindrance(folder.parent)
+    if error is not None:
+        raise RunFolderError(
+            f"cannot make the run's folder {folder}: {error.strerror or error}\n  it is made when training is over\n"
+            "  set monitor.folder=... elsewhere"
+        )
     view = ProgressView() if config.monitor.console and not as_json else None
     try:
         found = run_simulation(config, conditions, view=view)
@@ -98,6 +106,8 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
         (folder / _MARK).write_text(json.dumps(describe(found), indent=2) + "\n", encoding="utf-8")
         for path in [folder / "trace.json", *([] if trace is None else [trace])]:
             write_trace(path, found.clocks, found.steps)
+        for part in _UNUSED:
+            (folder / part).rmdir()
         _show(found, summarize(folder), as_json=as_json)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.planner.validation import FamilyScores, Validation
 
 _SHIPPED = Path("validation/published.csv")
+_LISTED = 20
 
 
 def validate(
@@ -34,6 +35,7 @@ def validate(
 
     Every row is predicted from its inputs before what it measured is read. Errors are in the row's own metric; the
     overall one is the mean over families. A row that cannot be predicted is listed with its line, column and reason.
+    Exit code 1: no row has a score.
 
     Example:  paceline validate
 
@@ -54,8 +56,13 @@ def validate(
             raise UsageError(f"the rows cannot be written to {rows}: {error}") from error
     if as_json:
         typer.echo(json.dumps(to_json(found), indent=2))
-    else:
+    elif found.has_scores:
         _show(found)
+    else:
+        _show_skipped(found)
+    if not found.has_scores:
+        typer.echo(f"no row of {found.source} has a score: each is listed with its reason", err=True)
+        raise typer.Exit(1)
 
 
 def _shipped() -> Path:
@@ -115,10 +122,14 @@ def _show(found: Validation) -> None:
             if one.scaling is not None
         )
         typer.echo(f"             given the smallest run, by family: {told}")
-    for row in found.skipped[:20]:
+    _show_skipped(found)
+
+
+def _show_skipped(found: Validation) -> None:
+    for row in found.skipped[:_LISTED]:
         typer.echo(f"skipped      {row.row.id}: {row.skipped}")
-    if skipped > 20:
-        typer.echo(f"skipped      and {skipped - 20} more: --rows lists them")
+    if len(found.skipped) > _LISTED:
+        typer.echo(f"skipped      and {len(found.skipped) - _LISTED} more: --rows lists them")
 
 
 def _line(each: FamilyScores) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from paceline.comm.arguments import check_peer
 from paceline.comm.dry import DryWorld
@@ -25,14 +26,15 @@ from paceline.dryrun.functions import MetaFunctions
 from paceline.dryrun.hosted import told_apart
 from paceline.dryrun.operators import dtype_name
 from paceline.dryrun.parts import Parts, build_parts, empty_model, few_data
-from paceline.dryrun.recorder import Recorded, Recorder
+from paceline.dryrun.recorder import Recorded, Recorder, no_answer
 from paceline.dryrun.turns import enough_microbatches, order_of, pipeline_of, with_marks
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.models.registry import model_blocks
 from paceline.planner.compose import repeat
 from paceline.planner.program import Event, Program, Run, Turn
 from paceline.planner.turns import counted, is_playable
 from paceline.precision import precision_named
+from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import train_step
 
 _KEPT = 3  # microbatches of a step that are run
@@ -52,7 +54,7 @@ def record(
     ``node_ranks`` is how many ranks share a host; None: all. Of many microbatches without a pipeline three are run, and
     the second stands for all but the first and the last; with ``is_whole`` each of them is. A stage of a pipeline
     learns its inputs from the stages before, which are run too. ``calls`` are what is known of operators from other
-    recordings. Raises UsageError for a model that cannot be traced, and for what has no price yet.
+    recordings. Raises UsageError for a model that cannot be traced or does not fit its data, and for what has no price.
     """
     recording = _Recording(config, ranks, node_ranks, calls)
     width = ranks // config.parallel.pipeline  # ranks of a stage
@@ -107,7 +109,7 @@ class _Recording:
         recorder.watch(model_blocks(model), functions)
         if config.parallel.strategy in ("ddp", "zero1"):  # else whole gradients are there for a moment only
             watch_gradients(recorder.memory, model)
-        with _without_collections(), recorder, functions:
+        with self._telling(model), _without_collections(), recorder, functions:
             parts = build_parts(config, model, self._data, comm, recorder.memory, self._node_ranks)
             claim_states(recorder.memory, parts)
             recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
@@ -116,6 +118,22 @@ class _Recording:
                     _run(recorder, functions, parts, 1)
             done, order = _recorded(recorder, functions, parts, rank, is_whole=is_whole)
         return self._told(rank, parts, done, order)
+
+    @contextlib.contextmanager
+    def _telling(self, model: nn.Module) -> Iterator[None]:
+        """Tells of what the user's own model, data or loss raise as such."""
+        try:
+            yield
+        except PacelineError:
+            raise
+        except Exception as error:
+            place = raised_at(error, model) if is_users(self._config) else None
+            if place is None:
+                raise
+            if needs_values(error):
+                raise no_answer(f"{type(error).__name__}: {first_line(error)}", place) from error
+            made = made_at(self._config)
+            raise misfit(error, "the model cannot be traced", self._data, place, made=made) from error
 
     def _told(self, rank: int, parts: Parts, done: Recorded, order: tuple[Turn, ...]) -> Program:
         config, ranks = self._config, self._world.size

@@ -27,6 +27,7 @@ from paceline.dryrun.functions import MetaFunctions
 from paceline.dryrun.held import HOST, HeldMemory
 from paceline.errors import UsageError
 from paceline.planner.program import Event, Issue, OnHost, Run, Wait
+from paceline.train.model_errors import first_line
 
 _ROOMS = tuple(f"{Path(__file__).parent.parent / room}" for room in ("parallel", "train", "comm"))
 _OURS = str(Path(__file__).parent)
@@ -244,7 +245,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return self._calls.call(func, args, kwargs)
         except NotImplementedError as error:
-            raise UsageError(_explain(f"torch cannot run {func} without values: {_first_line(error)}")) from error
+            raise no_answer(
+                f"torch cannot run {func} without values: {first_line(error)}", f"at {_asker()[1]}"
+            ) from error
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Answers who asks for a value: an engine gets 0; a model is refused."""
@@ -257,7 +260,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_read:
             return None
         if not _asked_by_engine():
-            raise UsageError(_explain(f"it reads a value of a tensor ({func})"))
+            raise no_answer(f"it reads a value of a tensor ({func})", f"at {_asker()[1]}")
         tensor: torch.Tensor = args[0]
         if self.memory.has_host:  # a host that works itself is not ahead of the device: it waits here
             self._add(OnHost("read", 0, reads=True))
@@ -300,15 +303,12 @@ def _asker() -> tuple[str, str]:
     return "", "code that cannot be told"
 
 
-def _explain(what: str) -> str:
-    return (
-        f"the model cannot be traced: {what}, at {_asker()[1]}\n"
+def no_answer(what: str, place: str) -> UsageError:
+    """Returns what to say of a model that asks for what a dry run does not have; ``place`` is where it does."""
+    return UsageError(
+        f"the model cannot be traced: {what}, {place}\n"
         "  a dry run has shapes and no values: .item(), .tolist(), if tensor.sum() > 0, tensor[mask] and operators\n"
         "  without a meta kernel have no answer there\n"
         "  compute with masks (torch.where) in the place of branches, or register a meta kernel (torch.library);\n"
         "  paceline simulate runs such a model with values, on virtual ranks"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

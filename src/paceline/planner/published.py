@@ -7,7 +7,8 @@ Texts are read by these rules, the same for every table: a framework is *compile
 DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older
 than fused attention; Megatron's loss is fused with eight-bit layers and on Blackwell, which are younger than fused
 losses; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch or a number of
-chunks that is not stated and the ranks that share a layer's experts are chosen by prediction.
+chunks that is not stated and the ranks that share a layer's experts are chosen by prediction. A word that none of this
+knows is refused, and not taken for the nearest; of a sentence, what is known in it counts.
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ METRICS = {
 # left: counted in full, V100s would have done 21 TFLOP/s in fp32, which end at 15.7 (split calib).
 _DOCUMENT_TOKENS = 400
 
+_NOT_STATED = ("", "n/a", "not stated")
+_NUMBERS = ("params_b", "global_batch")
+_COUNTS = (
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"),
+    *("n_gpus", "dp", "tp", "pp", "cp"),
+)
+_NO_RECOMPUTE = re.compile(r"(none|no|any|n/a|not stated)\b")
+_NOT_COMPILED = re.compile(r"(no|none|false|n/a|not stated|eager)\b")
+_COMPILED = re.compile(r"(yes|true|compiled?|torch\.?compile|inductor|nvfuser|xla|jit|torchscript|dynamo)\b")
+_NOT_SHARDED = re.compile(r"(none|no|ddp|n/a|not stated)\b")
+_STAGE = re.compile(r"zero(?:[-_ ]?(?:stage[-_ ]?)?(\d+)|\b)")
+
 
 class RowError(Exception):
     """A row that cannot be predicted; the text names the column."""
@@ -81,7 +94,7 @@ class Row:
     def number(self, column: str) -> float | None:
         """Returns a column's number, None where it is empty. Raises RowError for other text, and for none above 0."""
         text = self.text.get(column, "").strip()
-        if text.lower() in ("", "n/a", "not stated"):
+        if text.lower() in _NOT_STATED:
             return None
         try:
             found = float(text)
@@ -138,12 +151,10 @@ def read_table(path: Path) -> Table:
             records = [(reader.line_num, record) for record in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {error}\n  it must be a CSV file in UTF-8") from error
-    missing = [name for name in (*INPUTS, "value") if name not in header]
-    if missing:
+    _check_header(path, header)
+    if not records:
         raise UsageError(
-            f"{path}: the header lacks {', '.join(missing)}\n"
-            f"  a table of measurements has the columns {', '.join((*INPUTS, *RESULTS, 'split'))}\n"
-            "  add them; a cell may be empty where its value is not known"
+            f"{path} has a header and no rows\n  a row is one measurement\n  add some, each on a line of its own"
         )
     for line, record in records:
         _check_record(path, line, record, len(header))
@@ -153,6 +164,33 @@ def read_table(path: Path) -> Table:
     )
     _check_ids(path, rows)
     return Table(str(path), rows, tuple((record["value"] or "").strip() for _, record in records))
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    if not any(name.strip() for name in header):
+        raise UsageError(
+            f"{path} is empty\n  the first line of a table of measurements names its columns\n"
+            "  paceline validate without a file scores the selection that comes with paceline"
+        )
+    for sign, name in ((";", ";"), ("\t", "tabs")):
+        if len(header) == 1 and sign in header[0]:
+            raise UsageError(
+                f"{path}: cells are separated by {name}, not by commas\n  a CSV file has commas between cells\n"
+                "  save it with commas"
+            )
+    doubled = list(dict.fromkeys(name for name in header if header.count(name) > 1))
+    if doubled:
+        raise UsageError(
+            f"{path}: the header has {', '.join(doubled)} more than once\n"
+            "  which of the columns is meant cannot be told\n  rename or remove the others"
+        )
+    missing = [name for name in (*INPUTS, "value") if name not in header]
+    if missing:
+        raise UsageError(
+            f"{path}: the header lacks {', '.join(missing)}\n"
+            f"  a table of measurements has the columns {', '.join((*INPUTS, *RESULTS, 'split'))}\n"
+            "  add them; a cell may be empty where its value is not known"
+        )
 
 
 def _check_record(path: Path, line: int, record: Mapping[str | None, object], columns: int) -> None:
@@ -197,11 +235,13 @@ def read_case(row: Row) -> Case:
     """Turns a row into a workload and a cluster. Raises RowError, naming the column, where that cannot be."""
     if row.metric not in METRICS:
         raise RowError(f"column metric_name: {row.metric!r} is none of {', '.join(sorted(METRICS))}")
+    _check_numbers(row)
     model = _model(row)
     cluster = _cluster(row)
     layout = _layout(row, cluster, model)
     framework = _framework(row)
-    micro_batch = _micro_batch(row, model)
+    micro_batch = _micro_batch(row, model, layout)
+    chunks = _chunks(row)
     compute = _compute(row)
     volta = cluster.device.generation in ("volta", "turing")
     run = Running(
@@ -209,7 +249,7 @@ def read_case(row: Row) -> Case:
         micro_batch=micro_batch or 1,
         seq_len=_seq_len(row, model, framework),
         compute=compute,
-        recompute=_recompute(row.text["activation_recompute"]),
+        recompute=_recompute(row),
         framework=framework,
         fused_attention=not (volta or (framework == "megatron" and compute == "fp16") or _is_encoder(row)),
         pure="pure" in row.text["precision"].lower(),
@@ -223,13 +263,21 @@ def read_case(row: Row) -> Case:
         cluster=cluster,
         metric=row.metric,
         chooses_micro_batch=micro_batch is None,
-        chooses_chunks=layout.pipeline > 1 and not row.text["vpp"].isdigit(),
+        chooses_chunks=layout.pipeline > 1 and chunks is None,
         chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
         expert_ranks=_expert_degrees(model, layout),
     )
 
 
 # What a row says, column by column.
+
+
+def _check_numbers(row: Row) -> None:
+    """Looks at all columns of numbers, also those that this row's model does not need."""
+    for column in _NUMBERS:
+        row.number(column)
+    for column in _COUNTS:
+        row.whole(column, 0)
 
 
 def _has_fused_loss(compute: Compute, cluster: Cluster) -> bool:
@@ -260,17 +308,20 @@ def _model(row: Row) -> ModelShape | SampleModel:
             "none whose shape is known"
         )
     hidden, heads = row.whole("hidden"), row.whole("heads", 0) or max(1, row.whole("hidden") // 128)
+    kv_heads = row.whole("kv_heads", heads)
+    if hidden % heads:
+        raise RowError(f"column heads: {heads} heads do not divide hidden = {hidden}")
+    if heads % kv_heads:
+        raise RowError(f"column kv_heads: {kv_heads} do not divide heads = {heads}")
     shape = ModelShape(
         layers=row.whole("layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=row.whole("kv_heads", heads),
+        kv_heads=kv_heads,
         ffn=row.whole("ffn", 4 * hidden),
         vocab=row.whole("vocab", 51200),
         causal=not _is_encoder(row),
     )
-    if hidden % heads:
-        raise RowError(f"column heads: {heads} heads do not divide hidden = {hidden}")
     return _fit_shape(shape, row.number("params_b"), name)
 
 
@@ -285,11 +336,7 @@ def _fit_shape(shape: ModelShape, billions: float | None, name: str) -> ModelSha
 
 def _cluster(row: Row) -> Cluster:
     devices = row.whole("n_gpus")
-    text = row.text["gpus_per_node"]
-    found = re.findall(r"\d+", text)
-    if not found:
-        raise RowError(f"column gpus_per_node: {text!r} holds no number")
-    node_devices = max(int(each) for each in found)
+    node_devices = _node_devices(row)
     if node_devices > 16:
         # A tray of a larger NVLink domain: racks hold 72, of which jobs use 64.
         node_devices = 64
@@ -298,6 +345,18 @@ def _cluster(row: Row) -> Cluster:
     except UsageError as error:
         raise RowError(f"columns gpu, n_gpus: {str(error).splitlines()[0]}") from None
     return _with_interconnect(cluster, row.text["interconnect"], node_devices)
+
+
+def _node_devices(row: Row) -> int:
+    """A number, or the largest of a text such as "4 per tray / 72 per NVLink domain"."""
+    text = row.text["gpus_per_node"]
+    if not re.search(r"[a-z]", text.lower()):
+        found = row.whole("gpus_per_node", 0)
+    else:
+        found = max((int(each) for each in re.findall(r"\d+", text)), default=0)
+    if not found:
+        raise RowError(f"column gpus_per_node: {text!r} holds no number above 0")
+    return found
 
 
 def _with_interconnect(cluster: Cluster, text: str, node_devices: int) -> Cluster:
@@ -322,17 +381,16 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape | SampleModel) -> Layo
         raise RowError(
             f"columns dp, tp, pp, cp: {data} x {tensor} x {pipeline} x {context} ranks are not n_gpus = {devices}"
         )
-    sharding, group = _sharding(row.text["zero_stage_or_fsdp"], data)
+    sharding, group = _sharding(row, data)
     recompute = row.text["activation_recompute"].lower()
     framework = _framework(row)
     modern = framework == "megatron" and sharding != "none"
-    chunks = row.text["vpp"].lower()
     return Layout(
         devices=devices,
         data=data,
         tensor=tensor,
         pipeline=pipeline,
-        chunks=int(chunks) if chunks.isdigit() else 1,
+        chunks=_chunks(row) or 1,
         context=context,
         expert=_expert_ranks(model, min(data * context, max(1, cluster.node.devices // tensor))),
         sharding=sharding,
@@ -361,34 +419,62 @@ def _expert_degrees(model: ModelShape | SampleModel, layout: Layout) -> tuple[in
     return tuple(found)
 
 
-def _sharding(text: str, data: int) -> tuple[Sharding, int]:
+def _chunks(row: Row) -> int | None:
+    """The chunks of a stage; None where the row does not state them."""
+    text = row.text["vpp"].lower()
+    is_remark = text not in _NOT_STATED and (not _is_word(text) or text.startswith("interleave"))
+    return None if is_remark else row.whole("vpp", 0) or None
+
+
+def _sharding(row: Row, data: int) -> tuple[Sharding, int]:
+    text = row.text["zero_stage_or_fsdp"]
     low = text.lower()
-    if "fsdp" in low or "zero-3" in low or "zero3" in low:
+    stage = _STAGE.search(low)
+    number = 0 if stage is None else int(stage[1] or 1)
+    if number > 3:
+        raise RowError(f"column zero_stage_or_fsdp: {text!r} names stage {number}, and stages of ZeRO are 0 to 3")
+    if "fsdp" in low or "hsdp" in low or number == 3:
         return ("fsdp", 0) if data > 1 else ("none", 0)
-    if "zero-2" in low:
+    if number == 2:
         return "zero2", 0
-    if "zero" in low or "distributed optimizer" in low:
+    if number == 1 or "distributed optimizer" in low:
         found = re.search(r"within (\d+) ranks", low)
         return "zero1", min(int(found[1]), data) if found else 0
-    return ("ddp", 0) if low == "ddp" else ("none", 0)
+    if stage is None and "megatron" not in low and not _NOT_SHARDED.match(low) and _is_word(low):
+        raise RowError(
+            f"column zero_stage_or_fsdp: {text!r} names none of none, DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP, distributed "
+            "optimizer"
+        )
+    return ("ddp", 0) if low.startswith("ddp") or stage is not None else ("none", 0)
 
 
 def _framework(row: Row) -> Framework:
-    if row.text["compile"].lower() not in ("no", "", "none"):
+    text = row.text["compile"].lower()
+    if text and not _NOT_COMPILED.match(text):
+        if _is_word(text) and not _COMPILED.match(text):
+            raise RowError(f"column compile: {row.text['compile']!r} is neither yes, no, nor a compiler that is known")
         return "compiled"
     low = row.text["zero_stage_or_fsdp"].lower()
     if "distributed optimizer" in low or "megatron" in low:
         return "megatron"
-    return "eager" if any(word in low for word in ("ddp", "fsdp", "zero")) else "megatron"
+    return "eager" if any(word in low for word in ("ddp", "fsdp", "hsdp", "zero")) else "megatron"
 
 
-def _recompute(text: str) -> Recompute:
+def _recompute(row: Row) -> Recompute:
+    text = row.text["activation_recompute"]
     low = text.lower()
     if low.startswith("full"):
         return "full"
     if low.startswith("selective"):
         return "attention" if "attention" in low else "selective"
+    if _is_word(low) and not _NO_RECOMPUTE.match(low):
+        raise RowError(f"column activation_recompute: {text!r} is none of full, selective, none, not stated")
     return "none"
+
+
+def _is_word(text: str) -> bool:
+    """Whether a text is one word, of which all must be known; more of them are somebody's remark."""
+    return bool(text) and " " not in text
 
 
 def _compute(row: Row) -> Compute:
@@ -407,14 +493,23 @@ def _scaling(text: str) -> Scaling:
     return "row" if "rowwise" in low else "block" if "mxfp8" in low or "fp4" in low else ""
 
 
-def _micro_batch(row: Row, model: ModelShape | SampleModel) -> float | None:
+def _micro_batch(row: Row, model: ModelShape | SampleModel, layout: Layout) -> float | None:
+    """None where the row does not state it: nothing, or a remark in brackets."""
     text = row.text["micro_batch"]
     if found := re.fullmatch(r"(\d+)\s*tok\w*", text):
         return float(found[1])
-    if not text or not text[0].isdigit():
+    if text.startswith("(") or "not stated" in text.lower():
         return None
     count = row.number("micro_batch")
-    if count is None or not isinstance(model, SampleModel):
+    if count is None:
+        return None
+    batch = row.number("global_batch")
+    if batch is not None and count * layout.data > batch:
+        raise RowError(
+            f"columns micro_batch, global_batch: {text} samples on each of {layout.data} data ranks are more than "
+            f"{batch:g}"
+        )
+    if not isinstance(model, SampleModel):
         return count
     # The unit of a batch is a sentence or a segment, that of the model a token.
     return count * (row.whole("seq_len", 0) or model.samples_each) if model.unit == "token" else count

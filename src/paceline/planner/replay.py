@@ -11,8 +11,9 @@ A rank has a host that launches one thing after another, a compute stream, and o
                   at the rate of its memory, it launches nothing
 
 So overlap, prefetch, bubbles and launch times follow from the order in which an engine issues things. Ranks that are
-alike are replayed once: one rank a stage, and the slowest rank beside them where some are slow. Programs of stages are
-replayed together, their messages matched in order. The same programs give the same times, to the bit.
+alike are replayed once: one rank a stage, and the slowest rank beside them where some are slow: all that it does itself
+takes longer, on host and device. Programs of stages are replayed together, their messages matched in order. The same
+programs give the same times, to the bit.
 """
 
 from __future__ import annotations
@@ -49,20 +50,22 @@ def replay(
 ) -> Replay:
     """Returns what a step takes on a cluster: of one rank's program, or of one program for each stage of a pipeline.
 
-    ``slow`` makes ranks compute so many times as long. ``constants`` take the place of the fitted ones.
-    ``keeps_spans`` keeps what every stream does, for a trace. ``with_loop`` prices a step of a run, with the next
-    batch, records and hooks, and not that of the engine alone. Raises UsageError where the ranks do not fit the
-    cluster, and for programs that wait for one another for ever.
+    ``slow`` makes ranks take so many times as long for all that their host and device do. ``constants`` take the place
+    of the fitted ones. ``keeps_spans`` keeps what every stream does, for a trace. ``with_loop`` prices a step of a run,
+    with the next batch, records and hooks, and not that of the engine alone. Raises UsageError where the ranks do not
+    fit the cluster, and for programs that wait for one another for ever.
     """
     rows = [programs] if isinstance(programs, Program) else list(programs)
-    _check(rows, slow or {})
+    _check(rows)
+    check_slow(slow or {}, rows[0].ranks)
     framework = "compiled" if rows[0].is_compiled else "eager"
     known = fitted_constants() if sets is None else sets
     fitted, is_fitted = constants_for(known, cluster.device.generation, framework)
     used = constants or fitted
     wires = wire_cost(cluster, rows[0].ranks)
     actors = [
-        _Actor(program, cluster, used, factor, keeps_spans=keeps_spans) for program, factor in _cast(rows, slow or {})
+        _Actor(program, cluster, used, rank, factor, keeps_spans=keeps_spans)
+        for program, rank, factor in _cast(rows, slow or {})
     ]
     for actor in actors:
         actor.begin(cluster.device.step_s, cluster.device.loop_s if with_loop else 0.0)
@@ -90,7 +93,17 @@ def replay(
     )
 
 
-def _check(rows: Sequence[Program], slow: Mapping[int, float]) -> None:
+def check_slow(slow: Mapping[int, float], ranks: int) -> None:
+    """Raises UsageError for a slow rank that is none of so many, and for a factor that is not above 0."""
+    for rank, factor in slow.items():
+        if not 0 <= rank < ranks or not 0 < factor < float("inf"):
+            raise UsageError(
+                f"rank {rank} is slow by {factor}x, of {ranks} ranks\n"
+                f"  ranks are 0 to {ranks - 1}, and factors above 0\n  try --slow rank=0:1.5x"
+            )
+
+
+def _check(rows: Sequence[Program]) -> None:
     if [row.stage for row in rows] != list(range(rows[0].stages)) and len(rows) > 1:
         raise UsageError(
             f"programs of the stages {[row.stage for row in rows]} of {rows[0].stages}\n"
@@ -101,28 +114,25 @@ def _check(rows: Sequence[Program], slow: Mapping[int, float]) -> None:
             f"the program of one stage of {rows[0].stages}\n"
             "  it waits for the others\n  give the programs of all stages: record_stages"
         )
-    for rank, factor in slow.items():
-        if not 0 <= rank < rows[0].ranks or factor <= 0:
-            raise UsageError(
-                f"rank {rank} is slow by {factor}x, of {rows[0].ranks} ranks\n"
-                f"  ranks are 0 to {rows[0].ranks - 1}, and factors above 0\n  try --slow rank=0:1.5x"
-            )
 
 
-def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Program, float]]:
-    """Returns which programs are replayed, and how slow their ranks are.
+def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Program, int, float]]:
+    """Returns which programs are replayed, the ranks that they stand for, and how slow these are.
 
-    In a pipeline the ranks that matter to a stage are as slow as its slowest: all wait for them at the end.
+    In a pipeline the rank that matters to a stage is its slowest: all wait for it at the end.
     """
     if len(rows) == 1:
-        worst = max(slow.values(), default=1.0)
-        own = slow.get(rows[0].rank, 1.0)
-        others = [(rows[0], worst)] if worst > own else []
-        return [(rows[0], own), *others]
+        row, own = rows[0], slow.get(rows[0].rank, 1.0)
+        worst = max(slow, key=lambda rank: slow[rank], default=row.rank)
+        others = [(row, worst, slow[worst])] if slow and slow[worst] > own else []
+        return [(row, row.rank, own), *others]
     width = rows[0].ranks // rows[0].stages
-    return [
-        (row, max((factor for rank, factor in slow.items() if rank // width == row.stage), default=1.0)) for row in rows
-    ]
+    found = []
+    for row in rows:
+        factors = {row.rank: 1.0} | {rank: factor for rank, factor in slow.items() if rank // width == row.stage}
+        worst = max(factors, key=lambda rank: factors[rank])
+        found.append((row, worst, factors[worst]))
+    return found
 
 
 def _memory(rows: Sequence[Program], cluster: Cluster) -> dict[str, int]:
@@ -177,7 +187,7 @@ class _Actor:
     """One rank: its streams, and how far it has come."""
 
     def __init__(
-        self, program: Program, cluster: Cluster, constants: Constants, factor: float, *, keeps_spans: bool
+        self, program: Program, cluster: Cluster, constants: Constants, rank: int, factor: float, *, keeps_spans: bool
     ) -> None:
         self.program = program
         self.is_cpu = cluster.device.is_cpu
@@ -189,18 +199,19 @@ class _Actor:
         timed = [event for event in events if not isinstance(event, Hold | Drop)]
         self.events = list(self._stretches(play(timed, program.order) if program.order else timed))
         self.contention = cluster.node.inside.busy if self.is_cpu else constants.contention
-        self.call_s = cluster.device.launch_s
-        self.host_rate = host_bytes_per_s(cluster)
+        self.call_s = cluster.device.launch_s * factor
+        self.host_rate = host_bytes_per_s(cluster) / factor
         self.place = 0
         self.host = self.compute = 0.0
         self.lanes: dict[str, float] = {}
         self.meetings: dict[int, _Meeting] = {}
         self.busy_lanes: list[_Meeting] = []
-        self.found = RankTimes(rank=program.rank, stage=program.stage, slowed=factor)
+        self.found = RankTimes(rank=rank, stage=program.stage, slowed=factor)
         self.spans: list[Span] | None = [] if keeps_spans else None
 
     def begin(self, step_s: float, loop_s: float) -> None:
         """Lets the host do what a step costs it besides its operations, and what surrounds it in a run."""
+        step_s, loop_s = step_s * self.factor, loop_s * self.factor
         self.host = step_s + loop_s
         if self.is_cpu:
             self.compute = self.host
@@ -236,7 +247,7 @@ class _Actor:
 
     def _price(self, run: Run) -> tuple[float, float]:
         work, launch = self.costs(run)
-        return work * self.factor, launch
+        return work * self.factor, launch * self.factor
 
     def run_stretch(self, stretch: _Stretch) -> None:
         """Runs kernels: all at once where nothing comes between them, else one by one."""

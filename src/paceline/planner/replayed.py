@@ -18,7 +18,7 @@ from paceline.planner.timeline import Span
 
 @dataclass(slots=True, kw_only=True)
 class RankTimes:
-    """Seconds of one rank's step. ``slowed`` is what its compute was multiplied by."""
+    """Seconds of one rank's step. ``slowed`` is what its own work, of host and device, was multiplied by."""
 
     rank: int
     stage: int
@@ -88,16 +88,20 @@ class Replay:
 
     @property
     def longest(self) -> RankTimes:
-        """The rank that is told of: what was asked for, else the one that computes most, which others wait for."""
-        own = [each for each in self.times if each.rank == self.shown]
-        if own:
-            return own[0]
+        """The rank that is told of: what was asked for, else the one that computes most, which others wait for.
+
+        Of a stage with a slow rank that one is told of, whichever of its ranks was asked for.
+        """
+        if self.shown is not None:
+            stage = self.shown // (self.ranks // (1 + max(each.stage for each in self.times)))
+            own = [each for each in self.times if each.rank == self.shown]
+            return (own or [each for each in self.times if each.stage == stage])[0]
         return max(self.times, key=lambda each: (each.compute, each.seconds))
 
     @property
     def band(self) -> tuple[float, float]:
-        """Seconds between which nine of ten published runs of this kind would be: see docs/prediction.md."""
-        error = FITTED_P90 if self.is_fitted else COMPOSED_P90
+        """Seconds between which nine of ten published runs were, of those inside or outside what was calibrated."""
+        error = COMPOSED_P90 if self.outside else FITTED_P90
         return self.seconds * (1 - error), self.seconds * (1 + error)
 
     @property
@@ -139,8 +143,8 @@ class Replay:
         }
         what, seconds = max(parts.items(), key=lambda each: each[1])
         told = f"{what}: {seconds / step:.0%} of the step"
-        if self.slow:
-            worst = max(self.slow, key=lambda each: self.slow[each])
+        worst = max(self.slow, key=lambda each: self.slow[each], default=0)
+        if self.slow.get(worst, 1.0) > 1:
             told += f"; all ranks wait for rank {worst}, which is {self.slow[worst]:g}x as slow"
         return told
 

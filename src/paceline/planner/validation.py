@@ -67,7 +67,8 @@ class FamilyScores:
 class Validation:
     """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere.
 
-    ``false_fits``: runs that ran out of memory and were said to fit; ``false_misfits``: runs that ran and were not.
+    ``ran_out``: predicted runs that ran out of memory; ``false_fits``: those of them that were said to fit;
+    ``false_misfits``: runs that ran and were not.
     """
 
     source: str
@@ -89,6 +90,11 @@ class Validation:
     def skipped(self) -> tuple[Scored, ...]:
         return tuple(each for each in self.rows if each.skipped)
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether anything was scored: a time, memory, or the question whether a run fits."""
+        return any(each.predicted is not None and (each.measured is not None or each.ran_out) for each in self.rows)
+
 
 def validate(table: Table, split: str | None = None, sets: ConstantSets | None = None) -> Validation:
     """Predicts the rows of a table, then scores them. Raises UsageError for a split that it does not have."""
@@ -102,6 +108,7 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
         for name, group in _grouped(rows, lambda each: each.row.family)
     )
     means = [each.time.mean for each in families if each.time is not None]
+    told = [each for each in rows if each.predicted is not None]
     return Validation(
         source=table.source,
         split=split,
@@ -112,8 +119,8 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
         outside=errors_of(_pairs((each for each in rows if each.outside), memory=False)),
         mean_over_families=statistics.fmean(means) if means else None,
         memory=errors_of(_pairs(rows, memory=True)),
-        ran_out=sum(each.ran_out for each in rows),
-        false_fits=sum(each.ran_out and each.fits for each in rows),
+        ran_out=sum(each.ran_out for each in told),
+        false_fits=sum(each.ran_out and each.fits for each in told),
         false_misfits=sum(not each.fits and each.measured is not None and not each.is_memory for each in rows),
         ranking=ranking_of(_alternatives(rows)),
         scaling=scaling_of(_scaled(rows, references)),

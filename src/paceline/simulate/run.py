@@ -70,8 +70,11 @@ class Simulation:
     summary: SimulationSummary
 
 
-def prepare(config: Config, *, ranks: int | None = None, device: str | None = None) -> Config:
-    """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks."""
+def prepare(config: Config, *, ranks: int | None = None, device: str | None = None, source: str = "config") -> Config:
+    """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks.
+
+    ``source`` is what messages call the config: the name of its file.
+    """
     asked = config.parallel
     count = ranks if ranks is not None else (asked.ranks if isinstance(asked.ranks, int) else 4)
     if count < 1:
@@ -90,7 +93,7 @@ def prepare(config: Config, *, ranks: int | None = None, device: str | None = No
     )
     problems = check_ranks(settled, count, asked.node_ranks)
     if problems:
-        raise ConfigError(problems, source="config")
+        raise ConfigError(problems, source=source)
     return settled
 
 
@@ -107,15 +110,8 @@ def simulate(
     training is over. Raises what a rank raised.
     """
     where = conditions or Conditions()
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
-    _check(config, where)
-    timing = VirtualTime(
-        cost=network_cost(where.cluster, ranks, config.parallel.node_ranks),
-        measures=where.compute == "measured",
-        slow=where.slow,
-        slow_links=where.slow_links,
-    )
+    check_conditions(config, where)
+    ranks, timing = _timing(config, where)
     places = [_Place(config, where, rank, view if rank == 0 else None) for rank in range(ranks)]
     try:
         with compute_threads(config.parallel.threads or _share_of_cores(ranks)):
@@ -141,7 +137,8 @@ def simulate(
     )
 
 
-def _check(config: Config, conditions: Conditions) -> None:
+def check_conditions(config: Config, conditions: Conditions) -> None:
+    """Raises UsageError where a config's ranks (see ``prepare``) cannot run so: before anything does."""
     if conditions.compute not in COMPUTE_KINDS:
         raise UsageError(f"compute = {conditions.compute!r}\n  it is one of {', '.join(COMPUTE_KINDS)}")
     if conditions.compute == "modelled" and config.model.compile:
@@ -149,6 +146,20 @@ def _check(config: Config, conditions: Conditions) -> None:
             "model.compile = true with modelled compute\n  operations inside a compiled block are not seen one by one\n"
             "  set model.compile = false, or take measured compute"
         )
+    ranks, timing = _timing(config, conditions)
+    timing.start(ranks, torch.device("cpu"))
+
+
+def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
+    """Returns the number of ranks, and what they are told about time."""
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    return ranks, VirtualTime(
+        cost=network_cost(conditions.cluster, ranks, config.parallel.node_ranks),
+        measures=conditions.compute == "measured",
+        slow=conditions.slow,
+        slow_links=conditions.slow_links,
+    )
 
 
 def _share_of_cores(ranks: int) -> int:

@@ -1,7 +1,7 @@
 """The time line of a simulated run: for Chrome and Perfetto as a file, and for a console as a few rows of letters.
 
 The file is in the trace event format: open chrome://tracing or ui.perfetto.dev and load it. Every rank has two rows,
-what it computes and waits for, and what is on its way for it.
+what it computes and waits for, and what is on its way for it. It begins with the first step: set-up is no part of it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ _WIDTH = 64
 
 
 def trace_events(clocks: Sequence[VirtualClock], steps: Sequence[Sequence[StepBounds]]) -> list[dict[str, Any]]:
-    """Returns the spans of all ranks as trace events, in the order of ranks and times."""
+    """Returns the spans of all ranks as trace events, in the order of ranks and times, from the first step on."""
+    zero_s = min((bounds[0].start_s for bounds in steps if bounds), default=0.0)
     events: list[dict[str, Any]] = [_name("process_name", 0, "simulated run")]
     for clock, bounds in zip(clocks, steps, strict=True):
         compute, network = 2 * clock.rank, 2 * clock.rank + 1
         events.append(_name("thread_name", compute, f"rank {clock.rank}"))
         events.append(_name("thread_name", network, f"rank {clock.rank} network"))
-        events += [_event(f"step {each.step}", "step", compute, each.start_s, each.end_s) for each in bounds]
-        for span in sorted(clock.spans, key=lambda each: (each.start_s, each.end_s, each.row)):
+        events += [_event(f"step {each.step}", "step", compute, each.start_s, each.end_s, zero_s) for each in bounds]
+        later = [span for span in clock.spans if span.end_s > zero_s]
+        for span in sorted(later, key=lambda each: (each.start_s, each.end_s, each.row)):
             row = network if span.row == "communication" else compute
             name = f"wait for {span.name}" if span.row == "wait" else span.name
-            event = _event(name, span.row, row, span.start_s, span.end_s)
+            event = _event(name, span.row, row, max(span.start_s, zero_s), span.end_s, zero_s)
             if span.row == "communication":
                 event["args"] = {"bytes": span.num_bytes, "ranks": list(span.ranks)}
             events.append(event)
@@ -84,14 +86,14 @@ def _row(spans: Iterable[tuple[str, Span]], start_s: float, end_s: float) -> str
     return "".join(max(sorted(share), key=lambda letter: share[letter]) if share else " " for share in shares)
 
 
-def _event(name: str, category: str, row: int, start_s: float, end_s: float) -> dict[str, Any]:
+def _event(name: str, category: str, row: int, start_s: float, end_s: float, zero_s: float) -> dict[str, Any]:
     return {
         "name": name,
         "cat": category,
         "ph": "X",
         "pid": 0,
         "tid": row,
-        "ts": round(start_s * 1e6, 3),
+        "ts": round((start_s - zero_s) * 1e6, 3),
         "dur": round((end_s - start_s) * 1e6, 3),
     }
 

@@ -17,7 +17,7 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, config_batch
 from paceline.errors import UsageError
 from paceline.simulate.recording import write_records
-from paceline.simulate.run import ComputeKind, Conditions, Simulation, prepare, simulate
+from paceline.simulate.run import ComputeKind, Conditions, Simulation, check_conditions, prepare, simulate
 from paceline.simulate.timeline import write_trace
 from paceline.train.assemble import Workload, build_workload
 from paceline.train.settings import DistributedConfig
@@ -57,6 +57,7 @@ class SimulatedTrainer:
             slow=dict(slow or {}),
             slow_links=dict(slow_links or {}),
         )
+        check_conditions(self.config, self.conditions)
         self.simulation: Simulation | None = None
         self._workload: Workload | None = None
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
@@ -27,6 +30,7 @@ from paceline.models.registry import build_model, model_blocks, model_context
 from paceline.planner.automatic import choose_by_time
 from paceline.precision import precision_named
 from paceline.train.loss import build_loss
+from paceline.train.model_errors import RULE, first_line, made_at, misfit, needs_values, raised_at
 
 
 def resolve_strategy(config: Config, room: Room, machine: Machine | None = None) -> tuple[Config, Choice]:
@@ -78,14 +82,15 @@ def measure_config(
     """Measures the model of a config on samples of its data, with fake tensors: nothing is allocated or computed.
 
     ``make_model`` stands for the config's own. Raises UsageError for a model that looks at values in its forward pass,
-    which fake tensors do not have; ``asked`` and ``fix`` are what that says.
+    which fake tensors do not have; ``asked`` and ``fix`` are what that says. And for one that its data do not fit.
     """
     seed = config.train.seed if config.data.seed is None else config.data.seed
     data = build_data(config.data, model_context(config.model), seed)
     loss = build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory")
     precision = precision_named(config.train.precision)
     dtype = precision.param_dtype or getattr(torch, config.train.dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    model: nn.Module | None = None
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _without_its_log():
 
         def make_batch(samples: int) -> Any:
             return _fake_batch(data, samples, mode, torch.device(device), dtype)
@@ -102,12 +107,22 @@ def measure_config(
         except PacelineError:
             raise
         except Exception as error:  # whatever the user's code raises on tensors without values
-            raise UsageError(
-                f"{asked} cannot measure the model: {type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}\n"
-                "  it runs the model once on tensors that have shapes and no values\n"
-                f"  {fix}"
-            ) from error
+            what, place = f"{asked} cannot measure the model", raised_at(error, model)
+            if place is not None and not needs_values(error):
+                raise misfit(error, what, data, place, made=made_at(config, make_model)) from error
+            told = f"{type(error).__name__}: {first_line(error)}" + ("" if place is None else f", {place}")
+            raise UsageError(f"{what}: {told}\n  {RULE}\n  {fix}") from error
+
+
+@contextlib.contextmanager
+def _without_its_log() -> Iterator[None]:
+    """Keeps torch from printing where in itself a fake tensor failed: the error says it."""
+    log = logging.getLogger(fake_tensor.__name__)
+    was_off, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_off
 
 
 def _fake_batch(data: DataSplits, samples: int, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype) -> Any:
