@@ -13,6 +13,7 @@ from paceline.cluster.detect import Machine
 from paceline.cluster.entries import parse_catalog
 from paceline.config import config_from_dict, dump_yaml
 from paceline.errors import UsageError
+from paceline.monitor.records import StepRecord
 from paceline.monitor.sinks import JsonlSink
 from paceline.units import GIB
 
@@ -21,7 +22,7 @@ RUN = replace(records.RUN, backend="shared_memory")
 STEP = replace(records.STEP, step_s=0.001, data_s=0.0001, comm_s=0.0003)
 
 
-def make_run(folder: Path, num_steps: int = 20) -> Path:
+def make_run(folder: Path, num_steps: int = 20, *, backend: str = "shared_memory", step: StepRecord = STEP) -> Path:
     values = {
         "name": "small",
         "model": {"kind": "mlp", "hidden_dim": 32},
@@ -34,10 +35,10 @@ def make_run(folder: Path, num_steps: int = 20) -> Path:
     (folder / "config.yaml").write_text(dump_yaml(config_from_dict(values)))
     for rank in range(2):
         sink = JsonlSink(folder / "records" / f"rank-{rank}.jsonl")
-        sink.write(replace(RUN, rank=rank))
-        for step in range(1, num_steps + 1):
-            slow = 9.0 if step == 1 else 1.0 + 0.2 * rank
-            sink.write(replace(STEP, step=step, step_s=STEP.step_s * slow))
+        sink.write(replace(RUN, rank=rank, backend=backend))
+        for number in range(1, num_steps + 1):
+            slow = 9.0 if number == 1 else 1.0 + 0.2 * rank
+            sink.write(replace(step, step=number, step_s=step.step_s * slow))
         sink.close()
     return folder
 
@@ -85,6 +86,38 @@ def test_kernels_and_the_link_of_the_run_are_changed_and_no_other() -> None:
     assert (links["mine-gloo"].gb_per_s, links["mine-gloo"].latency_us) == (2, 100)
     assert text.startswith("# Measured by: somebody\n# Fitted to the run a-run: kernels x 1.500")
     assert parse_catalog(rescale(text, 2.0, 1.0, "gloo", "b"), "again").devices["mine"].factor == 3.0
+
+
+def test_factors_that_are_plainly_off_are_doubted() -> None:
+    usual = Refit(measured_s=2.0, before_s=1.0, after_s=2.0, compute=1.1, communication=2.3, text="", ranks=2, cores=2)
+    assert usual.doubts() == []
+    slow, other = replace(usual, compute=2.5).doubts()
+    assert slow == "kernels 2.5 times what the entry said, and 0.5 to 2 is usual"
+    assert other == "something else ran on the machine, or the entry or the run is of another one"
+    (_, turns) = replace(usual, communication=5.0, ranks=4).doubts()
+    assert turns.startswith("4 ranks took turns on 2 cores")
+    assert len(replace(usual, compute=0.1657, communication=0.05).doubts()) == 3
+
+
+def test_what_no_factor_fits_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text(ENTRY)
+    waiting = make_run(tmp_path / "waiting", step=replace(STEP, step_s=1.0, comm_s=0.9992))
+    with pytest.raises(UsageError, match=r"no factor fits: with kernels .* and collectives 20 times what the entry"):
+        refit(waiting, HOST, base)
+
+
+def test_collectives_that_do_not_count_stay_as_they_were(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text(ENTRY.replace("{1024: 50}", "{1024: 0.5}").replace("latency_us: 20", "latency_us: 0.1"))
+    found = refit(make_run(tmp_path / "run", step=replace(STEP, step_s=0.1, comm_s=0.0)), HOST, base)
+    assert found.communication == 1.0
+    assert abs(found.error(found.after_s)) < 0.05
+
+
+def test_a_run_of_virtual_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is of virtual ranks"):
+        refit(make_run(tmp_path / "run", backend="virtual"), HOST)
 
 
 def test_runs_that_tell_too_little_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,16 @@ runner = CliRunner()
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [(["--device", "tpu"], "a device is cpu or cuda"), (["--ranks", "9999", "--device", "cpu"], "9999 ranks on")],
+    [
+        (["--device", "tpu"], "a device is cpu or cuda"),
+        (["--ranks", "9999", "--device", "cpu"], "9999 ranks on"),
+        (["--name", ""], "--name ''"),
+        (["--name", " - "], "letters and digits of its name"),
+        (["--output", "m.txt"], "write to m.yaml"),
+        (["--from", "runs/digits", "--ranks", "2"], "--ranks beside --from runs/digits"),
+        (["--from", "runs/digits", "--name", "x", "--noisy"], "leave out --name and --noisy, or --from"),
+        (["--cluster", "mine.yaml"], "--cluster without --from"),
+    ],
 )
 def test_options_are_looked_at_first(options: list[str], told: str) -> None:
     found = runner.invoke(app, ["calibrate", *options])

@@ -111,3 +111,11 @@ def test_slow_ranks_and_links_are_read() -> None:
     for text in ("rank=2", "rank=-1:2x", "host=1:2x", "rank=1:0x", "rank=1:fast"):
         with pytest.raises(UsageError, match="--slow"):
             read_slow([text])
+
+
+def test_ranks_whose_states_no_host_holds_are_refused_first(call: Call) -> None:
+    config = Path(__file__).parents[2] / "configs" / "gpt_1t.yaml"
+    called = call("simulate", str(config), "--ranks", "4", "train.global_batch=4", "data.samples=64")
+    assert called.code == 2
+    assert "out of memory: 4 virtual ranks need" in called.err
+    assert "--no-memory-check" in called.err

@@ -107,7 +107,7 @@ def test_under_torchrun_the_first_rank_predicts_a_run_on_one_host(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
     config = load_config(project / "tiny.yaml", ["train.steps=100"])
     with claim_folder(project / "runs" / "tiny", dump_yaml(config)) as claimed:
-        assert isinstance(_foretell(config, claimed), Foretold) == is_foretold
+        assert isinstance(_foretell(config, claimed, (0, 1)), Foretold) == is_foretold
 
 
 def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from paceline.cluster.detect import Machine, detect_cluster, detect_machine, read_smi
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.detect import Machine, detect_cluster, detect_machine, host_memory, read_smi, usable_cores
 from paceline.units import GIB, MIB
 
 
@@ -16,6 +21,38 @@ def test_this_machine_has_cores_and_memory() -> None:
     assert found.memory_bytes > 0
     assert found.processor
     assert len(found.gpus) == len(found.gpu_memory_bytes)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="keeps no process to a core")
+def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 2})
+    assert usable_cores() == (2, 5)
+    assert detect_machine(with_gpus=False).cores == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "wanted"),
+    [
+        ("0::/", {"memory.max": "max"}, None),
+        ("0::/", {"memory.max": "1000000"}, 1e6),
+        ("0::/user/run", {"user/memory.max": "2000000", "user/run/memory.max": "max"}, 2e6),
+        ("0::/../outside", {"memory.max": "3000000"}, 3e6),
+        ("5:cpu:/a\n4:memory:/a", {"memory/a/memory.limit_in_bytes": "4000000", "memory.max": "1"}, 4e6),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("", {"memory.max": "1"}, None),
+    ],
+)
+def test_the_limit_of_a_container_counts(
+    groups: str, files: dict[str, str], wanted: float | None, tmp_path: Path
+) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(f"{groups}\n" if groups else "")
+    for name, content in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    found = host_memory(tmp_path / "proc", tmp_path / "cgroup")
+    assert found == (wanted or host_memory(tmp_path, tmp_path))  # without a limit: all that there is
 
 
 def test_what_the_driver_prints_is_read_and_what_it_complains_is_not() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from paceline.calibrate.refit import rescale
 from paceline.cli.foretell import is_worth
@@ -90,6 +95,18 @@ def test_a_process_that_fails_says_so_and_is_gone() -> None:
     background.stop()
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="keeps no process to a core")
+def test_a_dry_run_keeps_to_the_cores_of_the_run() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    code = (
+        "import os; from paceline.dryrun.expected import _step_back; "
+        f"os.sched_setaffinity(0, [{allowed[-1]}]); _step_back({{}}); print(sorted(os.sched_getaffinity(0)))"
+    )
+    for cores, wanted in (([], [allowed[-1]]), (allowed, allowed), ([allowed[0]], [allowed[0]])):
+        found = subprocess.run([sys.executable, "-c", code.format(cores)], capture_output=True, text=True, check=True)
+        assert found.stdout == f"{wanted}\n"
+
+
 def test_a_process_that_is_not_done_is_not_waited_for() -> None:
     background = Background("name: mine", start=lambda _: ["-c", "import time; time.sleep(600)"])
     assert "the machine was busy" in background.result(timeout_s=0.1).reason
@@ -110,8 +127,8 @@ def test_a_dry_run_is_started_as_somebody_says_and_gets_the_config(tmp_path: Pat
         started.append(list(command))
         return ["-c", f"print({wanted.to_text()!r})"]
 
-    assert Background("name: mine", threads=2, entry=entry, start=start).result(timeout_s=240) == wanted
-    assert started == [
-        ["paceline.dryrun.expected", "--config", "name: mine", "--threads", "2", "--entry", str(entry.absolute())]
-    ]
+    background = Background("name: mine", threads=2, cores=(1, 3), entry=entry, start=start)
+    assert background.result(timeout_s=240) == wanted
+    options = ["--threads", "2", "--cores", "1,3", "--entry", str(entry.absolute())]
+    assert started == [["paceline.dryrun.expected", "--config", "name: mine", *options]]
     assert plain_start(["module", "word"]) == ["-m", "module", "word"]

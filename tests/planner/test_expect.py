@@ -48,6 +48,12 @@ def test_a_cpu_run_is_priced_as_a_plan_for_the_small_host_is() -> None:
     assert any("measured elsewhere" in line for line in found.assumed)
 
 
+def test_the_cores_that_ranks_share_count_and_not_those_that_a_rank_keeps_to() -> None:
+    found = predict_run(_config(), cores=(0, 1, 2, 3))
+    assert found is not None
+    assert any("each of 4 cores" in line for line in found.assumed)
+
+
 def test_gpus_of_the_catalog_are_priced_and_only_as_many_as_there_are_ranks() -> None:
     machine = replace(HOST, gpus=("NVIDIA H100 80GB HBM3",) * 8)
     found = expect_run(_config("parallel.device=cuda", ranks=4), machine)

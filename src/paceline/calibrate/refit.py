@@ -33,6 +33,8 @@ from paceline.planner.replay import replay
 _SMALL_HOST = "cpu-host.yaml"
 _ROUNDS = 14
 _MOST = 20.0  # times what was measured: more is another machine
+_CLOSE = 0.05  # of a step: collectives that change it by less cannot be told from a run
+_USUAL_KERNELS, _USUAL_COLLECTIVES = (0.5, 2.0), (0.25, 4.0)  # outside of these something else was measured
 _FEWEST = 5
 
 
@@ -59,14 +61,40 @@ class Refit:
     communication: float
     text: str
 
+    ranks: int = 1
+    cores: int = 0  # that ranks on CPUs shared
+
     def error(self, seconds: float) -> float:
         """Returns by which part of the measured time a prediction is off."""
         return seconds / self.measured_s - 1
 
+    def doubts(self) -> list[str]:
+        """Returns what speaks against this fit: factors that no other run of the entry's machine would have."""
+        factors = (("kernels", self.compute, _USUAL_KERNELS), ("collectives", self.communication, _USUAL_COLLECTIVES))
+        told = [
+            f"{name} {factor:.4g} times what the entry said, and {low:g} to {high:g} is usual"
+            for name, factor, (low, high) in factors
+            if not low <= factor <= high
+        ]
+        if told and self.ranks > self.cores > 0:
+            told.append(f"{self.ranks} ranks took turns on {self.cores} cores: what they waited for counts as theirs")
+        elif told:
+            told.append("something else ran on the machine, or the entry or the run is of another one")
+        return told
+
 
 def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit:
-    """Fits ``base`` (None: the catalog's small host) to a run. Raises UsageError for a run that tells too little."""
+    """Fits ``base`` (None: the catalog's small host) to a run.
+
+    Raises UsageError for a run that tells too little, for one of virtual ranks, and where no factor fits.
+    """
     config, times = _config(run_folder), read_times(run_folder)
+    if times.backend == "virtual":
+        raise UsageError(
+            f"{run_folder} is of virtual ranks, which take turns in one process\n"
+            "  an entry is fitted to what ranks took that ran at the same time\n"
+            "  train with processes: paceline train CONFIG train.steps=40"
+        )
     config = config.model_copy(
         update={"parallel": config.parallel.model_copy(update={"ranks": times.ranks}), "name": config.name}
     )
@@ -86,6 +114,8 @@ def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit
         compute=compute,
         communication=communication,
         text=fitted,
+        ranks=times.ranks,
+        cores=machine.cores if config.parallel.device == "cpu" else 0,
     )
 
 
@@ -158,7 +188,10 @@ def _slow_down(link: dict[str, Any], factor: float) -> None:
 def _fit(
     config: Config, machine: Machine, programs: tuple[Program, ...], text: str, compute: float, times: RunTimes
 ) -> float:
-    """Halves the range of the factor until the step takes as long as it did; its ends where nothing in it does."""
+    """Halves the range of the factor until the step takes as long as it did.
+
+    Raises UsageError where nothing in it does, and collectives as they were do not either.
+    """
     if times.ranks == 1:
         return 1.0
 
@@ -167,7 +200,15 @@ def _fit(
 
     low, high = 1 / _MOST, _MOST
     if seconds(low) >= times.step_s or seconds(high) <= times.step_s:
-        return low if seconds(low) >= times.step_s else high
+        if abs(seconds(1.0) / times.step_s - 1) < _CLOSE:
+            return 1.0
+        end = low if seconds(low) >= times.step_s else high
+        raise UsageError(
+            f"no factor fits: with kernels {compute:.4g} times and collectives {end:g} times what the entry says, "
+            f"a step takes {1e3 * seconds(end):.4g} ms, and {1e3 * times.step_s:.4g} ms were measured\n"
+            f"  collectives may take {low:g} to {_MOST:g} times as long: more is another machine, or a busy one\n"
+            "  train again while nothing else runs, or name this machine's entry with --cluster"
+        )
     for _ in range(_ROUNDS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if seconds(middle) < times.step_s else (low, middle)
@@ -223,7 +264,7 @@ def _round(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def to_json(found: Refit) -> Mapping[str, float]:
+def to_json(found: Refit) -> Mapping[str, Any]:
     """Returns the figures as plain data."""
     return {
         "measured_s": found.measured_s,
@@ -233,4 +274,5 @@ def to_json(found: Refit) -> Mapping[str, float]:
         "after_error": found.error(found.after_s),
         "compute": found.compute,
         "communication": found.communication,
+        "doubts": found.doubts(),
     }

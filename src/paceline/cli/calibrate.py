@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from paceline.calibrate.machine import Measured
 
 
+def _check_entry(path: Path | None) -> Path | None:
+    """Returns the path of an entry to write. Raises UsageError for one that no --cluster would read."""
+    path = check_file(path)
+    if path is not None and path.suffix not in (".yaml", ".yml"):
+        from paceline.errors import UsageError
+
+        raise UsageError(
+            f"--output {path} does not end in .yaml\n  --cluster and PACELINE_MACHINE take files by that ending\n"
+            f"  write to {path.with_suffix('.yaml')}"
+        )
+    return path
+
+
 def calibrate(
     device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]"),
     ranks: int | None = typer.Option(
@@ -20,7 +33,7 @@ def calibrate(
     ),
     name: str | None = typer.Option(None, "--name", help="The entry's name.  [default: after the device]"),
     output: Path | None = typer.Option(
-        None, "--output", "-o", callback=check_file, metavar="FILE.yaml", help="Write the entry to this file."
+        None, "--output", "-o", callback=_check_entry, metavar="FILE.yaml", help="Write the entry to this file."
     ),
     compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
     noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
@@ -48,6 +61,9 @@ def calibrate(
 
       paceline calibrate --from runs/gpt-pydoc --output mine.yaml
     """
+    given = {"--device": device != "auto", "--ranks": ranks is not None, "--name": name is not None}
+    given |= {"--no-compiled": not compiled, "--noisy": noisy, "--cluster": cluster is not None}
+    _check_options(run, {option for option, is_given in given.items() if is_given}, name)
     if run is not None:
         _refit(run, cluster, output, as_json=as_json)
         return
@@ -94,6 +110,26 @@ def calibrate(
         typer.echo(f"\nwrote {output}: use it as --cluster {output}")
 
 
+def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
+    """Raises UsageError for options that nobody would read, and for a name that is none."""
+    from paceline.errors import UsageError
+
+    if run is None and "--cluster" in given:
+        raise UsageError(
+            "--cluster without --from\n  what is measured starts from no entry\n  name a run to fit it to: --from RUN"
+        )
+    unread = sorted(given - {"--cluster"})
+    if run is not None and unread:
+        raise UsageError(
+            f"{', '.join(unread)} beside --from {run}\n  a run has its ranks and its device, and nothing is measured\n"
+            f"  leave out {' and '.join(unread)}, or --from"
+        )
+    if name is not None and not any(letter.isalnum() for letter in name):
+        raise UsageError(
+            f"--name {name!r}\n  an entry is found by the letters and digits of its name\n  try --name my-host"
+        )
+
+
 def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) -> None:
     import json
 
@@ -112,6 +148,8 @@ def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) 
         typer.echo(f"{name:<17} {1e3 * seconds:10.4g} ms predicted: {100 * found.error(seconds):+.1f} %")
     typer.echo(f"kernels           {found.compute:10.4g} times what the entry said")
     typer.echo(f"collectives       {found.communication:10.4g} times")
+    for doubt in found.doubts():
+        typer.echo(f"paceline: doubtful: {doubt}", err=True)
     if output is None:
         typer.echo(f"\n{found.text}", nl=False)
     else:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,15 +64,17 @@ class Foretold:
         warm: WarmRanks | None = None,
         *,
         threads: int | None = None,
+        cores: Sequence[int] = (),
         patience_s: float | None = None,
     ) -> None:
         """With ``warm`` the dry run is forked from the process that ranks are, which has torch loaded.
 
         ``threads`` of a CPU rank are the launcher's, where the config does not say; None: the cores are shared out.
+        ``cores`` are those that the ranks share, for a rank that keeps to its own; without them, this process's.
         ``patience_s`` is how long a run that is done waits for it; None: some seconds.
         """
         self._threads, self._patience_s = threads, _PATIENCE_S if patience_s is None else patience_s
-        self._warm = warm
+        self._warm, self._cores = warm, cores
         self._config = config
         self._folder = run_folder
         self._formula = formula
@@ -105,8 +108,9 @@ class Foretold:
         from paceline.dryrun.expected import Background, plain_start
 
         start = plain_start if self._warm is None else self._warm.arguments
-        entry = machine_entry()
-        self._background = Background(dump_yaml(self._config), threads=self._threads, entry=entry, start=start)
+        self._background = Background(
+            dump_yaml(self._config), threads=self._threads, cores=self._cores, entry=machine_entry(), start=start
+        )
 
     def _start_when_found(self) -> None:
         """Follows the first rank's records until they tell the microbatch, which takes the place of ``auto``."""
@@ -129,7 +133,7 @@ class Foretold:
         if self._search is not None:
             from paceline.cli.train import predict_run
 
-            formula = predict_run(self._config, threads=self._threads)
+            formula = predict_run(self._config, threads=self._threads, cores=self._cores)
         best = self._best(formula)
         if best is not None and best != self._formula:
             (self._folder / FILE).write_text(best.to_text(), encoding="utf-8")

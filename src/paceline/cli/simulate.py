@@ -34,6 +34,9 @@ def simulate(
     ),
     force: bool = typer.Option(False, "--force", help="Replace a run's folder of the same name."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
+    no_memory_check: bool = typer.Option(
+        False, "--no-memory-check", help="Also start ranks that are estimated to need more memory than there is."
+    ),
 ) -> None:
     """Train on virtual ranks in this process: real losses, and the times of other machines.
 
@@ -56,6 +59,10 @@ def simulate(
 
     where = None if cluster is None else load_cluster(cluster)
     settled = prepare(asked, ranks=ranks, device=device, source=str(config))
+    if not no_memory_check:
+        from paceline.cli.memory_check import check_virtual
+
+        check_virtual(settled)
     conditions = Conditions(cluster=where, compute=compute, slow=slow_ranks, slow_links=slow_links)  # type: ignore[arg-type]
     _run(settled, conditions, trace=trace, force=force, as_json=as_json)
 

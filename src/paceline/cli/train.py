@@ -6,6 +6,7 @@ import os
 import shlex
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,9 @@ def train(
     nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
     rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
     node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU."),
+    no_memory_check: bool = typer.Option(
+        False, "--no-memory-check", help="Also start a run that is estimated to need more memory than there is."
+    ),
 ) -> None:
     """Train on this machine: one rank per GPU, or two CPU ranks.
 
@@ -54,7 +58,7 @@ def train(
     if "RANK" in os.environ:
         from paceline.cli.under_launcher import run_under_launcher
 
-        run_under_launcher(asked, force=force, resume=resume, as_json=as_json)
+        run_under_launcher(asked, force=force, resume=resume, as_json=as_json, is_judged=not no_memory_check)
         return
     if nnodes is not None or rdzv is not None:
         from paceline.cli.nodes import NodeOptions, launch_node
@@ -64,7 +68,7 @@ def train(
         options = NodeOptions(counts=nnodes, endpoint=rdzv, ranks=node_ranks)
         launch_node(asked, options, force=force, resume=resume, as_json=as_json)
         return
-    _launch(asked, force=force, resume=resume, port=port, as_json=as_json)
+    _launch(asked, force=force, resume=resume, port=port, as_json=as_json, is_judged=not no_memory_check)
 
 
 def resolve_config(config: Config) -> Config:
@@ -165,10 +169,13 @@ def show_decisions(config: Config, choice: Choice | None) -> None:
         Console().print(note, highlight=False, markup=False)
 
 
-def predict_run(config: Config, *, threads: int | None = None, node_ranks: int | None = None) -> Expectation | None:
+def predict_run(
+    config: Config, *, threads: int | None = None, node_ranks: int | None = None, cores: Sequence[int] = ()
+) -> Expectation | None:
     """Predicts time and memory of a run whose device and ranks are settled; None for what is no transformer.
 
-    ``threads`` of a CPU rank and ``node_ranks`` are the launcher's; None: the cores are shared out, one host.
+    ``threads`` of a CPU rank and ``node_ranks`` are the launcher's; None: the cores are shared out, one host. ``cores``
+    are those that the ranks share; without them, those of this process.
     """
     if config.model.kind != "gpt":
         return None
@@ -177,6 +184,7 @@ def predict_run(config: Config, *, threads: int | None = None, node_ranks: int |
     from paceline.planner.expect import expect_run
 
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
+    machine = replace(machine, cores=len(cores) or machine.cores)
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)
     hosts = -(-ranks // (config.parallel.node_ranks or node_ranks or ranks))
@@ -231,17 +239,40 @@ def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
     return Place(folder=folder, checkpoint=checkpoint, is_continued=is_continued)
 
 
-def _launch(asked: Config, *, force: bool, resume: str | None, port: int, as_json: bool) -> None:
+def _launch(
+    asked: Config, *, force: bool, resume: str | None, port: int, as_json: bool, is_judged: bool = True
+) -> None:
     place = find_place(asked, force=force, resume=resume)  # before torch is imported, which takes seconds
     from paceline.cli.supervision import rank_modules, rank_threads
     from paceline.launch.warm import warm_ranks
 
     modules, threads = rank_modules(asked), rank_threads(asked)
     with warm_ranks(modules, is_wanted=asked.recovery.warm, threads=threads) as warm:  # loads torch as this one does
-        _launch_in(place, asked, force=force, port=port, as_json=as_json, warm=warm)
+        config, choice = _settle(asked, is_judged=is_judged)
+        _launch_in(place, config, choice, force=force, port=port, as_json=as_json, warm=warm)
 
 
-def _launch_in(place: Place, asked: Config, *, force: bool, port: int, as_json: bool, warm: WarmRanks | None) -> None:
+def _settle(asked: Config, *, is_judged: bool) -> tuple[Config, Choice | None]:
+    """Settles device, ranks and strategy. Raises ConfigError or UsageError for what this machine cannot hold."""
+    config, choice = resolve_strategy(resolve_config(asked))
+    check_host(config)
+    if is_judged and choice is None:  # what was chosen was chosen because it fits
+        from paceline.cli.memory_check import check_memory
+
+        check_memory(config)
+    return config, choice
+
+
+def _launch_in(
+    place: Place,
+    config: Config,
+    choice: Choice | None,
+    *,
+    force: bool,
+    port: int,
+    as_json: bool,
+    warm: WarmRanks | None,
+) -> None:
     from paceline.cli.foretell import Foretold
     from paceline.config import dump_yaml
     from paceline.errors import LaunchError, UsageError
@@ -250,8 +281,6 @@ def _launch_in(place: Place, asked: Config, *, force: bool, port: int, as_json: 
     from paceline.launch.local import check_port
     from paceline.launch.settings import rank_variables
 
-    config, choice = resolve_strategy(resolve_config(asked))
-    check_host(config)
     uses_nccl = config.parallel.device == "cuda" and config.comm.backend in ("auto", "nccl")
     variables = rank_variables(config, uses_nccl=uses_nccl)
     check_port(port)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -29,10 +30,16 @@ if TYPE_CHECKING:
 _PATIENCE_S = 2.0  # ranks that are done leave: the dry run, which has to load torch first, is for runs of some length
 
 
-def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_json: bool) -> None:
-    """Runs this process as one rank of a launcher that somebody else started, such as torchrun."""
+def run_under_launcher(
+    asked: Config, *, force: bool, resume: str | None, as_json: bool, is_judged: bool = True
+) -> None:
+    """Runs this process as one rank of a launcher that somebody else started, such as torchrun.
+
+    ``is_judged``: a run that needs more memory than this host has is refused, where it has all ranks.
+    """
+    from paceline.cli.memory_check import check_memory
     from paceline.cli.train import check_host, find_place, show_decisions, show_result
-    from paceline.cluster.detect import detect_machine
+    from paceline.cluster.detect import detect_machine, usable_cores
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.config import check_ranks
     from paceline.errors import ConfigError, UsageError
@@ -54,6 +61,7 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
             "  start it with paceline train alone, or set comm.backend = auto"
         )
     machine = None if uses_gpu(asked) else detect_machine(with_gpus=False)  # with all cores
+    cores = usable_cores()
     keep_cores(asked)
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     problems = check_ranks(asked, comm.size, node_ranks(asked))
@@ -64,7 +72,9 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
     if parallel.strategy == "auto":
         config, choice = resolve_together(config, comm, node_ranks(config), machine)
     check_host(config, node_ranks(config))
-    claimed, foretold = _claim_together(comm, place, config, force=force)
+    if is_judged and choice is None and node_ranks(config) in (None, comm.size):
+        check_memory(config, is_told=comm.rank == 0)
+    claimed, foretold = _claim_together(comm, place, config, cores, force=force)
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not as_json else None
     if view is not None:
         show_decisions(config, choice)
@@ -90,9 +100,12 @@ def run_under_launcher(asked: Config, *, force: bool, resume: str | None, as_jso
 
 
 def _claim_together(
-    comm: Communicator, place: Place, config: Config, *, force: bool
+    comm: Communicator, place: Place, config: Config, cores: Sequence[int], *, force: bool
 ) -> tuple[RunFolder | None, AbstractContextManager[None]]:
-    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked."""
+    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked.
+
+    ``cores`` are those that the ranks of this host share.
+    """
     from paceline.comm.objects import broadcast_object
     from paceline.config import dump_yaml
     from paceline.errors import PacelineError
@@ -103,7 +116,7 @@ def _claim_together(
     if comm.rank == 0:
         try:
             claimed = claim_folder(place.folder, dump_yaml(config), force=force, resume=place.is_continued)
-            foretold = _foretell(config, claimed)
+            foretold = _foretell(config, claimed, cores)
         except PacelineError as error:
             problem = error
     problem = broadcast_object(comm, problem)
@@ -112,7 +125,7 @@ def _claim_together(
     return claimed, foretold
 
 
-def _foretell(config: Config, claimed: RunFolder) -> AbstractContextManager[None]:
+def _foretell(config: Config, claimed: RunFolder, cores: Sequence[int]) -> AbstractContextManager[None]:
     """Writes down what is expected of a run whose threads are its launcher's, where the config does not say.
 
     Returns the dry run that goes on beside it, on one host: of several, this one does not know the network between.
@@ -123,12 +136,12 @@ def _foretell(config: Config, claimed: RunFolder) -> AbstractContextManager[None
     from paceline.cli.train import predict_run
 
     threads, here = config.parallel.threads or torch.get_num_threads(), node_ranks(config)
-    expected = predict_run(config, threads=threads, node_ranks=here)
+    expected = predict_run(config, threads=threads, node_ranks=here, cores=cores)
     if expected is not None:
         claimed.expect(expected.to_text())
     if here not in (None, config.parallel.ranks):
         return contextlib.nullcontext()
-    return Foretold(config, claimed.path, expected, threads=threads, patience_s=_PATIENCE_S)
+    return Foretold(config, claimed.path, expected, threads=threads, cores=cores, patience_s=_PATIENCE_S)
 
 
 def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, started: float) -> NoReturn:

@@ -51,15 +51,21 @@ class Detected:
 
 def detect_machine(*, with_gpus: bool = True) -> Machine:
     """Looks at this machine; asks its driver for GPUs unless told not to, as that may take a second."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = read_smi(_ask_smi()) if with_gpus else []
     return Machine(
         processor=_processor(),
-        cores=usable,
+        cores=len(usable_cores()),
         memory_bytes=host_memory(),
         gpus=tuple(name for name, _ in gpus),
         gpu_memory_bytes=tuple(size for _, size in gpus),
     )
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Returns the cores that this process may run on, which ranks that it starts share out."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> float:

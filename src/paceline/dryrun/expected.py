@@ -1,11 +1,11 @@
 """What a run is expected to take, by a dry run: any model and engine, kernel by kernel, on the present machine.
 
-    python -m paceline.dryrun.expected --config YAML [--threads N] [--entry FILE]      prints what prediction.json holds
+    python -m paceline.dryrun.expected --config YAML [--threads N] [--cores 0,1] [--entry FILE]
 
-It runs in a process of its own, below the priority of the ranks, while these start: a run is neither delayed nor ended
-by it. Where ranks are forked from a process that has torch loaded, so is this one: to load torch would take longer than
-all else, beside the first seconds of a run. What it cannot say (a model that cannot be traced, say) is left to the
-formulas.
+It prints what prediction.json holds. It runs in a process of its own, below the priority of the ranks, while these
+start: a run is neither delayed nor ended by it. Where ranks are forked from a process that has torch loaded, so is this
+one: to load torch would take longer than all else, beside the first seconds of a run. What it cannot say (a model that
+cannot be traced, say) is left to the formulas.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def plain_start(command: Sequence[str]) -> list[str]:
 class Background:
     """A dry run beside a run. ``result`` is asked for when the run is done.
 
-    ``start`` makes the arguments of the Python that runs a module and its arguments: a process of its own, unless
-    somebody has one to fork it from.
+    ``cores`` are those that the ranks share: it counts them, and runs on them. None given: those of the process that
+    it is started from. ``start`` makes the arguments of the Python that runs a module and its arguments: a process of
+    its own, unless somebody has one to fork it from.
     """
 
     def __init__(
@@ -94,11 +95,13 @@ class Background:
         config_yaml: str,
         *,
         threads: int | None = None,
+        cores: Sequence[int] = (),
         entry: Path | None = None,
         start: Callable[[Sequence[str]], list[str]] = plain_start,
     ) -> None:
         command = [_MODULE, "--config", config_yaml]
         command += [] if threads is None else ["--threads", str(threads)]
+        command += ["--cores", ",".join(map(str, cores))] if cores else []
         command += [] if entry is None else ["--entry", str(entry.absolute())]
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):  # no process to be had: the formulas have said something
@@ -151,9 +154,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--cores", type=lambda text: [int(word) for word in text.split(",")], default=[])
     parser.add_argument("--entry", type=Path)
     arguments = parser.parse_args()
-    _step_back()
+    _step_back(arguments.cores)
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     config = config_from_dict(parse_document(arguments.config, "--config").values, "--config")
     import torch  # which takes seconds
@@ -164,15 +168,17 @@ def main() -> None:
     sys.stdout.write(found.to_text())
 
 
-def _step_back() -> None:
+def _step_back(cores: Sequence[int]) -> None:
     """Leaves the processors to the ranks: where the system can, this process gets only what nobody else wants.
 
-    Of all cores: a rank that started it may keep to its own. Linux shares the cores out among sessions first, if each
-    is a group of its own; so this process gets a session, and the session the least share.
+    Of the run's cores: a rank that started it may keep to its own, and what is outside of these is not the run's.
+    Linux shares the cores out among sessions first, if each is a group of its own; so this process gets a session, and
+    the session the least share.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        if cores:
+            with contextlib.suppress(OSError):  # taken away meanwhile
+                os.sched_setaffinity(0, cores)
         with contextlib.suppress(OSError):  # it leads one already
             os.setsid()
         with contextlib.suppress(OSError):  # no such groups

@@ -17,14 +17,13 @@ from pathlib import Path
 
 from paceline.cluster.detect import Machine, alone_device, detect_cluster, gloo_link
 from paceline.cluster.devices import Cluster, Device
-from paceline.config import Config, config_batch, shard_group
+from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
-from paceline.estimate.activations import describe_model
 from paceline.estimate.memory import framework_bytes
 from paceline.planner.candidates import Candidate
 from paceline.planner.expectation import Expectation
 from paceline.planner.from_config import candidate_of, task_of
-from paceline.planner.plan import rank_memory
+from paceline.planner.memory_verdict import rank_estimates
 from paceline.planner.search import rank_one
 
 
@@ -79,20 +78,12 @@ def expected_memory(config: Config, hosts: int = 1) -> float | None:
 
     Virtual ranks share one process, and a microbatch that the ranks find is not known yet.
     """
-    parallel, ranks = config.parallel, config.parallel.ranks
-    assert isinstance(ranks, int)
-    if config.comm.backend == "virtual" or config.train.microbatch == "auto":
-        return None
-    try:
-        model = describe_model(config, parallel.device)
-        group = shard_group(parallel, ranks, parallel.node_ranks or ranks // hosts)
-        found = rank_memory(config, model, config_batch(config, ranks), group, parallel.device)
-    except (UsageError, ConfigError):
-        return None  # it cannot be cut so
-    if found is None:
+    stages = () if config.comm.backend == "virtual" else rank_estimates(config, hosts)
+    if not stages:
         return None
     # Of a GPU, records hold the allocator's bytes, which has no part in the framework's.
-    return float(found.device_bytes - (framework_bytes("cuda") if parallel.device == "cuda" else 0))
+    outside = framework_bytes("cuda") if config.parallel.device == "cuda" else 0
+    return float(max(each.device_bytes for each in stages) - outside)
 
 
 def unpriced(config: Config, hosts: int) -> str:
