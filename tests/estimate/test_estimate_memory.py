@@ -100,6 +100,23 @@ def test_full_sharding_gathers_the_root_and_two_units() -> None:
     assert estimate_memory(MODEL, dataclasses.replace(setting, group=1)).temporary == 10
 
 
+def test_buckets_of_zero_hold_a_tensor_at_least() -> None:
+    wide = dataclasses.replace(
+        MODEL, blocks=tuple(dataclasses.replace(block, largest_parameter=100_000) for block in MODEL.blocks)
+    )
+    ends = dataclasses.replace(wide, root=dataclasses.replace(MODEL.root, largest_parameter=150_000))
+    small = Setting(strategy="zero1", group=4, bucket_bytes=1000)
+    assert estimate_memory(MODEL, small).temporary == 10 + 2 * 1000
+    assert estimate_memory(wide, small).temporary == 10 + 4 * 2 * 100_000
+    assert estimate_memory(ends, small).temporary == 10 + 4 * (100_000 + 150_000)
+    slices = dataclasses.replace(small, strategy="zero2", offload=("optimizer",))
+    assert estimate_memory(wide, slices).temporary == 10 + 4 * 2 * 100_000 * 5 // 4
+    alone = dataclasses.replace(small, group=1)
+    assert estimate_memory(wide, alone).temporary == 10  # which watches no gradients, unless it has something to move
+    moved = dataclasses.replace(alone, offload=("optimizer",))
+    assert estimate_memory(wide, moved).temporary == 10 + 4 * 2 * 100_000
+
+
 def test_offload_moves_to_the_host() -> None:
     plain = estimate_memory(MODEL, Setting(strategy="fsdp", group=4))
     setting = Setting(strategy="fsdp", group=4, offload=("optimizer",))
@@ -109,10 +126,17 @@ def test_offload_moves_to_the_host() -> None:
     every = estimate_memory(MODEL, dataclasses.replace(setting, offload=("optimizer", "gradients", "parameters")))
     assert (every.parameters, every.host) == (0, 4 * P)
     on_zero = estimate_memory(MODEL, Setting(strategy="zero1", group=4, offload=("optimizer",)))
-    assert (on_zero.parameters, on_zero.optimizer) == (4 * P, 0)
+    assert (on_zero.parameters, on_zero.optimizer) == (5 * P, 0)  # whole, and a slice to gather from
+    assert (on_zero.gradients, on_zero.host) == (4 * P, 4 * P)  # whole in its buckets, and a slice on the host
+    halves = dataclasses.replace(setting, strategy="zero2", precision="bf16_master")
+    on_zero = estimate_memory(MODEL, halves)
+    assert (on_zero.parameters, on_zero.gradients) == (2 * P + P // 2, 0)
+    assert on_zero.host == 4 * P + P // 2  # with the slice that is copied from
     gradients = estimate_memory(MODEL, dataclasses.replace(setting, offload=("gradients",)))
     assert (gradients.parameters, gradients.gradients, gradients.host) == (plain.parameters, 0, P)
     assert estimate_memory(MODEL, dataclasses.replace(setting, device="cpu")).host == 0
+    alone = Setting(strategy="fsdp", offload=("gradients",))
+    assert estimate_memory(MODEL, alone).gradients == 4 * P  # those of the parameters themselves, which stay
 
 
 @pytest.mark.parametrize(

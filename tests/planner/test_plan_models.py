@@ -286,7 +286,7 @@ def test_mixtures_of_experts_are_planned_without_a_config(
     assert max(each.candidate.layout.expert for each in found.ranked) > 1
 
 
-def test_what_differs_from_the_model_is_said(tmp_path: Path) -> None:
+def test_what_differs_from_the_model_is_said() -> None:
     near = {**LLAMA, "model_type": "mistral", "sliding_window": 8192}
     dgx = load_cluster("dgx-h100")
     assert len(request_for_hugging_face(near, dgx).assumed) == 1
@@ -297,7 +297,7 @@ def test_what_differs_from_the_model_is_said(tmp_path: Path) -> None:
     assert len(request_for_hugging_face(every, dgx, ["data.context=16384"]).assumed) == 1
 
 
-def test_processors_are_planned_in_fp32(tmp_path: Path) -> None:
+def test_processors_are_planned_in_fp32() -> None:
     found = request_for_hugging_face(LLAMA, load_cluster("cpu-host"))
     assert found.config.train.precision == "fp32"
     assert request_for_hugging_face(LLAMA, load_cluster("cpu-host"), ["train.precision=bf16"]).task.compute == "bf16"

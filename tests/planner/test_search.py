@@ -10,13 +10,23 @@ import pytest
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.errors import UsageError
 from paceline.parallel.schedules import make_schedule, measure_schedule
-from paceline.planner.candidates import Candidate, Task, Tuning, candidates_for, divisors, recomputing, workload_of
+from paceline.planner.candidates import (
+    Candidate,
+    Task,
+    Tuning,
+    Value,
+    candidates_for,
+    divisors,
+    recomputing,
+    workload_of,
+)
 from paceline.planner.engine_costs import engine_footprint, price, price_untuned
-from paceline.planner.predict import Prediction, predict
+from paceline.planner.predict import COMPOSED_P90, Prediction, predict
 from paceline.planner.scaling import resized, scaling_rows
 from paceline.planner.search import (
     NO_ROOM_ON_HOST,
     TOO_LARGE,
+    Change,
     Search,
     budget_of,
     explain_against,
@@ -232,6 +242,33 @@ def test_offload_is_of_whole_models_beside_devices_with_memory_of_their_own(foun
     assert all(not each.candidate.offload for each in search(TASK, NODES, host_memory=1e9).ranked)
 
 
+def test_one_device_offloads_in_every_way_and_may_be_faster_with_more_of_it() -> None:
+    task = Task(model=replace(LARGE, layers=16), global_batch=64, seq_len=4096)
+    ranked = search(task, load_cluster("1x h100-sxm")).ranked
+    ways = {(each.candidate.strategy, each.candidate.offload) for each in ranked}
+    both = ("optimizer", "parameters")
+    assert ways >= {("zero1", both[:1]), ("fsdp", both[:1]), ("fsdp", both)}
+    assert all(each.candidate.offload for each in ranked if each.candidate.strategy != "ddp")
+    # Gradients are reduced, and added up on the host, once a step and not in every microbatch.
+    assert ranked[0].candidate.strategy == "zero1"
+    same = [each for each in ranked if each.candidate.strategy == "fsdp" and each.candidate.microbatch == 1]
+    alike = {each.candidate.offload: each for each in same if each.candidate.recompute == "none"}
+    assert alike[both].seconds < alike[both[:1]].seconds
+
+
+def test_what_no_published_run_has_is_outside_and_has_the_wider_range() -> None:
+    plain, moved = (price(whole("fsdp", offload=offload), NODES) for offload in ((), ("optimizer",)))
+    assert not any("offload" in reason for reason in plain.outside)
+    assert "offloaded states: no published run has them" in moved.outside
+    assert not moved.fitted
+    assert (moved.band[1] - moved.band[0]) / moved.seconds == pytest.approx(2 * COMPOSED_P90)
+    ranked = [each for each in search(TASK, NODES).ranked if each.candidate.zero_bubble]
+    assert ranked
+    assert all("a zero-bubble schedule: no published run has one" in each.prediction.outside for each in ranked)
+    host = search(Task(model=SMALL, global_batch=8, seq_len=128, compute="fp32"), load_cluster("cpu-host"))
+    assert any("paceline predict" in reason for reason in host.ranked[0].prediction.outside)
+
+
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_zero_bubbles_are_those_of_the_schedules(name: str) -> None:
     """The share of the plain schedule's bubble that is left, beside what the executor's own schedules come to."""
@@ -262,14 +299,18 @@ def test_experts_are_shared_inside_a_node() -> None:
 # What makes it fit.
 
 
-def test_the_fewest_changes_come_first_and_each_is_faster(found: Search) -> None:
+def test_changes_that_make_it_fit_come_fastest_first_and_more_of_them_are_faster(found: Search) -> None:
     asked = written()
     assert rank_one(asked, NODES).memory_bytes > found.budget
     changes = smallest_changes(asked, found, most=10)
     times = [each.ranked.seconds for each in changes if each.ranked]
     assert len(times) == len(changes) >= 2
-    assert times == sorted(times, reverse=True)
-    assert times[-1] == pytest.approx(found.ranked[0].seconds)
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(found.ranked[0].seconds)
+    decided = [sum(asked.knobs[key] != value for key, value in _knobs(each).items()) for each in changes]
+    assert decided == sorted(decided, reverse=True)
+    few = smallest_changes(asked, found, most=1)
+    assert [str(each) for each in few] == [str(changes[-1])]  # of the fewest decisions, were it the slowest
     named = smallest_changes(asked, found, named=("train.microbatch",))
     assert all("train.microbatch" in each.keys for each in named)
     assert "a step" in str(named[0])
@@ -288,6 +329,11 @@ def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> Non
     more = next(each.keys["devices"] for each in changes if "devices" in each.keys)
     assert isinstance(more, int)
     assert search(replace(TASK, global_batch=8), resized(small, more), host_memory=1e9).ranked
+
+
+def _knobs(change: Change) -> dict[str, Value]:
+    assert change.ranked is not None
+    return change.ranked.candidate.knobs
 
 
 # Scaling.

@@ -186,8 +186,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.devices > MOST_DEVICES:
             raise UsageError(
-                f"{self.name}: {self.devices:,} devices\n  a cluster has {MOST_DEVICES:,} at most: no run is known with "
-                "more\n  take fewer"
+                f"{self.name}: {self.devices:,} devices\n"
+                f"  a cluster has {MOST_DEVICES:,} at most: no run is known with more\n  take fewer"
             )
         if self.nodes < 1 or self.node.devices < 1 or (self.nodes > 1 and self.between is None):
             raise UsageError(

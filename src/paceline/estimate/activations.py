@@ -90,6 +90,7 @@ def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths)
         parameters=first.parameters + last.parameters - tied,
         saved_bytes=first.saved_bytes + last.saved_bytes,
         cast_bytes=last.cast_bytes,
+        largest_parameter=max(first.largest_parameter, last.largest_parameter),
         columns=first.columns + last.columns - (shape.width if shape.tied else 0),
     )
     return ModelFacts(
@@ -118,6 +119,7 @@ def _gpt_block(shape: GPTShape, tokens: int, widths: Widths) -> BlockFacts:
         input_bytes=tokens * width * widths.stream,
         product_bytes=tokens * widths.compute * products,
         cast_bytes=2 * matrices if widths.is_autocast else 0,
+        largest_parameter=width * max(width, shape.mlp_width),
         columns=(6 if shape.mlp == "swiglu" else 5) * width + shape.mlp_width,
         buffer_bytes=rotary,
         temporary_bytes=tokens * 3 * shape.mlp_width * widths.compute,
@@ -136,6 +138,7 @@ def _gpt_embedding(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths
     return BlockFacts(
         parameters=vocab_size * width + learned,
         saved_bytes=tokens * _INDEX_BYTES + masks,
+        largest_parameter=max(vocab_size * width, learned),
         columns=width + (width if learned else 0),
         operations=_OPERATIONS_PER_NUMBER * length * (3 if learned else 1) * width,
         split_parameters=vocab_size * width,
@@ -154,6 +157,7 @@ def _gpt_head(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths) -> 
         saved_bytes=tokens * (inputs + outputs + vocab_size * logit_bytes + _INDEX_BYTES),
         input_bytes=tokens * shape.width * widths.stream,
         cast_bytes=2 * head if widths.is_autocast else 0,
+        largest_parameter=head,
         columns=shape.width,
         # Backward begins with the gradient of the logits beside their log-probabilities.
         temporary_bytes=tokens * vocab_size * (logit_bytes + (widths.compute if widths.compute < logit_bytes else 0)),

@@ -15,6 +15,7 @@ class BlockFacts:
     input_bytes: float = 0.0  # its inputs: what is left of it where it is checkpointed whole
     product_bytes: float = 0.0  # outputs of matrix products: what selective checkpointing keeps besides
     cast_bytes: int = 0  # copies of its weights in autocast's dtype, saved for backward too
+    largest_parameter: int = 0  # numbers of its largest tensor; 0: not known
     columns: int = 0  # of its matrices, added up: what the right factors of low-rank gradients are long
     buffer_bytes: int = 0
     temporary_bytes: float = 0.0  # bytes a sample that live only while one operation runs

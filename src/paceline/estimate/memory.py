@@ -9,13 +9,16 @@ Bytes a parameter, for float32 (d = 4), and 2 for the parameters that bf16 maste
     fsdp          d/N                    d / N         k d / N
     hybrid        as fsdp in a group of N
 
-and for fsdp, as temporary: the root and two units gathered (m each), and the gradients of two units (d each).
+and as temporary for fsdp the root and two units gathered (m each), and the gradients of two units (d each); for zero1
+and zero2 two buckets of gradients, each of a tensor at least.
 
 Compression with error feedback keeps what each rank owes, of this step and of the one before: 2 d for each parameter
 that is averaged (of its slice, for hybrid), and PowerSGD of rank r the same two of its right factors: 2 d r a column.
 
-Offload moves its part to the host: ``optimizer`` masters, gradients and state; ``parameters`` the slices as well. On
-CPU ranks the host's memory is the device's, and nothing moves.
+Offload moves its part to the host: ``optimizer`` masters, gradients and state; ``parameters`` the slices as well. What
+stays is a slice in the dtype of computation (m/N) that is gathered from, beside the whole parameters of ZeRO as well,
+and the whole gradients of zero1, in the buckets that it reduces and keeps. On CPU ranks the host's memory is the
+device's, and nothing moves.
 
 Of a model that is split, all of this holds for the part of a rank (``parts.py``): P is what its stage and its share of
 each layer come to, and N the data ranks that hold the same part. Activations count once for each microbatch in flight,
@@ -162,22 +165,24 @@ def estimate_ranks(model: ModelFacts, setting: Setting) -> tuple[MemoryEstimate,
 
 def _estimate_part(part: Part, setting: Setting) -> MemoryEstimate:
     model = part.model
-    offload = setting.offload if setting.device == "cuda" else ()
+    setting = setting if setting.device == "cuda" else dataclasses.replace(setting, offload=())
     states = _States.of(model.parameters, setting)
     kept, again = _activations(model, setting)
     activations = round(part.in_flight * kept + again)
     # What is received is posted early: the next input and the next gradient.
     temporary = round(setting.microbatch * (model.temporary_bytes + 2 * part.edge_bytes)) + _in_flight(model, setting)
     host = 0
-    if "optimizer" in offload or "parameters" in offload:
-        host = states.masters + states.optimizer + states.gradients
-        keeps_slice = setting.strategy in FULLY_SHARDED and "parameters" not in offload
-        resident = states.low_precision // setting.group if keeps_slice else 0
-        states = dataclasses.replace(states, masters=resident, optimizer=0, gradients=0)
-    elif "gradients" in offload:
+    if _is_on_host(setting):
+        slice_bytes, low_slice = states.slice_bytes, -(-states.low_precision // setting.group)
+        staged = low_slice if states.low_precision != setting.itemsize * model.parameters else 0
+        host = (2 + setting.optimizer_slots) * slice_bytes + staged  # masters and gradients, and what is copied from
+        resident = 0 if "parameters" in setting.offload else low_slice
+        gradients = states.gradients if setting.strategy == "zero1" else 0
+        states = dataclasses.replace(states, masters=resident, optimizer=0, gradients=gradients)
+    elif "gradients" in setting.offload and _has_copy(setting):
         host = states.gradients
-        # They come back for the update, when the activations are gone.
-        temporary = max(temporary, states.gradients - activations)
+        # Those of the last microbatch come as the activations go, and the others are added to them.
+        temporary += max(0, states.gradients - activations)
         states = dataclasses.replace(states, gradients=0)
     return MemoryEstimate(
         parameters=states.whole + states.masters,
@@ -209,6 +214,7 @@ class _States:
     gradients: int
     optimizer: int
     low_precision: int  # all parameters in the dtype that the module computes with
+    slice_bytes: int  # a rank's share of the parameters as they were built
 
     @classmethod
     def of(cls, parameters: int, setting: Setting) -> _States:
@@ -225,6 +231,7 @@ class _States:
             gradients=full if strategy in ("ddp", "zero1") else slice_bytes,
             optimizer=setting.optimizer_slots * (full if strategy == "ddp" else slice_bytes),
             low_precision=computed,
+            slice_bytes=slice_bytes,
         )
 
 
@@ -279,10 +286,9 @@ def _compressed(model: ModelFacts, setting: Setting) -> int:
 
 def _moving(model: ModelFacts, setting: Setting) -> int:
     param_bytes, full = _param_bytes(setting), model.parameters
-    has_copy = setting.group > 1 or param_bytes != setting.itemsize
+    has_copy = _has_copy(setting)
     if setting.strategy not in FULLY_SHARDED:
-        is_alone = setting.group == 1 and setting.strategy != "ddp"
-        return 0 if is_alone else min(2 * setting.bucket_bytes, full * setting.itemsize)
+        return _buckets(model, setting) if has_copy or setting.strategy == "ddp" else 0
     if not has_copy:
         return 0
     gathered = model.root.parameters + min(1 + setting.prefetch, len(model.blocks)) * model.largest_block
@@ -292,6 +298,30 @@ def _moving(model: ModelFacts, setting: Setting) -> int:
         gathered += full // setting.reshard
     largest = max(model.largest_block, model.root.parameters)
     return min(gathered, full) * param_bytes + min(2 * largest, full) * setting.itemsize
+
+
+def _buckets(model: ModelFacts, setting: Setting) -> int:
+    """Returns two buckets of gradients. Those of ZeRO hold a tensor at least, and stage 2 sends slices to the host."""
+    whole = model.parameters * setting.itemsize
+    if setting.strategy == "ddp":
+        return min(2 * setting.bucket_bytes, whole)
+    block, root = (
+        max(setting.bucket_bytes, setting.itemsize * largest)
+        for largest in (max((b.largest_parameter for b in model.blocks), default=0), model.root.largest_parameter)
+    )
+    both = min(block + max(block, root), whole)  # the root's tensors are at the two ends
+    is_cut = setting.strategy == "zero2" and _is_on_host(setting)
+    return both + (both // setting.group if is_cut else 0)
+
+
+def _is_on_host(setting: Setting) -> bool:
+    """Whether the host holds the masters, and updates them."""
+    return "optimizer" in setting.offload or "parameters" in setting.offload
+
+
+def _has_copy(setting: Setting) -> bool:
+    """Whether parameters and what is updated are two things; where a rank that is alone has one, nothing moves."""
+    return setting.group > 1 or _param_bytes(setting) != setting.itemsize or _is_on_host(setting)
 
 
 def _param_bytes(setting: Setting) -> int:

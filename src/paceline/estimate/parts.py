@@ -91,6 +91,7 @@ def part_of(model: ModelFacts, layers: Sequence[int], *, tensor: int = 1, is_seq
         parameters=sum(facts.parameters for facts in ends) - tied,
         saved_bytes=sum(facts.saved_bytes for facts in ends) + outputs,
         cast_bytes=sum(facts.cast_bytes for facts in ends),
+        largest_parameter=max((facts.largest_parameter for facts in ends), default=0),
         columns=sum(facts.columns for facts in ends),
     )
     return ModelFacts(
@@ -163,6 +164,7 @@ def _share(layer: BlockFacts, tensor: int, is_sequence: bool) -> BlockFacts:
     return replace(
         layer,
         parameters=layer.parameters - layer.split_parameters + -(-layer.split_parameters // tensor),
+        largest_parameter=-(-layer.largest_parameter // tensor),
         saved_bytes=whole + layer.split_bytes / tensor + layer.stream_bytes / between,
         input_bytes=layer.input_bytes / between,
         product_bytes=layer.product_bytes - layer.split_products * (1 - 1 / tensor),

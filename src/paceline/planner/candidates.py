@@ -270,8 +270,9 @@ def _schedules(
 def _strategies(data: int, local: int, *, is_split: bool) -> Iterator[tuple[str, Sharding, int]]:
     """Strategy, what it shares in the terms of the prediction, and among how many. ``local``: data ranks of a node."""
     yield "ddp", "ddp", 1
-    if data == 1 and not is_split:
-        yield "fsdp", "fsdp", 1  # for what it may offload
+    if data == 1 and not is_split:  # for what they may offload
+        yield "zero1", "zero1", 1
+        yield "fsdp", "fsdp", 1
     if data > 1:
         yield "zero1", "zero1", data
         yield "zero2", "zero2", data

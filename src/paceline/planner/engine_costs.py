@@ -15,6 +15,7 @@ Memory: masters, gradients and two moments are 16 bytes a parameter here, compil
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.cluster.devices import Cluster
@@ -56,8 +57,25 @@ def price_untuned(candidate: Candidate, cluster: Cluster) -> Prediction:
 def with_tuning(found: Prediction, candidate: Candidate, cluster: Cluster) -> Prediction:
     """Returns an untuned prediction with the candidate's schedule and tuning."""
     memory = candidate_footprint(candidate)
-    is_small = memory.total <= cluster.device.memory_bytes
-    return replace(found, step=tuned_step(found.step, candidate, cluster), memory=memory, fits=is_small)
+    outside = (*found.outside, *_never_published(candidate, cluster))
+    return replace(
+        found,
+        step=tuned_step(found.step, candidate, cluster),
+        memory=memory,
+        fits=memory.total <= cluster.device.memory_bytes,
+        fitted=found.fitted and not outside,
+        outside=outside,
+    )
+
+
+def _never_published(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
+    """What no run is like that constants were fitted on, whatever its sizes."""
+    if candidate.offload:
+        yield "offloaded states: no published run has them"
+    if candidate.zero_bubble:
+        yield "a zero-bubble schedule: no published run has one"
+    if cluster.device.is_cpu:
+        yield "processors are priced by the formulas of GPUs: paceline predict goes by operators, as they were measured"
 
 
 def engine_footprint(workload: Workload) -> Footprint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from paceline.cluster.devices import Cluster
@@ -115,19 +116,11 @@ def _global_batch(config: Config, devices: int) -> int:
 
 def candidate_of(config: Config, task: Task, cluster: Cluster) -> Candidate | None:
     """Returns what the config itself asks for on this cluster; None where it leaves that open, or cannot be."""
-    parallel, train, memory = config.parallel, config.train, config.memory
-    is_open = "auto" in (parallel.strategy, parallel.sharding_strategy, train.microbatch)
-    is_priced = parallel.schedule != "gpipe" and not parallel.schedule_file
-    if is_open or not is_priced or memory.checkpoint_activations not in RECOMPUTES:
+    if why_no_candidate(config, cluster):
         return None
+    parallel, memory = config.parallel, config.memory
     devices, tensor = cluster.devices, parallel.tensor
-    try:
-        batch = config_batch(config, devices)
-        problems = check_ranks(config, devices, cluster.node.devices)
-    except ConfigError:
-        return None
-    if problems:
-        return None
+    batch = config_batch(config, devices)
     strategy = "fsdp" if parallel.strategy == "zero3" else parallel.strategy
     group = shard_group(parallel, devices, cluster.node.devices)
     layout = Layout(
@@ -151,6 +144,30 @@ def candidate_of(config: Config, task: Task, cluster: Cluster) -> Candidate | No
     )
 
 
+def why_no_candidate(config: Config, cluster: Cluster) -> str:
+    """Returns why a config, as it is written, is no candidate on this cluster; nothing where it is one."""
+    parallel = config.parallel
+    written = {
+        "parallel.strategy": parallel.strategy,
+        "parallel.sharding_strategy": parallel.sharding_strategy,
+        "train.microbatch": config.train.microbatch,
+    }
+    is_open = [key for key, value in written.items() if value == "auto"]
+    if is_open:
+        return f"{' and '.join(is_open)} = auto: the first plan decides that"
+    if parallel.schedule_file or (parallel.schedule == "gpipe" and parallel.pipeline > 1):
+        return "its schedule has no formula: paceline predict prices it"
+    kept = config.memory.checkpoint_activations
+    if kept not in RECOMPUTES:
+        return f"memory.checkpoint_activations = {kept} has no formula: paceline predict prices it"
+    try:
+        config_batch(config, cluster.devices)
+        problems = check_ranks(config, cluster.devices, cluster.node.devices)
+    except ConfigError as error:
+        problems = error.problems
+    return "; ".join(f"{problem.what}: {problem.rule}" for problem in problems)
+
+
 def _zero_bubble(config: Config) -> ZeroBubble:
     parallel = config.parallel
     if parallel.pipeline == 1 or parallel.schedule not in ("zb-h1", "zb-v"):
@@ -165,8 +182,15 @@ def _tuning(config: Config) -> Tuning:
     return Tuning(
         bucket_mb=None if is_usual or is_fully else float(bucket_mb),
         reshard=config.parallel.reshard_after_forward is not False or not is_fully,
-        offload=() if config.parallel.device == "cpu" else tuple(config.memory.offload),
+        offload=() if config.parallel.device == "cpu" else _offload(config.memory.offload),
     )
+
+
+def _offload(asked: Collection[str]) -> tuple[str, ...]:
+    """In the words of candidates: parameters bring the optimizer with them, and the optimizer the gradients."""
+    if not {"optimizer", "parameters"} & set(asked):
+        return tuple(asked)
+    return ("optimizer", "parameters") if "parameters" in asked else ("optimizer",)
 
 
 def planned_values(config: Config, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:

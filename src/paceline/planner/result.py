@@ -17,7 +17,7 @@ from typing import Any
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
 from paceline.planner.candidates import Candidate
-from paceline.planner.from_config import candidate_of, planned_values, planned_yaml
+from paceline.planner.from_config import candidate_of, planned_values, planned_yaml, why_no_candidate
 from paceline.planner.request import Request, Way
 from paceline.planner.scaling import ScalingRow, scaling_rows
 from paceline.planner.search import (
@@ -49,12 +49,14 @@ class Cost:
 class PlanResult:
     """What was found. ``as_written``: what the config itself asks for, and ``changes`` what would make that fit.
 
+    ``not_judged``: why the config itself is not judged, where ``as_written`` is None.
     ``scaling``: the best plan for each number of devices, by ``strong`` and ``weak``; empty where none were named.
     """
 
     request: Request
     found: Search
     as_written: Ranked | None = None
+    not_judged: str = ""
     changes: tuple[Change, ...] = ()
     scaling: dict[str, tuple[ScalingRow, ...]] = field(default_factory=dict)
     price: float | None = None
@@ -72,6 +74,20 @@ class PlanResult:
     @property
     def as_written_fits(self) -> bool:
         return self.as_written is not None and _fits(self.as_written, self.found)
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What was assumed of the model, and of a device that has no units for what it is to compute in."""
+        device, kinds = self.request.cluster.device, {each.task.compute for each in self.request.ways}
+        missing = sorted(kinds - {*device.peak_flops, "tf32"})  # without tf32 it is fp32, as on every device
+        return (
+            *self.request.assumed,
+            *(
+                f"{device.name} has no units for {each}, and emulates it, at {device.peak(each) / 1e12:.4g} TFLOP/s at "
+                f"best: its units are for {' and '.join(device.peak_flops)}"
+                for each in missing
+            ),
+        )
 
     def explanations(self, top: int = 5) -> list[str]:
         """Returns a sentence on the first plan, and one on what each of the next loses against it."""
@@ -150,11 +166,12 @@ def plan_for(
         )
     found = _search(request, order)
     result = PlanResult(request=request, found=found, price=price)
-    as_written, changes = _judge(request, found)
+    as_written, not_judged, changes = _judge(request, found)
     return PlanResult(
         request=request,
         found=found,
         as_written=as_written,
+        not_judged=not_judged,
         changes=tuple(changes),
         scaling=_tables(request, result, gpus, order) if gpus else {},
         price=price,
@@ -208,19 +225,23 @@ def _allows(config: Config) -> Callable[[Candidate], bool]:
     return lambda each: each.layout.pipeline * each.layout.tensor == 1 and each.strategy in ("ddp", "hybrid")
 
 
-def _judge(request: Request, found: Search) -> tuple[Ranked | None, list[Change]]:
+def _judge(request: Request, found: Search) -> tuple[Ranked | None, str, list[Change]]:
+    """Judges the config as it is written, or says why it is not; and what would make it fit, or anything."""
     task, way = request.task, request.ways[0]
     if not found.ranked:
-        return None, room_makers(found, lambda each: way.need if each.seq_len == task.seq_len else None)
-    if request.no_config or task.precision:
-        return None, []
+        changes = room_makers(found, lambda each: way.need if each.seq_len == task.seq_len else None)
+        return None, "nothing fits", changes
+    if request.no_config:
+        return None, f"no config has this model: {request.no_config}", []
+    if task.precision:
+        return None, "its precision is not the one that is asked for", []
     candidate = candidate_of(request.config, task, request.cluster)
     if candidate is None:
-        return None, []
+        return None, why_no_candidate(request.config, request.cluster), []
     ranked = rank_one(candidate, request.cluster, way.need)
     if _fits(ranked, found):
-        return ranked, []
-    return ranked, smallest_changes(candidate, found, named=_named(request.config))
+        return ranked, "", []
+    return ranked, "", smallest_changes(candidate, found, named=_named(request.config))
 
 
 def _fits(ranked: Ranked, found: Search) -> bool:

@@ -23,7 +23,7 @@ def result_json(result: PlanResult, top: int) -> dict[str, Any]:
         "device": request.cluster.device.name,
         "global_batch": task.global_batch,
         "tokens_per_sample": task.seq_len,
-        "assumed": list(request.assumed),
+        "assumed": list(result.assumed),
         "order": found.order,
         "price_per_device_hour": result.price,
         "looked_at": found.looked_at,
@@ -36,6 +36,7 @@ def result_json(result: PlanResult, top: int) -> dict[str, Any]:
         "as_written": None
         if result.as_written is None
         else {**ranked_json(result, result.as_written), "fits": result.as_written_fits},
+        "as_written_not_judged": result.not_judged or None,
         "changes_that_fit": [
             {"keys": each.keys, "step_s": None if each.ranked is None else each.ranked.seconds}
             for each in result.changes
@@ -66,16 +67,27 @@ def ranked_json(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
         "host_bytes": ranked.host_bytes,
         "memory_by_category": _categories(result, ranked),
         "memory_by_formula": asdict(ranked.prediction.memory),
+        "memory_by_estimate": _estimate(result, ranked),
         "cost": asdict(result.cost_of(ranked)),
     }
 
 
 def _categories(result: PlanResult, ranked: Ranked) -> dict[str, float]:
-    """By the estimate that the engines are checked against; by the formulas for a model that it does not know."""
+    """Of what ``memory_bytes`` is: of the estimate that the engines are checked against, or of the formulas.
+
+    The larger of the two decides what fits.
+    """
+    found = _estimate(result, ranked)
+    is_larger = found is not None and sum(found.values()) >= ranked.memory_bytes * (1 - 1e-9)
+    return found if found is not None and is_larger else {**asdict(ranked.prediction.memory), "buffers": 0.0}
+
+
+def _estimate(result: PlanResult, ranked: Ranked) -> dict[str, float] | None:
+    """By the estimate; None for a model that it does not know."""
     need = result.way_of(ranked.candidate).need
     found = None if need is None else need.estimate(ranked.candidate)
     if found is None:
-        return {**asdict(ranked.prediction.memory), "buffers": 0.0}
+        return None
     return {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
 
 

@@ -30,7 +30,7 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
         f"{task.framework}"
     )
     yield f"{cluster.name}: {cluster.devices} x {cluster.device.name}, {_gib(cluster.device.memory_bytes)} each"
-    yield from (f"assumed: {line}" for line in request.assumed)
+    yield from (f"assumed: {line}" for line in result.assumed)
     if result.winner is None:
         yield from _nothing(result)
     else:
@@ -66,6 +66,7 @@ def _nothing(result: PlanResult) -> Iterator[str]:
 def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
     ranked, found = result.as_written, result.found
     if ranked is None:
+        yield f"as written: not judged, as {result.not_judged}"
         return
     if result.as_written_fits:
         slower = ranked.seconds / winner.seconds

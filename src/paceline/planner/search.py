@@ -2,8 +2,8 @@
 
 Memory comes before time: a footprint is a few additions, a prediction about a millisecond. Computing again never makes
 a step faster, and neither does the host's memory, so that of a candidate only the least recomputation that fits is
-timed, without offload and with each kind of it that lets less be computed again. Buckets and what stays gathered are
-other than usual where they gain half a per cent at least.
+timed, without offload and with each kind of it that lets less be computed again; on one rank alone, with all kinds.
+Buckets and what stays gathered are other than usual where they gain half a per cent at least.
 
 A candidate fits where it needs no more than 90 % of the device by the formulas of ``footprint.py`` and, where the
 model is one that this package builds, by the estimate that its engines are checked against (``estimate/``). What the
@@ -46,7 +46,7 @@ _PARTS = {
     "bubble": "pipeline bubble",
     "exposed": "communication that nothing hides",
     "contention": "computing slowed by communication",
-    "slowest": "waiting for the slowest device",
+    "slowest": "waiting for the slowest rank",
     "optimizer": "the optimizer",
 }
 
@@ -239,7 +239,10 @@ class Fitter:
         return budget_of(self.cluster)
 
     def fitting(self, candidate: Candidate) -> Forms:
-        """Returns the forms that fit. Offload is looked at as long as it lets less be computed again."""
+        """Returns the forms that fit. Offload is looked at as long as it lets less be computed again.
+
+        On one rank alone all kinds are: there parameters that come from the host come ahead, and may be faster.
+        """
         found, smallest, lacks_host = list[tuple[Candidate, float]](), (candidate, float("inf")), False
         for offload in _offloads(candidate, self.cluster):
             moved = tuned(candidate, offload=offload) if offload else candidate
@@ -254,7 +257,7 @@ class Fitter:
                     smallest = (each, num_bytes)
                 if num_bytes <= self.budget:
                     found.append((each, num_bytes))
-                    if recompute == "none" and not self.every:
+                    if recompute == "none" and not self.every and not (offload and candidate.shard == 1):
                         return Forms(found, smallest, lacks_host)
                     if not self.every:
                         break
@@ -276,7 +279,7 @@ class Fitter:
 def _offloads(candidate: Candidate, cluster: Cluster) -> Iterator[tuple[str, ...]]:
     """What may live on the host: shards of models that are whole, beside a device that has memory of its own."""
     layout = candidate.layout
-    is_alone = candidate.strategy in FULLY_SHARDED and candidate.shard == 1
+    is_alone = candidate.strategy != "ddp" and candidate.shard == 1
     if not is_alone:  # with nobody to share with, shards gain nothing but this
         yield ()
     if layout.pipeline * layout.tensor * layout.expert > 1 or candidate.strategy == "ddp" or cluster.device.is_cpu:
@@ -353,16 +356,19 @@ def explain_winner(found: Search) -> str:
     return f"{winner.candidate} is the {first} of {found.num_fit} that fit: {told}"
 
 
-def _parts_of(candidate: Candidate) -> dict[str, str]:
-    """Parts in words: without a pipeline, what ranks wait for is the slowest of them."""
-    return _PARTS if candidate.layout.pipeline > 1 else _PARTS | {"bubble": "waiting for the slowest rank"}
+def _parts_of(*candidates: Candidate) -> dict[str, str]:
+    """Parts in words: with offload the host works."""
+    words = dict(_PARTS)
+    if any("optimizer" in each.offload for each in candidates):
+        words["optimizer"] = "the optimizer and sums of gradients on the host"
+    return words
 
 
 def explain_against(winner: Ranked, other: Ranked) -> str:
     """Returns a sentence on what another one loses, and gains, against the winner."""
     slower = other.seconds / winner.seconds - 1
     ours, theirs = winner.prediction.step, other.prediction.step
-    names = _parts_of(other.candidate if other.candidate.layout.pipeline > 1 else winner.candidate)
+    names = _parts_of(winner.candidate, other.candidate)
     gaps = {words: getattr(theirs, name) - getattr(ours, name) for name, words in names.items()}
     worst, best = max(gaps, key=lambda each: gaps[each]), min(gaps, key=lambda each: gaps[each])
     told = f"takes {abs(slower):.1%} {'longer' if slower > 0 else 'less'}" if abs(slower) >= 0.0005 else "takes as long"
@@ -400,8 +406,9 @@ def _written(value: Value) -> str:
 
 
 def smallest_changes(asked: Candidate, found: Search, *, most: int = 3, named: Collection[str] = ()) -> list[Change]:
-    """Returns the fewest decisions that make a candidate fit: for each number of them the fastest way, few first.
+    """Returns the fewest decisions that make a candidate fit, the fastest first.
 
+    For each number of decisions that is the fastest way; more of them are named only where they are faster.
     ``named``: keys that a change names whether it decides them or not: those that the config derives from others and
     would derive anew, and those that it gives although they follow (``train.accumulate``, ``parallel.data``).
     """
@@ -416,10 +423,10 @@ def smallest_changes(asked: Candidate, found: Search, *, most: int = 3, named: C
             keys |= {key: value for key, value in (candidate.settings | follows).items() if key in named}
             best[number] = Change(keys=keys, ranked=ranked)
     changes = [best[number] for number in sorted(best)]
-    # More of them are worth it only where they are faster.
-    return [
+    worth_it = [
         each for place, each in enumerate(changes) if all(_time(each) < _time(before) for before in changes[:place])
-    ][:most]
+    ]
+    return sorted(worth_it[:most], key=_time)
 
 
 def _time(change: Change) -> float:

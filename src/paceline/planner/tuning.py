@@ -6,12 +6,9 @@ seconds:
     buckets       n = bytes / bucket of them, each c seconds on the link, each ready b/n after the one before:
                   exposed = c where the link keeps up (c <= b/n), else n c - b (n-1)/n
     gathered      backward gathers nothing: one all-gather of 2 p bytes less in each microbatch
-    offload       4 p/S bytes to the host for each reduction, 2 p/S back (with parameters: twice a microbatch), on the
-                  bus; the update reads 16 p/S bytes there and writes 12, which nothing hides
+    offload       copies over the bus, and what the host does itself, where they hold the device up: offload.py
     zero bubble   the bubble is (F + B - W) / (F + B + W) of 1f1b's for zb-h1, and of that of two chunks for zb-v, for a
                   forward F and a backward of inputs B and weights W (``parallel/schedules.py``)
-
-Copies to and from the host hide behind what compute other communication has left.
 """
 
 from __future__ import annotations
@@ -21,22 +18,24 @@ from dataclasses import replace
 
 from paceline.cluster.devices import Cluster, link_named
 from paceline.cluster.nccl import Collective, collective_seconds, group_of
+from paceline.config.sharding import FULLY_SHARDED
 from paceline.planner.block import CALL_S
 from paceline.planner.candidates import Candidate
 from paceline.planner.constants import Constants, constants_for, fitted_constants
 from paceline.planner.footprint import Footprint
+from paceline.planner.offload import Offloaded, Piece
 from paceline.planner.step import StepSeconds, stage_layers
 from paceline.planner.workload import ModelShape, Recompute, Workload
 from paceline.units import MIB
 
 DEFAULT_BUCKET_MB = 25
 BUCKETS_MB = (100, 400)
+_MOST_PIECES = 32  # of a transformer, where a walk goes through them
 PIECES = 8  # of a model known by its samples: what is gathered, and reduced, together
 # Of the host, for one rank and for all of a node. One rank: a fused AdamW of 3.4 billion parameters beside an H200, 16
 # cores (bench/results/memory-h200.json). A node: [assumed] 0.78 of two sockets with eight channels of DDR5-4800 each.
 _RANK_HOST_BYTES_PER_S = 120e9
 _NODE_HOST_BYTES_PER_S = 480e9
-_UPDATE_BYTES = 28
 # The bus of a device that has another link to its neighbours, by generation: [assumed] the newest of its time.
 _BUSES = {"volta": "pcie3-x16", "turing": "pcie3-x16", "hopper": "pcie5-x16", "blackwell": "pcie5-x16"}
 _OTHER_BUS = "pcie4-x16"
@@ -53,21 +52,30 @@ def tuned_step(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> Ste
         step = _bucketed(step, candidate, cluster, tuning.bucket_mb or DEFAULT_BUCKET_MB)
     if not tuning.reshard:
         step = _gathered_once(step, candidate, cluster)
-    return _offloaded(step, candidate, cluster) if tuning.offload else step
+    return _offloaded(step, candidate, cluster) if _offload_of(candidate) else step
 
 
 def tuned_footprint(found: Footprint, candidate: Candidate) -> Footprint:
-    """Returns what a rank's device holds: states that are offloaded are on the host."""
-    offload, workload = candidate.offload, candidate.workload
+    """Returns what a rank's device holds: states that are offloaded are on the host.
+
+    A slice to gather from stays, and in the buckets of zero1 the whole gradients.
+    """
+    offload, workload = _offload_of(candidate), candidate.workload
     if not candidate.tuning.reshard:
         found = replace(found, temporary=found.temporary + 2 * part_params(workload))
     if not offload:
         return found
-    slice_bytes = 2 * part_params(workload) / workload.layout.shards
-    parameters = found.parameters if candidate.strategy in ("zero1", "zero2") else slice_bytes
-    if "optimizer" not in offload:
-        return replace(found, gradients=0.0)
-    return replace(found, parameters=0.0 if "parameters" in offload else parameters, gradients=0.0, optimizer=0.0)
+    if "optimizer" not in offload:  # gradients alone: those of the last microbatch come as its activations go
+        temporary = found.temporary + max(0.0, found.gradients - found.activations)
+        return replace(found, gradients=0.0, temporary=temporary)
+    whole = (4 if _is_wide(workload) else 2) * part_params(workload)
+    resident = 0.0 if "parameters" in offload else whole / workload.layout.shards
+    return replace(
+        found,
+        parameters=resident if candidate.strategy in FULLY_SHARDED else whole + resident,
+        gradients=found.gradients if candidate.strategy == "zero1" else 0.0,
+        optimizer=0.0,
+    )
 
 
 def zero_bubble_share(recompute: Recompute) -> float:
@@ -121,7 +129,11 @@ def _in_pieces(step: StepSeconds, candidate: Candidate, cluster: Cluster, number
 
 def _gradient_bytes(workload: Workload) -> int:
     is_sample = not isinstance(workload.model, ModelShape)
-    return 4 if is_sample or workload.run.compute in ("fp32", "tf32") else 2
+    return 4 if is_sample or _is_wide(workload) else 2
+
+
+def _is_wide(workload: Workload) -> bool:
+    return workload.run.compute in ("fp32", "tf32")
 
 
 def _gathered_once(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> StepSeconds:
@@ -137,21 +149,48 @@ def _gathered_once(step: StepSeconds, candidate: Candidate, cluster: Cluster) ->
     return _moved(step, candidate, cluster, exposed, hidden)
 
 
+def _offload_of(candidate: Candidate) -> tuple[str, ...]:
+    """What moves: gradients alone stay on one rank that keeps no masters, where they are those of the parameters."""
+    is_plain = candidate.shard == 1 and _is_wide(candidate.workload) and "optimizer" not in candidate.offload
+    return () if is_plain else candidate.offload
+
+
 def _offloaded(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> StepSeconds:
-    workload, offload = candidate.workload, candidate.offload
-    params = part_params(workload) / candidate.shard
-    bus, count = bus_bytes_per_s(cluster), workload.microbatches
-    reductions = 1 if candidate.strategy == "zero1" else count
-    fetched = 2 * count if "parameters" in offload else 1
-    width = 4 if workload.run.compute in ("fp32", "tf32") else 2
-    if "optimizer" not in offload:  # gradients alone: out for all but the last microbatch, and back
-        copied, update = 4 * params * count, step.optimizer
-    else:
-        copied = 4 * params * reductions + width * params * fetched
-        update = _UPDATE_BYTES * params / host_bytes_per_s(cluster)
-    seconds = copied / bus
-    hidden = min(seconds, max(0.0, step.compute - step.hidden))
-    return replace(step, exposed=step.exposed + seconds - hidden, hidden=step.hidden + hidden, optimizer=update)
+    """What the host works is told as the optimizer's part, which is all its doing."""
+    found = _walked(step, candidate, cluster)
+    copies, work = found.added()
+    optimizer = work if "optimizer" in candidate.offload else step.optimizer + work
+    return replace(step, exposed=step.exposed + copies, optimizer=optimizer)
+
+
+def _walked(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> Offloaded:
+    """Returns a step in pieces: its blocks and, under full sharding, the ends, or eighths of a model."""
+    workload, model, ranks = candidate.workload, candidate.workload.model, candidate.shard
+    is_wide = _is_wide(workload)
+    count = min(model.layers, _MOST_PIECES) if isinstance(model, ModelShape) else PIECES
+    params = part_params(workload)
+    ends = model.end_params if isinstance(model, ModelShape) else 0.0
+    busy = (step.compute + step.launch_wait) / workload.microbatches / count
+    forward = busy / (3 + _AGAIN[candidate.recompute])
+
+    def piece(share: float, seconds: float) -> Piece:
+        kinds: tuple[tuple[Collective, int], ...] = (("all_gather", 4 if is_wide else 2), ("reduce_scatter", 4))
+        gather, reduce = (collective_of(kind, width * share, workload, cluster, ranks) for kind, width in kinds)
+        backward = seconds * (busy / forward - 1)
+        return Piece(params=share / ranks, forward=seconds, backward=backward, gather=gather, reduce=reduce)
+
+    is_fully = candidate.strategy in FULLY_SHARDED
+    each = piece((params - ends if is_fully else params) / count, forward)
+    return Offloaded(
+        strategy=candidate.strategy,
+        offload=candidate.offload,
+        pieces=(*((piece(ends, 0.0),) if is_fully else ()), *[each] * count),
+        microbatches=round(workload.microbatches),
+        ranks=ranks,
+        width=4 if is_wide else 2,
+        bus=bus_bytes_per_s(cluster),
+        host=host_bytes_per_s(cluster),
+    )
 
 
 def bus_bytes_per_s(cluster: Cluster) -> float:

@@ -1,0 +1,227 @@
+"""What offload adds to a step: a walk through it in the order in which the engines issue things.
+
+For a rank's slice of p parameters, of w bytes each on the device and 4 on the host:
+
+    before a gather     the host casts the slice (4 + w bytes, where w < 4), and w bytes cross the bus: what is computed
+                        waits for them. Fully sharded, in every gather once there are gradients; in the first microbatch
+                        in forward alone. Whole parameters come once a step.
+    parameters too      nothing stays between gathers: w bytes in each of them; one rank alone is a unit ahead
+    behind a reduction  4 bytes to the host, beside what is computed; from the second microbatch on the host waits for
+                        them and adds them up (12 bytes), and launches nothing meanwhile. zero1 reduces once a step.
+    gradients alone     the same for all microbatches but the last, in which 4 bytes come back
+    hybrid              4 bytes of the sums go to the device and back, once a step
+    the update          the norm reads 4 bytes, Adam reads 16 and writes 12, on the host, which nothing hides
+
+A step is walked through with and without offload, and what it takes longer is what offload costs. Of many microbatches
+four are walked: the third is like all others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from paceline.config.sharding import FULLY_SHARDED
+
+_WIDE, _SUM, _UPDATE = 4, 12, 32  # bytes a parameter: gradients and masters, adding up, the norm and the update
+_WALKED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What is gathered, computed and reduced together: seconds, and the parameters of a rank's slice of it."""
+
+    params: float
+    forward: float
+    backward: float
+    gather: float
+    reduce: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloaded:
+    """A step of pieces, in the order of forward; under full sharding the first is the ends, which stay gathered."""
+
+    strategy: str
+    offload: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    microbatches: int
+    ranks: int  # that share the states
+    width: int  # of a parameter on the device
+    bus: float
+    host: float
+
+    @property
+    def params(self) -> float:
+        return sum(piece.params for piece in self.pieces)
+
+    @property
+    def update(self) -> float:
+        """Seconds of the norm and the update, where the host does them."""
+        return _UPDATE * self.params / self.host if "optimizer" in self.offload else 0.0
+
+    def added(self) -> tuple[float, float]:
+        """Returns the seconds that copies over the bus add to a step, and those that the host's work adds."""
+        usual = _walk(replace(self, offload=()))
+        copied = _walk(replace(self, host=float("inf")))
+        return max(0.0, copied - usual), max(0.0, _walk(self) - copied) + self.update
+
+
+@dataclass(slots=True)
+class _Clock:
+    """A rank: its host, its compute stream and its lanes, each with the moment up to which it is busy."""
+
+    host: float = 0.0
+    compute: float = 0.0
+    lanes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def now(self) -> float:
+        return max(self.host, self.compute)
+
+    def run(self, seconds: float) -> None:
+        """Computes on the device."""
+        self.compute = self.now + seconds
+
+    def issue(self, lane: str, seconds: float) -> float:
+        """Starts something on a lane, from where the device has come to; returns its end."""
+        self.lanes[lane] = max(self.now, self.lanes.get(lane, 0.0)) + seconds
+        return self.lanes[lane]
+
+    def wait(self, end: float) -> None:
+        """Lets the device wait."""
+        self.compute = max(self.compute, end)
+
+    def work(self, seconds: float, after: Iterable[float] = ()) -> None:
+        """Lets the host work, once what it waits for is there."""
+        self.host = max(self.host, *after, 0.0) + seconds
+
+
+def _walk(step: Offloaded) -> float:
+    """Returns the seconds of all microbatches, up to the update."""
+    walker = _Walker(step)
+    walked = min(step.microbatches, _WALKED)
+    ends = [walker.microbatch(number, is_last=number == walked - 1) for number in range(walked)]
+    middle = ends[2] - ends[1] if walked == _WALKED else 0.0
+    return ends[-1] + (step.microbatches - walked) * middle
+
+
+class _Walker:
+    """One rank on its way through a step."""
+
+    def __init__(self, step: Offloaded) -> None:
+        self._step = step
+        self._clock = _Clock()
+        self._is_fully = step.strategy in FULLY_SHARDED
+        self._is_hosted = "optimizer" in step.offload or "parameters" in step.offload
+        self._leaving: deque[float] = deque()  # ends of copies to the host, in the order in which pieces land
+
+    def microbatch(self, number: int, *, is_last: bool) -> float:
+        """Goes through a microbatch; returns when it is done."""
+        clock = self._clock
+        if self._is_fully:
+            self._forward_of_units()
+            self._backward_of_units(number, is_last=is_last)
+        else:
+            self._forward(number)
+            self._backward(number, is_last=is_last)
+        if is_last:
+            if self._step.strategy == "hybrid" and self._is_hosted:
+                self._send_sums()
+            clock.work(0.0, self._leaving)
+        return clock.now
+
+    # Whole parameters.
+
+    def _forward(self, number: int) -> None:
+        pieces = self._step.pieces
+        ends = [self._fetch(piece, has_changed=True) for piece in pieces] if number == 0 else [0.0] * len(pieces)
+        for piece, end in zip(pieces, ends, strict=True):
+            self._clock.wait(end)
+            self._clock.run(piece.forward)
+
+    def _backward(self, number: int, *, is_last: bool) -> None:
+        clock, is_each = self._clock, self._step.strategy == "zero2"
+        ends: list[tuple[Piece, float]] = []
+        landed = 0
+        for piece in reversed(self._step.pieces):
+            clock.run(piece.backward)
+            if is_each or is_last:
+                if is_each and len(ends) > 1:  # two buckets at most are on their way
+                    self._land(*ends[landed], number, is_last=is_last)
+                    landed += 1
+                ends.append((piece, clock.issue("link", piece.reduce)))
+        for piece, end in ends[landed:]:
+            self._land(piece, end, number if is_each else 0, is_last=is_last)
+
+    # Full sharding: a unit is gathered one ahead of its use, and lands behind the next one's backward.
+
+    def _forward_of_units(self) -> None:
+        clock, units = self._clock, self._step.pieces
+        here, ahead = (self._fetch(unit, has_changed=True) for unit in units[:2])
+        clock.wait(here)
+        clock.run(units[0].forward)
+        for place, unit in enumerate(units[1:], 1):
+            here = ahead
+            if place + 1 < len(units):
+                ahead = self._fetch(units[place + 1], has_changed=True)
+            clock.wait(here)
+            clock.run(unit.forward)
+
+    def _backward_of_units(self, number: int, *, is_last: bool) -> None:
+        clock, root, units = self._clock, self._step.pieces[0], self._step.pieces[1:]
+        ahead, behind = 0.0, None
+        for place in reversed(range(len(units))):
+            here = ahead
+            if place:
+                ahead = self._fetch(units[place - 1], has_changed=number > 0)
+            clock.wait(here)
+            clock.run(units[place].backward)
+            if behind is not None:
+                self._land(*behind, number, is_last=is_last)
+            behind = (units[place], clock.issue("link", units[place].reduce))
+        clock.run(root.backward)
+        assert behind is not None
+        self._land(*behind, number, is_last=is_last)
+        self._land(root, clock.issue("link", root.reduce), number, is_last=is_last)
+
+    # Copies.
+
+    def _fetch(self, piece: Piece, *, has_changed: bool) -> float:
+        """Brings a slice to the device, where it is not there, and gathers; returns when the piece is there."""
+        step, clock = self._step, self._clock
+        is_moved = "parameters" in step.offload
+        if self._is_hosted and has_changed and step.width < _WIDE:
+            clock.work((_WIDE + step.width) * piece.params / step.host)
+        if self._is_hosted and (has_changed or is_moved):
+            end = clock.issue("to_device", step.width * piece.params / step.bus)
+            if is_moved and step.ranks == 1:
+                return end
+            clock.wait(end)
+        return clock.issue("link", piece.gather)
+
+    def _land(self, piece: Piece, end: float, number: int, *, is_last: bool) -> None:
+        """Waits for a slice of gradients, and sends it to where it is added up."""
+        step, clock = self._step, self._clock
+        clock.wait(end)
+        if not step.offload:
+            return
+        seconds = _WIDE * piece.params / step.bus
+        before = (self._leaving.popleft(),) if number and self._leaving else ()
+        if not self._is_hosted and is_last:
+            if number:
+                clock.work(0.0, before)
+                clock.wait(clock.issue("to_device", seconds))
+            return
+        copied = clock.issue("to_host", seconds)
+        if number:
+            clock.work(_SUM * piece.params / step.host, (*before, copied))
+        else:
+            self._leaving.append(copied)
+
+    def _send_sums(self) -> None:
+        clock, seconds = self._clock, _WIDE * self._step.params / self._step.bus
+        clock.work(0.0, self._leaving)
+        clock.wait(clock.issue("to_device", seconds))
+        clock.work(0.0, (clock.issue("to_host", seconds),))
