@@ -108,6 +108,23 @@ def test_a_client_that_is_ended_takes_the_rank_and_its_children_along(
     wait_until_gone([*map(int, pids.split())])
 
 
+def test_a_rank_that_was_dead_before_its_client_was_ended_has_ended_by_itself(client: Client, tmp_path: Path) -> None:
+    process = client("wait")
+    rank, child = map(int, wait_for(tmp_path / "pids").split())
+    server = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(server, signal.SIGSTOP)  # so that it learns of both at once
+    try:
+        os.kill(rank, signal.SIGKILL)
+        process.send_signal(signal.SIGTERM)
+        while "SigPnd:\t0000000000000000" not in Path(f"/proc/{process.pid}/status").read_text():
+            time.sleep(0.01)
+        time.sleep(0.2)  # until it has asked for the rank's end
+    finally:
+        os.kill(server, signal.SIGCONT)
+    assert process.wait(240) == -signal.SIGKILL
+    wait_until_gone([rank, child])
+
+
 def test_the_end_of_the_launcher_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deeds.py").write_text(RANK)
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ import sys
 from types import FrameType
 
 _LENGTH = struct.Struct("!I")
-_STATUS = struct.Struct("!i")
+_STATUS = struct.Struct("!i?")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -46,9 +46,11 @@ def main() -> None:
             signal.signal(number, end)
         for number in _HANDED_ON:
             signal.signal(number, lambda number, _: _tell(link, number))
-        status = _receive_status(link)
-    if status < 0 or ended_by:
-        _end_by(ended_by or -status)
+        status, was_asked = _receive_status(link)
+    if ended_by and was_asked:
+        _end_by(ended_by)
+    if status < 0:
+        _end_by(-status)  # also where a signal came later: the rank was dead by then, and that is what counts
     os._exit(status)
 
 
@@ -57,15 +59,16 @@ def _tell(link: socket.socket, number: int) -> None:
         link.sendall(bytes([number]))
 
 
-def _receive_status(link: socket.socket) -> int:
+def _receive_status(link: socket.socket) -> tuple[int, bool]:
+    """Returns how the rank ended, and whether it was ended from here."""
     content = b""
     while len(content) < _STATUS.size:
         piece = link.recv(_STATUS.size - len(content))
         if not piece:
-            return 1  # the server is gone, and its ranks go with it
+            return 1, True  # the server is gone, and its ranks go with it
         content += piece
-    status: int = _STATUS.unpack(content)[0]
-    return status
+    status, was_asked = _STATUS.unpack(content)
+    return status, was_asked
 
 
 def _end_by(number: int) -> None:

@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 _LENGTH = struct.Struct("!I")
-_STATUS = struct.Struct("!i")
+_STATUS = struct.Struct("!i?")  # how a rank ended, and whether that was asked for
 PARENT = "PACELINE_PARENT"
 
 
@@ -39,6 +39,7 @@ class WarmServer:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._clients: dict[int, socket.socket] = {}
+        self._ended: set[int] = set()  # by their clients
         self._wakeup, wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         wakeup.setblocking(False)
@@ -113,6 +114,9 @@ class WarmServer:
         if not numbers:
             self._selector.unregister(client)
             self._clients.pop(pid).close()
+        if not numbers or signal.SIGKILL in numbers:
+            self._reap()  # whoever is dead by now was not ended by this
+            self._ended.update({pid} & self._clients.keys())
         for number in numbers or bytes([signal.SIGKILL]):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
@@ -129,7 +133,8 @@ class WarmServer:
             if client is not None:
                 self._selector.unregister(client)
                 with contextlib.suppress(OSError), client:
-                    client.sendall(_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                    client.sendall(_STATUS.pack(os.waitstatus_to_exitcode(status), pid in self._ended))
+            self._ended.discard(pid)
 
     def _end_all(self) -> None:
         signal.set_wakeup_fd(-1)
