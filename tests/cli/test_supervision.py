@@ -66,6 +66,6 @@ def test_the_policy_is_what_the_config_says(project: Path) -> None:
 def test_the_threads_of_a_rank_are_known_before_torch_is_loaded(
     monkeypatch: pytest.MonkeyPatch, changes: list[str], ranks: int | None, threads: int | None
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("paceline.cluster.detect.usable_cores", lambda: tuple(range(8)))
     config = load_config(None, ["model.kind=mlp", "data.kind=digits", "train.global_batch=16", *changes])
     assert rank_threads(config, ranks) == threads

@@ -6,7 +6,6 @@ is the median of them.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from paceline.calibrate.collectives import SIZES, LinkFigures, measure_link
 from paceline.calibrate.families import FamilyFigures
 from paceline.calibrate.kernels import ON_ALL_CORES, ON_CPU, ON_CUDA, KernelFigures, Shapes, measure_kernels
 from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
+from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import ShapeRate
 from paceline.comm.base import Communicator
 from paceline.comm.shared_memory import SharedMemoryCommunicator
@@ -68,16 +68,16 @@ class Measured:
 def measure_machine(wanted: Wanted) -> Measured:
     """Measures this machine. Raises UsageError where it is plainly noisy, with the spread, unless that is taken."""
     check_wanted(wanted)
-    threads = max(1, usable_cores() // wanted.ranks) if wanted.device == "cpu" else 1
+    threads = max(1, len(usable_cores()) // wanted.ranks) if wanted.device == "cpu" else 1
     found = run_processes(measure_rank, wanted.ranks, args=(wanted,), threads=threads, timeout_s=_TIMEOUT_S)
     measured = put_together(found, wanted, threads)
     for count in wanted.more_ranks:
         links = run_processes(_measure_links, count, args=(wanted,), threads=1, timeout_s=_TIMEOUT_S)[0]
         measured = replace(measured, links=with_more_ranks(measured.links, links))
-    if wanted.alone and wanted.device == "cpu" and 1 < wanted.ranks <= usable_cores():
+    if wanted.alone and wanted.device == "cpu" and 1 < wanted.ranks <= len(usable_cores()):
         one = replace(wanted, ranks=1, shapes=wanted.shapes or ON_ALL_CORES, with_compiled=False)
-        found = run_processes(measure_rank, 1, args=(one,), threads=usable_cores(), timeout_s=_TIMEOUT_S)
-        measured = replace(measured, alone=put_together(found, one, usable_cores()))
+        found = run_processes(measure_rank, 1, args=(one,), threads=len(usable_cores()), timeout_s=_TIMEOUT_S)
+        measured = replace(measured, alone=put_together(found, one, len(usable_cores())))
     return measured
 
 
@@ -115,11 +115,6 @@ def put_together(found: Sequence[RankFigures], wanted: Wanted, threads: int) -> 
     return Measured(
         device=wanted.device, ranks=wanted.ranks, threads=threads, kernels=kernels, links=links, spread=spread
     )
-
-
-def usable_cores() -> int:
-    """Returns how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def middle_of(found: Sequence[KernelFigures]) -> KernelFigures:
@@ -179,10 +174,11 @@ def check_wanted(wanted: Wanted) -> None:
             f"{wanted.ranks} ranks on {torch.cuda.device_count()} GPUs that torch reaches\n  each rank has one of its "
             "own\n  see paceline doctor, or measure with fewer --ranks, or --device cpu"
         )
-    if wanted.device == "cpu" and wanted.ranks > usable_cores():
+    cores = len(usable_cores())
+    if wanted.device == "cpu" and wanted.ranks > cores:
         raise UsageError(
-            f"{wanted.ranks} ranks on {usable_cores()} cores: they would wait for one another, and nothing that is "
-            f"measured then holds\n  each rank has a core at least\n  measure with --ranks {usable_cores()} or fewer"
+            f"{wanted.ranks} ranks on {cores} cores: they would wait for one another, and nothing that is "
+            f"measured then holds\n  each rank has a core at least\n  measure with --ranks {cores} or fewer"
         )
 
 

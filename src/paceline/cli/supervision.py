@@ -54,7 +54,9 @@ def rank_threads(config: Config, ranks: int | None = None) -> int | None:
     if parallel.threads is not None or parallel.device == "cuda":
         return parallel.threads
     count = ranks or (CPU_RANKS if parallel.ranks == "auto" else parallel.ranks)
-    return max(1, (os.cpu_count() or 1) // (1 if config.comm.backend == "virtual" else count))
+    from paceline.cluster.detect import usable_cores
+
+    return max(1, len(usable_cores()) // (1 if config.comm.backend == "virtual" else count))
 
 
 def is_scheduled() -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.cluster.detect import usable_cores
 from paceline.config import check_exported, check_interfaces, exported_settings
 from paceline.config.setting_rules import contradictions, unknown_variables
 from paceline.doctor.findings import Finding, Surroundings
@@ -66,7 +66,7 @@ def run(surroundings: Surroundings) -> Iterator[Finding]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks, device, threads = config.parallel.ranks, config.parallel.device, config.parallel.threads or 1
     on_gpus = device == "cuda" or (device == "auto" and gpus > 0)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = len(usable_cores())
     where = f"{gpus} GPUs" if on_gpus else f"{usable} cores"
     shown = f"{'one rank per GPU' if ranks == 'auto' and on_gpus else f'ranks: {ranks}'}, {where}"
     if on_gpus and (gpus == 0 or (ranks != "auto" and ranks > gpus)):

@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from paceline.cluster.detect import usable_cores
 from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.launch.codes import PREEMPTED
 from paceline.launch.cores import allocator_variables
@@ -196,7 +197,7 @@ def _agent_config(ranks: int, port: int, scratch: Path, nodes: Nodes | None) -> 
 
 
 def _settings(ranks: int, threads: int | None, nodes: Nodes | None) -> dict[str, str]:
-    share = max(1, (os.cpu_count() or 1) // ranks)
+    share = max(1, len(usable_cores()) // ranks)
     near = loopback_interface() if nodes is None else interface_of(address_towards(nodes.host, nodes.port))
     return {
         "OMP_NUM_THREADS": str(threads or share),

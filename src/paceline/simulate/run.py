@@ -10,13 +10,13 @@ One step is the step of ``paceline train``: the same code, on the same engine.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
 
+from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster
 from paceline.comm.traced import TracedCommunicator
 from paceline.comm.virtual import VirtualCommunicator, run_virtual
@@ -164,7 +164,7 @@ def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
 
 def _share_of_cores(ranks: int) -> int:
     """Returns how many threads a rank of a real run on this machine has: the numbers, and the times, are its own."""
-    return max(1, (os.cpu_count() or 1) // ranks)
+    return max(1, len(usable_cores()) // ranks)
 
 
 class _Place:
