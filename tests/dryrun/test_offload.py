@@ -18,6 +18,7 @@ from paceline.estimate.activations import describe_model
 from paceline.estimate.memory import estimate_memory, setting_of
 from paceline.memory.offload import host_empty
 from paceline.planner.events import TO_DEVICE, TO_HOST, Event, Issue, OnHost, Run, Wait
+from paceline.planner.predict import COMPOSED_P90
 from paceline.planner.program import Program
 from paceline.planner.replay import replay
 from paceline.planner.tuning import bus_bytes_per_s, host_bytes_per_s
@@ -105,6 +106,16 @@ def test_bus_and_host_have_a_price(name: str) -> None:
     assert 0 < found.on_host <= worked / host_bytes_per_s(cluster) * (1 + 1e-9)
     assert found.idle == pytest.approx(0.0, abs=1e-9)
     assert sum(found.phases.values()) == pytest.approx(found.seconds)
+
+
+def test_no_published_run_vouches_for_it() -> None:
+    cluster = load_cluster("1x dgx-h100")
+    usual, moved = (replay(recorded("fsdp", *offload), cluster) for offload in ((), ALL))
+    reason = "offloaded states: no published run has them"
+    assert reason in moved.outside
+    assert reason not in usual.outside
+    low, _ = moved.band
+    assert low == pytest.approx(moved.seconds * (1 - COMPOSED_P90))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=pytest.mark.exhaustive)])

@@ -156,6 +156,8 @@ class Replay:
             found.append(
                 f"no published run fitted {self.framework} code on {self.generation}: rates are composed of others"
             )
+        if any(each.on_host for each in self.times):
+            found.append("offloaded states: no published run has them")
         if self.element != "tokens":
             found.append("the error band was earned on language models")
         if not self.fits:
