@@ -36,8 +36,9 @@ from paceline.planner.constants import (
 )
 from paceline.planner.domain import Domain, domain_of, format_domain, kind_of
 from paceline.planner.measured_blocks import format_blocks
+from paceline.planner.measured_table import read_table
 from paceline.planner.predict import in_metric, predict_case
-from paceline.planner.published import read_case, read_table
+from paceline.planner.published import read_case
 from paceline.planner.workload import Workload
 
 START = Constants()

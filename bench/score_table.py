@@ -9,7 +9,7 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from paceline.planner.published import Table, read_table
+from paceline.planner.measured_table import Table, read_table
 from paceline.planner.scores import Errors
 from paceline.planner.validation import FamilyScores, Validation, validate
 

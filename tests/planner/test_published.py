@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.planner.published import RowError, read_case, read_table
+from paceline.planner.measured_table import RowError, read_table
+from paceline.planner.published import read_case
 from paceline.planner.workload import ModelShape, SampleModel
 
 MakeTable = Callable[..., Path]

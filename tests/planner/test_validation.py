@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.planner.measured_table import read_table
 from paceline.planner.predict import predict_case
-from paceline.planner.published import read_case, read_table
+from paceline.planner.published import read_case
 from paceline.planner.validation import rows_csv, to_json, validate
 
 MakeTable = Callable[..., Path]

@@ -44,7 +44,7 @@ def validate(
     import json
 
     from paceline.errors import UsageError
-    from paceline.planner.published import read_table
+    from paceline.planner.measured_table import read_table
     from paceline.planner.validation import rows_csv, to_json
     from paceline.planner.validation import validate as score
 

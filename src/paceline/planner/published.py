@@ -1,6 +1,5 @@
-"""Reads tables of published measurements, and turns each row's inputs into a workload and a cluster.
+"""Turns the inputs of a published measurement, a row of a table, into a workload and a cluster.
 
-What a row measured (``value``, ``note``) is kept apart from what it is predicted from: ``Table.rows`` hold no result.
 A row that cannot be predicted says why, naming its line and column; the others are not affected.
 
 Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so, *eager* under
@@ -13,16 +12,14 @@ knows is refused, and not taken for the nearest; of a sentence, what is known in
 
 from __future__ import annotations
 
-import csv
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from paceline.cluster.devices import Cluster, build_cluster
 from paceline.errors import UsageError
 from paceline.planner.known_models import known_samples, known_transformer
+from paceline.planner.measured_table import NOT_STATED, Row, RowError
 from paceline.planner.workload import (
     Compute,
     Framework,
@@ -36,12 +33,6 @@ from paceline.planner.workload import (
     Workload,
 )
 
-INPUTS = (
-    *("id", "model_family", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"),
-    *("global_batch", "micro_batch", "gpu", "gpus_per_node", "n_gpus", "dp", "tp", "pp", "vpp", "cp"),
-    *("zero_stage_or_fsdp", "precision", "activation_recompute", "compile", "interconnect", "metric_name"),
-)
-RESULTS = ("value", "note")
 METRICS = {
     *("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct"),
     *("img_per_s", "seq_per_s", "mem_gib"),
@@ -51,7 +42,6 @@ METRICS = {
 # left: counted in full, V100s would have done 21 TFLOP/s in fp32, which end at 15.7 (split calib).
 _DOCUMENT_TOKENS = 400
 
-_NOT_STATED = ("", "n/a", "not stated")
 _NUMBERS = ("params_b", "global_batch")
 _COUNTS = (
     *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"),
@@ -62,157 +52,6 @@ _NOT_COMPILED = re.compile(r"(no|none|false|n/a|not stated|eager)\b")
 _COMPILED = re.compile(r"(yes|true|compiled?|torch\.?compile|inductor|nvfuser|xla|jit|torchscript|dynamo)\b")
 _NOT_SHARDED = re.compile(r"(none|no|ddp|n/a|not stated)\b")
 _STAGE = re.compile(r"zero(?:[-_ ]?(?:stage[-_ ]?)?(\d+)|\b)")
-
-
-class RowError(Exception):
-    """A row that cannot be predicted; the text names the column."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row's inputs: text by column, without results."""
-
-    line: int
-    text: Mapping[str, str]
-
-    @property
-    def id(self) -> str:
-        return self.text["id"]
-
-    @property
-    def family(self) -> str:
-        return self.id.rpartition("-")[0] or self.id
-
-    @property
-    def split(self) -> str:
-        return self.text.get("split", "")
-
-    @property
-    def metric(self) -> str:
-        return self.text["metric_name"]
-
-    def number(self, column: str) -> float | None:
-        """Returns a column's number, None where it is empty. Raises RowError for other text, and for none above 0."""
-        text = self.text.get(column, "").strip()
-        if text.lower() in _NOT_STATED:
-            return None
-        try:
-            found = float(text)
-        except ValueError:
-            raise RowError(f"column {column}: {text!r} is not a number") from None
-        if not 0 < found < float("inf"):
-            raise RowError(f"column {column}: {text} is not above 0")
-        return found
-
-    def whole(self, column: str, default: int | None = None) -> int:
-        """Returns a column's whole number. Raises RowError where there is none and no default."""
-        found = self.number(column)
-        if found is None:
-            if default is None:
-                raise RowError(f"column {column} is empty")
-            return default
-        if found != int(found):
-            raise RowError(f"column {column}: {found} is not a whole number")
-        return int(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The rows of a file, and beside them what each measured, as text."""
-
-    source: str
-    rows: tuple[Row, ...]
-    measured: tuple[str, ...]
-
-    def of_split(self, split: str | None) -> Table:
-        """Returns the rows of one split. Raises UsageError where there are none, with the names that there are."""
-        if split is None:
-            return self
-        keep = [place for place, row in enumerate(self.rows) if row.split == split]
-        if not keep:
-            names = ", ".join(sorted({row.split for row in self.rows} - {""})) or "none"
-            raise UsageError(
-                f"{self.source}: no row has split {split!r}\n  the column split names the rows that belong together\n"
-                f"  splits of this file: {names}"
-            )
-        return Table(
-            self.source,
-            tuple(self.rows[place] for place in keep),
-            tuple(self.measured[place] for place in keep),
-        )
-
-
-def read_table(path: Path) -> Table:
-    """Reads a CSV of published measurements. Raises UsageError for a file that is not one."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            header = list(reader.fieldnames or ())
-            records = [(reader.line_num, record) for record in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read: {error}\n  it must be a CSV file in UTF-8") from error
-    _check_header(path, header)
-    if not records:
-        raise UsageError(
-            f"{path} has a header and no rows\n  a row is one measurement\n  add some, each on a line of its own"
-        )
-    for line, record in records:
-        _check_record(path, line, record, len(header))
-    rows = tuple(
-        Row(line, {key: (text or "").strip() for key, text in record.items() if key not in RESULTS})
-        for line, record in records
-    )
-    _check_ids(path, rows)
-    return Table(str(path), rows, tuple((record["value"] or "").strip() for _, record in records))
-
-
-def _check_header(path: Path, header: list[str]) -> None:
-    if not any(name.strip() for name in header):
-        raise UsageError(
-            f"{path} is empty\n  the first line of a table of measurements names its columns\n"
-            "  paceline validate without a file scores the selection that comes with paceline"
-        )
-    for sign, name in ((";", ";"), ("\t", "tabs")):
-        if len(header) == 1 and sign in header[0]:
-            raise UsageError(
-                f"{path}: cells are separated by {name}, not by commas\n  a CSV file has commas between cells\n"
-                "  save it with commas"
-            )
-    doubled = list(dict.fromkeys(name for name in header if header.count(name) > 1))
-    if doubled:
-        raise UsageError(
-            f"{path}: the header has {', '.join(doubled)} more than once\n"
-            "  which of the columns is meant cannot be told\n  rename or remove the others"
-        )
-    missing = [name for name in (*INPUTS, "value") if name not in header]
-    if missing:
-        raise UsageError(
-            f"{path}: the header lacks {', '.join(missing)}\n"
-            f"  a table of measurements has the columns {', '.join((*INPUTS, *RESULTS, 'split'))}\n"
-            "  add them; a cell may be empty where its value is not known"
-        )
-
-
-def _check_record(path: Path, line: int, record: Mapping[str | None, object], columns: int) -> None:
-    if None in record or None in record.values():
-        count = columns + len(record[None]) if None in record else sum(value is not None for value in record.values())  # type: ignore[arg-type]
-        raise UsageError(
-            f"{path}, line {line}: {count} cells under {columns} columns\n  every row has as many as the header\n"
-            "  a comma inside a cell needs quotes around the cell"
-        )
-
-
-def _check_ids(path: Path, rows: tuple[Row, ...]) -> None:
-    seen: dict[str, int] = {}
-    for row in rows:
-        if not row.id:
-            raise UsageError(f"{path}, line {row.line}, column id is empty\n  every row has a name of its own")
-        if row.id in seen:
-            raise UsageError(
-                f"{path}, line {row.line}, column id: {row.id} is on line {seen[row.id]} already\n"
-                "  every row has a name of its own"
-            )
-        seen[row.id] = row.line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,7 +261,7 @@ def _expert_degrees(model: ModelShape | SampleModel, layout: Layout) -> tuple[in
 def _chunks(row: Row) -> int | None:
     """The chunks of a stage; None where the row does not state them."""
     text = row.text["vpp"].lower()
-    is_remark = text not in _NOT_STATED and (not _is_word(text) or text.startswith("interleave"))
+    is_remark = text not in NOT_STATED and (not _is_word(text) or text.startswith("interleave"))
     return None if is_remark else row.whole("vpp", 0) or None
 
 

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.planner.constants import ConstantSets
+from paceline.planner.measured_table import Row, RowError, Table
 from paceline.planner.predict import Prediction, in_metric, model_flops, predict_case
-from paceline.planner.published import Case, Row, RowError, Table, read_case
+from paceline.planner.published import Case, read_case
 from paceline.planner.scores import Errors, Ranking, Scaling, errors_of, ranking_of, scaling_of
 from paceline.planner.workload import ModelShape, Part
 
