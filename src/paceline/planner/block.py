@@ -14,7 +14,7 @@ Logits of Megatron are converted to fp32 (6 bytes), and their maximum (4), diffe
 quotient (8) are kernels of their own, as are the gradient's scale (8) and its way back to 16 bits (6): 52 bytes, and 60
 in its first versions, which copy them before (tensor_parallel/cross_entropy.py); 56 here. Scores of unfused attention
 go through memory 4.5 times where mask, scale and softmax are one kernel, dropout included, and 8.5 times where they are
-not; 6 here. A fused loss
+not; 6 here. Both were chosen between these counts on rows of the split dev. A fused loss
 reads and writes them once each way. With sequence parallelism the passes over h are cut by T as well. Blocks of shapes
 that published runs measured take what they took there (planner/measured_blocks.py).
 """
