@@ -1,4 +1,4 @@
-"""Finds what blocks took over what the formulas say (planner/measured_blocks.py), shape by shape.
+"""Finds what blocks took over what the formulas say (predict/formulas/measured_blocks.py), shape by shape.
 
 Least squares by Gauss and Newton on the logarithms of the two factors, with differences for derivatives: a prediction
 is nearly linear in them. ``PULL_BLOCK`` weighs as much as one row that says 1; a head is some tenth of a step, so that
@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.planner.constants import Constants
-from paceline.planner.measured_blocks import BlockShape, Factors, MeasuredBlocks, shape_of
-from paceline.planner.predict import in_metric, predict_case
-from paceline.planner.published import Case
-from paceline.planner.workload import ModelShape
+from paceline.plan.workload import ModelShape
+from paceline.predict.formulas.constants import Constants
+from paceline.predict.formulas.measured_blocks import BlockShape, Factors, MeasuredBlocks, shape_of
+from paceline.predict.formulas.predict import in_metric, predict_case
+from paceline.predict.scored.published import Case
 
 PULL_BLOCK = 1.0
 PULL_HEAD = 0.02

@@ -26,7 +26,8 @@ from itertools import combinations
 from pathlib import Path
 
 from fit_blocks import Key, Known, with_blocks
-from paceline.planner.constants import (
+from paceline.plan.workload import Workload
+from paceline.predict.formulas.constants import (
     DEVICE_FIELDS,
     Constants,
     ConstantSets,
@@ -34,12 +35,11 @@ from paceline.planner.constants import (
     format_constants,
     mean_of,
 )
-from paceline.planner.domain import Domain, domain_of, format_domain, kind_of
-from paceline.planner.measured_blocks import format_blocks
-from paceline.planner.measured_table import read_table
-from paceline.planner.predict import in_metric, predict_case
-from paceline.planner.published import read_case
-from paceline.planner.workload import Workload
+from paceline.predict.formulas.domain import Domain, domain_of, format_domain, kind_of
+from paceline.predict.formulas.measured_blocks import format_blocks
+from paceline.predict.formulas.predict import in_metric, predict_case
+from paceline.predict.scored.measured_table import read_table
+from paceline.predict.scored.published import read_case
 
 START = Constants()
 BOUNDS = {
@@ -58,7 +58,7 @@ BOUNDS = {
 PULL = 0.003
 PULL_OF_A_ROW = 0.06  # few rows tell little: they move the constants less
 ROUNDED = 0.02  # errors below this weigh less and less
-TARGET = Path(__file__).parents[1] / "src/paceline/planner/fitted_constants.yaml"
+TARGET = Path(__file__).parents[1] / "src/paceline/predict/formulas/fitted_constants.yaml"
 DOMAIN = TARGET.with_name("calibrated_domain.yaml")
 BLOCKS = TARGET.with_name("measured_blocks.csv")
 
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 HEADER = """# Written by bench/fit_constants.py from rows of the split calib: do not edit.
-# Shares of the catalog's figures, and times in microseconds: see planner/constants.py.
+# Shares of the catalog's figures, and times in microseconds: see predict/formulas/constants.py.
 """
 
 

@@ -12,12 +12,12 @@ from itertools import pairwise
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.planner.candidates import Candidate, Task
-from paceline.planner.known_models import known_samples
-from paceline.planner.predict import predict
-from paceline.planner.scaling import resized
-from paceline.planner.search import search
-from paceline.planner.workload import Compute, Layout, ModelShape, Running, SampleModel, Workload
+from paceline.plan.workload import Compute, Layout, ModelShape, Running, SampleModel, Workload
+from paceline.predict.formulas.predict import predict
+from paceline.predict.scored.known_models import known_samples
+from paceline.search.candidates import Candidate, Task
+from paceline.search.scaling import resized
+from paceline.search.search import search
 
 IMAGES_EACH = 128
 SEQUENCES_EACH = 8  # a step

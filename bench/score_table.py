@@ -9,9 +9,9 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from paceline.planner.measured_table import Table, read_table
-from paceline.planner.scores import Errors
-from paceline.planner.validation import FamilyScores, Validation, validate
+from paceline.predict.scored.measured_table import Table, read_table
+from paceline.predict.scored.scores import Errors
+from paceline.predict.scored.validation import FamilyScores, Validation, validate
 
 DOCUMENT = Path(__file__).parents[1] / "docs/prediction.md"
 BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"

@@ -25,134 +25,52 @@ SOURCE = Path(paceline.__file__).parent
 
 LEVELS = (
     ("errors", "units", "imports"),
-    ("config", "cluster", "mesh", "layout"),
-    ("estimate",),
-    (
-        "planner",
-        "monitor.lateness",
-        "monitor.ledger_text",
-        "monitor.ledger_view",
-        "monitor.records",
-        "monitor.straggler",
-        "monitor.verdict",
-    ),
-    ("clock",),
-    ("comm", "models", "data", "precision", "memory"),
-    ("parallel", "checkpoint"),
-    ("monitor",),
-    ("train", "analysis"),
-    ("dryrun",),
-    ("parity", "report", "launch", "bench", "doctor", "simulate", "checkpoint_tools", "calibrate", "chaos"),
-    ("planning",),
+    ("config", "cluster", "mesh", "shards", "schedule"),
+    ("plan",),
+    ("predict",),
+    ("search", "health"),
+    ("clock", "free_memory"),
+    ("comm", "models", "data"),
+    ("engines", "checkpoint"),
+    ("records",),
+    ("train",),
+    ("rehearse", "chaos"),
+    ("run",),
+    ("calibrate", "verify", "doctor"),
+    ("bench",),
+    ("classic",),
     ("cli",),
     ("__main__",),
 )
-SIDEWAYS = {
+SIDEWAYS: set[tuple[str, str]] = {
     ("imports", "errors"),
-    ("monitor.lateness", "monitor.ledger_view"),
-    ("monitor.lateness", "monitor.straggler"),
-    ("monitor.ledger_text", "monitor.lateness"),
-    ("monitor.ledger_text", "monitor.ledger_view"),
-    ("monitor.straggler", "monitor.ledger_view"),
-    ("monitor.straggler", "monitor.records"),
-    ("monitor.verdict", "monitor.ledger_view"),
-    ("parity", "launch.processes"),
-    ("bench", "launch.processes"),
-    ("bench", "launch.orphans"),
-    ("bench", "launch.progress"),
-    ("doctor", "launch.processes"),
-    ("calibrate", "launch.processes"),
-    ("calibrate", "dryrun.operators"),
-    ("calibrate", "dryrun.record"),
-    ("simulate", "dryrun.operators"),
-    ("bench", "dryrun.record"),
-    ("bench", "calibrate.entry"),
-    ("bench", "calibrate.machine"),
 }
 TORCH_FREE = (
-    "analysis",
     "chaos.faults",
     "chaos.notes",
     "chaos.report",
     "chaos.timeline",
-    "errors",
-    "units",
-    "imports",
-    "config",
+    "classic.analysis",
     "cluster",
+    "config",
+    "errors",
+    "health",
+    "imports",
     "mesh",
-    "layout",
-    "estimate",
-    "planner",
-    "monitor.lateness",
-    "monitor.ledger_text",
-    "monitor.ledger_view",
-    "monitor.records",
-    "monitor.straggler",
-    "monitor.verdict",
-    "parallel.schedule_check",
-    "parallel.schedule_grid",
-    "parallel.schedule_lowering",
-    "parallel.schedule_measure",
-    "parallel.schedule_picture",
-    "parallel.schedule_text",
-    "parallel.schedule_zero_bubble",
-    "parallel.schedules",
-    "report",
+    "plan",
+    "predict",
+    "records.records",
+    "records.report",
+    "schedule",
+    "search",
+    "shards",
+    "units",
 )
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")
 PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
-# Of parallel/: all else there is an engine, and knows no other.
-NOT_ENGINES = {
-    "parallel",
-    "parallel.agree",
-    "parallel.apply",
-    "parallel.automatic",
-    "parallel.batchnorm",
-    "parallel.bucket_choice",
-    "parallel.bucket_tuner",
-    "parallel.buckets",
-    "parallel.buffers",
-    "parallel.combined",
-    "parallel.combined_state",
-    "parallel.composition",
-    "parallel.links",
-    "parallel.split_backward",
-    "parallel.ddp_bucket",
-    "parallel.engine",
-    "parallel.face",
-    "parallel.flat",
-    "parallel.gathering",
-    "parallel.gradients",
-    "parallel.lane",
-    "parallel.masters",
-    "parallel.materialize",
-    "parallel.matrixwise",
-    "parallel.optimizer_state",
-    "parallel.partition",
-    "parallel.route",
-    "parallel.schedule_check",
-    "parallel.schedule_grid",
-    "parallel.schedule_lowering",
-    "parallel.schedule_measure",
-    "parallel.schedule_picture",
-    "parallel.schedule_text",
-    "parallel.schedule_zero_bubble",
-    "parallel.schedules",
-    "parallel.sharded",
-    "parallel.shards",
-    "parallel.tensor",
-    "parallel.tensor_apply",
-    "parallel.tensor_late",
-    "parallel.tensor_layout",
-    "parallel.tensor_loss",
-    "parallel.tensor_plan",
-    "parallel.stage_bounds",
-    "parallel.stage_costs",
-    "parallel.stages",
-    "parallel.unit",
-}
+# Each is one strategy, and knows no other; all else in engines/ may be shared.
+ENGINES = {"engines.ddp", "engines.zero", "engines.fsdp", "engines.pipeline"}
 NAMELESS = ("utils", "helpers", "common", "misc", "core")
 
 
@@ -275,7 +193,7 @@ class Tree:
     def __init__(self, package: Path) -> None:
         self.files = [SourceFile(path, package) for path in sorted(package.rglob("*.py"))]
         self._names = {file.name for file in self.files}
-        self.engines = {name for name in self._names if is_below(name, ("parallel",))} - NOT_ENGINES
+        self.engines = self._names & ENGINES
 
     def violations(self) -> list[Violation]:
         rules = (direction, no_torch, only_comm_talks, peers, engines, environment, names, docstrings)
@@ -353,9 +271,9 @@ def only_comm_talks(_: Tree, file: SourceFile) -> Iterator[Violation]:
     for use in file.uses:
         if not is_below(use.target, ("torch.distributed",)) or is_below(file.name, ("comm", "bench")):
             continue
-        if is_below(file.name, ("launch",)) and is_below(use.target, LAUNCHERS):
+        if is_below(file.name, ("run",)) and is_below(use.target, LAUNCHERS):
             continue
-        if file.name == "checkpoint_tools.distributed" and is_below(use.target, ("torch.distributed.checkpoint",)):
+        if file.name == "checkpoint.tools.distributed" and is_below(use.target, ("torch.distributed.checkpoint",)):
             continue  # files of that format; no rank talks
         yield file.violation(use.line, "only comm talks", f"{file.name} uses {use.target}")
 
@@ -367,19 +285,19 @@ def peers(_: Tree, file: SourceFile) -> Iterator[Violation]:
 
 
 def engines(tree: Tree, file: SourceFile) -> Iterator[Violation]:
-    if not is_below(file.name, ("parallel",)):
+    if not is_below(file.name, ("engines",)):
         return
     allowed = ("comm.base",) if file.name in tree.engines else ("comm.base", "comm.objects")
     for use in file.uses:
         target = tree.inner(use) or ""
         if is_below(target, ("comm",)) and target not in allowed:
             yield file.violation(use.line, "engines", f"{file.name} uses {target}; of comm only {', '.join(allowed)}")
-        if target == "parallel.apply" or (file.name in tree.engines and target in tree.engines - {file.name}):
+        if target == "engines.apply" or (file.name in tree.engines and target in tree.engines - {file.name}):
             yield file.violation(use.line, "engines", f"{file.name} uses {target}; engines are combined in apply")
 
 
 def environment(_: Tree, file: SourceFile) -> Iterator[Violation]:
-    if is_below(file.name, ("launch", "cli", "comm.torch_dist")):
+    if is_below(file.name, ("run", "cli", "comm.torch_dist")):
         return
     for use in file.uses:
         if use.target in ENVIRONMENT:
@@ -467,29 +385,29 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
         ("comm/base.py", IN_FUNCTION.format("from paceline.train.step import run"), 3, "direction"),
         ("comm/base.py", FOR_TYPES.format("from paceline.train.step import Step"), 4, "direction"),
         ("comm/base.py", "import importlib\nimportlib.import_module('paceline.train.step')", 3, "direction"),
-        ("monitor/records.py", "from paceline.monitor import sinks", 2, "direction"),
+        ("records/records.py", "from paceline.records import sinks", 2, "direction"),
         ("models/gpt.py", "from paceline.comm.other import send", 2, "direction"),
         ("mesh.py", "from paceline.config import Config", 2, "direction"),
         ("checkpoint.py", "from paceline.parallel.other import shard", 2, "direction"),
-        ("report.py", "from paceline.launch.processes import free_port", 2, "direction"),
+        ("records/report.py", "from paceline.run.processes import free_port", 2, "direction"),
         ("train/step.py", "from paceline import connect", 2, "direction"),
         ("__init__.py", "from paceline.comm.other import connect", 2, "direction"),
         ("attic/old.py", "", 1, "direction"),
-        ("layout.py", "import torch", 2, "no torch"),
+        ("shards.py", "import torch", 2, "no torch"),
         ("config/load.py", IN_FUNCTION.format("from torch import nn"), 3, "no torch"),
-        ("report.py", "import torch.utils.data as data", 2, "no torch"),
+        ("records/report.py", "import torch.utils.data as data", 2, "no torch"),
         ("train/step.py", "import torch.distributed as dist", 2, "only comm talks"),
         ("train/step.py", "from torch import distributed", 2, "only comm talks"),
         ("train/step.py", FOR_TYPES.format("from torch.distributed import ProcessGroup"), 4, "only comm talks"),
         ("train/step.py", "import torch\nx = torch.distributed.is_initialized()", 3, "only comm talks"),
-        ("launch/local.py", "from torch.distributed import init_process_group", 2, "only comm talks"),
-        ("parallel/ddp.py", "from torch.nn.parallel import DistributedDataParallel", 2, "peers"),
+        ("run/local.py", "from torch.distributed import init_process_group", 2, "only comm talks"),
+        ("engines/ddp.py", "from torch.nn.parallel import DistributedDataParallel", 2, "peers"),
         ("train/step.py", "import accelerate", 2, "peers"),
-        ("parallel/ddp.py", "from paceline.comm.objects import gather", 2, "engines"),
-        ("parallel/fsdp.py", "from paceline.comm import virtual", 2, "engines"),
-        ("parallel/fsdp.py", "from paceline.parallel.ddp import DataParallel", 2, "engines"),
-        ("parallel/buckets.py", "from paceline.comm.virtual import run_virtual", 2, "engines"),
-        ("parallel/agree.py", "from paceline.parallel.apply import parallelize", 2, "engines"),
+        ("engines/ddp.py", "from paceline.comm.objects import gather", 2, "engines"),
+        ("engines/fsdp.py", "from paceline.comm import virtual", 2, "engines"),
+        ("engines/fsdp.py", "from paceline.engines.ddp import DataParallel", 2, "engines"),
+        ("engines/buckets/buckets.py", "from paceline.comm.virtual.communicator import run_virtual", 2, "engines"),
+        ("engines/agree.py", "from paceline.engines.apply import parallelize", 2, "engines"),
         ("train/step.py", "import os\nx = os.environ['RANK']", 3, "environment"),
         ("train/step.py", "import os\nx = os.getenv('RANK')", 3, "environment"),
         ("train/step.py", "from os import environ", 2, "environment"),
@@ -501,8 +419,15 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
 )
 def test_a_planted_violation_is_named(plant: Plant, file: str, text: str, line: int, rule: str) -> None:
     others = (
-        *("train/step.py", "monitor/sinks.py", "comm/other.py", "comm/objects.py", "comm/virtual.py", "config/load.py"),
-        *("parallel/other.py", "parallel/ddp.py", "parallel/apply.py", "launch/processes.py"),
+        *(
+            "train/step.py",
+            "records/sinks.py",
+            "comm/other.py",
+            "comm/objects.py",
+            "comm/virtual/communicator.py",
+            "config/load.py",
+        ),
+        *("parallel/other.py", "engines/ddp.py", "engines/apply.py", "run/processes.py"),
     )
     files = {other: "" for other in others if other != file}
     found = [str(violation) for violation in Tree(plant({**files, file: text})).violations()]
@@ -541,25 +466,25 @@ def test_what_is_allowed_is_not_named(plant: Plant) -> None:
         "__main__.py": "from paceline.cli.main import main",
         "errors.py": "",
         "imports.py": "from paceline.errors import UsageError",
-        "layout.py": FOR_TYPES.format("import torch"),
+        "shards.py": FOR_TYPES.format("import torch"),
         "data/shape.py": "",
         "models/gpt.py": "import torch\n" + FOR_TYPES.format("from paceline.data.shape import DataShape"),
         "comm/base.py": "import torch\nfrom paceline.errors import UsageError",
         "comm/objects.py": "from .base import Work",
         "comm/torch_dist.py": "import os\nimport torch.distributed as dist\nx = os.environ['RANK']",
-        "parallel/agree.py": "from paceline.comm.objects import gather_objects",
-        "parallel/ddp.py": "from paceline.comm.base import Work\nfrom paceline.parallel.agree import check",
-        "parallel/apply.py": "from paceline.parallel.ddp import DataParallel",
-        "launch/processes.py": "import os\nfrom torch.distributed.launcher.api import elastic_launch\nx = os.environ",
-        "parity/runs.py": "from paceline.launch.processes import run_processes",
+        "engines/agree.py": "from paceline.comm.objects import gather_objects",
+        "engines/ddp.py": "from paceline.comm.base import Work\nfrom paceline.engines.agree import check",
+        "engines/apply.py": "from paceline.engines.ddp import DataParallel",
+        "run/processes.py": "import os\nfrom torch.distributed.launcher.api import elastic_launch\nx = os.environ",
+        "verify/runs.py": "from paceline.run.processes import run_processes",
         "bench/engines.py": "from torch.nn.parallel import DistributedDataParallel\nimport torch.distributed",
-        "cli/main.py": "from paceline import __version__\nfrom paceline.parity.runs import verify",
+        "cli/main.py": "from paceline import __version__\nfrom paceline.verify.runs import verify",
     }
     assert Tree(plant(files)).violations() == []
 
 
 def test_torch_behind_another_module_is_named(plant: Plant, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("")
-    package = plant({"report.py": "from paceline.clock import Mark", "clock.py": "import torch\nMark = torch"})
+    package = plant({"records/report.py": "from paceline.clock import Mark", "clock.py": "import torch\nMark = torch"})
     assert Tree(package).violations() == []
-    assert import_without_torch(package) == "importing paceline.report imports torch"
+    assert import_without_torch(package) == "importing paceline.records.report imports torch"

@@ -14,17 +14,17 @@ import paceline
 
 HOMES = {
     "connect": "paceline.comm.torch_dist",
-    "run_virtual": "paceline.comm.virtual",
-    "parallelize": "paceline.parallel.apply",
-    "watch": "paceline.launch.beside",
-    "verify": "paceline.parity.certificate",
-    "plan": "paceline.planning",
-    "DistributedConfig": "paceline.train.facade",
-    "DistributedTrainer": "paceline.train.facade",
-    "SimulatedTrainer": "paceline.simulate.trainer",
-    "MockDistributedTrainer": "paceline.simulate.trainer",
-    "DistributedTrainingAnalyzer": "paceline.analysis",
-    "CommunicationOptimizer": "paceline.comm.optimizer",
+    "run_virtual": "paceline.comm.virtual.communicator",
+    "parallelize": "paceline.engines.apply",
+    "watch": "paceline.run.beside",
+    "verify": "paceline.verify.certificate",
+    "plan": "paceline.rehearse.planning",
+    "DistributedConfig": "paceline.classic.trainer",
+    "DistributedTrainer": "paceline.classic.trainer",
+    "SimulatedTrainer": "paceline.classic.simulated",
+    "MockDistributedTrainer": "paceline.classic.simulated",
+    "DistributedTrainingAnalyzer": "paceline.classic.analysis",
+    "CommunicationOptimizer": "paceline.classic.communication",
     "MLPClassifier": "paceline.models.mlp",
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.layout import Region, common_runs, memory_order, whole_region
+from paceline.shards import Region, common_runs, memory_order, whole_region
 
 Element = np.ndarray
 

@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from paceline.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
-    from paceline.comm.optimizer import CommunicationOptimizer as CommunicationOptimizer
+    from paceline.classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
+    from paceline.classic.communication import CommunicationOptimizer as CommunicationOptimizer
+    from paceline.classic.simulated import MockDistributedTrainer as MockDistributedTrainer
+    from paceline.classic.simulated import SimulatedTrainer as SimulatedTrainer
+    from paceline.classic.trainer import DistributedConfig as DistributedConfig
+    from paceline.classic.trainer import DistributedTrainer as DistributedTrainer
     from paceline.comm.torch_dist import connect as connect
-    from paceline.comm.virtual import run_virtual as run_virtual
-    from paceline.launch.beside import watch as watch
+    from paceline.comm.virtual.communicator import run_virtual as run_virtual
+    from paceline.engines.apply import parallelize as parallelize
     from paceline.models.mlp import MLPClassifier as MLPClassifier
-    from paceline.parallel.apply import parallelize as parallelize
-    from paceline.parity.certificate import verify as verify
-    from paceline.planning import plan as plan
-    from paceline.simulate.trainer import MockDistributedTrainer as MockDistributedTrainer
-    from paceline.simulate.trainer import SimulatedTrainer as SimulatedTrainer
-    from paceline.train.facade import DistributedConfig as DistributedConfig
-    from paceline.train.facade import DistributedTrainer as DistributedTrainer
+    from paceline.rehearse.planning import plan as plan
+    from paceline.run.beside import watch as watch
+    from paceline.verify.certificate import verify as verify
 
 _HOMES = {
     "connect": "paceline.comm.torch_dist",
-    "run_virtual": "paceline.comm.virtual",
-    "parallelize": "paceline.parallel.apply",
-    "watch": "paceline.launch.beside",
-    "verify": "paceline.parity.certificate",
-    "plan": "paceline.planning",
-    "DistributedConfig": "paceline.train.facade",
-    "DistributedTrainer": "paceline.train.facade",
-    "SimulatedTrainer": "paceline.simulate.trainer",
-    "MockDistributedTrainer": "paceline.simulate.trainer",
-    "DistributedTrainingAnalyzer": "paceline.analysis",
-    "CommunicationOptimizer": "paceline.comm.optimizer",
+    "run_virtual": "paceline.comm.virtual.communicator",
+    "parallelize": "paceline.engines.apply",
+    "watch": "paceline.run.beside",
+    "verify": "paceline.verify.certificate",
+    "plan": "paceline.rehearse.planning",
+    "DistributedConfig": "paceline.classic.trainer",
+    "DistributedTrainer": "paceline.classic.trainer",
+    "SimulatedTrainer": "paceline.classic.simulated",
+    "MockDistributedTrainer": "paceline.classic.simulated",
+    "DistributedTrainingAnalyzer": "paceline.classic.analysis",
+    "CommunicationOptimizer": "paceline.classic.communication",
     "MLPClassifier": "paceline.models.mlp",
 }
 

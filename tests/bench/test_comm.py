@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.bench.comm import GLOO, bench_comm
-from paceline.comm.segment import FOLDER
+from paceline.comm.shared.segment import FOLDER
 from paceline.errors import UsageError
 
 ALGORITHMS = {"ring", "tree", "halving_doubling"}

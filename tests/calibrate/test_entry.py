@@ -17,7 +17,7 @@ from paceline.cluster.devices import ShapeRate, load_cluster
 from paceline.cluster.entries import read_catalog
 from paceline.config import load_config
 from paceline.errors import UsageError
-from paceline.planner.expect import present_cluster
+from paceline.search.expect import present_cluster
 from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)

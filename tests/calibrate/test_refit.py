@@ -13,8 +13,8 @@ from paceline.cluster.detect import Machine
 from paceline.cluster.entries import parse_catalog
 from paceline.config import config_from_dict, dump_yaml
 from paceline.errors import UsageError
-from paceline.monitor.records import StepRecord
-from paceline.monitor.sinks import JsonlSink
+from paceline.records.records import StepRecord
+from paceline.records.sinks import JsonlSink
 from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)

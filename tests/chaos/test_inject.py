@@ -13,12 +13,12 @@ from paceline.chaos.inject import InjectedError, Injector
 from paceline.chaos.notes import Fired, Passed, read_notes, write_plan
 from paceline.checkpoint import list_checkpoints, verify_checkpoint
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.errors import CheckpointError, MemoryExhaustedError, RankFailedError
 from paceline.train.assemble import build_trainer
-from paceline.train.full_disk import ForgivingSaver
-from paceline.train.saving import SavePolicy, Saver
+from paceline.train.survive.full_disk import ForgivingSaver
+from paceline.train.survive.saving import SavePolicy, Saver
 from paceline.train.trainer import Trainer
 
 STEPS = 8

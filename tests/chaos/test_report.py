@@ -25,7 +25,7 @@ from paceline.chaos.timeline import (
     read_attempts,
     straggler_verdict,
 )
-from paceline.monitor.records import EventRecord, Record, RunRecord, StepRecord
+from paceline.records.records import EventRecord, Record, RunRecord, StepRecord
 
 KILL = Fault(number=0, kind="kill", rank=1, step=6, phase="forward")
 

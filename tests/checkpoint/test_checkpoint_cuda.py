@@ -13,11 +13,11 @@ import torch
 from paceline.checkpoint import CheckpointWriter, State, open_checkpoint, verify_checkpoint
 from paceline.checkpoint.storage import LocalFiles
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
-from paceline.layout import Shard, whole_region
+from paceline.shards import Shard, whole_region
 from paceline.train.assemble import build_trainer
-from paceline.train.saving import SavePolicy, Saver
+from paceline.train.survive.saving import SavePolicy, Saver
 from paceline.train.trainer import Trainer
 
 pytestmark = [

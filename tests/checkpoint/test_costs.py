@@ -19,9 +19,9 @@ from paceline.checkpoint.tensors import CHUNK_BYTES, Entry, file_chunks
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import run_virtual
-from paceline.layout import Region, Shard, whole_region
-from paceline.parallel.apply import parallelize
+from paceline.comm.virtual.communicator import run_virtual
+from paceline.engines.apply import parallelize
+from paceline.shards import Region, Shard, whole_region
 
 CPU = torch.device("cpu")
 

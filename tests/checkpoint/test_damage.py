@@ -10,7 +10,7 @@ from trained_gpt import CLASSIC, save_trained
 
 from paceline.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from paceline.checkpoint.find import PassedOver
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError
 
 

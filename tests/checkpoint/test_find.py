@@ -23,7 +23,7 @@ from paceline.checkpoint import (
 )
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CheckpointError
-from paceline.layout import Shard, whole_region
+from paceline.shards import Shard, whole_region
 
 
 def save(folder: Path, step: int) -> Path:

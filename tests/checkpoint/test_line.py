@@ -14,7 +14,7 @@ from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.line import Line, Spot, likely_line, line_from, newest_line, parse_line
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CheckpointError
-from paceline.layout import Shard, whole_region
+from paceline.shards import Shard, whole_region
 
 FIRST, TURNED = Line(), Line(((0, 0), (1, 8)))
 

@@ -10,7 +10,7 @@ import torch
 
 from paceline.checkpoint import CheckpointWriter, State, verify_checkpoint
 from paceline.comm.solo import SoloCommunicator
-from paceline.layout import Shard, whole_region
+from paceline.shards import Shard, whole_region
 
 CPU = torch.device("cpu")
 SHARD = 64 * 2**20

@@ -11,7 +11,7 @@ from saved_runs import save_now
 
 from paceline.checkpoint import Checkpoint, open_checkpoint, verify_checkpoint
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.train.assemble import build_trainer
 from paceline.train.trainer import Trainer

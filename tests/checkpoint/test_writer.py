@@ -16,9 +16,9 @@ from paceline.checkpoint import CheckpointWriter, Retention, State, list_checkpo
 from paceline.checkpoint.storage import LocalFiles
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError
-from paceline.layout import Region, Shard, whole_region
+from paceline.shards import Region, Shard, whole_region
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from gone_processes import wait_until_gone
 
-from paceline.monitor.records import Record, RunRecord, read_records
+from paceline.records.records import Record, RunRecord, read_records
 
 CONFIG = """
 name: tiny

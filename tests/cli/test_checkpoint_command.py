@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trained_gpt import LLAMA, save_trained
 
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 
 # torch leaves the files of redirected output to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")

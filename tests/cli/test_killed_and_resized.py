@@ -18,7 +18,7 @@ import pytest
 
 from paceline.checkpoint import list_checkpoints, open_checkpoint
 from paceline.data.consumed import recompute
-from paceline.launch.codes import DONE
+from paceline.run.codes import DONE
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 

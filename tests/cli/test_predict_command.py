@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.planner.predict import COMPOSED_P90
+from paceline.predict.formulas.predict import COMPOSED_P90
 
 Call = Callable[..., Any]
 CONFIG = """
@@ -109,7 +109,7 @@ def test_an_open_microbatch_is_the_largest_that_fits(call: Call, config: str, mo
 def test_what_cannot_be_is_told_before_anything_is_recorded(
     call: Call, config: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.dryrun.record.record_stages", None)
+    monkeypatch.setattr("paceline.rehearse.dryrun.record.record_stages", None)
     assert call("predict", config, "-c", "1x dgx-h100", *words).code == 2
 
 

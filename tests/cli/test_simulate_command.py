@@ -99,7 +99,7 @@ def test_problems_are_headed_by_the_name_of_the_file(call: Call) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_folder_that_cannot_be_made_is_told_before_training(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.simulate.run.simulate", None)
+    monkeypatch.setattr("paceline.rehearse.simulate.run.simulate", None)
     called = call("simulate", "small.yaml", "--ranks", "2", "monitor.folder=/proc/x")
     assert called.code == 2
     assert "cannot make the run's folder /proc/x/small-simulated" in called.err

@@ -12,8 +12,8 @@ import pytest
 from paceline.cli.train import resolve_config, resolve_strategy, show_decisions, show_result
 from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
-from paceline.estimate.choice import Room
-from paceline.monitor.records import RunRecord, read_records
+from paceline.records.records import RunRecord, read_records
+from paceline.search.choice import Room
 
 MLP = ["model.kind=mlp", "data.kind=digits", "parallel.device=cpu"]
 Call = Callable[..., Any]
@@ -67,7 +67,7 @@ def test_precision_is_tried_before_any_process(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: Any) -> None:
         raise UsageError("precision = 'fp16' on cpu: float16 does not work there: no\n  the rule\n  use 'bf16'")
 
-    monkeypatch.setattr("paceline.precision.check_precision", refuse)
+    monkeypatch.setattr("paceline.engines.precision.check_precision", refuse)
     with pytest.raises(ConfigError) as caught:
         resolve_config(load_config(None, [*MLP, "train={precision: fp16, global_batch: 7}"]))
     problems = caught.value.problems
@@ -80,7 +80,7 @@ def test_a_strategy_is_chosen_by_the_memory_there_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     room = Room(device="cpu", device_bytes=560 * 2**20, host_bytes=2**40, ranks=2, node_ranks=2)
-    monkeypatch.setattr("paceline.memory.room.measure_room", lambda *_: room)
+    monkeypatch.setattr("paceline.free_memory.measure_room", lambda *_: room)
     asked = load_config(None, [*MLP, "parallel.strategy=auto", "parallel.ranks=2", "model.hidden_dim=4096"])
     config, choice = resolve_strategy(resolve_config(asked))
     assert choice is not None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import list_checkpoints
-from paceline.monitor.records import EndRecord, Record
+from paceline.records.records import EndRecord, Record
 
 pytestmark = [
     # torch leaves the files of redirected output to the garbage collector.

@@ -13,13 +13,13 @@ import pytest
 from made_records import write_records
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
-from paceline.cli import under_launcher
 from paceline.cli.train import Place, Progress, _next_steps, find_place, show_result
 from paceline.config import Config, load_config
 from paceline.errors import CheckpointError, LaunchError, RunFolderError
-from paceline.launch.failure import Failure
-from paceline.launch.folder import RunFolder, claim_folder, settle_config
-from paceline.monitor.records import EventRecord, to_line
+from paceline.records.records import EventRecord, to_line
+from paceline.run import under_launcher
+from paceline.run.failure import Failure
+from paceline.run.folder import RunFolder, claim_folder, settle_config
 
 RUN = replace(records.RUN, world_size=1, device="x", backend="gloo", total_steps=4, time=4e9)
 STEP = replace(records.STEP, step=4, samples_per_s=0.5, time=4e9)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.foretell import Foretold
-from paceline.cli.under_launcher import _foretell
 from paceline.config import dump_yaml, load_config
-from paceline.launch.folder import claim_folder
-from paceline.launch.processes import loopback_interface
-from paceline.monitor.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, read_records
+from paceline.records.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, read_records
+from paceline.run.folder import claim_folder
+from paceline.run.foretell import Foretold
+from paceline.run.processes import loopback_interface
+from paceline.run.under_launcher import _foretell
 
 pytestmark = [
     # torch leaves the files of redirected output to the garbage collector.

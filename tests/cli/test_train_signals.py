@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from paceline.checkpoint import list_checkpoints
-from paceline.launch.codes import DONE, PREEMPTED
-from paceline.monitor.records import EndRecord, EventRecord, StepRecord, read_records
+from paceline.records.records import EndRecord, EventRecord, StepRecord, read_records
+from paceline.run.codes import DONE, PREEMPTED
 
 pytestmark = pytest.mark.timeout(900)
 

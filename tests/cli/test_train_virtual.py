@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.monitor.records import EndRecord, Record, RunRecord, read_records
+from paceline.records.records import EndRecord, Record, RunRecord, read_records
 
 # torch leaves the files of redirected output to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.cli import verify as module
-from paceline.parity import certificate as certificates
+from paceline.verify import certificate as certificates
 
 Call = Callable[..., Any]
 
@@ -91,7 +91,7 @@ def test_what_the_config_says_about_sharding_is_verified(
         asked.append((args[2], kwargs["sharding"]))
         return parallelize(*args, **kwargs)
 
-    monkeypatch.setattr("paceline.parity.runs.parallelize", noted)
+    monkeypatch.setattr("paceline.verify.runs.parallelize", noted)
     changes = ["parallel.strategy=fsdp", "parallel.units=[layers.1]", "parallel.prefetch=2"]
     found = verified(call, str(config), *changes, "--ranks", "2", "--steps", "1")
     assert found["strategy"] == "fsdp"

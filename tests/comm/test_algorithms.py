@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from paceline.cluster.costs import ALGORITHMS, Algorithm, Link, Links, Placement, host_link_bytes, sent_bytes
 from paceline.cluster.measured import MeasuredTable
-from paceline.comm.algorithms import AlgorithmCommunicator, AlgorithmName
+from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
+from paceline.comm.algorithms.steps import combine
+from paceline.comm.algorithms.tables import share_table
+from paceline.comm.algorithms.topology import Topology, detect_topology, from_names, state_topology
 from paceline.comm.base import Communicator
-from paceline.comm.rounds import Round, cut
-from paceline.comm.steps import combine
-from paceline.comm.tables import share_table
-from paceline.comm.topology import Topology, detect_topology, from_names, state_topology
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.rounds import Round, cut
 from paceline.errors import CommunicationError, RankFailedError, StuckRankError, UsageError
 
 NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)

@@ -18,9 +18,9 @@ from paceline.comm.compress.quantised import BLOCK, dequantise, pack_bits, quant
 from paceline.comm.compress.sparse import num_kept, pack, unpack
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError, UsageError
-from paceline.layout import flat_layout
+from paceline.shards import flat_layout
 
 RANKS = st.integers(1, 4)
 SHAPES = st.tuples(st.integers(2, 9), st.integers(2, 9))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator, control_device, takes_real_time
-from paceline.comm.dry import DryWorld, KeptJournal
+from paceline.comm.dry.communicator import DryWorld, KeptJournal
 from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.errors import UsageError
 

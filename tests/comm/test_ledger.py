@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator, takes_real_time
-from paceline.comm.ledger import Ledger, LedgerCommunicator, ledger_clock, ledger_of
-from paceline.comm.ledger_file import NUM_RECORDS, TABLE_BYTES, LedgerReader
+from paceline.comm.ledger.file import NUM_RECORDS, TABLE_BYTES, LedgerReader
+from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator, ledger_clock, ledger_of
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
-from paceline.monitor.ledger_view import Call, GroupName, LedgerView
-from paceline.monitor.verdict import Limits, judge
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
+from paceline.health.ledger_view import Call, GroupName, LedgerView
+from paceline.health.verdict import Limits, judge
 
 
 def around(comm: Communicator, path: Path | None = None) -> LedgerCommunicator:
@@ -87,10 +87,10 @@ def test_the_line_is_that_of_the_caller_and_of_its_user() -> None:
     assert by_hand.site.startswith(f"{__file__}:")
     assert by_hand.site.endswith("in test_the_line_is_that_of_the_caller_and_of_its_user")
     assert by_engine.site.startswith(f"{__file__}:")
-    assert by_engine.site.endswith(" through paceline/parallel/made_up.py:2 in engine")
+    assert by_engine.site.endswith(" through paceline/engines/made_up.py:2 in engine")
 
 
-ENGINE_FILE = str(Path(sys.modules["paceline.comm.ledger"].__file__ or "").parents[1] / "parallel" / "made_up.py")
+ENGINE_FILE = str(Path(sys.modules["paceline.comm.ledger.ledger"].__file__ or "").parents[2] / "engines" / "made_up.py")
 
 
 def test_the_same_line_is_told_once_however_often_it_is_passed() -> None:
@@ -167,7 +167,7 @@ def test_a_rank_inside_an_operation_is_seen_there_and_not_after_an_error() -> No
 WRITER = """
 import sys, os, torch
 from pathlib import Path
-from paceline.comm.ledger import Ledger, LedgerCommunicator
+from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator
 from paceline.comm.solo import SoloCommunicator
 ledger = Ledger(rank=5, world=8, path=Path(sys.argv[1]))
 comm = LedgerCommunicator(SoloCommunicator(torch.device("cpu"), world_rank=5), ledger)

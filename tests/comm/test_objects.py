@@ -14,7 +14,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.errors import RankFailedError
 
 PLAIN = st.recursive(

@@ -21,14 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_functions import groups_in_any_order
 
-from paceline.comm import segment as segment_module
 from paceline.comm.base import Communicator, ReduceOp, Work, shared_buffer
-from paceline.comm.segment import FOLDER, Process, Segment, remove_stale_segments
-from paceline.comm.shared_memory import SharedMemoryCommunicator, share_memory
+from paceline.comm.shared import segment as segment_module
+from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
+from paceline.comm.shared.segment import FOLDER, Process, Segment, remove_stale_segments
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CommunicationError, UsageError
-from paceline.launch.processes import run_processes
+from paceline.run.processes import run_processes
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the system has no /dev/shm")
 

@@ -10,7 +10,7 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import RankFailedError, UsageError
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from gloo_pool import GlooPool
 from rank_functions import groups_in_any_order
 
 from paceline.comm.base import Communicator
-from paceline.comm.segment import FOLDER
+from paceline.comm.shared.segment import FOLDER
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.torch_dist import Backend, TorchCommunicator, backend_of, connect, disconnect
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CommunicationError, UsageError
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)

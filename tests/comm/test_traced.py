@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from paceline.comm.algorithms import AlgorithmCommunicator
+from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.errors import CommunicationError
 
 CPU = torch.device("cpu")

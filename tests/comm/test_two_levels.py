@@ -8,12 +8,12 @@ from gloo_pool import GlooPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.comm.algorithms.topology import from_names, state_topology
+from paceline.comm.algorithms.two_levels import TwoLevelCommunicator, join_hosts
 from paceline.comm.base import Communicator, ReduceOp
-from paceline.comm.segment import FOLDER
-from paceline.comm.topology import from_names, state_topology
+from paceline.comm.shared.segment import FOLDER
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.two_levels import TwoLevelCommunicator, join_hosts
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import UsageError
 
 OPS: tuple[ReduceOp, ...] = ("sum", "avg", "min", "max")

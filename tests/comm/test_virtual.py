@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator, ReduceOp
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.errors import RankFailedError, UsageError
 
 RANKS = (1, 2, 3, 4, 5)

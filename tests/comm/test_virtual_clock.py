@@ -11,13 +11,13 @@ from torch import nn
 
 from paceline.comm.base import clock_of
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
-from paceline.comm.virtual_clock import VirtualClock, VirtualTime
+from paceline.comm.virtual.clock import VirtualClock, VirtualTime
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
+from paceline.engines.apply import parallelize
+from paceline.engines.combined import CombinedParallel
+from paceline.engines.composition import Parallelism
 from paceline.errors import UsageError
-from paceline.parallel.apply import parallelize
-from paceline.parallel.combined import CombinedParallel
-from paceline.parallel.composition import Parallelism
-from paceline.parallel.schedules import make_schedule, measure_schedule
+from paceline.schedule.schedules import make_schedule, measure_schedule
 from paceline.train.loss import LossValue
 
 

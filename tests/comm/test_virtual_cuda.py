@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.errors import RankFailedError, StuckRankError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

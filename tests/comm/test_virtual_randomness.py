@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.errors import RankFailedError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.baton import call_site
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.baton import call_site
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.errors import CollectiveMismatchError, RankFailedError, StuckRankError
 
 Rank = Callable[[VirtualCommunicator], Any]

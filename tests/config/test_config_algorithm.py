@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from paceline.comm.algorithms import AlgorithmName
+from paceline.comm.algorithms.communicator import AlgorithmName
 from paceline.config import CommConfig, check_ranks, load_config
 from paceline.errors import ConfigError
 

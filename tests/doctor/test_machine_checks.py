@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
 def test_segments_of_processes_that_are_gone_are_told(tmp_path: Path) -> None:
     if not Path("/proc").is_dir():
         pytest.skip("processes are looked up in /proc")
-    from paceline.comm.segment import Process
+    from paceline.comm.shared.segment import Process
 
     mine = Process.this()
     (tmp_path / f"paceline-1-{mine.pid}-{mine.started}-aa").write_bytes(b"x" * 10)

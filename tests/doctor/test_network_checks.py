@@ -20,7 +20,7 @@ from paceline.doctor.network import (
     resolve_host,
 )
 from paceline.doctor.settings import nccl_files, run, variables
-from paceline.launch.processes import loopback_interface
+from paceline.run.processes import loopback_interface
 
 LOOPBACK = Interface(name="lo", addresses=("127.0.0.1", "::1"))
 ETHERNET = Interface(name="eth0", addresses=("192.0.2.7", "fe80::1%eth0"))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.doctor.self_test import RankReport, clock_offset, failed_test, report_findings, self_test
 from paceline.errors import PacelineError
 

@@ -7,7 +7,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
 from paceline.comm.objects import gather_objects
-from paceline.layout import Region
+from paceline.shards import Region
 
 
 class Saved:

@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.ledger import Ledger
+from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.torch_dist import connect, disconnect
-from paceline.launch.beside import start_beside
-from paceline.launch.orphans import note_process
-from paceline.launch.watch import WatchPolicy, keep_ledger
-from paceline.monitor.verdict import Limits
+from paceline.health.verdict import Limits
+from paceline.run.beside import start_beside
+from paceline.run.orphans import note_process
+from paceline.run.watch import WatchPolicy, keep_ledger
 
 ROUNDS = 6
 BAD_ROUND = 3

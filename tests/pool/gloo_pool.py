@@ -43,7 +43,7 @@ from torch.distributed import TCPStore
 
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.errors import CommunicationError
-from paceline.launch.processes import loopback_interface
+from paceline.run.processes import loopback_interface
 
 HOST = "127.0.0.1"
 

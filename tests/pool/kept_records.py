@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.monitor.records import EventRecord, Record, StepRecord
+from paceline.records.records import EventRecord, Record, StepRecord
 
 
 class Kept:

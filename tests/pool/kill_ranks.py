@@ -27,9 +27,9 @@ from paceline.checkpoint import Retention, find_checkpoint, list_checkpoints, op
 from paceline.comm.torch_dist import connect
 from paceline.config import config_from_dict
 from paceline.errors import CheckpointError, CommunicationError
-from paceline.launch.processes import free_port, loopback_interface
+from paceline.run.processes import free_port, loopback_interface
 from paceline.train.assemble import build_trainer
-from paceline.train.saving import SavePolicy, Saver
+from paceline.train.survive.saving import SavePolicy, Saver
 
 RANKS, STEPS, EVERY = 2, 8, 2
 LOST, WRONG = 3, 4  # how a process ends that has lost the other, and one that should not have failed

@@ -24,9 +24,9 @@ from kill_ranks import kill_ranks
 from paceline.checkpoint import CheckpointWriter, Retention, State, find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError
-from paceline.layout import Shard, whole_region
+from paceline.shards import Shard, whole_region
 
 STEPS = 3
 OPERATIONS = 95  # about as many as three saves take

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.monitor.records import EndRecord, Record, RunRecord, StepRecord, to_line
+from paceline.records.records import EndRecord, Record, RunRecord, StepRecord, to_line
 
 RUN = RunRecord(
     rank=0,

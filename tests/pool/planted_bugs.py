@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.comm.base import DONE, Communicator
-from paceline.parity.case import FunctionCase
-from paceline.parity.certificate import Certificate, certify
-from paceline.parity.settings import Settings
 from paceline.train import step as steps
 from paceline.train.loss import CrossEntropy, Loss
+from paceline.verify.case import FunctionCase
+from paceline.verify.certificate import Certificate, certify
+from paceline.verify.settings import Settings
 
 CLIP = 0.05  # far below the norms here, so that clipping bites
 SETTINGS = Settings(ranks=3, steps=3, accumulate=2, clip=CLIP)

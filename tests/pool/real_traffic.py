@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from paceline.comm.algorithms import AlgorithmCommunicator
-from paceline.comm.topology import state_topology
+from paceline.comm.algorithms.communicator import AlgorithmCommunicator
+from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, config_batch
 from paceline.data.loader import StepBatch
 from paceline.train.assemble import build_compressor, build_engine, build_policy, build_workload

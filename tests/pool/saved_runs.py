@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.checkpoint.read import Checkpoint, open_checkpoint
-from paceline.train.saving import SavePolicy, Saver
+from paceline.train.survive.saving import SavePolicy, Saver
 from paceline.train.trainer import Trainer
 
 

@@ -16,8 +16,8 @@ from paceline.checkpoint.writer import CheckpointWriter
 from paceline.comm.base import Communicator
 from paceline.data.consumed import ConsumedIds
 from paceline.data.order import DataOrder
+from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
-from paceline.parallel.apply import parallelize
 
 LLAMA = {"kind": "gpt", "size": "gpt-nano", "tied": False}
 CLASSIC = {

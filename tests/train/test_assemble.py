@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
-from paceline.parallel.fsdp import FullySharded
-from paceline.planner.plan import Plan
+from paceline.engines.fsdp import FullySharded
+from paceline.plan.plan import Plan
 from paceline.train.assemble import build_trainer, build_workload
 from paceline.train.trainer import Trainer
 

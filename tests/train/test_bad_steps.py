@@ -12,13 +12,13 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
-from paceline.parallel.apply import parallelize
-from paceline.precision import PRECISIONS
-from paceline.train.bad_steps import BadStep, BadSteps
+from paceline.comm.virtual.communicator import run_virtual
+from paceline.engines.apply import parallelize
+from paceline.engines.precision import PRECISIONS
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.overflow import Finding, explain_bad_steps, find_overflow
 from paceline.train.step import StepOutcome
+from paceline.train.survive.bad_steps import BadStep, BadSteps
+from paceline.train.survive.overflow import Finding, explain_bad_steps, find_overflow
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(

@@ -13,7 +13,7 @@ from saved_runs import save_now
 from paceline.checkpoint import open_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError
 from paceline.train.assemble import build_trainer

@@ -15,10 +15,10 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.datasets import TensorPairs
 from paceline.data.loader import EvalLoader
-from paceline.parallel.apply import parallelize
+from paceline.engines.apply import parallelize
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.loss import IGNORED, CrossEntropy, CustomLoss, Loss, LossValue
 

@@ -13,7 +13,7 @@ from kept_records import Kept
 
 from paceline.comm.around import AroundCommunicator
 from paceline.comm.base import Communicator, ReduceOp, Work
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.train.assemble import build_trainer
 

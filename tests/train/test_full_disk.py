@@ -13,13 +13,13 @@ from kept_records import Kept
 
 from paceline.checkpoint import list_checkpoints, verify_checkpoint
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import CheckpointError, RankFailedError
-from paceline.launch.failure import describe_error
+from paceline.run.failure import describe_error
 from paceline.train.assemble import build_trainer
-from paceline.train.full_disk import ForgivingSaver
-from paceline.train.saving import SavePolicy, Saver
+from paceline.train.survive.full_disk import ForgivingSaver
+from paceline.train.survive.saving import SavePolicy, Saver
 from paceline.train.trainer import StepResult, Trainer
 
 NOBODY = 65534

@@ -11,19 +11,19 @@ import torch
 from kept_records import Kept
 
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
-from paceline.checkpoint_tools.samples import check_samples
+from paceline.checkpoint.tools.samples import check_samples
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import PreemptedError, RankFailedError, TrainingError
-from paceline.monitor.records import EventRecord, Record, StepRecord
+from paceline.records.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
-from paceline.train.go_back import CheckpointReturn, SpikeListener
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.preemption import ConsensusHook, StopWhenAsked, next_ask
-from paceline.train.recovery import LossPolicy
-from paceline.train.saving import SavePolicy, Saver
 from paceline.train.stop import StopRequest
+from paceline.train.survive.go_back import CheckpointReturn, SpikeListener
+from paceline.train.survive.preemption import ConsensusHook, StopWhenAsked, next_ask
+from paceline.train.survive.recovery import LossPolicy
+from paceline.train.survive.saving import SavePolicy, Saver
 from paceline.train.trainer import Trainer
 
 STEPS, BATCH = 14, 8

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.comm.virtual import VirtualCommunicator, run_virtual
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import config_from_dict
 from paceline.data.datasets import TensorPairs
 from paceline.data.registry import DataSplits
 from paceline.data.shape import DataShape
+from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
-from paceline.parallel.tensor_loss import SplitLogits
-from paceline.parity.case import ConfigCase
 from paceline.train.loss import IGNORED, CrossEntropy, CustomLoss, LossValue, build_loss
+from paceline.verify.case import ConfigCase
 
 CLASSES = DataShape(kind="classes", features=4, classes=3)
 TOKENS = DataShape(kind="tokens", vocab_size=5, context=6)

@@ -11,12 +11,12 @@ from gloo_pool import GlooPool
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.data.datasets import TensorPairs
+from paceline.engines.apply import parallelize
 from paceline.errors import RankFailedError, TrainingError
-from paceline.memory.room import MemoryGauge, measure_room
-from paceline.parallel.apply import parallelize
+from paceline.free_memory import MemoryGauge, measure_room
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy
 from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_bytes

@@ -11,18 +11,18 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.data.loader import StepBatch
+from paceline.engines.apply import parallelize
+from paceline.engines.precision import PRECISIONS, check_precision, mixed_precision
 from paceline.errors import TrainingError
-from paceline.parallel.apply import parallelize
-from paceline.precision import PRECISIONS, check_precision, mixed_precision
 from paceline.train.assemble import build_trainer
-from paceline.train.bad_steps import BadSteps
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.overflow import find_overflow
 from paceline.train.scaler import make_scaler
 from paceline.train.step import StepPolicy, train_step
+from paceline.train.survive.bad_steps import BadSteps
+from paceline.train.survive.overflow import find_overflow
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,10 +15,10 @@ from saved_runs import save_now
 from paceline.checkpoint import Checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
-from paceline.monitor.records import StepRecord
+from paceline.records.records import StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.trainer import Trainer
 
@@ -154,6 +154,6 @@ def test_a_precision_that_the_device_cannot_do_is_refused_before_anything_starts
     def fail(*_: object) -> None:
         raise RuntimeError("not implemented for 'Half'")
 
-    monkeypatch.setattr("paceline.precision._try_product", fail)
+    monkeypatch.setattr("paceline.engines.precision._try_product", fail)
     with pytest.raises(UsageError, match="precision = 'fp16' on cpu: float16 does not work there"):
         build_trainer(make_config(precision="fp16"), SoloCommunicator(CPU))

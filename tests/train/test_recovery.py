@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.recovery import (
+from paceline.train.survive.recovery import (
     Attempt,
     GoBack,
     GoOn,

@@ -10,11 +10,11 @@ import pytest
 
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.data.consumed import recompute
 from paceline.train.assemble import build_trainer
-from paceline.train.saving import SavePolicy, Saver
+from paceline.train.survive.saving import SavePolicy, Saver
 
 STEPS, BATCH, SAMPLES, EVERY = 30, 12, 50, 3
 STRATEGIES = ("ddp", "zero2", "fsdp")

@@ -17,11 +17,11 @@ from torch import nn
 
 from paceline.cluster.detect import Machine
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, RankFailedError, UsageError
-from paceline.estimate.choice import Room
-from paceline.planner.automatic import ENOUGH
+from paceline.search.automatic import ENOUGH
+from paceline.search.choice import Room
 from paceline.train.assemble import build_trainer
 from paceline.train.resolve import measure_config, resolve_strategy, resolve_together
 from paceline.units import MIB, format_seconds

@@ -22,17 +22,17 @@ from paceline.checkpoint.storage import LocalFiles
 from paceline.checkpoint.values import encode
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.data.datasets import TensorPairs
 from paceline.data.registry import DataSplits
 from paceline.data.shape import DataShape
 from paceline.errors import CheckpointError, RankFailedError
-from paceline.monitor.records import StepRecord
+from paceline.records.records import StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.randomness import capture_random_states
-from paceline.train.saving import SavePolicy, Saver
+from paceline.train.survive.saving import SavePolicy, Saver
 from paceline.train.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -12,13 +12,13 @@ from gloo_pool import GlooPool
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.loader import StepBatch
+from paceline.engines.apply import parallelize
 from paceline.errors import RankFailedError, TrainingError
-from paceline.parallel.apply import parallelize
 from paceline.train.loss import CrossEntropy
-from paceline.train.retry import PROVING_STEPS, Retry, cut_finer, is_out_of_memory
 from paceline.train.step import StepPolicy, train_step
+from paceline.train.survive.retry import PROVING_STEPS, Retry, cut_finer, is_out_of_memory
 
 SAMPLES, FEATURES, CLASSES = 8, 6, 3  # of a microbatch
 

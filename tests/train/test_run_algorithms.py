@@ -9,10 +9,10 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 
-from paceline.comm.algorithms import AlgorithmName
+from paceline.comm.algorithms.communicator import AlgorithmName
 from paceline.comm.base import Communicator
 from paceline.comm.traced import TracedCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.errors import RankFailedError
 from paceline.train.assemble import build_trainer

@@ -12,11 +12,11 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.loader import StepBatch
+from paceline.engines.apply import parallelize
+from paceline.engines.precision import PRECISIONS
 from paceline.errors import UsageError
-from paceline.parallel.apply import parallelize
-from paceline.precision import PRECISIONS
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.scaler import LossScaler, ScalerPolicy, make_scaler
 from paceline.train.step import StepPolicy, train_step

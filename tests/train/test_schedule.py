@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import config_from_dict
-from paceline.planner.plan import make_plan
+from paceline.plan.plan import make_plan
 from paceline.train.assemble import build_schedule
 from paceline.train.schedule import Kind, Schedule
 

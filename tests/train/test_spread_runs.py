@@ -11,9 +11,9 @@ from saved_runs import save_now
 
 from paceline.checkpoint import Checkpoint, open_checkpoint
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
-from paceline.monitor.records import EvalRecord, EventRecord, Record, StepRecord
+from paceline.records.records import EvalRecord, EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.hooks import EvaluateHook
 from paceline.train.trainer import Every

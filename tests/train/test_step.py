@@ -16,11 +16,11 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.datasets import TensorPairs
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder
-from paceline.parallel.apply import parallelize
+from paceline.engines.apply import parallelize
 from paceline.train.loss import IGNORED, CrossEntropy, Loss
 from paceline.train.step import StepOutcome, StepPolicy, place, train_step
 

@@ -17,15 +17,15 @@ from torch import nn
 from paceline.checkpoint import Retention, list_checkpoints, open_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import CheckpointError, DataError, RankFailedError, TrainingError, UsageError
-from paceline.monitor import meter
-from paceline.monitor.records import EvalRecord, EventRecord, StepRecord
+from paceline.records import meter
+from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.hooks import EvaluateHook
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.saving import SavePolicy, Saver
+from paceline.train.survive.saving import SavePolicy, Saver
 from paceline.train.trainer import Every, EverySeconds, StepResult, Trainer
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from gloo_pool import GlooPool
 from kept_records import Kept
 
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
-from paceline.monitor.records import EventRecord
+from paceline.records.records import EventRecord
 from paceline.train.assemble import build_trainer
 
 GPT: dict[str, Any] = {

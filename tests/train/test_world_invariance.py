@@ -19,13 +19,13 @@ import pytest
 from kept_records import Kept
 
 from paceline.comm.base import Communicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
 from paceline.data.datasets import MapDataset
 from paceline.data.fetch import fetch_batch
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder, share
-from paceline.monitor.records import StepRecord
+from paceline.records.records import StepRecord
 from paceline.train import assemble
 from paceline.train.schedule import Schedule
 from paceline.train.trainer import Trainer

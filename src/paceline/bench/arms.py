@@ -26,12 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.bench.workloads import Workload
 from paceline.comm.base import Communicator
-from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.shared.communicator import SharedMemoryCommunicator
+from paceline.engines.apply import compile_model, parallelize
+from paceline.engines.fsdp import ShardingPolicy
+from paceline.engines.precision import Precision, precision_named
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
-from paceline.parallel.apply import compile_model, parallelize
-from paceline.parallel.fsdp import ShardingPolicy
-from paceline.precision import Precision, precision_named
 from paceline.train.update import update_if_finite
 
 _CLIP = 1.0

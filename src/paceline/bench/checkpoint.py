@@ -38,9 +38,9 @@ from paceline.checkpoint.state import MODEL, State, prefixed
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.comm.base import Communicator
 from paceline.comm.objects import gather_objects
-from paceline.launch.processes import run_processes
+from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
-from paceline.parallel.apply import parallelize
+from paceline.run.processes import run_processes
 
 FAIRNESS = {
     "fsync": "both end every file with fsync",

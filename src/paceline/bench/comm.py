@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from paceline.bench.interleave import Timing, interleave
-from paceline.comm.algorithms import AlgorithmCommunicator, AlgorithmName
+from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
+from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.base import Communicator, shared_buffer
-from paceline.comm.shared_memory import SharedMemoryCommunicator
-from paceline.comm.topology import state_topology
+from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError
-from paceline.launch.processes import run_processes
+from paceline.run.processes import run_processes
 
 SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
 GLOO = "gloo"

@@ -25,10 +25,10 @@ import torch
 from paceline.comm.base import BucketShape, Communicator, ReduceOp, Work
 from paceline.comm.compress import Compression, Compressor
 from paceline.comm.traced import TracedCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
-from paceline.layout import flat_layout
+from paceline.shards import flat_layout
 from paceline.train.assemble import build_compressor, build_trainer
 from paceline.train.threads import compute_threads
 

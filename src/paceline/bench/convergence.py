@@ -27,10 +27,10 @@ import torch
 from paceline.bench.compression import sent_bytes, setting_text, with_compression
 from paceline.comm.base import Communicator
 from paceline.comm.traced import TracedCommunicator
-from paceline.comm.virtual import run_virtual
+from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
-from paceline.planner.plan import make_plan
+from paceline.plan.plan import make_plan
 from paceline.train.assemble import build_trainer, build_workload
 
 CLOSE_POINTS = 0.5

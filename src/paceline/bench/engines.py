@@ -34,7 +34,7 @@ from paceline.bench.workloads import Protocol, Workload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
-from paceline.launch.processes import run_processes
+from paceline.run.processes import run_processes
 
 # How far two arms' losses may be apart: orders of summation in fp32; rounding to bf16 at other places.
 FP32_TOLERANCE = 1e-4

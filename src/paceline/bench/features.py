@@ -25,13 +25,13 @@ from paceline.bench.arms import SHARED
 from paceline.bench.memory import LiveTensors
 from paceline.bench.workloads import Workload
 from paceline.comm.base import Communicator
-from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.data.loader import StepBatch
+from paceline.engines.apply import parallelize
+from paceline.engines.composition import Parallelism
+from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
-from paceline.launch.processes import run_processes
-from paceline.parallel.apply import parallelize
-from paceline.parallel.composition import Parallelism
-from paceline.parallel.engine import Engine
+from paceline.run.processes import run_processes
 from paceline.train.loss import CrossEntropy
 from paceline.train.step import StepPolicy, accumulate, train_step
 

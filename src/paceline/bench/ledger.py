@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
-from paceline.comm.ledger import Ledger, LedgerCommunicator
-from paceline.comm.shared_memory import share_memory
+from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator
+from paceline.comm.shared.communicator import share_memory
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.launch.processes import run_processes
+from paceline.engines.apply import parallelize
 from paceline.models.mlp import MLPClassifier
-from paceline.parallel.apply import parallelize
+from paceline.run.processes import run_processes
 
 BLOCK, WIDTH, BATCH = 10, 512, 64
 BACKENDS = ("gloo", "shared_memory")

@@ -12,8 +12,8 @@ import torch
 from paceline.bench.interleave import Timing, interleave
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
-from paceline.launch.processes import run_processes
-from paceline.monitor.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
+from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
+from paceline.run.processes import run_processes
 from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
 from paceline.train.trainer import Every, StepResult, Trainer

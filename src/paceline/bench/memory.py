@@ -24,11 +24,11 @@ from torch import nn
 
 from paceline.bench.largest import Budget, Largest, Usage, find_largest
 from paceline.comm.solo import SoloCommunicator
+from paceline.engines.apply import parallelize
+from paceline.engines.engine import Engine
+from paceline.engines.offload import Offload
 from paceline.errors import TrainingError, UsageError
-from paceline.memory.offload import Offload
 from paceline.models.gpt import GPT, GPTConfig, gpt_config
-from paceline.parallel.apply import parallelize
-from paceline.parallel.engine import Engine
 from paceline.units import GIB
 
 _NUM_STEPS = 2

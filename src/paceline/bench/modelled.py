@@ -25,10 +25,10 @@ import torch
 
 from paceline.bench.workloads import Workload
 from paceline.cluster.costs import Link, Links, Placement, all_reduce_seconds, scatter_seconds
+from paceline.engines.stages.bounds import LayerCost, choose_bounds
+from paceline.engines.stages.costs import estimate_layers
 from paceline.models.gpt import gpt_config
-from paceline.parallel.schedules import ScheduleCosts, ScheduleMeasure, StageCost, make_schedule, measure_schedule
-from paceline.parallel.stage_bounds import LayerCost, choose_bounds
-from paceline.parallel.stage_costs import estimate_layers
+from paceline.schedule.schedules import ScheduleCosts, ScheduleMeasure, StageCost, make_schedule, measure_schedule
 
 KIND = "on the virtual clock, modelled"
 _WORKLOAD = Workload(model="gpt-124m", batch=32, context=1024)

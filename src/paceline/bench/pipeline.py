@@ -25,9 +25,9 @@ from paceline.bench.pipeline_arms import PipelineArm, PipelineStep, pipeline_arm
 from paceline.bench.workloads import Protocol, Workload
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
-from paceline.launch.processes import run_processes
 from paceline.models.gpt import gpt_config
-from paceline.parallel.schedules import SCHEDULE_NAMES, make_schedule, measure_schedule
+from paceline.run.processes import run_processes
+from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule, measure_schedule
 
 PARTS = ("speed", "features", "modelled", "bubbles")
 TOLERANCE = 1e-5

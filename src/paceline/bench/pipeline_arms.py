@@ -27,15 +27,15 @@ from torch.distributed import pipelining
 from paceline.bench.arms import SHARED
 from paceline.bench.workloads import Workload
 from paceline.comm.base import Communicator
-from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.shared.communicator import SharedMemoryCommunicator
+from paceline.engines.apply import parallelize
+from paceline.engines.combined import CombinedParallel
+from paceline.engines.composition import Parallelism
+from paceline.engines.stages.bounds import choose_bounds
+from paceline.engines.stages.costs import estimate_layers
+from paceline.engines.stages.stages import split_model
 from paceline.models.layers import model_layers
-from paceline.parallel.apply import parallelize
-from paceline.parallel.combined import CombinedParallel
-from paceline.parallel.composition import Parallelism
-from paceline.parallel.schedules import make_schedule
-from paceline.parallel.stage_bounds import choose_bounds
-from paceline.parallel.stage_costs import estimate_layers
-from paceline.parallel.stages import split_model
+from paceline.schedule.schedules import make_schedule
 from paceline.train.loss import CrossEntropy
 
 Runner = Literal["torch", "gloo", "shared memory"]

@@ -30,21 +30,21 @@ from paceline.cluster.detect import detect_machine
 from paceline.cluster.devices import Cluster, load_cluster, make_node
 from paceline.cluster.entries import read_catalog, shipped
 from paceline.comm.base import Communicator
-from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_batch, config_from_dict
 from paceline.data.loader import StepBatch
 from paceline.data.registry import build_data
-from paceline.dryrun.record import record
 from paceline.errors import UsageError
-from paceline.launch.processes import run_processes
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model, model_context
-from paceline.planner.constants import Constants
-from paceline.planner.kernel_costs import KernelCosts, fuse_blocks
-from paceline.planner.program import Program, Run
-from paceline.planner.replay import replay
-from paceline.planner.turns import play
+from paceline.predict.formulas.constants import Constants
+from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
+from paceline.predict.replay.program import Program, Run
+from paceline.predict.replay.replay import replay
+from paceline.predict.replay.turns import play
+from paceline.rehearse.dryrun.record import record
+from paceline.run.processes import run_processes
 from paceline.train.assemble import build_engine, build_policy
 from paceline.train.loss import build_loss
 from paceline.train.optim import build_optimizer

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.launch.orphans import noted_processes
-from paceline.launch.progress import Progress, read_progress
+from paceline.run.orphans import noted_processes
+from paceline.run.progress import Progress, read_progress
 
 _KILL_AFTER = 35
 _PATIENCE_S = 300.0
@@ -44,8 +44,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from paceline.launch.orphans import note_process
-from paceline.launch.progress import StepNote
+from paceline.run.orphans import note_process
+from paceline.run.progress import StepNote
 
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])

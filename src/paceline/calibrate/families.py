@@ -4,7 +4,7 @@
     host, an operation   =  a training step of a small transformer on next to nothing / its operations; on a CPU, where
                             no device hides what else the host does in a step, as calibrate/loop.py takes it apart
 
-Bytes are those that a dry run counts (dryrun/operators.py), so that what is measured is what is priced later.
+Bytes are those that a dry run counts (rehearse/dryrun/operators.py), so that what is measured is what is priced later.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from paceline.calibrate.loop import measure_loop
 from paceline.calibrate.recorded import recorded
 from paceline.calibrate.sampling import Stopwatch, Timed
 from paceline.comm.solo import SoloCommunicator
+from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
-from paceline.parallel.apply import parallelize
 from paceline.train.update import update_if_finite
 from paceline.units import KIB, MIB
 

@@ -23,7 +23,7 @@ from paceline.calibrate.recorded import recorded
 from paceline.calibrate.sampling import summarize
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_from_dict
-from paceline.monitor.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
+from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
 from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
 from paceline.train.trainer import Every, StepResult, Trainer

@@ -19,10 +19,10 @@ from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, pro
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import ShapeRate
 from paceline.comm.base import Communicator
-from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.errors import CommunicationError, UsageError
-from paceline.launch.processes import run_processes
+from paceline.run.processes import run_processes
 from paceline.units import MIB
 
 _TIMEOUT_S = 600.0

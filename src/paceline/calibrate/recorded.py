@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cluster.operations import Operation
-from paceline.dryrun.operators import Operators
+from paceline.rehearse.dryrun.operators import Operators
 
 
 def recorded(call: Callable[[], object]) -> list[Operation]:

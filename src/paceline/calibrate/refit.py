@@ -23,12 +23,12 @@ from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster, loop_us
 from paceline.cluster.entries import DeviceEntry, parse_catalog
 from paceline.config import Config, load_config
-from paceline.dryrun.record import record_stages
 from paceline.errors import UsageError
-from paceline.monitor.records import RunRecord, StepRecord, read_records
-from paceline.planner.expect import present_cluster
-from paceline.planner.program import Program
-from paceline.planner.replay import replay
+from paceline.predict.replay.program import Program
+from paceline.predict.replay.replay import replay
+from paceline.records.records import RunRecord, StepRecord, read_records
+from paceline.rehearse.dryrun.record import record_stages
+from paceline.search.expect import present_cluster
 
 _SMALL_HOST = "cpu-host.yaml"
 _ROUNDS = 14

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from paceline.chaos.timeline import Attempt, Command, Handling, final_steps
-from paceline.monitor.records import StepRecord
+from paceline.records.records import StepRecord
 from paceline.units import format_seconds
 
 

@@ -16,8 +16,8 @@ from typing import Literal
 
 from paceline.chaos.faults import ON_LOSS, WHILE_SAVING, Fault
 from paceline.chaos.notes import Fired, Passed, Started
-from paceline.monitor.records import EventRecord, Record, RunRecord, StepRecord
-from paceline.monitor.straggler import find_straggler
+from paceline.health.straggler import find_straggler
+from paceline.records.records import EventRecord, Record, RunRecord, StepRecord
 
 How = Literal["went on", "went back", "restarted", "stopped", "not recovered", "never happened"]
 

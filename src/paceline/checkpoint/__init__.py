@@ -5,7 +5,7 @@
       rank-00000.json               what is in them, and the rank's own values (random states)
       manifest.json                 every tensor's shape and pieces, every file's size and hash, the config
 
-This package knows shards (``layout.py``), and no engines. Names that need torch are loaded on first use, so that a
+This package knows shards (``shards.py``), and no engines. Names that need torch are loaded on first use, so that a
 checkpoint can be looked for before anything is started.
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.checkpoint.line import Line, Spot, parse_line
 from paceline.errors import CheckpointError
-from paceline.layout import Region
+from paceline.shards import Region
 
 SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"

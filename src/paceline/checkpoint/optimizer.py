@@ -22,7 +22,7 @@ from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.state import OPTIMIZER
 from paceline.checkpoint.values import encode
 from paceline.errors import MisfitError, UsageError
-from paceline.layout import Shard, whole_region
+from paceline.shards import Shard, whole_region
 
 _GROUP = "group/"
 _REST = "optimizer"

@@ -23,7 +23,7 @@ from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tensors import dtype_of, flat_view, host_bytes, read_header, read_runs
 from paceline.checkpoint.values import decode
 from paceline.errors import CheckpointError, MisfitError
-from paceline.layout import Region, Shard, common_runs, whole_region
+from paceline.shards import Region, Shard, common_runs, whole_region
 
 _STAGE_BYTES = 2**26
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from paceline.checkpoint.line import Line
-from paceline.layout import Shard
+from paceline.shards import Shard
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"

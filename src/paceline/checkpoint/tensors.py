@@ -21,7 +21,7 @@ import torch
 from paceline.checkpoint.refusals import cannot_read
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError, UsageError
-from paceline.layout import Region, Runs
+from paceline.shards import Region, Runs
 
 CHUNK_BYTES = 2**24
 _GAP_BYTES = 2**16  # a gap of less than this is read too, in one go with what is around it

@@ -38,7 +38,7 @@ from paceline.checkpoint.storage import LocalFiles, Storage
 from paceline.checkpoint.tensors import Entry, dtype_code, file_chunks, flat_view, grouped, shown_shape
 from paceline.checkpoint.values import encode
 from paceline.errors import CheckpointError
-from paceline.layout import Region, Shard
+from paceline.shards import Region, Shard
 
 _SMALL_BYTES = 2**16  # what several ranks hold is cut among them, unless it is small
 

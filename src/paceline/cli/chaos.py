@@ -99,8 +99,8 @@ def _backend(name: str | None) -> list[str]:
 
 def _settle(loaded: LoadedConfig, path: Path, overrides: Sequence[str], *, may_hang: bool) -> Setting:
     """Changes of a config what it leaves open and a run with faults needs; tells each."""
-    from paceline.cli.supervision import CPU_RANKS
     from paceline.config import load_config
+    from paceline.run.supervision import CPU_RANKS
 
     config, changes, notes = loaded.config, [f"name={loaded.config.name}-chaos"], []
     if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
@@ -147,7 +147,7 @@ def _run(
     from paceline.chaos.notes import Fired, Passed, Started, read_notes, write_plan
     from paceline.chaos.report import make_report
     from paceline.chaos.timeline import Notes, handle, straggler_verdict
-    from paceline.launch.codes import REFUSED
+    from paceline.run.codes import REFUSED
 
     for note in setting.notes:
         say(note)
@@ -190,7 +190,7 @@ def _run(
 def _run_commands(setting: Setting, scratch: Path, *, num_faults: int) -> list[Command]:
     """Runs ``paceline train``, and again with ``--resume auto`` while a fault ended it: what a scheduler would do."""
     from paceline.chaos.notes import Fired, read_notes
-    from paceline.launch.codes import DONE, MEANINGS, REFUSED
+    from paceline.run.codes import DONE, MEANINGS, REFUSED
 
     begin = ["train", str(setting.path), *setting.overrides, "--json"]
     commands = [_run_command([*begin, "--force"] if (setting.folder / "config.yaml").is_file() else begin, scratch)]
@@ -265,7 +265,7 @@ def _tell_faults(scratch: Path | None, is_over: threading.Event) -> None:
 def _attempts(folder: Path, ranks: int) -> list[list[Attempt]]:
     """Reads the records of every rank."""
     from paceline.chaos.timeline import read_attempts
-    from paceline.monitor.records import read_records
+    from paceline.records.records import read_records
 
     paths = [folder / "records" / f"rank-{rank}.jsonl" for rank in range(ranks)]
     return [read_attempts(list(read_records(path))) if path.is_file() else [] for path in paths]
@@ -284,8 +284,8 @@ def audit_samples(folder: Path) -> str:
     """Says whether the newest checkpoint of a run has consumed the right samples, each once an epoch."""
     from paceline.checkpoint import list_checkpoints
     from paceline.checkpoint.find import read_manifest
+    from paceline.checkpoint.tools.samples import check_samples
     from paceline.checkpoint.values import decode
-    from paceline.checkpoint_tools.samples import check_samples
     from paceline.errors import CheckpointError
 
     found = list_checkpoints(folder / "checkpoints")

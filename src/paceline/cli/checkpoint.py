@@ -16,8 +16,8 @@ import typer
 from paceline.cli import checkpoint_text as text
 
 if TYPE_CHECKING:
-    from paceline.checkpoint_tools.outgoing import Format
-    from paceline.checkpoint_tools.reshard import Strategy
+    from paceline.checkpoint.tools.outgoing import Format
+    from paceline.checkpoint.tools.reshard import Strategy
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,7 +48,7 @@ def list_all(
     """
     import time
 
-    from paceline.checkpoint_tools.listing import list_folder
+    from paceline.checkpoint.tools.listing import list_folder
 
     with _reading(), _progress("reading", None, as_json) as tell:
         found = list_folder(Path(where), time.time(), "full" if full else "fast", tell)
@@ -71,7 +71,7 @@ def inspect(
 
       paceline checkpoint inspect runs/gpt/checkpoints/step-00000100 --tensors 'layers.0.*'
     """
-    from paceline.checkpoint_tools.summary import summarize
+    from paceline.checkpoint.tools.summary import summarize
 
     with _reading():
         found = summarize(_find(path), tensors)
@@ -104,7 +104,7 @@ def verify(
       paceline checkpoint verify runs/digits/checkpoints/step-00000100 --fast
     """
     from paceline.checkpoint import read_manifest
-    from paceline.checkpoint_tools.audit import audit
+    from paceline.checkpoint.tools.audit import audit
 
     with _reading():
         chosen = _find(path)
@@ -128,7 +128,7 @@ def diff(
     Example:  paceline checkpoint diff runs/a runs/b
     """
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint_tools.difference import compare
+    from paceline.checkpoint.tools.difference import compare
 
     with _reading():
         ours, theirs = open_checkpoint(_find(left)), open_checkpoint(_find(right))
@@ -165,8 +165,8 @@ def reshard(
     from typing import cast
 
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint_tools.reshard import World
-    from paceline.checkpoint_tools.reshard import reshard as write
+    from paceline.checkpoint.tools.reshard import World
+    from paceline.checkpoint.tools.reshard import reshard as write
 
     _check_word("--strategy", strategy, ("ddp", "zero1", "zero2", "fsdp", "hybrid"))
     world = World(ranks=ranks, strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor)
@@ -206,8 +206,8 @@ def export(
     from typing import cast
 
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint_tools.outgoing import ExportOptions, exported_bytes, format_by_name
-    from paceline.checkpoint_tools.outgoing import export as write
+    from paceline.checkpoint.tools.outgoing import ExportOptions, exported_bytes, format_by_name
+    from paceline.checkpoint.tools.outgoing import export as write
 
     if kind is not None:
         _check_word("--format", kind, ("safetensors", "torch", "dcp"))
@@ -245,7 +245,7 @@ def take(
     """
     from typing import cast
 
-    from paceline.checkpoint_tools.incoming import format_of, open_incoming, take_in
+    from paceline.checkpoint.tools.incoming import format_of, open_incoming, take_in
 
     if kind is not None:
         _check_word("--format", kind, ("safetensors", "torch", "dcp"))

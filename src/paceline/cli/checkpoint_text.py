@@ -13,10 +13,10 @@ import typer
 
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Manifest
-    from paceline.checkpoint_tools.audit import Audit
-    from paceline.checkpoint_tools.difference import Difference
-    from paceline.checkpoint_tools.listing import Listed
-    from paceline.checkpoint_tools.summary import Summary
+    from paceline.checkpoint.tools.audit import Audit
+    from paceline.checkpoint.tools.difference import Difference
+    from paceline.checkpoint.tools.listing import Listed
+    from paceline.checkpoint.tools.summary import Summary
 
 _FIRST = 20  # rows of a long table, of which JSON has all
 

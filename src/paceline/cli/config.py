@@ -12,7 +12,7 @@ from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.config import Config, ExplainRow, LoadedConfig
-    from paceline.estimate.choice import Choice
+    from paceline.search.choice import Choice
 
 app = typer.Typer(
     name="config",
@@ -157,8 +157,8 @@ def _choice_rows(choice: Choice) -> list[ExplainRow]:
 
 def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
     from paceline.config import ExplainRow, config_batch, shard_group
-    from paceline.estimate.activations import describe_model
-    from paceline.estimate.memory import estimate_memory, setting_of, spread_of
+    from paceline.predict.memory.activations import describe_model
+    from paceline.predict.memory.memory import estimate_memory, setting_of, spread_of
 
     batch = config_batch(config, ranks)
     model = describe_model(config, device)

@@ -22,7 +22,7 @@ def check_record(path: Path | None) -> Path | None:
     """Returns the path of a file whose folder is made for it. Raises UsageError where it cannot be written."""
     import os
 
-    from paceline.launch.folder import find_hindrance
+    from paceline.run.folder import find_hindrance
 
     if path is None:
         return None
@@ -50,7 +50,7 @@ def check_picture(path: Path | None) -> Path | None:
 def check_scratch(folder: str | None) -> str | None:
     """Returns a folder for files that come and go. Raises UsageError where there is none, or nothing can be written."""
     from paceline.errors import UsageError
-    from paceline.launch.folder import find_hindrance
+    from paceline.run.folder import find_hindrance
 
     if folder is None:
         return None
@@ -70,7 +70,7 @@ def check_checkpoint_folder(where: str | None) -> None:
 
     from paceline.checkpoint.refusals import cannot_write
     from paceline.checkpoint.remote import is_remote, storage_of
-    from paceline.launch.folder import find_hindrance
+    from paceline.run.folder import find_hindrance
 
     if where is None:
         return

@@ -115,7 +115,7 @@ def _test_ranks(ranks: int) -> list[Finding]:
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.doctor.self_test import failed_test, report_findings, self_test
     from paceline.errors import PacelineError, UsageError
-    from paceline.launch.processes import run_processes
+    from paceline.run.processes import run_processes
 
     try:
         if "RANK" not in os.environ:

@@ -26,8 +26,8 @@ from paceline.cli.train import train
 from paceline.cli.validate import validate
 from paceline.cli.verify import verify
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
-from paceline.launch.codes import FAILED, PREEMPTED, REFUSED
-from paceline.launch.failure import RunFailedError, RunPreemptedError, RunStoppedError
+from paceline.run.codes import FAILED, PREEMPTED, REFUSED
+from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
 
 app = typer.Typer(
     name="paceline",
@@ -74,7 +74,7 @@ def _root(
 def main() -> None:
     """Runs the command line; our own errors are one message and an exit code, never a traceback.
 
-    Exit codes: those of ``launch/codes.py``, and 128 + n for what signal n ended (Ctrl-C: 130).
+    Exit codes: those of ``run/codes.py``, and 128 + n for what signal n ended (Ctrl-C: 130).
     """
     try:
         app(prog_name="paceline")

@@ -10,7 +10,7 @@ import typer
 from paceline.cli.destination import check_file, check_picture
 
 if TYPE_CHECKING:
-    from paceline.planner.result import PlanResult
+    from paceline.search.result import PlanResult
 
 
 def plan(
@@ -81,7 +81,7 @@ def plan(
     """
     import json
 
-    from paceline.planning import plan as find
+    from paceline.rehearse.planning import plan as find
 
     source, words = _source(config, list(overrides or []), hf)
     found = find(
@@ -206,13 +206,13 @@ def _trace(path: Path | None, found: PlanResult) -> float | None:
     """Returns the seconds of the step whose time line was written; None where none was."""
     if path is None or found.winner is None:
         return None
-    from paceline.planning import trace_plan
+    from paceline.rehearse.planning import trace_plan
 
     return trace_plan(found, path).seconds
 
 
 def _draw(png: Path, found: PlanResult) -> bool:
-    from paceline.planner.scaling_picture import draw_scaling
+    from paceline.search.scaling_picture import draw_scaling
 
     tables = {name: list(rows) for name, rows in found.scaling.items()}
     if not any(row.best for rows in tables.values() for row in rows):

@@ -13,7 +13,7 @@ from paceline.cli.destination import check_file
 if TYPE_CHECKING:
     from paceline.cluster.devices import Cluster
     from paceline.config import BatchPlan, Config
-    from paceline.planner.replayed import Replay
+    from paceline.predict.replay.replayed import Replay
 
 
 def predict(
@@ -62,7 +62,7 @@ def predict(
     asked, found = _replay(asked, where, count, slow_ranks, rank=rank, keeps_spans=trace is not None)
     batch = config_batch(asked, count)
     if trace is not None:
-        from paceline.planner.trace import write_trace
+        from paceline.predict.replay.trace import write_trace
 
         write_trace(found, trace)
     if as_json:
@@ -110,7 +110,7 @@ def _config_for(path: Path, overrides: list[str], ranks: int | None, cluster: Cl
 def _check_ranks(cluster: Cluster, count: int, rank: int | None, slow: dict[int, float]) -> None:
     from paceline.cluster.wires import wire_cost
     from paceline.errors import UsageError
-    from paceline.planner.replay import check_slow
+    from paceline.predict.replay.replay import check_slow
 
     wire_cost(cluster, count)  # refuses ranks that the cluster has no devices for
     check_slow(slow, count)
@@ -122,9 +122,9 @@ def _replay(
     config: Config, cluster: Cluster, ranks: int, slow: dict[int, float], *, rank: int | None, keeps_spans: bool
 ) -> tuple[Config, Replay]:
     """Returns the step, and the config with what was found for it."""
-    from paceline.dryrun.microbatch import with_fitting_microbatch
-    from paceline.dryrun.record import record_stages
-    from paceline.planner.replay import replay
+    from paceline.predict.replay.replay import replay
+    from paceline.rehearse.dryrun.microbatch import with_fitting_microbatch
+    from paceline.rehearse.dryrun.record import record_stages
 
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": "cpu"})})

@@ -19,7 +19,7 @@ def report(
 
     from rich.console import Console
 
-    from paceline.report import render, summarize, to_json
+    from paceline.records.report import render, summarize, to_json
 
     summary = summarize(folder)
     if as_json:

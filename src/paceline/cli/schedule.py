@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from paceline.parallel.schedules import Schedule, ScheduleCosts, ScheduleMeasure
+    from paceline.schedule.schedules import Schedule, ScheduleCosts, ScheduleMeasure
 
 _MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
 
@@ -55,7 +55,7 @@ def schedule(
 
     Example:  paceline schedule mine.csv
     """
-    from paceline.parallel.schedules import check_schedule, draw, measure_schedule
+    from paceline.schedule.schedules import check_schedule, draw, measure_schedule
 
     found = _find(name, stages, microbatches, chunks)
     check_schedule(found)
@@ -74,7 +74,7 @@ def schedule(
 
 def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
     from paceline.errors import UsageError
-    from paceline.parallel.schedules import SCHEDULE_NAMES, make_schedule, read_csv
+    from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule, read_csv
 
     if name in SCHEDULE_NAMES or not (name.endswith(".csv") or Path(name).exists()):
         ranks, microbatches = ranks or 4, microbatches or 8
@@ -101,7 +101,7 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
     from dataclasses import replace
 
     from paceline.errors import UsageError
-    from paceline.parallel.schedules import ScheduleCosts, StageCost, equal_costs
+    from paceline.schedule.schedules import ScheduleCosts, StageCost, equal_costs
 
     if text is None:
         return replace(equal_costs(found), communication=communication)
@@ -131,7 +131,7 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
 def _with_messages(found: Schedule) -> Schedule:
     from dataclasses import replace
 
-    from paceline.parallel.schedules import lower
+    from paceline.schedule.schedules import lower
 
     programs = lower(found)
     slots = max(map(len, programs))
@@ -140,7 +140,7 @@ def _with_messages(found: Schedule) -> Schedule:
 
 def _write_csv(found: Schedule, target: str) -> None:
     from paceline.errors import UsageError
-    from paceline.parallel.schedules import format_csv, write_csv
+    from paceline.schedule.schedules import format_csv, write_csv
 
     if target == "-":
         typer.echo(format_csv(found), nl=False)
@@ -154,7 +154,7 @@ def _write_csv(found: Schedule, target: str) -> None:
 def _show(found: Schedule, measure: ScheduleMeasure, messages: bool) -> None:
     import shutil
 
-    from paceline.parallel.schedules import lower, render_text
+    from paceline.schedule.schedules import lower, render_text
 
     typer.echo(render_text(found, measure, width=max(60, shutil.get_terminal_size((120, 40)).columns)))
     if messages:
@@ -163,7 +163,7 @@ def _show(found: Schedule, measure: ScheduleMeasure, messages: bool) -> None:
 
 
 def _to_json(found: Schedule, measure: ScheduleMeasure) -> dict[str, Any]:
-    from paceline.parallel.schedules import lower
+    from paceline.schedule.schedules import lower
 
     return {
         "name": found.name,

@@ -13,8 +13,8 @@ from paceline.cli.destination import check_file
 
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.report import RunSummary
-    from paceline.simulate.run import Conditions, Simulation
+    from paceline.records.report import RunSummary
+    from paceline.rehearse.simulate.run import Conditions, Simulation
 
 _SLOW = re.compile(r"^(rank|link)=(\d+):(\d+(?:\.\d*)?|\.\d+)x?$")
 _UNUSED = ("checkpoints", "logs")  # of a run's folder
@@ -55,12 +55,12 @@ def simulate(
     asked = load_config(config, overrides or [])
     slow_ranks, slow_links = read_slow(slow)
     from paceline.cluster.devices import load_cluster
-    from paceline.simulate.run import Conditions, prepare
+    from paceline.rehearse.simulate.run import Conditions, prepare
 
     where = None if cluster is None else load_cluster(cluster)
     settled = prepare(asked, ranks=ranks, device=device, source=str(config))
     if not no_memory_check:
-        from paceline.cli.memory_check import check_virtual
+        from paceline.run.memory_check import check_virtual
 
         check_virtual(settled)
     conditions = Conditions(cluster=where, compute=compute, slow=slow_ranks, slow_links=slow_links)  # type: ignore[arg-type]
@@ -86,12 +86,12 @@ def read_slow(texts: list[str]) -> tuple[dict[int, float], dict[int, float]]:
 def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: bool, as_json: bool) -> None:
     from paceline.config import dump_yaml
     from paceline.errors import RunFolderError
-    from paceline.launch.folder import check_folder, claim_folder, find_hindrance
-    from paceline.monitor.console import ProgressView
-    from paceline.report import summarize
-    from paceline.simulate.recording import write_records
-    from paceline.simulate.run import simulate as run_simulation
-    from paceline.simulate.timeline import write_trace
+    from paceline.records.console import ProgressView
+    from paceline.records.report import summarize
+    from paceline.rehearse.simulate.recording import write_records
+    from paceline.rehearse.simulate.run import simulate as run_simulation
+    from paceline.rehearse.simulate.timeline import write_trace
+    from paceline.run.folder import check_folder, claim_folder, find_hindrance
 
     folder = Path(config.monitor.folder) / f"{config.name}-simulated"
     may_replace = force or (folder / _MARK).is_file()
@@ -133,8 +133,8 @@ def describe(found: Simulation) -> dict[str, Any]:
 def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from paceline.report import render, to_json
-    from paceline.simulate.timeline import LEGEND, draw_step
+    from paceline.records.report import render, to_json
+    from paceline.rehearse.simulate.timeline import LEGEND, draw_step
     from paceline.units import format_seconds
 
     if as_json:

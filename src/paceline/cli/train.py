@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from paceline.checkpoint import PassedOver
     from paceline.config import Config
     from paceline.errors import Problem
-    from paceline.estimate.choice import Choice
-    from paceline.launch.warm import WarmRanks
-    from paceline.monitor.console import ProgressView
-    from paceline.monitor.records import Record
-    from paceline.planner.expectation import Expectation
+    from paceline.records.console import ProgressView
+    from paceline.records.records import Record
+    from paceline.run.warm import WarmRanks
+    from paceline.search.choice import Choice
+    from paceline.search.expectation import Expectation
 
 
 def train(
@@ -56,12 +56,12 @@ def train(
 
     asked = load_config(config, overrides or [])
     if "RANK" in os.environ:
-        from paceline.cli.under_launcher import run_under_launcher
+        from paceline.run.under_launcher import run_under_launcher
 
         run_under_launcher(asked, force=force, resume=resume, as_json=as_json, is_judged=not no_memory_check)
         return
     if nnodes is not None or rdzv is not None:
-        from paceline.cli.nodes import NodeOptions, launch_node
+        from paceline.run.several_hosts import NodeOptions, launch_node
 
         if nnodes is None or rdzv is None:
             raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
@@ -75,9 +75,9 @@ def resolve_config(config: Config) -> Config:
     """Settles what depends on the machine, device and ranks. Raises ConfigError if they do not fit."""
     import torch
 
-    from paceline.cli.supervision import CPU_RANKS
     from paceline.config import check_ranks
     from paceline.errors import ConfigError, Problem
+    from paceline.run.supervision import CPU_RANKS
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = config.parallel.device if config.parallel.device != "auto" else ("cuda" if num_gpus else "cpu")
@@ -114,7 +114,7 @@ def resolve_strategy(config: Config) -> tuple[Config, Choice | None]:
     """
     if config.parallel.strategy != "auto":
         return config, None
-    from paceline.memory.room import measure_room
+    from paceline.free_memory import measure_room
     from paceline.train.resolve import resolve_strategy as decide
 
     ranks = config.parallel.ranks
@@ -125,8 +125,8 @@ def resolve_strategy(config: Config) -> tuple[Config, Choice | None]:
 def check_host(config: Config, node_ranks: int | None = None) -> None:
     """Raises ConfigError where this host cannot hold what its ranks would offload; None: it has all of them."""
     from paceline.errors import ConfigError
-    from paceline.memory.room import free_host_bytes
-    from paceline.planner.host_room import host_problems
+    from paceline.free_memory import free_host_bytes
+    from paceline.search.host_room import host_problems
 
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)
@@ -139,8 +139,8 @@ def _check_precision(name: str, device: str) -> list[Problem]:
     """Lists why CPU ranks cannot compute in a precision. GPUs are asked by the ranks that own them."""
     import torch
 
+    from paceline.engines.precision import check_precision, precision_named
     from paceline.errors import Problem, UsageError
-    from paceline.precision import check_precision, precision_named
 
     if device != "cpu":
         return []
@@ -156,7 +156,7 @@ def show_decisions(config: Config, choice: Choice | None) -> None:
     """Prints what was decided before the run, and why, in a few lines."""
     from rich.console import Console
 
-    from paceline.cli.foretell import entry_problem
+    from paceline.run.foretell import entry_problem
 
     notes = [] if choice is None else [choice.reason()]
     if config.memory.offload and config.parallel.device == "cpu":
@@ -179,9 +179,9 @@ def predict_run(
     """
     if config.model.kind != "gpt":
         return None
-    from paceline.cli.foretell import machine_entry
     from paceline.cluster.detect import detect_machine
-    from paceline.planner.expect import expect_run
+    from paceline.run.foretell import machine_entry
+    from paceline.search.expect import expect_run
 
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
     machine = replace(machine, cores=len(cores) or machine.cores)
@@ -207,7 +207,7 @@ def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
     be written to ``checkpoint.folder``.
     """
     from paceline.cli.destination import check_checkpoint_folder
-    from paceline.launch.folder import check_folder
+    from paceline.run.folder import check_folder
 
     folder = Path(config.monitor.folder) / config.name
     check_checkpoint_folder(config.checkpoint.folder)
@@ -216,8 +216,8 @@ def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
         return Place(folder=folder)
     from paceline.checkpoint import find_checkpoint
     from paceline.checkpoint.remote import settled
-    from paceline.cli.supervision import is_scheduled
     from paceline.errors import CheckpointError, UsageError
+    from paceline.run.supervision import is_scheduled
 
     try:
         where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
@@ -243,8 +243,8 @@ def _launch(
     asked: Config, *, force: bool, resume: str | None, port: int, as_json: bool, is_judged: bool = True
 ) -> None:
     place = find_place(asked, force=force, resume=resume)  # before torch is imported, which takes seconds
-    from paceline.cli.supervision import rank_modules, rank_threads
-    from paceline.launch.warm import warm_ranks
+    from paceline.run.supervision import rank_modules, rank_threads
+    from paceline.run.warm import warm_ranks
 
     modules, threads = rank_modules(asked), rank_threads(asked)
     with warm_ranks(modules, is_wanted=asked.recovery.warm, threads=threads) as warm:  # loads torch as this one does
@@ -257,7 +257,7 @@ def _settle(asked: Config, *, is_judged: bool) -> tuple[Config, Choice | None]:
     config, choice = resolve_strategy(resolve_config(asked))
     check_host(config)
     if is_judged and choice is None:  # what was chosen was chosen because it fits
-        from paceline.cli.memory_check import check_memory
+        from paceline.run.memory_check import check_memory
 
         check_memory(config)
     return config, choice
@@ -273,13 +273,13 @@ def _launch_in(
     as_json: bool,
     warm: WarmRanks | None,
 ) -> None:
-    from paceline.cli.foretell import Foretold
     from paceline.config import dump_yaml
     from paceline.errors import LaunchError, UsageError
-    from paceline.launch.failure import RunFailedError, RunPreemptedError, RunStoppedError
-    from paceline.launch.folder import claim_folder
-    from paceline.launch.local import check_port
-    from paceline.launch.settings import rank_variables
+    from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
+    from paceline.run.folder import claim_folder
+    from paceline.run.foretell import Foretold
+    from paceline.run.local import check_port
+    from paceline.run.settings import rank_variables
 
     uses_nccl = config.parallel.device == "cuda" and config.comm.backend in ("auto", "nccl")
     variables = rank_variables(config, uses_nccl=uses_nccl)
@@ -312,10 +312,10 @@ def _run_attempts(
     config: Config, place: Place, *, port: int, variables: dict[str, str], warm: WarmRanks | None
 ) -> None:
     """Runs the ranks, and runs them again while that helps."""
-    from paceline.cli.supervision import rank_command, restart_policy, surroundings
-    from paceline.launch.local import launch_local
-    from paceline.launch.supervise import RestartNote, supervise
-    from paceline.launch.watch import watch_policy
+    from paceline.run.local import launch_local
+    from paceline.run.supervise import RestartNote, supervise
+    from paceline.run.supervision import rank_command, restart_policy, surroundings
+    from paceline.run.watch import watch_policy
 
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)
@@ -361,7 +361,7 @@ def show_result(folder: Path, config: Config, *, as_json: bool, choice: Choice |
     from rich.console import Console
 
     from paceline.errors import LaunchError
-    from paceline.report import render, summarize, to_json
+    from paceline.records.report import render, summarize, to_json
 
     summary = summarize(folder)
     if summary.status != "done":
@@ -387,7 +387,7 @@ def show_result(folder: Path, config: Config, *, as_json: bool, choice: Choice |
 
 def _nothing_left(folder: Path, config: Config) -> str:
     """Returns a note if the last attempt found the run complete, and else nothing."""
-    from paceline.monitor.records import EndRecord, RunRecord, StepRecord, read_records
+    from paceline.records.records import EndRecord, RunRecord, StepRecord, read_records
 
     has_trained, step = False, 0
     for record in read_records(folder / "records" / "rank-0.jsonl"):
@@ -445,7 +445,7 @@ class Progress:
     def __enter__(self) -> None:
         if not self._is_shown:
             return
-        from paceline.monitor.console import ProgressView
+        from paceline.records.console import ProgressView
 
         self._view = ProgressView()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
@@ -459,7 +459,7 @@ class Progress:
             self._view.close()
 
     def _follow(self) -> None:
-        from paceline.monitor.records import EndRecord, RunRecord, follow_records
+        from paceline.records.records import EndRecord, RunRecord, follow_records
 
         assert self._view is not None
         for record in follow_records(self._path, self._is_over.is_set, poll_s=0.1):
@@ -473,7 +473,7 @@ class Progress:
 
 def _with_near_paths(record: Record) -> Record:
     """Returns an event with paths below the current folder as seen from there."""
-    from paceline.monitor.records import EventRecord
+    from paceline.records.records import EventRecord
 
     if not isinstance(record, EventRecord):
         return record

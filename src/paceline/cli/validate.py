@@ -10,8 +10,8 @@ import typer
 from paceline.cli.destination import check_file
 
 if TYPE_CHECKING:
-    from paceline.planner.scores import Errors
-    from paceline.planner.validation import FamilyScores, Validation
+    from paceline.predict.scored.scores import Errors
+    from paceline.predict.scored.validation import FamilyScores, Validation
 
 _SHIPPED = Path("validation/published.csv")
 _LISTED = 20
@@ -44,9 +44,9 @@ def validate(
     import json
 
     from paceline.errors import UsageError
-    from paceline.planner.measured_table import read_table
-    from paceline.planner.validation import rows_csv, to_json
-    from paceline.planner.validation import validate as score
+    from paceline.predict.scored.measured_table import read_table
+    from paceline.predict.scored.validation import rows_csv, to_json
+    from paceline.predict.scored.validation import validate as score
 
     found = score(read_table(file if file is not None else _shipped()), split)
     if rows is not None:

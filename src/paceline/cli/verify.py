@@ -9,9 +9,9 @@ import typer
 
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.parallel.composition import Parallelism
-    from paceline.parity.certificate import Certificate
-    from paceline.parity.settings import Settings
+    from paceline.engines.composition import Parallelism
+    from paceline.verify.certificate import Certificate
+    from paceline.verify.settings import Settings
 
 # Small enough for seconds, rich enough to have several buckets and units, norms, ties and convolutions.
 BUILT_IN: dict[str, dict[str, Any]] = {
@@ -73,9 +73,9 @@ def verify(
     """
     import json
 
-    from paceline.parity.case import ConfigCase
-    from paceline.parity.certificate import certify
-    from paceline.parity.settings import check_settings, complete
+    from paceline.verify.case import ConfigCase
+    from paceline.verify.certificate import certify
+    from paceline.verify.settings import check_settings, complete
 
     is_spread = any(degree is not None and degree > 1 for degree in (pipeline, tensor))
     name = model or config or ("gpt" if is_spread else "mlp")
@@ -121,8 +121,8 @@ def _with_room(name: str, pipeline: int, tensor: int, schedule: str, chunks: int
 
 def _settings(config: Config, *, shard_ranks: int | None, checkpoint: str | None, **values: Any) -> Settings:
     """Puts the options on top of what the config says about sharding and memory."""
-    from paceline.parallel.fsdp import ShardingPolicy
-    from paceline.parity.settings import Settings
+    from paceline.engines.fsdp import ShardingPolicy
+    from paceline.verify.settings import Settings
 
     parallel = config.parallel
     if shard_ranks is None and values["strategy"] == "hybrid":
@@ -154,7 +154,7 @@ def _spread(
     """Puts the options on top of how the config spreads the model."""
     from dataclasses import replace
 
-    from paceline.parallel.schedules import read_csv
+    from paceline.schedule.schedules import read_csv
     from paceline.train.assemble import build_parallelism
 
     spread = build_parallelism(config)

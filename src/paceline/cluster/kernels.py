@@ -9,7 +9,7 @@
     launches     kernels x the host's time for each: a device with less work than that waits
 
 ``rate`` stands for what a whole training step reaches of a ceiling that was measured on one product at a time: clocks
-fall under load. Rates are fitted (planner/constants.py), ceilings and bandwidths are the catalog's.
+fall under load. Rates are fitted (predict/formulas/constants.py), ceilings and bandwidths are the catalog's.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 
 from paceline.clock import Clock, DeviceClock
-from paceline.layout import FlatLayout
+from paceline.shards import FlatLayout
 
 ReduceOp = Literal["sum", "avg", "min", "max"]
 

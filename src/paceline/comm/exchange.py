@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.comm.base import ReduceOp
-from paceline.layout import round_up
+from paceline.shards import round_up
 
 # Far from the tags of users: a reduce-scatter and a gather of two ranks are matched by tag, then by order.
 _SLICE_TAG = 2**30

@@ -20,7 +20,7 @@ from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces,
 from paceline.comm.base import Communicator, ReduceOp, Work, takes_real_time
 from paceline.comm.exchange import Scratch, exchange_pieces, exchange_slices, exchange_whole
 from paceline.comm.member import GroupMember
-from paceline.comm.shared_memory import SharedMemoryCommunicator, share_memory
+from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CommunicationError
 

@@ -13,7 +13,7 @@ from paceline.config.settings import GLOO_INTERFACE
 from paceline.doctor.findings import Finding, Surroundings
 from paceline.doctor.network import find_interfaces, gloo_interface, resolve_host, settings_of
 from paceline.errors import CommunicationError, PacelineError
-from paceline.launch.processes import Place, run_processes
+from paceline.run.processes import Place, run_processes
 from paceline.units import format_seconds
 
 _PATIENCE_S = 240.0  # two interpreters that import torch, on a machine that may be busy
@@ -98,7 +98,7 @@ def _stay() -> None:
 
 def _greet(comm: Communicator, also_shared: bool) -> Greeting:
     """Adds up with the other rank; raises where the sum is wrong."""
-    from paceline.comm.shared_memory import share_memory
+    from paceline.comm.shared.communicator import share_memory
 
     gloo_s, problem = _time_sums(comm), ""
     if also_shared:

@@ -155,7 +155,7 @@ def disk(surroundings: Surroundings) -> Iterator[Finding]:
 
 def shared_memory(_: Surroundings) -> Iterator[Finding]:
     """CPU ranks of one host, and loader workers, pass tensors through shared memory."""
-    from paceline.comm.segment import FOLDER
+    from paceline.comm.shared.segment import FOLDER
 
     if not FOLDER.is_dir():
         meaning = "ranks of this host talk through sockets instead, which is slower"
@@ -174,7 +174,7 @@ def shared_memory(_: Surroundings) -> Iterator[Finding]:
 
 
 def _stale_segments(folder: Path) -> Iterator[Finding]:
-    from paceline.comm.segment import Process
+    from paceline.comm.shared.segment import Process
 
     stale = []
     for path in folder.glob("paceline-*-*-*-*"):
@@ -194,7 +194,7 @@ def _stale_segments(folder: Path) -> Iterator[Finding]:
 
 def compiler(surroundings: Surroundings) -> Iterator[Finding]:
     """A C++ compiler makes shared memory faster; without one the same protocol runs in Python."""
-    from paceline.comm.native.build import find_compiler, load
+    from paceline.comm.shared.native.build import find_compiler, load
     from paceline.errors import CommunicationError
 
     try:

@@ -11,35 +11,35 @@ import torch
 from torch import nn
 
 from paceline.cluster.detect import detect_machine
-from paceline.comm.algorithms import AlgorithmCommunicator
+from paceline.comm.algorithms.communicator import AlgorithmCommunicator
+from paceline.comm.algorithms.tables import share_table
+from paceline.comm.algorithms.topology import detect_topology
+from paceline.comm.algorithms.two_levels import TwoLevelCommunicator, join_hosts
 from paceline.comm.base import Communicator, GradientCompression, clock_of
 from paceline.comm.compress import Compression, Compressor
-from paceline.comm.ledger import LedgerCommunicator, ledger_of
-from paceline.comm.tables import share_table
-from paceline.comm.topology import detect_topology
+from paceline.comm.ledger.ledger import LedgerCommunicator, ledger_of
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.comm.two_levels import TwoLevelCommunicator, join_hosts
 from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, peak_learning_rate, shard_group
 from paceline.data.datasets import check_enough
 from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
-from paceline.estimate.activations import describe_model
-from paceline.estimate.facts import ModelFacts
-from paceline.estimate.memory import largest_microbatch, optimizer_slots, setting_of
-from paceline.memory.batch_search import microbatch_sizes
-from paceline.memory.offload import Offload
-from paceline.memory.room import MemoryGauge
+from paceline.engines.apply import parallelize
+from paceline.engines.composition import Parallelism
+from paceline.engines.engine import Engine
+from paceline.engines.fsdp import ShardingPolicy
+from paceline.engines.offload import Offload
+from paceline.free_memory import MemoryGauge
 from paceline.models.registry import build_model, model_context
-from paceline.monitor.meter import StepMeter
-from paceline.monitor.sinks import Sink
-from paceline.parallel.apply import parallelize
-from paceline.parallel.composition import Parallelism
-from paceline.parallel.engine import Engine
-from paceline.parallel.fsdp import ShardingPolicy
-from paceline.parallel.schedules import read_csv
-from paceline.planner.automatic import first_microbatch
-from paceline.planner.plan import Plan, make_plan, with_memory, with_microbatch
+from paceline.plan.plan import Plan, make_plan, with_memory, with_microbatch
+from paceline.predict.memory.activations import describe_model
+from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.memory import largest_microbatch, optimizer_slots, setting_of
+from paceline.records.meter import StepMeter
+from paceline.records.sinks import Sink
+from paceline.schedule.schedules import read_csv
+from paceline.search.automatic import first_microbatch
+from paceline.train.batch_search import microbatch_sizes
 from paceline.train.ema import WeightAverage
 from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
@@ -47,9 +47,9 @@ from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_by
 from paceline.train.optim import build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
 from paceline.train.resolve import resolve_together
-from paceline.train.retry import Retry
 from paceline.train.schedule import Schedule
 from paceline.train.step import StepPolicy
+from paceline.train.survive.retry import Retry
 from paceline.train.trainer import Hook, Trainer, TrainerParts
 
 

@@ -17,8 +17,8 @@ import torch
 
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.state import AVERAGE, prefixed
-from paceline.layout import Shard
-from paceline.parallel.engine import Engine
+from paceline.engines.engine import Engine
+from paceline.shards import Shard
 
 
 class WeightAverage:

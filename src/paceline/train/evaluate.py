@@ -12,7 +12,7 @@ import torch
 
 from paceline.clock import on_device
 from paceline.data.loader import EvalLoader
-from paceline.parallel.engine import Engine
+from paceline.engines.engine import Engine
 from paceline.train.loss import Loss
 from paceline.train.step import place
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from paceline.monitor.records import EventRecord
+from paceline.records.records import EventRecord
 from paceline.train.trainer import StepResult, Trainer
 
 

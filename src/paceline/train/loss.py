@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from paceline.data.shape import DataShape
+from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
-from paceline.parallel.tensor_loss import SplitLogits
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
 _HALF = (torch.bfloat16, torch.float16)

@@ -16,17 +16,17 @@ import torch
 
 from paceline.data.datasets import MapDataset
 from paceline.data.fetch import fetch_batch
+from paceline.engines.ddp import DataParallel
+from paceline.engines.engine import Engine
+from paceline.engines.fsdp import FullySharded
 from paceline.errors import TrainingError
-from paceline.estimate.choice import MARGIN
-from paceline.memory.batch_search import Found, microbatch_sizes, search_microbatch
-from paceline.memory.room import MemoryGauge
-from paceline.parallel.ddp import DataParallel
-from paceline.parallel.engine import Engine
-from paceline.parallel.fsdp import FullySharded
+from paceline.free_memory import MemoryGauge
+from paceline.search.choice import MARGIN
+from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
 from paceline.train.loss import Loss
 from paceline.train.randomness import capture_random_states, restore_random_states
-from paceline.train.retry import can_fail_alone, drop_gradients, is_out_of_memory, release_memory
 from paceline.train.step import NoLaps, accumulate
+from paceline.train.survive.retry import can_fail_alone, drop_gradients, is_out_of_memory, release_memory
 from paceline.units import format_bytes
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from paceline.config import OptimConfig
+from paceline.engines.flat.flat import full_shape
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
-from paceline.parallel.flat import full_shape
 
 
 def build_optimizer(config: OptimConfig, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -19,16 +19,16 @@ from paceline.comm.objects import broadcast_object
 from paceline.config import Config
 from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits, build_data
+from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
-from paceline.estimate.activations import describe_model
-from paceline.estimate.choice import Choice, Room, apply_choice, choose_for_config
-from paceline.estimate.facts import ModelFacts
-from paceline.estimate.mesh_choice import choose_mesh
-from paceline.memory.activations import measure_model
-from paceline.memory.room import measure_room
+from paceline.free_memory import measure_room
+from paceline.models.measured import measure_model
 from paceline.models.registry import build_model, model_blocks, model_context
-from paceline.planner.automatic import choose_by_time
-from paceline.precision import precision_named
+from paceline.predict.memory.activations import describe_model
+from paceline.predict.memory.facts import ModelFacts
+from paceline.search.automatic import choose_by_time
+from paceline.search.choice import Choice, Room, apply_choice, choose_for_config
+from paceline.search.mesh_choice import choose_mesh
 from paceline.train.loss import build_loss
 from paceline.train.model_errors import RULE, first_line, made_at, misfit, needs_values, raised_at
 

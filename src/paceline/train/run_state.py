@@ -17,7 +17,7 @@ from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model
 from paceline.checkpoint.state import COMPRESSION, MODEL, State, prefixed
 from paceline.errors import CheckpointError, MisfitError
-from paceline.layout import Region
+from paceline.shards import Region
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 
 if TYPE_CHECKING:

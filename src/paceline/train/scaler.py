@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from paceline.engines.precision import Precision
 from paceline.errors import UsageError
-from paceline.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

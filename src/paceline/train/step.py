@@ -21,8 +21,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from paceline.data.loader import StepBatch
-from paceline.parallel.combined import CombinedParallel
-from paceline.parallel.engine import Engine
+from paceline.engines.combined import CombinedParallel
+from paceline.engines.engine import Engine
 from paceline.train.loss import Loss, LossValue
 from paceline.train.scaler import LossScaler
 from paceline.train.update import update_if_finite

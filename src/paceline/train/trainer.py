@@ -25,24 +25,24 @@ from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
 from paceline.data.consumed import ConsumedIds
 from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
+from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
-from paceline.monitor.meter import StepMeter
-from paceline.monitor.records import EvalRecord, EventRecord, StepRecord
-from paceline.monitor.sinks import Sink
-from paceline.parallel.engine import Engine
-from paceline.planner.plan import Plan
-from paceline.train.bad_steps import BadStep, BadSteps
+from paceline.plan.plan import Plan
+from paceline.records.meter import StepMeter
+from paceline.records.records import EvalRecord, EventRecord, StepRecord
+from paceline.records.sinks import Sink
 from paceline.train.ema import WeightAverage
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.loss import Loss
 from paceline.train.optim import set_learning_rate
-from paceline.train.overflow import explain_bad_steps, find_overflow
-from paceline.train.recovery import GoBack, GoOn, LossPolicy, on_bad_steps
-from paceline.train.retry import Retry
 from paceline.train.run_state import collect_state, restore_state
 from paceline.train.scaler import make_scaler
 from paceline.train.schedule import Schedule
 from paceline.train.step import StepOutcome, StepPolicy, train_step
+from paceline.train.survive.bad_steps import BadStep, BadSteps
+from paceline.train.survive.overflow import explain_bad_steps, find_overflow
+from paceline.train.survive.recovery import GoBack, GoOn, LossPolicy, on_bad_steps
+from paceline.train.survive.retry import Retry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.bench.links.theory import Way
 from paceline.bench.links.turns import Arm
 from paceline.cluster.costs import Placement
-from paceline.comm.algorithms import AlgorithmCommunicator
+from paceline.comm.algorithms.communicator import AlgorithmCommunicator
+from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.base import BucketShape, Communicator
 from paceline.comm.compress import Compression, Compressor
-from paceline.comm.topology import state_topology
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.layout import flat_layout
+from paceline.engines.apply import parallelize
+from paceline.engines.engine import Engine
 from paceline.models.gpt import GPT, gpt_config
-from paceline.parallel.apply import parallelize
-from paceline.parallel.engine import Engine
+from paceline.shards import flat_layout
 
 ALPHA = "one element"
 BUCKETED, ONE_BY_ONE, IN_FLIGHT = "bucketed", "per parameter, one by one", "per parameter, all in flight"

@@ -27,7 +27,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.compress import Compression
 from paceline.comm.torch_dist import TorchCommunicator
 from paceline.errors import LaunchError
-from paceline.launch.processes import Place, run_processes
+from paceline.run.processes import Place, run_processes
 
 KIB, MIB = 2**10, 2**20
 GIGABIT, FAST_ETHERNET = 10**9, 10**8

@@ -32,7 +32,7 @@ from paceline.comm.compress.state import (
     read_residuals,
     residual_shards,
 )
-from paceline.layout import Shard, Slot
+from paceline.shards import Shard, Slot
 
 
 class Compressor:

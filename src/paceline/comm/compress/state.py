@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.layout import Region, Shard, whole_region
+from paceline.shards import Region, Shard, whole_region
 
 _RESIDUAL = "residual/"
 _FACTOR = "factor/"

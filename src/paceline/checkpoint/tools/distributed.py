@@ -1,0 +1,168 @@
+"""torch's distributed checkpoints (DCP): written so that ``torch.distributed.checkpoint.load`` reads them, and read.
+
+    {"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}}
+
+torch plans with the shapes, and asks for each tensor when it is its turn; each is a file of its own, since torch keeps
+what it has written to a file until that is done. Memory: the largest tensor, or 64 MiB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from pickle import PickleError
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from paceline.checkpoint.refusals import cannot_read
+from paceline.checkpoint.tools.stream import Stream, Tell, be_silent, stream_made
+from paceline.errors import CheckpointError
+
+_FILE = ".metadata"
+_TOGETHER_BYTES = 2**24
+
+
+def is_distributed(path: Path) -> bool:
+    """Says whether a folder is a distributed checkpoint of torch."""
+    return (path / _FILE).is_file()
+
+
+def write_distributed(path: Path, content: Mapping[str, Any], tell: Tell = be_silent) -> None:
+    """Writes nested dicts of streams, tensors and plain values as a distributed checkpoint."""
+    streams: dict[int, Stream] = {}
+    shapes = _shapes(content, streams)
+    writer = FileSystemWriter(path, single_file_per_rank=False, thread_count=1, sync_files=True)
+    with _alone():
+        try:
+            save(shapes, storage_writer=writer, planner=_Planner(streams, tell), no_dist=True)
+        except CheckpointException as error:  # no Exception: nothing further out would catch it
+            cause: BaseException = next(iter(error.failures.values()))[0]
+            if isinstance(cause, CheckpointError | OSError):
+                raise cause from error
+            raise CheckpointError(
+                f"torch's distributed checkpoint cannot be written: {str(cause).splitlines()[0]}\n"
+                "  torch could not write all of a file\n  look whether its disk has room, or name another place"
+            ) from error
+
+
+def read_distributed(path: Path) -> dict[tuple[str | int, ...], Any]:
+    """Returns what a distributed checkpoint has, by its place in the nested dicts: streams, and plain values."""
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is no distributed checkpoint of torch: it has no {_FILE}\n"
+            "  torch.distributed.checkpoint writes that file last\n  check the path, or leave --format out"
+        ) from error
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (ValueError, EOFError, RuntimeError, PickleError, AttributeError, ImportError) as error:
+        raise _damaged(path / _FILE, error) from error
+    places, entries = metadata.planner_data or {}, metadata.state_dict_metadata
+    shapes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    values = _load(path, {name: None for name in entries if name not in shapes})
+    tensors = _Tensors(path, shapes)
+    found: dict[tuple[str | int, ...], Any] = {}
+    for name in entries:
+        place = tuple(places.get(name, (name,)))
+        found[place] = tensors.stream(name) if name in shapes else values[name]
+    return found
+
+
+class _Tensors:
+    """Reads tensors in the order in which they are asked for, several small ones at a time: each time has its price."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, TensorStorageMetadata]) -> None:
+        self._path = path
+        self._shapes = shapes
+        self._read: dict[str, torch.Tensor] = {}
+
+    def stream(self, name: str) -> Stream:
+        entry = self._shapes[name]
+        return stream_made(name, tuple(entry.size), entry.properties.dtype, partial(self._take, name))
+
+    def _take(self, name: str) -> torch.Tensor:
+        if name not in self._read:
+            names = list(self._shapes)
+            self._read = self._load_from(names[names.index(name) :])
+        return self._read.pop(name)
+
+    def _load_from(self, names: list[str]) -> dict[str, torch.Tensor]:
+        wanted: dict[str, Any] = {}
+        num_bytes = 0
+        for name in names:
+            entry = self._shapes[name]
+            num_bytes += entry.size.numel() * entry.properties.dtype.itemsize
+            if wanted and num_bytes > _TOGETHER_BYTES:
+                break
+            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return _load(self._path, wanted)
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans with tensors that have shapes alone, and reads their values when they are written."""
+
+    def __init__(self, streams: Mapping[int, Stream], tell: Tell) -> None:
+        super().__init__()
+        self._streams = streams
+        self._tell = tell
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002  (torch's name)
+        stream = self._streams.get(id(object))
+        if stream is None:
+            return super().transform_object(write_item, object)
+        self._tell(stream.num_bytes)
+        return stream.whole()
+
+
+def _shapes(value: Any, streams: dict[int, Stream]) -> Any:
+    """Returns a structure with a tensor without values for each stream; notes which is whose."""
+    if isinstance(value, Mapping):
+        return {key: _shapes(each, streams) for key, each in value.items()}
+    if not isinstance(value, Stream):
+        return value
+    tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    streams[id(tensor)] = value
+    return tensor
+
+
+def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    if not wanted:
+        return wanted
+    with _alone():
+        try:
+            load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
+        except CheckpointException as error:  # no Exception: nothing further out would catch it
+            cause: BaseException = next(iter(error.failures.values()))[0]
+            if isinstance(cause, FileNotFoundError):
+                raise _damaged(path, f"{Path(str(cause.filename)).name} is missing") from error
+            if isinstance(cause, OSError):
+                raise cannot_read(path, cause) from error
+            raise _damaged(path, cause) from error
+    return wanted
+
+
+def _damaged(path: Path, why: BaseException | str) -> CheckpointError:
+    reason = (str(why).splitlines() or [type(why).__name__])[0].partition(". ")[0]  # torch goes on with guesses
+    return CheckpointError(
+        f"{path} is damaged: {reason}\n  every file that torch.distributed.checkpoint wrote is needed, whole\n"
+        "  copy the folder again, or use another checkpoint"
+    )
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One process is what is meant here: torch need not say so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

@@ -1,0 +1,327 @@
+"""Imports: the weights of others, and the optimizer where the format has it, as a checkpoint to start from.
+
+It is one of step 0, cut for one rank; ranks of any number and strategy load it. What a run has besides (random states,
+position in the data) begins anew. Files are mapped or read in windows; a DCP folder, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.manifest import MANIFEST
+from paceline.checkpoint.refusals import cannot_read
+from paceline.checkpoint.state import MODEL, OPTIMIZER
+from paceline.checkpoint.storage import LocalFiles
+from paceline.checkpoint.tensors import dtype_of
+from paceline.checkpoint.tools.hugging_face import from_hugging_face
+from paceline.checkpoint.tools.outgoing import METADATA, Format
+from paceline.checkpoint.tools.rewrite import Part, Piece, write_checkpoint
+from paceline.checkpoint.tools.stream import WINDOW_BYTES, Stream, Tell, be_silent, stream_made
+from paceline.checkpoint.values import encode
+from paceline.checkpoint.write import PlainState
+from paceline.errors import CheckpointError, UsageError
+from paceline.shards import whole_region
+
+_MODELS = ("model", "state_dict", "model_state_dict")
+_OPTIMIZERS = ("optim", "optimizer", "optimizer_state_dict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """What was found in somebody's file: tensors of a model, and of an optimizer by ``parameter/key``."""
+
+    model: dict[str, Stream]
+    optimizer: dict[str, Stream] = field(default_factory=dict)
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much will be read."""
+        return sum(stream.num_bytes for stream in (*self.model.values(), *self.optimizer.values()))
+
+
+_DISTRIBUTED, _SAFETENSORS, _INDEX = ".metadata", "model.safetensors", "model.safetensors.index.json"
+
+
+def format_of(path: Path) -> Format:
+    """Tells a format by what is there. Raises CheckpointError where nothing is."""
+    _check_there(path)
+    if path.is_dir():
+        if (path / _DISTRIBUTED).is_file():
+            return "dcp"
+        _check_folder(path)
+        return "safetensors"
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)  # safetensors: the size of a header in eight bytes, and its first one
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    return "safetensors" if path.suffix == ".safetensors" or head[8:] == b"{" else "torch"
+
+
+def open_incoming(path: Path, kind: Format, prefix: str = "") -> Incoming:
+    """Reads what a file or folder has, without its tensors. ``prefix`` is taken off the model's names.
+
+    Raises CheckpointError for something else, or a model without tensors.
+    """
+    _check_there(path)
+    if kind != "safetensors" and path.is_dir() != (kind == "dcp"):
+        there = "folder" if path.is_dir() else "file"
+        raise CheckpointError(
+            f"{path} is a {there}\n  --format {kind} reads a {'folder' if kind == 'dcp' else 'file'}\n"
+            "  leave --format out: it is told by what is there"
+        )
+    readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_distributed}
+    found = readers[kind](path)
+    if not found.model:
+        raise CheckpointError(
+            f"{path} has no tensors of a model\n  a state dict maps names to tensors\n"
+            "  save it with torch.save(model.state_dict(), path), or as safetensors"
+        )
+    if not prefix:
+        return found
+    if lacking := [name for name in found.model if not name.startswith(prefix)]:
+        raise UsageError(
+            f"--prefix {prefix}: {lacking[0]} does not begin so\n  it is taken off every name\n"
+            "  leave it out, or name what all of them begin with"
+        )
+    return Incoming(
+        model={name.removeprefix(prefix): stream for name, stream in found.model.items()},
+        optimizer={name.removeprefix(prefix): stream for name, stream in found.optimizer.items()},
+        found=found.found,
+    )
+
+
+def _check_there(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} is not there\n  weights are a safetensors or torch file, or a folder of Hugging Face or DCP\n"
+            "  check the path"
+        )
+
+
+def _check_folder(path: Path) -> None:
+    if any((path / name).is_file() for name in (_SAFETENSORS, _INDEX)):
+        return
+    is_ours = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
+    fix = "it is a checkpoint already: start from it with --resume" if is_ours else "name such a folder, or a file"
+    raise CheckpointError(
+        f"{path} is no folder with weights\n  torch's distributed checkpoints have {_DISTRIBUTED}, folders of "
+        f"Hugging Face {_SAFETENSORS} or {_INDEX}\n  {fix}"
+    )
+
+
+def take_in(
+    incoming: Incoming, folder: Path, source: str, *, tell: Tell = be_silent, may_replace: bool = False
+) -> Path:
+    """Writes what was found as ``folder/step-00000000``; returns its path."""
+    pieces = [_piece(MODEL + name, stream) for name, stream in incoming.model.items()]
+    pieces += [_piece(OPTIMIZER + name, stream) for name, stream in incoming.optimizer.items()]
+    about = {"imported_from": source, "weights_only": not incoming.found, "reason": "import", "strategy": "ddp"}
+    plain = PlainState(step=0, position=0, values={}, own=encode({}), found=dict(incoming.found), about=about)
+    return write_checkpoint(folder, [Part(pieces=pieces)], plain, tell=tell, may_replace=may_replace)
+
+
+def _piece(name: str, stream: Stream) -> Piece:
+    return Piece(name=name, region=whole_region(stream.shape), dtype=stream.dtype, read=stream.read)
+
+
+def _open_safetensors(path: Path) -> Incoming:
+    files, config = _safetensors_files(path)
+    streams: dict[str, Stream] = {}
+    extra: dict[str, Any] = {}
+    for file in files:
+        found, metadata = _safetensors_table(file)
+        streams |= found
+        extra |= json.loads(metadata.get(METADATA, "{}"))
+    if config is not None and config.get("model_type"):
+        return Incoming(model=from_hugging_face(config, streams))
+    return Incoming(
+        model={name: each for name, each in streams.items() if not name.startswith(OPTIMIZER)},
+        optimizer={name.removeprefix(OPTIMIZER): e for name, e in streams.items() if name.startswith(OPTIMIZER)},
+        found=extra.get("found", {}),
+    )
+
+
+def _safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
+    if path.is_file():
+        return [path], None
+    _check_folder(path)
+    index, config = path / _INDEX, path / "config.json"
+    names = {_SAFETENSORS} if not index.is_file() else set(_parse(index, lambda found: found["weight_map"].values()))
+    found: dict[str, Any] | None = _parse(config, dict) if config.is_file() else None
+    if lacking := [name for name in sorted(names) if not (path / name).is_file()]:
+        raise CheckpointError(
+            f"{path / lacking[0]} is missing\n  {index.name} names {len(names)} files\n  copy the whole folder again"
+        )
+    return [path / name for name in sorted(names)], found
+
+
+def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
+    """Returns what is taken from a JSON file. Raises CheckpointError for one that is something else."""
+    try:
+        return take(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}\n  folders of Hugging Face have JSON there\n  copy the folder again"
+        ) from error
+
+
+def _safetensors_table(path: Path) -> tuple[dict[str, Stream], dict[str, str]]:
+    """Returns the tensors of a file, each read in windows when it is needed, and what else the header says."""
+    try:
+        with path.open("rb") as file:
+            total = path.stat().st_size
+            if total < 8:
+                raise ValueError(f"it has {total} bytes")
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > total:
+                raise ValueError(f"a header of {size} bytes in a file of {total}")
+            header = json.loads(file.read(size))
+        metadata = header.pop("__metadata__", {})
+        streams = {
+            name: _file_stream(path, name, entry["dtype"], entry["shape"], 8 + size + entry["data_offsets"][0])
+            for name, entry in header.items()
+        }
+        needed = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is not a safetensors file: {error}\n  it begins with a header, and that with its size\n"
+            "  check the path, or --format"
+        ) from error
+    if total < needed:
+        raise CheckpointError(
+            f"{path} is cut short: it has {total:,} bytes of {needed:,}\n  its header tells where every tensor ends\n"
+            "  copy or download it again"
+        )
+    return streams, metadata
+
+
+def _file_stream(path: Path, name: str, code: str, shape: list[int], start: int) -> Stream:
+    dtype = dtype_of(code)
+    total = math.prod(shape) * dtype.itemsize
+
+    def read() -> Iterator[memoryview]:
+        for first in range(0, total, WINDOW_BYTES):
+            window = memoryview(bytearray(min(WINDOW_BYTES, total - first)))
+            try:
+                LocalFiles().read_into(path, [(start + first, window)])
+            except OSError as error:
+                raise cannot_read(path, error) from error
+            except EOFError as error:
+                raise CheckpointError(
+                    f"{path} is cut short: {error}\n  it was whole when it was opened\n  copy or download it again"
+                ) from error
+            yield window
+
+    return Stream(name=name, shape=tuple(shape), dtype=dtype, read=read)
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Returns why torch cannot read a file: its own words speak of memory maps for anything that is no zip file."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if path.is_file() and not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            is_begun = file.read(4) == b"PK\x03\x04"
+        return "it is cut short" if is_begun else "it is no zip archive, as torch has written since version 1.6"
+    return str(error).splitlines()[0]
+
+
+def _open_torch(path: Path) -> Incoming:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a torch file: {_reason(path, error)}\n"
+            "  tensors and plain values are read, never code\n  save it with torch.save(model.state_dict(), path)"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}\n  a state dict maps names to tensors\n"
+            "  save it with torch.save(model.state_dict(), path)"
+        )
+    return _sorted_out({(str(name),): value for name, value in content.items()})
+
+
+def _open_distributed(path: Path) -> Incoming:
+    from paceline.checkpoint.tools.distributed import read_distributed
+
+    return _sorted_out(read_distributed(path))
+
+
+def _sorted_out(flat: Mapping[tuple[str | int, ...], Any]) -> Incoming:
+    """Tells the model from the optimizer, in nested dicts that are given by the places of their leaves."""
+    nested = _nested(flat)
+    model = next((nested[name] for name in _MODELS if isinstance(nested.get(name), dict)), None)
+    optimizer = next((nested[name] for name in _OPTIMIZERS if isinstance(nested.get(name), dict)), None)
+    streams = {name: _stream(name, value) for name, value in (nested if model is None else model).items()}
+    kept = {name: stream for name, stream in streams.items() if stream is not None}
+    if optimizer is None or not _is_named(optimizer):
+        return Incoming(model=kept)
+    tensors, found = _optimizer_state(optimizer)
+    return Incoming(model=kept, optimizer=tensors, found=found)
+
+
+def _is_named(optimizer: Mapping[str, Any]) -> bool:
+    """Whether state is under parameters' names. Under numbers it cannot be told whose it is."""
+    state = optimizer.get("state")
+    return isinstance(state, Mapping) and bool(state) and all(isinstance(name, str) for name in state)
+
+
+def _optimizer_state(optimizer: Mapping[str, Any]) -> tuple[dict[str, Stream], dict[str, Any]]:
+    tensors: dict[str, Stream] = {}
+    found: dict[str, Any] = {}
+    label_of: dict[str, str] = {}
+    for number, row in enumerate(_rows(optimizer.get("param_groups", []))):
+        label = f"group/{number:08d}"
+        found[label] = {key: value for key, value in row.items() if key not in ("params", "param_names")}
+        label_of |= dict.fromkeys(row["params"], label)
+    for name, label in label_of.items():
+        values = {}
+        for key, value in optimizer["state"].get(name, {}).items():
+            stream = _stream(f"{name}/{key}", value)
+            if stream is not None and key != "step" and stream.shape:
+                tensors[f"{name}/{key}"] = stream
+            else:
+                values[key] = value if stream is None else stream.whole()
+        found[OPTIMIZER + name] = {"group": label, "values": values}
+    return tensors, {name: encode(value, name) for name, value in found.items()}
+
+
+def _rows(groups: Any) -> list[dict[str, Any]]:
+    """Returns parameter groups as a list, which nested dicts may have by number."""
+    return [groups[key] for key in sorted(groups)] if isinstance(groups, Mapping) else list(groups)
+
+
+def _stream(name: str, value: Any) -> Stream | None:
+    if isinstance(value, Stream):
+        return value
+    if isinstance(value, torch.Tensor):
+        return stream_made(name, value.shape, value.dtype, lambda: value)
+    return None
+
+
+def _nested(flat: Mapping[tuple[str | int, ...], Any]) -> dict[Any, Any]:
+    """Builds nested dicts; lists become dicts by number."""
+    found: dict[Any, Any] = {}
+    for place, value in flat.items():
+        inner = found
+        for key in place[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[place[-1]] = value
+    return found

@@ -1,0 +1,167 @@
+"""The checkpoints of a folder: how old and large, who wrote them, whether they are whole, and why they are kept.
+
+Reads manifests and sizes alone (or all files, where hashes are asked for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
+from paceline.checkpoint.line import newest_line
+from paceline.checkpoint.manifest import MANIFEST, Manifest
+from paceline.checkpoint.refusals import nothing_there
+from paceline.checkpoint.remote import storage_of
+from paceline.checkpoint.retention import Retention
+from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
+from paceline.checkpoint.tools.stream import Tell, be_silent
+from paceline.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """One checkpoint of a folder. ``problem`` says why it is not whole; ``kept`` why it is still there."""
+
+    path: Path
+    step: int
+    num_bytes: int
+    age_s: float | None
+    problem: str = ""
+    kept: tuple[str, ...] = ()
+    world: int = 0
+    strategy: str = ""
+    mesh: Mapping[str, int] | None = None
+    reason: str = ""
+    metrics: Mapping[str, float] | None = None
+
+
+def folder_of(where: Path) -> Path:
+    """Returns the folder with checkpoints that a run, folder or checkpoint names. Raises CheckpointError for none."""
+    storage = storage_of(where)
+    if storage.size(where / MANIFEST) is not None:
+        return where.parent
+    for folder in (where / "checkpoints", where):
+        if list_checkpoints(folder, storage) or any(_is_rest(name) for name in storage.names(folder)):
+            return folder
+    raise nothing_there(where, "name a run's folder, or one with checkpoints")
+
+
+def list_folder(where: Path, now: float, depth: Depth = "fast", tell: Tell = be_silent) -> list[Listed]:
+    """Returns the checkpoints of a run or folder, oldest first, those that are not whole among them."""
+    folder = folder_of(where)
+    storage = storage_of(folder)
+    paths = [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None or _is_rest(name)]
+    found = [_look(path, now, depth, tell) for path in sorted(paths, key=lambda path: (_step(path), path.name))]
+    manifests = {each.path: _manifest(each.path) for each in found if not each.problem}
+    reasons = kept_because(found, manifests)
+    return [_with_reasons(each, reasons.get(each.path, ())) for each in found]
+
+
+def kept_because(found: Sequence[Listed], manifests: Mapping[Path, Manifest | None]) -> dict[Path, tuple[str, ...]]:
+    """Returns why each whole checkpoint is kept, by the settings of the newest one's run."""
+    known = {path: manifest.spot for path, manifest in manifests.items() if manifest is not None}
+    current = newest_line(known.values())
+    left = {path for path, spot in known.items() if not current.has(spot.line, spot.step)}
+    whole = sorted((each for each in found if not each.problem), key=lambda each: (each.path not in left, each.step))
+    if not whole:
+        return {}
+    newest = manifests[whole[-1].path]
+    settings = ((newest.about.get("config") or {}).get("checkpoint") if newest is not None else None) or {}
+    policy = retention_of(settings)
+    reasons: dict[Path, list[str]] = {each.path: [] for each in whole}
+    for each in whole[-(policy.last or len(whole)) :]:
+        reasons[each.path].append("newest" if each is whole[-1] else "one of the last")
+    for path in left:
+        reasons[path].append("the run has gone back from it")
+    own = [each for each in whole if each.path not in left]
+    for each in own:
+        if policy.every is not None and each.step % policy.every == 0:
+            reasons[each.path].append(f"every {policy.every} steps")
+    for each in _best(own, policy):
+        reasons[each.path].append(f"best {policy.metric}")
+    return {path: tuple(why) or ("not by the policy: goes with the next save",) for path, why in reasons.items()}
+
+
+def _best(found: Sequence[Listed], policy: Retention) -> list[Listed]:
+    """Returns those that are kept as the best, as retention picks them: of equal ones the newer."""
+    sign = 1.0 if policy.mode == "min" else -1.0
+    values = [((each.metrics or {}).get(policy.metric), each) for each in found]
+    measured = [(sign * value, -each.step, each) for value, each in values if value is not None and value == value]
+    return [each for *_, each in sorted(measured, key=lambda row: row[:2])[: policy.best]]
+
+
+def retention_of(settings: Mapping[str, Any]) -> Retention:
+    """Returns the policy that the ``checkpoint`` section of a saved config asks for."""
+    metric = settings.get("best_metric", "eval_loss")
+    usual: Literal["min", "max"] = "max" if metric == "eval_accuracy" else "min"
+    return Retention(
+        last=settings.get("keep"),
+        every=settings.get("keep_every"),
+        best=settings.get("keep_best", 0),
+        metric=metric,
+        mode=settings.get("best_mode") or usual,
+    )
+
+
+def _look(path: Path, now: float, depth: Depth, tell: Tell) -> Listed:
+    storage = storage_of(path)
+    if _is_rest(path.name):
+        return _broken(path, "left by a save that was cut short; the next start removes it")
+    try:
+        manifest = read_manifest(path, storage)
+    except CheckpointError as error:
+        return _broken(path, str(error).splitlines()[0].replace(f"{path} ", ""))
+    checks = [check_files(path, manifest, storage, depth, tell)]
+    if checks[0].is_good:
+        checks.append(check_tensors(path, manifest, storage))
+    problems = [problem for check in checks for problem in check.problems]
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return Listed(
+        path=path,
+        step=manifest.step,
+        num_bytes=manifest.num_bytes,
+        age_s=_age(path, now),
+        problem=problems[0] + more if problems else "",
+        world=manifest.world,
+        strategy=str(manifest.about.get("strategy", "")),
+        mesh=dict(manifest.about.get("mesh") or {}),
+        reason=str(manifest.about.get("reason", "")),
+        metrics={name: value for name, value in manifest.metrics.items() if name != "step"},
+    )
+
+
+def _broken(path: Path, problem: str) -> Listed:
+    storage = storage_of(path)
+    num_bytes = sum(storage.size(path / name) or 0 for name in storage.names(path))
+    return Listed(path=path, step=_step(path), num_bytes=num_bytes, age_s=None, problem=problem)
+
+
+def _with_reasons(each: Listed, why: tuple[str, ...]) -> Listed:
+    return replace(each, kept=why)
+
+
+def _manifest(path: Path) -> Manifest | None:
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None
+
+
+def _age(path: Path, now: float) -> float | None:
+    try:
+        return max(now - (path / MANIFEST).stat().st_mtime, 0.0)
+    except OSError:  # remote, where times are the store's
+        return None
+
+
+def _is_rest(name: str) -> bool:
+    return name.startswith(".") and step_of(Path(name.removeprefix(".").rpartition(".")[0])) is not None
+
+
+def _step(path: Path) -> int:
+    name = path.name
+    step = step_of(Path(name.removeprefix(".").rpartition(".")[0]) if _is_rest(name) else path)
+    return 0 if step is None else step

@@ -1,0 +1,175 @@
+"""Exports: a checkpoint in a format that others read. Written under a temporary name, and there when it is whole.
+
+    safetensors   one file; with --hf a folder with config.json, for ``AutoModelForCausalLM.from_pretrained``
+    torch         one file, for ``torch.load(path, weights_only=True)`` and ``model.load_state_dict``
+    dcp           a folder, for ``torch.distributed.checkpoint.load``
+
+With the optimizer, its state is under the parameters' names, as ``torch.distributed.checkpoint.state_dict`` has it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.refusals import cannot_write
+from paceline.checkpoint.state import MODEL, OPTIMIZER
+from paceline.checkpoint.storage import LocalFiles
+from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
+from paceline.checkpoint.tools.stream import Stream, Tell, be_silent, stream_saved, write_safetensors
+from paceline.checkpoint.tools.summary import tensor_bytes
+from paceline.checkpoint.tools.torch_file import write_torch_file
+from paceline.errors import CheckpointError, UsageError
+
+Format = Literal["safetensors", "torch", "dcp"]
+METADATA = "paceline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """What is exported, and how."""
+
+    format: Format = "safetensors"
+    is_hugging_face: bool = False
+    with_optimizer: bool = False
+    may_replace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_hugging_face and (self.format != "safetensors" or self.with_optimizer):
+            raise UsageError(
+                "--hf is for --format safetensors, without --optimizer\n"
+                "  Hugging Face's layout has the weights and a config.json\n  leave one of them out"
+            )
+
+
+def format_by_name(out: Path) -> Format:
+    """Returns the format that a file's name asks for: .pt, .pth and .bin are torch's."""
+    return "torch" if out.suffix in (".pt", ".pth", ".bin") else "safetensors"
+
+
+def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, tell: Tell = be_silent) -> Path:
+    """Writes a checkpoint in another format; returns where. Raises CheckpointError if it cannot be written."""
+    if out.exists() and not options.may_replace:
+        raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
+    streams = model_streams(checkpoint)
+    if not streams:
+        raise CheckpointError(
+            f"{checkpoint.path} has no tensors of a model\n  their names begin with {MODEL}\n"
+            "  look at it with paceline checkpoint inspect"
+        )
+    write: Callable[[Path], None]
+    if options.is_hugging_face:
+        write = _hugging_face_writer(checkpoint, streams, tell)
+    elif options.format == "safetensors":
+        write = _safetensors_writer(checkpoint, streams, options, tell)
+    else:
+        write = _torch_writer(checkpoint, streams, options, tell)
+    _written_whole(out, write)
+    return out
+
+
+def model_streams(checkpoint: Checkpoint) -> dict[str, Stream]:
+    """Returns the model's tensors by their names in a state dict."""
+    names = [name for name in checkpoint.manifest.tensors if name.startswith(MODEL)]
+    return {name.removeprefix(MODEL): stream_saved(checkpoint, name, name.removeprefix(MODEL)) for name in names}
+
+
+def optimizer_content(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the optimizer's state by parameters' names, with streams for tensors. Raises CheckpointError for none."""
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, list[str]] = {}
+    for name, entry in checkpoint.found.items():
+        if name.startswith(OPTIMIZER):
+            parameter = name.removeprefix(OPTIMIZER)
+            groups.setdefault(entry["group"], []).append(parameter)
+            state[parameter] = dict(entry["values"])
+    if not groups:
+        raise CheckpointError(f"{checkpoint.path} has no optimizer\n  leave --optimizer out")
+    for name in checkpoint.manifest.tensors:
+        if name.startswith(OPTIMIZER):
+            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+            state[parameter][key] = stream_saved(checkpoint, name)
+    rows = [{**checkpoint.found[label], "params": members} for label, members in groups.items()]
+    return {"state": {name: values for name, values in state.items() if values}, "param_groups": rows}
+
+
+def exported_bytes(manifest: Manifest, options: ExportOptions) -> int:
+    """Returns how much will be read."""
+    wanted = (MODEL, OPTIMIZER) if options.with_optimizer else (MODEL,)
+    return sum(tensor_bytes(tensor) for name, tensor in manifest.tensors.items() if name.startswith(wanted))
+
+
+def _safetensors_writer(
+    checkpoint: Checkpoint, streams: dict[str, Stream], options: ExportOptions, tell: Tell
+) -> Callable[[Path], None]:
+    manifest = checkpoint.manifest
+    metadata = {"format": "pt"}
+    wanted = list(streams.values())
+    if options.with_optimizer:
+        optimizer_content(checkpoint)  # refuses one that is not there
+        wanted += [stream_saved(checkpoint, name) for name in manifest.tensors if name.startswith(OPTIMIZER)]
+        metadata[METADATA] = json.dumps({"found": manifest.found})
+
+    def write(path: Path) -> None:
+        write_safetensors(LocalFiles(), path, wanted, metadata, tell)
+
+    return write
+
+
+def _hugging_face_writer(checkpoint: Checkpoint, streams: dict[str, Stream], tell: Tell) -> Callable[[Path], None]:
+    made = to_hugging_face(shape_of(checkpoint.manifest), streams)
+
+    def write(path: Path) -> None:
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(made.config, indent=2) + "\n")
+        write_safetensors(LocalFiles(), path / "model.safetensors", made.streams, {"format": "pt"}, tell)
+
+    return write
+
+
+def _torch_writer(
+    checkpoint: Checkpoint, streams: dict[str, Stream], options: ExportOptions, tell: Tell
+) -> Callable[[Path], None]:
+    if options.format == "torch":
+        content: dict[str, Any] = dict(streams)
+        if options.with_optimizer:
+            content = {"model": streams, "optim": optimizer_content(checkpoint)}
+        return lambda path: write_torch_file(path, content, tell)
+    from paceline.checkpoint.tools.distributed import write_distributed
+
+    nested: dict[str, Any] = {"model": streams}
+    if options.with_optimizer:
+        nested["optim"] = optimizer_content(checkpoint)
+    return lambda path: write_distributed(path, nested, tell)
+
+
+def _written_whole(out: Path, write: Callable[[Path], None]) -> None:
+    """Writes under another name beside it, and renames; what was there steps aside until then."""
+    partial, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{word}") for word in ("new", "old"))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        if out.exists():
+            out.rename(old)
+        partial.rename(out)
+        _remove(old)
+    except OSError as error:
+        _remove(partial)
+        raise cannot_write(out, error) from error
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        path.unlink()

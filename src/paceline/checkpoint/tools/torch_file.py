@@ -1,0 +1,125 @@
+"""A torch state dict in one file, written as a stream: what ``torch.load(path, weights_only=True)`` reads.
+
+The file is a zip archive without compression. ``data.pkl`` has the structure, in which every tensor is a reference to
+the bytes that follow under ``data/<n>``. torch itself needs all tensors in memory to write it; here it is one window.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.tools.stream import Stream, Tell, be_silent, stream_made
+from paceline.errors import UsageError
+from paceline.shards import row_major
+
+_ALIGN_BYTES = 64  # as torch does: a file that is mapped has its tensors where processors want them
+_HEADER_BYTES = 30  # of an entry, before its name and what is added to fill up
+_NAME = "archive"
+_STORAGES = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+    torch.complex64: "ComplexFloatStorage",
+}
+
+
+def write_torch_file(path: Path, content: Mapping[str, Any], tell: Tell = be_silent) -> None:
+    """Writes nested dicts and lists of plain values, tensors and streams. Raises UsageError for a dtype it has not."""
+    streams: list[Stream] = []
+    structure = _pickled(_referring(content, streams))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        _add(archive, "data.pkl", [structure])
+        _add(archive, "byteorder", [b"little"])
+        for number, stream in enumerate(streams):
+            _add(archive, f"data/{number}", stream.read(), tell, num_bytes=stream.num_bytes)
+        _add(archive, "version", [b"3\n"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """Stands for the bytes of a tensor."""
+
+    number: int
+    stream: Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Stands for a tensor, and is pickled as one."""
+
+    storage: _Storage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        stream = self.storage.stream
+        arguments: tuple[Any, ...] = (self.storage, 0, stream.shape, row_major(stream.shape), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+        if not isinstance(value, _Storage):
+            return None
+        kind = getattr(torch, _STORAGES[value.stream.dtype])
+        elements = value.stream.num_bytes // value.stream.dtype.itemsize
+        return "storage", kind, str(value.number), "cpu", elements
+
+
+def _referring(value: Any, streams: list[Stream]) -> Any:
+    """Returns a structure in which tensors and streams are references; lists the streams."""
+    if isinstance(value, Mapping):
+        return {key: _referring(each, streams) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_referring(each, streams) for each in value)
+    if isinstance(value, torch.Tensor):
+        value = stream_made("a value", value.shape, value.dtype, partial(torch.Tensor.clone, value))
+    if not isinstance(value, Stream):
+        return value
+    if value.dtype not in _STORAGES:
+        raise UsageError(
+            f"{value.name} is of {value.dtype}, which a torch file of this kind has not\n  export it as safetensors"
+        )
+    streams.append(value)
+    return _Tensor(_Storage(len(streams) - 1, value))
+
+
+def _pickled(structure: Any) -> bytes:
+    out = io.BytesIO()
+    _Pickler(out, protocol=2).dump(structure)
+    return out.getvalue()
+
+
+def _add(
+    archive: zipfile.ZipFile,
+    name: str,
+    parts: Iterable[bytes | memoryview],
+    tell: Tell = be_silent,
+    *,
+    num_bytes: int | None = None,
+) -> None:
+    """Adds a file to the archive, whose bytes begin at a multiple of 64."""
+    info = zipfile.ZipInfo(f"{_NAME}/{name}", date_time=(1980, 1, 1, 0, 0, 0))
+    is_large = num_bytes is not None and num_bytes >= zipfile.ZIP64_LIMIT
+    start = archive.fp.tell() + _HEADER_BYTES + len(info.filename.encode()) + (20 if is_large else 0)  # type: ignore[union-attr]
+    fill = -(start + 4) % _ALIGN_BYTES
+    info.extra = b"FB" + fill.to_bytes(2, "little") + b"Z" * fill
+    with archive.open(info, "w", force_zip64=is_large) as file:
+        for part in parts:
+            file.write(part)
+            tell(len(part))

@@ -1,0 +1,377 @@
+"""Averages of single tensors, compressed or over two groups: for training loops that reduce by hand.
+
+    optimizer = CommunicationOptimizer(compression_ratio=0.01, bucket_size_mb=25, enable_overlap=True)
+    average = optimizer.all_reduce_compressed(gradient, name="layer.weight")
+    average = optimizer.hierarchical_all_reduce(gradient, intra_node_group=inside, inter_node_group=across)
+
+A thin face over ``comm/compress`` (top-k with error feedback) and ``classic/two_groups.py``. Groups are communicators
+or torch process groups. Tensors are left as they are; results are new ones, the same bits on every rank. Bytes are
+those of the policies: a top-k of ratio r sends 6 r bytes an element in place of 4. Engines do all this by themselves,
+while backward runs: ``parallelize(..., compression=...)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from numbers import Real
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from paceline.classic.two_groups import TwoGroupAverage, TwoGroups, connect_groups
+from paceline.comm.algorithms.communicator import AlgorithmCommunicator
+from paceline.comm.algorithms.topology import detect_topology
+from paceline.comm.base import BucketReduction, BucketShape, Communicator, Work
+from paceline.comm.compress import Compression, Compressor
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.torch_dist import TorchCommunicator, connect
+from paceline.errors import Problem, UsageError
+from paceline.shards import flat_layout
+
+Group: TypeAlias = Communicator | dist.ProcessGroup
+
+_TIMEOUT_S = 300.0
+
+
+class Reduction:
+    """An average on its way, which owns its tensor until it is there."""
+
+    def __init__(self, tensor: torch.Tensor, finish: Callable[[], None]) -> None:
+        self._tensor = tensor
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Returns when the average may be used. Safe to call twice."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def result(self) -> torch.Tensor:
+        """Waits, and returns the average."""
+        self.wait()
+        return self._tensor
+
+
+class CommunicationOptimizer:
+    """Averages tensors over ranks with fewer bytes, or over two groups.
+
+    ``compression_ratio`` is the share of elements that is sent, the largest in magnitude; 1 sends all of them.
+    A tensor travels in pieces of ``bucket_size_mb``. With ``enable_overlap`` all pieces are under way at once, and the
+    ``start_`` methods return before they have arrived; without it one piece follows another, and they return when all
+    is done. ``comm`` is the group where none is given: by default all ranks that a launcher started. All ranks make the
+    same calls in the same order.
+
+    Raises UsageError with all problems of the arguments at once.
+    """
+
+    def __init__(
+        self,
+        compression_ratio: float = 0.01,
+        bucket_size_mb: float = 25.0,
+        enable_overlap: bool = True,
+        comm: Group | None = None,
+    ) -> None:
+        _check_arguments(compression_ratio, bucket_size_mb, enable_overlap)
+        self.compression_ratio = float(compression_ratio)
+        self.bucket_size_mb = float(bucket_size_mb)
+        self.enable_overlap = enable_overlap
+        self._comm = comm
+        self._groups = _Groups()
+        self._slots: dict[str, _Slot] = {}
+        self._nameless = _Nameless()
+
+    def all_reduce_compressed(
+        self, tensor: torch.Tensor, group: Group | None = None, *, name: str | None = None
+    ) -> torch.Tensor:
+        """Returns the average over the group, of each rank's largest elements.
+
+        What a rank did not send is added to the next tensor of the same ``name``, so that it only comes later. A tensor
+        without a name is the only one of its shape and dtype; where calls show that it is not, UsageError asks for
+        names. In a group of one nothing is sent, and nothing kept back.
+        """
+        return self.start_compressed(tensor, group, name=name).result()
+
+    def start_compressed(
+        self, tensor: torch.Tensor, group: Group | None = None, *, name: str | None = None
+    ) -> Reduction:
+        """Sends a tensor on its way, as ``all_reduce_compressed`` does; other work may run until it is waited for."""
+        _check_tensor(tensor)
+        comm = self._groups.find(self._comm if group is None else group, tensor.device)
+        average = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if comm.size == 1 or not tensor.numel():
+            return Reduction(average, _nothing)
+        flat = average.view(-1)
+        if self.compression_ratio == 1.0:
+            return self._begin(average, [_Plain(piece, comm) for piece in self._cut(flat)])
+        slot = self._slot(name, tensor, comm)
+        try:
+            return self._begin(average, slot.pieces(flat, comm), slot)
+        except BaseException:
+            slot.abandon()
+            raise
+
+    def hierarchical_all_reduce(
+        self, tensor: torch.Tensor, intra_node_group: Group | None = None, inter_node_group: Group | None = None
+    ) -> torch.Tensor:
+        """Returns the average over all ranks of all hosts: inside each host, across hosts, and inside again.
+
+        ``intra_node_group`` has the ranks of this rank's host. ``inter_node_group`` has one rank of every host, this
+        one among them; None, or what torch gives to ranks outside a group, for a rank that another one of its host
+        stands for. Without either the hosts are asked for.
+        """
+        return self.start_hierarchical(tensor, intra_node_group, inter_node_group).result()
+
+    def start_hierarchical(
+        self, tensor: torch.Tensor, intra_node_group: Group | None = None, inter_node_group: Group | None = None
+    ) -> Reduction:
+        """Sends a tensor on its way, as ``hierarchical_all_reduce`` does."""
+        _check_tensor(tensor)
+        average = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if not tensor.numel():
+            return Reduction(average, _nothing)
+        pieces = self._cut(average.view(-1))
+        if intra_node_group is None and inter_node_group is None:
+            comm = self._groups.by_hosts(self._groups.find(self._comm, tensor.device))
+            return self._begin(average, [_Plain(piece, comm) for piece in pieces])
+        pair = self._groups.pair(intra_node_group, inter_node_group, tensor.device)
+        reduction = Reduction(average, TwoGroupAverage(pair, pieces, is_overlapped=self.enable_overlap).wait)
+        if not self.enable_overlap:
+            reduction.wait()
+        return reduction
+
+    def _begin(
+        self, average: torch.Tensor, pieces: list[_Plain] | list[_Compressed], slot: _Slot | None = None
+    ) -> Reduction:
+        """Starts the pieces: all at once, or each when the one before has arrived."""
+        works: list[Work] = []
+        for piece in pieces:
+            works.append(piece.start())
+            if not self.enable_overlap:
+                works.pop().wait()
+
+        def finish() -> None:
+            with contextlib.nullcontext() if slot is None else slot.settling():
+                for work in works:
+                    work.wait()
+
+        reduction = Reduction(average, finish)
+        if not self.enable_overlap:
+            reduction.wait()
+        return reduction
+
+    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.split(flat, max(1, int(self.bucket_size_mb * 2**20) // flat.element_size())))
+
+    def _slot(self, name: str | None, tensor: torch.Tensor, comm: Communicator) -> _Slot:
+        """Returns what is kept for a tensor: by its name and group, and of the size that it had."""
+        key = f"{self._nameless.name(tensor, comm) if name is None else repr(name)} on ranks {list(comm.ranks)}"
+        slot = self._slots.get(key)
+        if slot is None:
+            lengths = [piece.numel() for piece in self._cut(tensor.detach().reshape(-1))]
+            slot = self._slots[key] = _Slot(key, lengths, tensor.dtype, self.compression_ratio)
+        slot.begin(tensor)
+        return slot
+
+
+class _Plain:
+    """A piece that travels whole."""
+
+    def __init__(self, piece: torch.Tensor, comm: Communicator) -> None:
+        self._piece = piece
+        self._comm = comm
+
+    def start(self) -> Work:
+        return self._comm.all_reduce(self._piece, "avg")
+
+
+class _Compressed:
+    """A piece that travels as its largest elements."""
+
+    def __init__(self, reduction: BucketReduction, piece: torch.Tensor, comm: Communicator) -> None:
+        self._reduction = reduction
+        self._piece = piece
+        self._comm = comm
+
+    def start(self) -> Work:
+        return self._reduction.start(self._piece, self._comm)
+
+
+class _Slot:
+    """What one tensor owes, from call to call."""
+
+    def __init__(self, name: str, lengths: list[int], dtype: torch.dtype, ratio: float) -> None:
+        self._name = name
+        self._lengths = lengths
+        self._dtype = dtype
+        # As a matrix of one row: tensors of one dim are biases and norms to an engine, and travel whole there.
+        self._compressor = Compressor(Compression(policy="topk", ratio=ratio, min_size=0))
+        shapes = [
+            BucketShape(names=(f"{name} piece {number}",), layout=flat_layout([(1, length)]))
+            for number, length in enumerate(lengths)
+        ]
+        self._reductions = self._compressor.bind(shapes)
+        self._is_busy = False
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Raises UsageError for a tensor that is not the one of this slot."""
+        if self._is_busy:
+            raise UsageError(
+                f"tensor {self._name} is still on its way\n  what it owes is known when it has arrived\n"
+                "  wait for it first, or give tensors names of their own"
+            )
+        if tensor.numel() != sum(self._lengths) or tensor.dtype != self._dtype:
+            raise UsageError(
+                f"tensor {self._name} had {sum(self._lengths)} elements of {self._dtype}, and now has "
+                f"{tensor.numel()} of {tensor.dtype}\n  what it owes belongs to a tensor of one size\n"
+                "  give each tensor a name of its own"
+            )
+        self._is_busy = True
+
+    def pieces(self, flat: torch.Tensor, comm: Communicator) -> list[_Compressed]:
+        """Pairs the pieces of a tensor with what each owes."""
+        parts = torch.split(flat, self._lengths)
+        return [_Compressed(each, part, comm) for each, part in zip(self._reductions, parts, strict=True)]
+
+    @contextlib.contextmanager
+    def settling(self) -> Iterator[None]:
+        """Keeps what was not sent, if all of it arrives."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        self._compressor.end_pass()
+        self._is_busy = False
+
+    def abandon(self) -> None:
+        """Forgets a call that failed: what the tensor owed before, it owes still."""
+        self._compressor.abandon_pass()
+        self._is_busy = False
+
+
+class _Nameless:
+    """Tells tensors without names apart by shape and dtype, and notices where these do not tell them apart.
+
+    A loop reduces each of its tensors once a round. One that comes again before all others did is two tensors.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, tuple[int, ...]]] = set()
+        self._round: set[tuple[str, tuple[int, ...]]] = set()
+
+    def name(self, tensor: torch.Tensor, comm: Communicator) -> str:
+        name = f"of shape {list(tensor.shape)} and {tensor.dtype}"
+        place = (name, comm.ranks)
+        if place in self._round:
+            if self._round != self._known:
+                raise UsageError(
+                    f"a tensor {name} comes again before the others without a name did\n"
+                    "  what one did not send must not be added to another of the same shape\n"
+                    "  give each a name: all_reduce_compressed(gradient, name='layer.weight')"
+                )
+            self._round = set()
+        self._known.add(place)
+        self._round.add(place)
+        return name
+
+
+class _Groups:
+    """Communicators for the groups that callers give, each made once."""
+
+    def __init__(self) -> None:
+        # The group is kept beside what was made of it: its id must not be given to another.
+        self._made: dict[tuple[int, torch.device], tuple[Any, Communicator]] = {}
+        self._pairs: dict[tuple[int, int], tuple[Communicator, Communicator | None, TwoGroups]] = {}
+        self._by_hosts: dict[int, tuple[Communicator, Communicator]] = {}
+
+    def find(self, group: Group | None, device: torch.device) -> Communicator:
+        """Returns a group as a communicator. Raises UsageError on a rank that is not in it."""
+        if _is_outside(group):
+            raise UsageError(
+                "this rank is not a member of the group\n  only members call a collective\n  leave the call out here"
+            )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            if not isinstance(group, Communicator):
+                raise UsageError(
+                    f"a {type(group).__name__} is no group\n"
+                    "  give a communicator, as paceline.connect() and its split() make, or a torch process group"
+                )
+            return group
+        key = (id(group), device)
+        if key not in self._made:
+            self._made[key] = (group, _wrap(group, device))
+        return self._made[key][1]
+
+    def pair(self, inside: Group | None, across: Group | None, device: torch.device) -> TwoGroups:
+        """Returns two groups as a pair, which their ranks connect on the first call."""
+        outer = None if across is None or _is_outside(across) else self.find(across, device)
+        if inside is None:
+            inner: Communicator = SoloCommunicator(device, world_rank=0 if outer is None else outer.ranks[outer.rank])
+            key = (0, id(outer))
+        else:
+            inner = self.find(inside, device)
+            key = (id(inner), id(outer))
+        if key not in self._pairs:
+            self._pairs[key] = (inner, outer, connect_groups(inner, outer))
+        return self._pairs[key][2]
+
+    def by_hosts(self, comm: Communicator) -> Communicator:
+        """Returns a communicator that reduces inside hosts and then across them, where there are several."""
+        if id(comm) not in self._by_hosts:
+            topology = detect_topology(comm)
+            is_flat = len(topology.hosts) == 1
+            self._by_hosts[id(comm)] = (
+                comm,
+                comm if is_flat else AlgorithmCommunicator(comm, "hierarchical", topology),
+            )
+        return self._by_hosts[id(comm)][1]
+
+
+def _is_outside(group: object) -> bool:
+    return group is not None and group is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def _wrap(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    if group is None:
+        if not dist.is_initialized():
+            return connect(device=device)
+        group = dist.group.WORLD
+        assert group is not None
+    if dist.get_world_size(group) == 1:
+        return SoloCommunicator(device, world_rank=dist.get_rank())
+    return TorchCommunicator(group, device, timeout_s=_TIMEOUT_S)
+
+
+def _nothing() -> None:
+    """What is left to do for a tensor that is there already."""
+
+
+def _check_arguments(ratio: object, bucket_size_mb: object, enable_overlap: object) -> None:
+    problems = []
+    if not _is_number(ratio) or not 0 < ratio <= 1:  # type: ignore[operator]
+        rule = "it is the share of elements that is sent, above 0 and at most 1"
+        problems.append(Problem(what=f"compression_ratio = {ratio!r}", rule=rule, fix="try 0.01; 1 sends all"))
+    if not _is_number(bucket_size_mb) or not 0 < bucket_size_mb < float("inf"):  # type: ignore[operator]
+        rule = "it is the size of the pieces in which a tensor travels, in MiB, above 0"
+        problems.append(Problem(what=f"bucket_size_mb = {bucket_size_mb!r}", rule=rule, fix="try 25"))
+    if not isinstance(enable_overlap, bool):
+        problems.append(Problem(what=f"enable_overlap = {enable_overlap!r}", rule="it is True or False"))
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise UsageError(f"CommunicationOptimizer: {count}\n\n" + "\n\n".join(str(problem) for problem in problems))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_tensor(tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"a {type(tensor).__name__} cannot be reduced\n  give a tensor, a gradient for instance")
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        raise UsageError(
+            f"a tensor of {tensor.dtype}, {tensor.layout}, cannot be averaged here\n"
+            "  averages are of dense floating-point tensors\n  convert it first: tensor.float(), tensor.to_dense()"
+        )

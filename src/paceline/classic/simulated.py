@@ -1,0 +1,109 @@
+"""The trainer of a machine that one has not got: the run of a config on virtual ranks, as an object.
+
+trainer = SimulatedTrainer(config, cluster="4x a100-sxm")
+trainer.setup_model_and_data()
+metrics = trainer.train()                  # real losses and accuracy, times of the ranks' clocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+from paceline.classic.analysis import TrainingMetrics
+from paceline.classic.config import DistributedConfig
+from paceline.cluster.devices import Cluster, load_cluster
+from paceline.config import Config, config_batch
+from paceline.errors import UsageError
+from paceline.rehearse.simulate.recording import write_records
+from paceline.rehearse.simulate.run import ComputeKind, Conditions, Simulation, check_conditions, prepare, simulate
+from paceline.rehearse.simulate.timeline import write_trace
+from paceline.train.assemble import Workload, build_workload
+from paceline.train.trainer import Trainer
+
+
+class SimulatedTrainer:
+    """Trains on virtual ranks in this process, with a clock for each.
+
+    ``config`` has the ranks: ``DistributedConfig.world_size``, or a config's ``parallel.ranks``. ``cluster`` is whose
+    network they have ("4x dgx-h100"); None: processes of one host. ``compute`` is "measured" here, or "modelled" for
+    the cluster's device. ``slow`` multiplies the compute of ranks: {2: 1.5}. ``device`` is where it really runs.
+
+    Evaluates after each epoch, unless a config says otherwise. Raises ConfigError and UsageError before anything runs.
+    """
+
+    def __init__(
+        self,
+        config: DistributedConfig | Config,
+        *,
+        cluster: str | Cluster | None = None,
+        compute: ComputeKind = "measured",
+        slow: Mapping[int, float] | None = None,
+        slow_links: Mapping[int, float] | None = None,
+        device: str | None = None,
+    ) -> None:
+        if not isinstance(config, DistributedConfig | Config):
+            raise UsageError(
+                f"config is of type {type(config).__name__}\n  it is a DistributedConfig or a Config\n"
+                "  for a file: paceline.config.load_config(path)"
+            )
+        asked = config.to_config() if isinstance(config, DistributedConfig) else config
+        self.config = prepare(asked, device=device)
+        self.conditions = Conditions(
+            cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
+            compute=compute,
+            slow=dict(slow or {}),
+            slow_links=dict(slow_links or {}),
+        )
+        check_conditions(self.config, self.conditions)
+        self.simulation: Simulation | None = None
+        self._workload: Workload | None = None
+
+    def setup_model_and_data(self) -> None:
+        """Builds the data and the model: what is wrong with them is told here. ``train`` calls it if nobody did."""
+        self._workload = build_workload(self.config)
+        if self.config.train.eval_every is None and self._workload.data.eval is not None:
+            ranks = self.config.parallel.ranks
+            assert isinstance(ranks, int)
+            batch = config_batch(self.config, ranks).global_batch
+            steps = -(-len(self._workload.data.train) // batch)
+            train = self.config.train.model_copy(update={"eval_every": steps})
+            self.config = self.config.model_copy(update={"train": train})
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with the values that training left. Raises UsageError before there is one."""
+        if self._workload is None:
+            raise UsageError("there is no model yet\n  call setup_model_and_data() or train() first")
+        return self._workload.model
+
+    def train(self, folder: str | Path | None = None) -> TrainingMetrics:
+        """Trains all epochs and returns the metrics, by epoch; leaves the records of a run in ``folder``, if given.
+
+        Called again, it trains again from the start: the same losses. Raises RunFolderError if the folder has records.
+        """
+        if self._workload is None:
+            self.setup_model_and_data()
+        self.simulation = simulate(self.config, self.conditions, watch=self._keep)
+        if folder is not None:
+            write_records(self.simulation.records, Path(folder))
+        return TrainingMetrics.from_records(self.simulation.records)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Writes the time line of the training, for Chrome or Perfetto. Raises UsageError before there is one."""
+        if self.simulation is None:
+            raise UsageError("there is no time line yet\n  call train() first")
+        write_trace(Path(path), self.simulation.clocks, self.simulation.steps)
+
+    def _keep(self, rank: int, trainer: Trainer) -> None:
+        """Takes the trained values over; all ranks take part."""
+        state = trainer.parts.engine.full_state_dict(rank0_only=True)
+        if rank == 0 and state is not None:
+            if any(parameter.is_meta for parameter in self.model.parameters()):
+                self.model.to_empty(device="cpu")
+            self.model.load_state_dict(state)
+
+
+MockDistributedTrainer = SimulatedTrainer

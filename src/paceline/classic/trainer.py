@@ -1,0 +1,439 @@
+"""One call a microbatch: the trainer for a plain training script.
+
+    trainer = DistributedTrainer(model, gradient_accumulation_steps=4, gradient_clip_val=1.0)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=3e-4)
+    for epoch in range(epochs):
+        for step, batch in enumerate(loader):             # this rank's share, (inputs, targets)
+            metrics = trainer.train_step(batch, optimizer, criterion, step)
+        trainer.flush(optimizer)                          # microbatches that do not fill a group
+        trainer.save_checkpoint(epoch, optimizer, loss=metrics["loss"])
+
+A convenience over public parts: ``connect``, ``parallelize``, and the weighing of ``train/step.py``. One call is one
+microbatch, and every ``gradient_accumulation_steps`` calls make one update. Gradients are those of *summed* losses,
+divided once by the number of samples of all ranks and microbatches of the update: the gradient of one process on all
+of them, also where some are smaller than others. A mean of means would not be that. An update whose gradients are not
+finite is left out on all ranks, and ten in a row end the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.find import choose_checkpoint, list_checkpoints
+from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
+from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
+from paceline.checkpoint.state import MODEL, State, prefixed
+from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint
+from paceline.classic.arguments import (
+    check_accumulation,
+    check_clip,
+    check_cpu_offload,
+    check_mixed_precision,
+    check_strategy,
+    check_type,
+    refuse,
+)
+from paceline.classic.config import DistributedConfig as DistributedConfig
+from paceline.classic.criterion import Criterion, CriterionLoss, criterion_loss, place_batch, reduction_of
+from paceline.classic.step_metrics import StepMetrics, StepTimer
+from paceline.clock import on_device
+from paceline.comm.base import Communicator, clock_of
+from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.torch_dist import connect
+from paceline.comm.traced import Trace, TracedCommunicator
+from paceline.engines.apply import parallelize
+from paceline.engines.fsdp import ShardingPolicy
+from paceline.engines.offload import Offload
+from paceline.engines.precision import mixed_precision as usual_mixed_precision
+from paceline.errors import CheckpointError, MisfitError, TrainingError, UsageError
+from paceline.records.meter import peak_memory_bytes
+from paceline.train.randomness import capture_random_states, restore_random_states
+from paceline.train.scaler import make_scaler
+from paceline.train.step import StepOutcome, scale_gradients, weigh_gradients
+from paceline.train.survive.bad_steps import BadStep, BadSteps
+from paceline.train.survive.overflow import Wording, explain_bad_steps, find_overflow
+from paceline.train.update import update_if_finite
+
+_MAX_BAD_UPDATES = 10
+_WORDING = Wording(
+    step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"
+)
+
+
+class DistributedTrainer:
+    """Trains a plain module on the ranks that a launcher started, or on one where none did.
+
+    All ranks make the same calls in the same order. ``checkpoint_dir`` is where ``save_checkpoint`` writes;
+    ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the trainer writes nothing there.
+    ``mixed_precision`` is bf16 where the device has it and fp16 with a dynamic loss scale where it has not, or a
+    policy by its name. ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``comm`` is for ranks
+    that are connected already, virtual ones for instance, and ``sharding`` for choices about fsdp and hybrid.
+
+    Raises UsageError with all problems of the arguments at once.
+    """
+
+    # Eleven arguments: nine are the documented interface, which scripts call by name, then the seam, then a policy.
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: str = "ddp",
+        mixed_precision: bool | str = False,
+        gradient_accumulation_steps: int = 1,
+        gradient_clip_val: float | None = None,
+        enable_activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        checkpoint_dir: str | Path = "./checkpoints",
+        log_dir: str | Path = "./logs",
+        comm: Communicator | None = None,
+        sharding: ShardingPolicy | None = None,
+    ) -> None:
+        problems = [
+            *check_type("model", model, nn.Module, "an nn.Module"),
+            *check_strategy(strategy),
+            *check_mixed_precision(mixed_precision),
+            *check_accumulation(gradient_accumulation_steps),
+            *check_clip(gradient_clip_val),
+            *check_type("enable_activation_checkpointing", enable_activation_checkpointing, bool, "True or False"),
+            *check_cpu_offload(cpu_offload, strategy),
+            *check_type("checkpoint_dir", checkpoint_dir, (str, Path), "a path"),
+            *check_type("log_dir", log_dir, (str, Path), "a path"),
+            *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
+        ]
+        refuse("DistributedTrainer", problems)
+        self.strategy = strategy
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.gradient_clip_val = gradient_clip_val
+        self.checkpoint_dir = Path(checkpoint_dir)
+        self.log_dir = Path(log_dir)
+        ranks = connect() if comm is None else comm
+        trace = Trace(ranks.device, clock=clock_of(ranks))
+        precision = usual_mixed_precision(ranks.device) if mixed_precision is True else mixed_precision or "fp32"
+        self.engine = parallelize(
+            model,
+            TracedCommunicator(ranks, trace),
+            strategy,
+            precision=precision,
+            checkpoint_activations="full" if enable_activation_checkpointing else "none",
+            offload=_offload(strategy) if cpu_offload else None,
+            sharding=sharding,
+        )
+        self.num_updates = 0
+        self._scaler = make_scaler(self.engine.precision, ranks.device)
+        self._bad_updates = BadSteps()
+        self._timer = StepTimer(trace)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._writer: CheckpointWriter | None = None
+        self._last: tuple[Any, Any] = (None, None)  # batch and criterion of the last microbatch, for a replay
+        self._num_steps = 0
+        self._num_samples = 0
+        self._num_pending = 0  # microbatches since the last update, and their samples
+        self._pending_samples = 0
+        self._applied_samples = 0  # in updates; rank 0 carries those of the checkpoint that was loaded
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what an optimizer of this rank updates."""
+        return self.engine.parameters()
+
+    def train_step(
+        self,
+        batch: Any,
+        optimizer: torch.optim.Optimizer,
+        criterion: Criterion,
+        step: int | None = None,
+    ) -> StepMetrics:
+        """Trains on one microbatch of this rank; every ``gradient_accumulation_steps`` calls, updates the parameters.
+
+        ``batch`` is (inputs, targets), on any device. With no rows, or None for no samples on this rank, the call
+        takes part in the update alone; its loss is then nan. ``criterion(outputs, targets)`` returns the mean over
+        the batch's samples; one with ``reduction='sum'`` is taken as a sum. Samples count alike: a criterion that
+        divides by something else, such as class weights or targets not ignored, is weighed by samples all the same.
+        ``step`` is a label that comes back in the metrics. The trainer counts by itself, as an enumeration starts
+        again with each epoch.
+
+        The metrics are those of this call on this rank: loss (the mean over its samples), compute_time,
+        communication_time (what backward did not hide), step_time (both), samples, grad_norm (before clipping; None
+        without an update), learning_rate, is_update, is_skipped (an update that was left out, as its norm is not
+        finite), step. On CUDA, reading the loss, the norm or a time waits for the device; the call itself does not.
+
+        Raises UsageError for an optimizer of other parameters, and for a batch or a loss of another form; TrainingError
+        after ten updates in a row whose gradients are not finite.
+        """
+        self._use(optimizer)
+        self._timer.start()
+        samples, placed = place_batch(batch, self.engine.comm.device)
+        if self._scaler is not None and not self._scaler.knows_elements:
+            first = on_device(samples * self.gradient_accumulation_steps, self.engine.comm.device)
+            self.engine.comm.all_reduce(first).wait()
+            self._scaler.note_elements(first)
+        is_update = self._num_pending + 1 == self.gradient_accumulation_steps
+        with contextlib.nullcontext() if is_update else self.engine.no_sync():
+            loss = self._backward(placed, samples, criterion) if samples else None
+            if loss is None:
+                self.engine.sit_out()  # the others wait for this rank
+        self._num_pending += 1
+        self._pending_samples += samples
+        self._num_steps += 1
+        self._num_samples += samples
+        learning_rate = _learning_rate(optimizer)
+        self._last = (placed if samples else None, criterion)
+        norm = self._update(optimizer) if is_update else None
+        times = self._timer.stop()
+        values = {
+            "loss": math.nan if loss is None else loss.item,
+            "compute_time": times.compute_s,
+            "communication_time": times.communication_s,
+            "step_time": times.step_s,
+            "samples": samples,
+            "grad_norm": None if norm is None else norm.item,
+            "learning_rate": learning_rate,
+            "is_update": is_update,
+            "is_skipped": False if norm is None else lambda: not math.isfinite(norm.item()),
+            "step": step,
+        }
+        return StepMetrics(values)
+
+    def flush(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Updates the parameters with what is accumulated, for the end of an epoch that does not fill a last group.
+
+        The update weighs each of its samples alike, however few they are. Without a flush they join the first group
+        of the next epoch. Called by all ranks; says whether there was anything, on any rank.
+        """
+        self._use(optimizer)
+        self._timer.start()
+        total = on_device(self._pending_samples, self.engine.comm.device)
+        self.engine.comm.all_reduce(total).wait()
+        has_gradients = total.item() > 0  # sync point
+        if has_gradients:
+            self.engine.sit_out()  # completes what was accumulated
+            self._update(optimizer)
+        self._forget_gradients()
+        self._timer.stop()
+        return has_gradients
+
+    def save_checkpoint(
+        self, epoch: int, optimizer: torch.optim.Optimizer, loss: SupportsFloat, is_best: bool = False
+    ) -> Path:
+        """Saves the state after the last update as ``checkpoint_dir/step-<updates>``; returns its path on every rank.
+
+        Called by all ranks. Each writes what it holds; rank 0's ``epoch``, ``loss`` and ``is_best`` count. The best is
+        kept as a copy in ``checkpoint_dir/best``. Gradients that wait for their group to fill are not saved: it warns
+        when there are any. Raises CheckpointError on every rank when one cannot write.
+        """
+        comm = self.engine.comm
+        if self._num_pending and comm.rank == 0:
+            warnings.warn(
+                f"{self._num_pending} of {self.gradient_accumulation_steps} microbatches are accumulated and not yet "
+                "applied: the checkpoint does not hold them\n  call trainer.flush(optimizer) before saving",
+                stacklevel=2,
+            )
+        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        if self._writer is None:
+            self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world)
+        path = self._writer.save(self._state(optimizer, {"epoch": int(epoch), "loss": float(value)}))
+        problem, cause = "", None
+        if comm.rank == 0 and is_best:
+            try:
+                copy_checkpoint(path, "best")
+            except CheckpointError as error:
+                problem, cause = str(error), error
+        problem = broadcast_object(comm, problem)
+        if problem:
+            raise CheckpointError(problem) from cause
+        return path
+
+    def load_checkpoint(
+        self, path: str | Path | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Continues from a checkpoint: of ``path``, of the newest in that folder, or of the newest that was saved.
+
+        Called by all ranks, which all read the files that rank 0 chooses. Returns its epoch, loss and step (updates
+        done). Without an optimizer only the model is loaded. Gradients accumulated so far are dropped. Random states
+        are restored if the number of ranks is the same. Raises CheckpointError on every rank if one cannot read it.
+        """
+        chosen = self._choose_checkpoint(path)
+        extra: dict[str, Any] = {}
+        problem, cause = "", None
+        try:
+            checkpoint = open_checkpoint(chosen)
+            self._restore(checkpoint, optimizer)
+            extra = checkpoint.values.get("extra", {})
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            problem, cause = _describe(error), error
+        for rank, text in enumerate(gather_objects(self.engine.comm, problem)):
+            if text:
+                raise CheckpointError(f"rank {rank}: {text}") from cause
+        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self.num_updates}
+
+    def get_performance_metrics(self) -> dict[str, Any]:
+        """Returns this rank's averages over all calls of ``train_step``, the first and slowest among them.
+
+        Local, so any rank may ask at any time: ``samples_per_second`` is this rank's rate times the world size,
+        everything else this rank's own. A step is a call of ``train_step``; time between calls does not count.
+        ``total_updates`` includes those of a checkpoint that was loaded. On CUDA it waits for the device.
+        """
+        times = self._timer.totals()
+        list(self._bad_updates.settle())  # counts them; whether there are too many is for the next update to say
+        rate = self._num_samples / times.step_s if times.step_s > 0 else 0.0
+        num_steps = max(self._num_steps, 1)
+        return {
+            "samples_per_second": rate * self.engine.comm.size,
+            "samples_per_second_per_gpu": rate,
+            "communication_overhead_percent": 100 * times.communication_s / times.step_s if times.step_s > 0 else 0.0,
+            "average_step_time": times.step_s / num_steps,
+            "average_communication_time": times.communication_s / num_steps,
+            "total_samples": self._num_samples,
+            "total_steps": self._num_steps,
+            "total_updates": self.num_updates,
+            "skipped_updates": self._bad_updates.num_skipped,
+            "world_size": self.engine.comm.size,
+            "strategy": self.strategy,
+            "peak_memory_bytes": peak_memory_bytes(self.engine.comm.device),
+        }
+
+    # One microbatch, one update.
+
+    def _use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Checks an optimizer when it first comes: its parameters are ours, and no group of gradients is open."""
+        if optimizer is self._optimizer:
+            return
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"optimizer is of type {type(optimizer).__name__}\n  it is a torch.optim.Optimizer")
+        if self._num_pending:
+            raise UsageError(
+                f"another optimizer came after {self._num_pending} of {self.gradient_accumulation_steps} microbatches\n"
+                "  the microbatches of a group make one update of one optimizer\n"
+                "  call trainer.flush with the former optimizer first"
+            )
+        try:
+            self.engine.check_optimizer(optimizer)
+        except UsageError as error:
+            raise UsageError(f"{error}\n  with a trainer: trainer.parameters()") from None
+        self._optimizer = optimizer
+
+    def _backward(self, batch: Any, samples: int, criterion: Criterion) -> torch.Tensor:
+        """Adds the gradient of the summed loss; returns the mean loss, unread."""
+        reduction = reduction_of(criterion)
+        loss = criterion_loss(self.engine, batch, criterion)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"criterion returned {what}\n  a loss is one number\n  return loss.mean()")
+        total = loss if reduction == "sum" else loss * samples
+        if self._scaler is not None:
+            total = total * self._scaler.factors(self.engine.comm.size, None)[0]
+        total.backward()  # type: ignore[no-untyped-call]
+        return loss.detach() / samples if reduction == "sum" else loss.detach()
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """Weighs the reduced gradients, clips them, and updates unless they are not finite; returns their norm."""
+        scaler, ranks, scale, factor = self._scaler, self.engine.comm.size, None, None
+        if scaler is not None:
+            scale, (factor, undo) = scaler.scale, scaler.factors(ranks, None)
+            scale_gradients(self.engine, undo)
+        weight = weigh_gradients(self.engine, self._pending_samples)
+        norm = self.engine.clip_grad_norm_(math.inf)
+        update_if_finite(optimizer, norm, self.gradient_clip_val)
+        if scaler is not None:
+            scaler.note_elements(ranks / weight)
+            scaler.update(norm)
+        self.num_updates += 1
+        self._applied_samples += self._pending_samples
+        self._forget_gradients()
+        outcome = StepOutcome(loss_sum=norm, count=0.0, grad_norm=norm, loss_scale=scale, factor=factor)
+        for bad in self._bad_updates.note(self.num_updates, outcome, self._last):
+            self._stop_if_stuck(bad)
+        return norm
+
+    def _stop_if_stuck(self, bad: BadStep) -> None:
+        """Raises TrainingError if this bad update is one too many in a row; all ranks come here together."""
+        if bad.num_in_a_row < _MAX_BAD_UPDATES:
+            return
+        batch, criterion = bad.batch
+        replayed = CriterionLoss(self.engine, criterion)
+        finding = find_overflow(self.engine, [batch], replayed, bad.outcome.factor, dtype=None)
+        raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
+
+    def _forget_gradients(self) -> None:
+        """Starts a new group. Not the optimizer's zero_grad(), which leaves parameters that it does not update."""
+        for parameter in self.engine.parameters():
+            parameter.grad = None
+        self._num_pending = self._pending_samples = 0
+
+    # Checkpoints.
+
+    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> State:
+        comm, held = self.engine.comm, list(self.engine.shards())
+        list(self._bad_updates.settle())
+        tensors, found = optimizer_shards(optimizer, held)
+        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        return State(
+            step=self.num_updates,
+            position=sum(gather_objects(comm, self._applied_samples)),
+            shards=[*prefixed(MODEL, held), *tensors],
+            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
+            own={"random": capture_random_states(comm.device)},
+            found=found,
+            about={"strategy": self.strategy},
+        )
+
+    def _choose_checkpoint(self, path: str | Path | None) -> Path:
+        """Lets rank 0 look for the newest checkpoint that is whole, so that all ranks read the same one."""
+        where, chosen, problem = self.checkpoint_dir if path is None else Path(path), "", ""
+        if self.engine.comm.rank == 0:
+            found = [where] if (where / "manifest.json").is_file() else list_checkpoints(where)
+            try:
+                choice = choose_checkpoint(found)
+                chosen = "" if choice is None else str(choice.path)
+            except CheckpointError as error:
+                problem = str(error)
+        chosen, problem = broadcast_object(self.engine.comm, (chosen, problem))
+        if problem:
+            raise CheckpointError(problem)
+        if not chosen:
+            raise CheckpointError(
+                f"no checkpoint in {where}\n  save_checkpoint writes folders step-<number> into checkpoint_dir\n"
+                "  check the path, or start without loading"
+            )
+        return Path(chosen)
+
+    def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
+        comm, values = self.engine.comm, checkpoint.values
+        try:
+            fill_model(checkpoint, self.engine)
+            if optimizer is not None:
+                load_optimizer(checkpoint, optimizer, list(self.engine.shards()))
+        except (MisfitError, RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
+                "  build both as they were when it was saved"
+            ) from error
+        self._forget_gradients()
+        if self._scaler is not None and "scaler" in values:
+            self._scaler.load_state_dict(values["scaler"])
+        if "bad_steps" in values:
+            self._bad_updates.load_state_dict(values["bad_steps"])
+        self.num_updates = checkpoint.step
+        self._applied_samples = checkpoint.position if comm.rank == 0 else 0
+        if checkpoint.manifest.world == comm.size:
+            restore_random_states(checkpoint.own(comm.rank)["random"], comm.device)
+
+
+def _offload(strategy: str) -> Offload:
+    """Returns all that a strategy can keep on the host."""
+    return Offload(optimizer=True, gradients=True, parameters=strategy not in ("zero1", "zero2"))
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""Collectives made of messages: ring, trees, halving-doubling, hierarchical."""

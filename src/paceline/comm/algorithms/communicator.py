@@ -1,0 +1,308 @@
+"""Collectives as algorithms of our own, made of ``send`` and ``recv``: they run on every backend.
+
+For a tensor of B bytes on N ranks, H hosts of L ranks each (bytes that a rank sends, and rounds):
+
+    ring               2 B (N-1)/N             2 (N-1)            the least bytes; latency grows with the ranks
+    halving_doubling   2 B (N-1)/N             2 ceil(log2 N)     the same bytes (on average, unless N is 2, 4, 8, ...)
+    tree               2 B at most             about 2 log2 N     small tensors; others in chunks, one behind another
+    hierarchical       2 B (L-1)/L inside      2 and those of     2 B (H-1)/H on the link of a host, the least there
+                       and 2 B/L (H-1)/H       H hosts
+
+The rounds are data (``rounds.py``), one executor runs them (``steps.py``), and ``auto`` takes what the formulas in
+``cluster/costs.py`` say is fastest, or for an all-reduce a table that was measured, where there is one for its ranks.
+Narrow floats travel as they are: they are added in float32 and rounded once in each round that they go through. Every
+element is summed by one rank and then copied: the same bits on every rank.
+
+Ring, halving-doubling and, on hosts of as many ranks each, hierarchical have forms of reduce-scatter and all-gather
+too, and ring (rank to rank) and tree of broadcast; all other verbs are those of the inner communicator.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from paceline.cluster.costs import (
+    CHUNK_BYTES,
+    Algorithm,
+    Links,
+    Placement,
+    fastest_all_reduce,
+    fastest_broadcast,
+    fastest_scatter,
+)
+from paceline.cluster.measured import Choice, MeasuredTable
+from paceline.cluster.patterns import chain, double_tree, rooted_tree
+from paceline.comm.algorithms.steps import Behind, InFlight, Lane
+from paceline.comm.algorithms.topology import Topology, state_topology
+from paceline.comm.arguments import check_peer, check_pieces
+from paceline.comm.around import AroundCommunicator
+from paceline.comm.base import DONE, Communicator, ReduceOp, Work
+from paceline.comm.virtual.rounds import (
+    Round,
+    Span,
+    cut,
+    doubling_all_gather,
+    halving_reduce_scatter,
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    hierarchical_reduce_scatter,
+    ring_all_gather,
+    ring_reduce_scatter,
+    tree_broadcast,
+    tree_reduce,
+)
+from paceline.errors import UsageError
+
+AlgorithmName: TypeAlias = Literal["ring", "tree", "halving_doubling", "hierarchical", "auto"]
+_NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
+# Far from the tags of users and those of ``exchange.py``. A tag says which operation and lane a message belongs to.
+_FIRST_TAG = 2**29
+_MOST_LANES = 48
+_RING_LANES = 8
+_TREE_WINDOW = 4  # lanes, two of each tree: fewer leave gaps on a link of 1 Gbit/s, and more let one child run ahead
+_MOST_OPERATIONS = 2**20  # in flight at once; tags are used again after as many
+
+
+class AlgorithmCommunicator(AroundCommunicator):
+    """Runs collectives by an algorithm on the messages of ``inner``.
+
+    Operations are finished in the order of their issue, by whichever ``wait`` comes first, of this group or of one
+    split from it (which shares ``in_flight``); so all ranks issue in one order, across the groups that they share.
+    NCCL has no tags: there, ranks also wait in one order, as the same program on every rank does. Raises UsageError for
+    an unknown algorithm, and for a hierarchical one without two hosts.
+    """
+
+    def __init__(
+        self,
+        inner: Communicator,
+        algorithm: AlgorithmName,
+        topology: Topology | None = None,
+        *,
+        links: Links | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        in_flight: InFlight | None = None,
+        table: MeasuredTable | None = None,
+    ) -> None:
+        _check(inner, algorithm, topology, chunk_bytes)
+        if in_flight is None:
+            _check_hosts(inner, algorithm, topology)
+        super().__init__(inner)
+        self.algorithm = algorithm
+        self.topology = state_topology(inner.size, inner.size) if topology is None else topology
+        self._links = links or Links()
+        self._chunk_bytes = chunk_bytes
+        self._in_flight = InFlight() if in_flight is None else in_flight
+        self._num_issued = 0
+        self._placement = placement(self.topology)
+        self._table = table
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Replaces ``tensor`` by the reduction over all ranks."""
+        _check_op(op, tensor.dtype)
+        if not tensor.numel():
+            return DONE
+        if self.size == 1:
+            return self._pass(self.inner.all_reduce(tensor, op))
+        algorithm = self._choose_all_reduce(tensor)
+        if algorithm == "native":
+            return self._pass(self.inner.all_reduce(tensor, op))
+        flat = _flat(tensor)
+        spans = cut((0, flat.numel()), self._num_lanes(algorithm, flat))
+        lanes = [rounds for span in spans for rounds in self._all_reduce_rounds(algorithm, span)]
+        # NCCL carries out what is posted in the order of posting: there, all lanes receive at once.
+        window = _TREE_WINDOW if algorithm == "tree" and self.device.type == "cpu" else None
+        return self._issue(flat, lanes, op, lambda: _put_back(tensor, flat), window)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Puts this rank's slice of the reduction into ``output``. Takes a copy of ``tensor``, to add up in."""
+        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
+        _check_op(op, tensor.dtype)
+        if not tensor.numel():
+            return DONE
+        algorithm = self._choose(fastest_scatter, tensor)
+        if not self._scatters(algorithm):
+            return self._pass(self.inner.reduce_scatter(output, tensor, op))
+        flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        slices = cut((0, flat.numel()), self.size)
+        if algorithm == "ring":
+            lanes = [ring_reduce_scatter(self.rank, part) for part in self._part_slices(slices, flat)]
+        elif algorithm == "hierarchical":
+            parts = self._part_slices(slices, flat)
+            lanes = [hierarchical_reduce_scatter(self.rank, self.topology, part) for part in parts]
+        else:
+            lanes = [halving_reduce_scatter(self.rank, slices)]
+        own = flat[slice(*slices[self.rank])]
+        return self._issue(flat, lanes, op, lambda: _put_back(output, own))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Fills ``output`` with every rank's ``tensor`` in rank order."""
+        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
+        if not output.numel():
+            return DONE
+        algorithm = self._choose(fastest_scatter, output)
+        if not self._scatters(algorithm):
+            return self._pass(self.inner.all_gather(output, tensor))
+        flat = _flat(output)
+        slices = cut((0, flat.numel()), self.size)
+        own = flat[slice(*slices[self.rank])]
+        if own.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+            own.copy_(tensor.detach().reshape(-1))
+        if algorithm == "ring":
+            lanes = [ring_all_gather(self.rank, part) for part in self._part_slices(slices, flat)]
+        elif algorithm == "hierarchical":
+            parts = self._part_slices(slices, flat)
+            lanes = [hierarchical_all_gather(self.rank, self.topology, part) for part in parts]
+        else:
+            lanes = [doubling_all_gather(self.rank, slices)]
+        return self._issue(flat, lanes, "sum", lambda: _put_back(output, flat))
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """Replaces ``tensor`` by that of rank ``source``."""
+        check_peer("broadcast from", source, self.size)
+        if not tensor.numel():
+            return DONE
+        algorithm = self._choose(fastest_broadcast, tensor)
+        if algorithm not in ("ring", "tree") or self.size == 1:
+            return self._pass(self.inner.broadcast(tensor, source))
+        flat = _flat(tensor)
+        tree = chain(self.size, source) if algorithm == "ring" else rooted_tree(self.size, source)
+        spans = cut((0, flat.numel()), self._num_lanes("tree", flat))
+        lanes = [tree_broadcast(self.rank, tree, span) for span in spans]
+        return self._issue(flat, lanes, "sum", lambda: _put_back(tensor, flat))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Sends the i-th piece of ``tensor`` to rank i: as the inner communicator does."""
+        return self._pass(self.inner.all_to_all(output, tensor, output_splits, input_splits))
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Sends ``tensor``."""
+        return self._pass(self.inner.send(tensor, to, tag))
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Receives into ``tensor``."""
+        return self._pass(self.inner.recv(tensor, source, tag))
+
+    def barrier(self) -> None:
+        """Finishes what is in flight, and returns when every rank has called it."""
+        self._in_flight.finish_through(self._in_flight.newest())
+        self.inner.barrier()
+
+    def split(self, ranks: Sequence[int]) -> AlgorithmCommunicator:
+        """Makes a subgroup with the same algorithm, on what is left of the topology."""
+        return AlgorithmCommunicator(
+            self.inner.split(ranks),
+            self.algorithm,
+            self.topology.restrict(ranks),
+            links=self._links,
+            chunk_bytes=self._chunk_bytes,
+            in_flight=self._in_flight,
+            table=self._table,
+        )
+
+    def _choose_all_reduce(self, tensor: torch.Tensor) -> Choice:
+        if self.algorithm == "auto" and self._table is not None and self._table.where == self._placement:
+            return self._table.fastest(tensor.numel() * tensor.element_size())
+        return self._choose(fastest_all_reduce, tensor)
+
+    def _choose(self, fastest: Callable[[float, Placement, Links], Algorithm], tensor: torch.Tensor) -> Algorithm:
+        if self.algorithm != "auto":
+            return self.algorithm
+        return fastest(tensor.numel() * tensor.element_size(), self._placement, self._links)
+
+    def _all_reduce_rounds(self, algorithm: Algorithm, span: Span) -> list[list[Round]]:
+        """Returns the rounds of a lane, or, for two trees, of two."""
+        if algorithm == "hierarchical":
+            return [hierarchical_all_reduce(self.rank, self.topology, span)]
+        if algorithm == "tree":
+            halves = zip(double_tree(self.size), cut(span, 2), strict=True)
+            return [tree_reduce(self.rank, t, half) + tree_broadcast(self.rank, t, half) for t, half in halves]
+        slices = cut(span, self.size)
+        if algorithm == "ring":
+            return [ring_reduce_scatter(self.rank, slices) + ring_all_gather(self.rank, slices)]
+        return [halving_reduce_scatter(self.rank, slices) + doubling_all_gather(self.rank, slices)]
+
+    def _scatters(self, algorithm: Algorithm) -> bool:
+        """Says whether an algorithm has a reduce-scatter and an all-gather for these ranks."""
+        if algorithm == "hierarchical":
+            return self.size > 1 and len({len(host) for host in self.topology.hosts}) == 1
+        return self.size > 1 and algorithm != "tree"
+
+    def _num_lanes(self, algorithm: Algorithm, flat: torch.Tensor) -> int:
+        """One for each chunk of a message. A tree passes on chunk by chunk; others add one and send one."""
+        pieces, most = (2, _MOST_LANES // 2) if algorithm == "tree" else (self.size, _RING_LANES)
+        return min(max(flat.numel() * flat.element_size() // (pieces * self._chunk_bytes), 1), most)
+
+    def _part_slices(self, slices: Sequence[Span], flat: torch.Tensor) -> list[list[Span]]:
+        """Cuts every slice into one part for each lane."""
+        parts = [cut(each, self._num_lanes("ring", flat)) for each in slices]
+        return [list(lane) for lane in zip(*parts, strict=True)]
+
+    def _issue(
+        self,
+        flat: torch.Tensor,
+        lanes: Sequence[list[Round]],
+        op: ReduceOp,
+        deliver: Callable[[], None],
+        window: int | None = None,
+    ) -> Work:
+        first = _FIRST_TAG + (self._num_issued % _MOST_OPERATIONS) * _MOST_LANES
+        self._num_issued += 1
+        made = [Lane(self.inner, flat, rounds, op, first + number) for number, rounds in enumerate(lanes)]
+        return self._in_flight.issue(made, deliver, window)
+
+    def _pass(self, work: Work) -> Work:
+        before = self._in_flight.newest()
+        return work if before is None else Behind(work, self._in_flight, before)
+
+
+def _check(inner: Communicator, algorithm: str, topology: Topology | None, chunk_bytes: int) -> None:
+    if algorithm not in _NAMES:
+        near = difflib.get_close_matches(algorithm, _NAMES, n=1)
+        hint = f"\n  did you mean {near[0]}?" if near else ""
+        raise UsageError(f"algorithm {algorithm!r} is not one of {', '.join(_NAMES)}{hint}")
+    if chunk_bytes < 1:
+        raise UsageError(f"chunk_bytes = {chunk_bytes}: a chunk has at least one byte")
+    if topology is not None and sorted(r for host in topology.hosts for r in host) != list(range(inner.size)):
+        raise UsageError(f"topology {topology.hosts} on {inner.size} ranks: it names each of them once")
+
+
+def _check_hosts(inner: Communicator, algorithm: str, topology: Topology | None) -> None:
+    if algorithm == "hierarchical" and inner.size > 1 and (topology is None or len(topology.hosts) < 2):
+        known = "no topology" if topology is None else f"all {inner.size} ranks on one host"
+        raise UsageError(
+            f"algorithm 'hierarchical' with {known}: it reduces inside hosts and then across them\n"
+            "  give a topology of at least two hosts (state_topology, detect_topology), or take another algorithm"
+        )
+
+
+def _check_op(op: ReduceOp, dtype: torch.dtype) -> None:
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(f"avg of {dtype}: a mean of whole numbers is not one\n  sum them, or convert to floats first")
+    if op in ("min", "max") and dtype.is_complex:
+        raise UsageError(f"{op} of {dtype}: complex numbers have no order")
+
+
+def placement(topology: Topology) -> Placement:
+    """Returns the topology as the formulas know it; hosts of different sizes count as one."""
+    ranks, hosts = topology.num_ranks, len(topology.hosts)
+    return Placement(ranks=ranks, hosts=hosts if ranks % hosts == 0 else 1)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements one after another: the tensor's own memory if they lie so, and else a copy."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    if tensor.data_ptr() != flat.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))

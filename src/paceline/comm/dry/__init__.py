@@ -1,0 +1,1 @@
+"""One rank of a world of any size, on tensors without values."""

@@ -1,0 +1,1 @@
+"""Every operation of a rank, written down for whoever judges a hang."""

@@ -1,0 +1,90 @@
+"""From where an operation was called: the first line outside communication and torch, ours or the user's.
+
+Walking frames takes time, so that the walk ends there. Where it ends in an engine, the user's line above it
+is looked for once, and told as the one from which this place was first reached.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+
+_PACKAGE = Path(__file__).parents[2]
+_OUR_COMM = f"{_PACKAGE / 'comm'}{os.sep}"
+_OURS = f"{_PACKAGE}{os.sep}"
+_FOUND = importlib.util.find_spec("torch")  # found, not imported: that takes seconds
+_TORCH = f"{Path(_FOUND.origin).parent}{os.sep}" if _FOUND is not None and _FOUND.origin else "<"
+_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_SCRIPTS = f"{sysconfig.get_path('scripts')}{os.sep}"
+
+PLUMBING, ENGINE, LIBRARY, USER = range(4)
+
+
+def kind_of_file(filename: str) -> int:
+    """Says whose a file is: the user's, a library's, ours, or plumbing that says nothing about what a rank does."""
+    if filename.startswith((_OUR_COMM, _TORCH, "<")):
+        return PLUMBING
+    if filename.startswith(_OURS):
+        return ENGINE
+    if f"-packages{os.sep}" in filename:
+        return LIBRARY
+    return PLUMBING if filename.startswith((_STANDARD_LIBRARY, _SCRIPTS)) else USER
+
+
+def short_name(filename: str) -> str:
+    """Returns a path as it is told: ours below the package, others in full."""
+    return f"paceline/{filename.removeprefix(_OURS)}" if filename.startswith(_OURS) else filename
+
+
+def instruction_of(frame: FrameType) -> int:
+    """Returns where a frame is, as a number that no other place has, as long as its code is kept.
+
+    Not the line, which has to be looked up in a table, but the address of the instruction, or nearly: a code holds its
+    instructions, so that no two places of two codes have the same.
+    """
+    return id(frame.f_code) + frame.f_lasti
+
+
+class CallSites:
+    """Numbers call sites; ``add`` is told each new one once, with its number."""
+
+    def __init__(self, add: Callable[[int, str], object]) -> None:
+        self._add = add
+        self._numbers: dict[int, int] = {}
+        self._codes: list[CodeType] = []  # kept, so that no other code gets their addresses
+        self._count = 0
+
+    def number(self, frame: FrameType) -> int:
+        """Returns the number of the line at which a frame is: 0 where it is plumbing."""
+        number = self._numbers.get(instruction_of(frame))
+        return self._new(frame) if number is None else number
+
+    def _new(self, frame: FrameType) -> int:
+        code = frame.f_code
+        kind = kind_of_file(code.co_filename)
+        number = 0
+        if kind != PLUMBING:
+            told = _describe(frame)
+            user = _user_frame(frame) if kind == ENGINE else None
+            if user is not None:
+                told = f"{_describe(user)} through {told}"
+            self._count = number = self._count + 1
+            self._add(number, told)
+        self._codes.append(code)
+        self._numbers[instruction_of(frame)] = number
+        return number
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame of the user's code, from ``frame`` outwards."""
+    while frame is not None and kind_of_file(frame.f_code.co_filename) != USER:
+        frame = frame.f_back
+    return frame
+
+
+def _describe(frame: FrameType) -> str:
+    return f"{short_name(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,269 @@
+"""A ledger's bytes: a header of counters, a ring of records of one size, and a table of what they name.
+
+    cells      64 numbers of 8 bytes: who writes, its phase and step, how many operations it issued, where it waits
+    counts     collectives issued, per group
+    records    the last operations: number, place in the group, phase, call, call site, issued, done
+    table      JSON lines that are only ever added to: groups, calls and call sites by number
+
+The file is mapped into memory: writing is a store, without a system call, and what was written is there for another
+process at once, and after the writer's death. A reader goes by the counter of issued operations, which is written
+after the record; a record that is overwritten while it is read carries another number, and is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.health.lateness import PhaseTimes
+from paceline.health.ledger_view import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    PHASES,
+    Call,
+    Entry,
+    GroupName,
+    LedgerView,
+    State,
+)
+
+MAGIC: Final = 0x314C_4544_4745_5231
+NUM_CELLS: Final = 64
+NUM_GROUPS: Final = 1024
+NUM_RECORDS: Final = 1024
+RECORD: Final = struct.Struct("<QIHBBIIddI4x")
+RECORD_BYTES: Final = RECORD.size
+PUT_RECORD: Final = struct.Struct("<QIHBxQd8xI4x").pack_into  # call and site as one: each value has its price
+COUNTS_AT: Final = NUM_CELLS * 8
+RECORDS_AT: Final = COUNTS_AT + NUM_GROUPS * 8
+RECORD_WORDS: Final = RECORD_BYTES // 8
+DONE_WORD: Final = (RECORDS_AT + 32) // 8  # of the first record's last time
+TABLE_AT: Final = RECORDS_AT + NUM_RECORDS * RECORD_BYTES
+TABLE_BYTES: Final = 2**20
+FILE_BYTES: Final = TABLE_AT + TABLE_BYTES
+
+# The cells.
+(
+    MAGIC_CELL,
+    RANK,
+    WORLD,
+    PID,
+    TABLE_USED,
+    IS_FINISHED,
+    PHASE,
+    STEP,
+    ISSUED,
+    WAITING,
+    LAPS,
+    THREAD,
+    WALL_NS,
+    CLOCK_NS,
+    BORN_NS,
+    HEARTBEAT,
+    TIMED_STEPS,  # what follows is the sum over as many steps
+    STEP_NS,
+    DATA_NS,
+    FORWARD_NS,
+    BACKWARD_NS,
+    OPTIMIZER_NS,
+) = range(22)
+_PHASE_CELLS = {DATA: DATA_NS, FORWARD: FORWARD_NS, BACKWARD: BACKWARD_NS, OPTIMIZER: OPTIMIZER_NS}
+_CHANGING = (IS_FINISHED, PHASE, STEP, ISSUED, WAITING, LAPS)
+_LAST = 96  # records that a look takes
+
+
+def ledger_path(folder: Path, rank: int) -> Path:
+    """Returns where a rank of a run keeps its ledger."""
+    return folder / "health" / f"rank-{rank}.ledger"
+
+
+def make_file(path: Path) -> mmap.mmap:
+    """Makes an empty ledger under its name, whole or not at all; readers of an older one keep that."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        _fill(descriptor)
+        mapped = mmap.mmap(descriptor, FILE_BYTES)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    return mapped
+
+
+def _fill(descriptor: int) -> None:
+    """Takes all the space of a ledger now: a hole in a mapped file that a full disk cannot fill later is a SIGBUS."""
+    left = memoryview(bytes(FILE_BYTES))
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What changes whenever a rank does something."""
+
+    values: tuple[int, ...]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the rank has left as it should."""
+        return bool(self.values[0])
+
+    @property
+    def phase(self) -> str:
+        """What the rank does."""
+        return PHASES[self.values[1]] if self.values[1] < len(PHASES) else ""
+
+    @property
+    def step(self) -> int:
+        """How many steps it has made in this attempt."""
+        return self.values[2]
+
+
+class LedgerReader:
+    """Reads a ledger that somebody else may be writing."""
+
+    def __init__(self, buffer: mmap.mmap) -> None:
+        self._buffer = buffer
+        self._cells = memoryview(buffer)[:COUNTS_AT].cast("Q")
+        self._counts = memoryview(buffer)[COUNTS_AT:RECORDS_AT].cast("Q")
+        self._read_bytes = 0
+        self._tables: dict[str, dict[int, Any]] = {"g": {}, "c": {}, "s": {}}
+
+    @classmethod
+    def open(cls, path: Path) -> LedgerReader | None:
+        """Opens a rank's file; None where there is none yet, or it is not complete."""
+        try:
+            with path.open("rb") as file:
+                buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (FileNotFoundError, ValueError):
+            return None
+        if len(buffer) != FILE_BYTES or int.from_bytes(buffer[:8], "little") != MAGIC:
+            return None
+        return cls(buffer)
+
+    @property
+    def rank(self) -> int:
+        """Whose it is."""
+        return self._cells[RANK]
+
+    @property
+    def pid(self) -> int:
+        """The writer's process."""
+        return self._cells[PID]
+
+    @property
+    def thread(self) -> int:
+        """The thread in which the rank runs."""
+        return self._cells[THREAD]
+
+    @property
+    def born_ns(self) -> int:
+        """When it was made: tells the ledgers of two attempts apart."""
+        return self._cells[BORN_NS]
+
+    @property
+    def wall_offset_s(self) -> float:
+        """What added to the ledger's times gives the time of day, on its host."""
+        return (self._cells[WALL_NS] - self._cells[CLOCK_NS]) / 1e9
+
+    @property
+    def heartbeat(self) -> int:
+        """How often the rank's own watch has looked."""
+        return self._cells[HEARTBEAT]
+
+    def times(self) -> PhaseTimes:
+        """Returns what the rank's steps have taken so far, as far as it has measured them."""
+        cells = self._cells
+        return PhaseTimes(
+            steps=cells[TIMED_STEPS],
+            step_s=cells[STEP_NS] / 1e9,
+            phases={phase: cells[place] / 1e9 for phase, place in _PHASE_CELLS.items()},
+        )
+
+    def pulse(self) -> Pulse:
+        """Returns what changes with every operation and phase. Costs a microsecond."""
+        cells = self._cells
+        return Pulse(tuple(cells[place] for place in _CHANGING))
+
+    def view(
+        self, *, state: State = "running", changed_s: float = 0.0, last: int = _LAST, host: str = ""
+    ) -> LedgerView:
+        """Returns what the ledger says now, with the ``last`` operations."""
+        cells = self._cells
+        entries = self._entries(min(last, NUM_RECORDS - 1))
+        self._read_table()
+        waiting = cells[WAITING]
+        phase = cells[PHASE]
+        groups = self._tables["g"]
+        return LedgerView(
+            rank=self.rank,
+            state="finished" if cells[IS_FINISHED] else state,
+            phase=PHASES[phase] if phase < len(PHASES) else "",
+            step=cells[STEP],
+            entries=entries,
+            issued={name: self._counts[number] for number, name in groups.items() if number < NUM_GROUPS},
+            waiting=waiting or None,
+            changed_s=changed_s,
+            host=host,
+            pid=self.pid,
+        )
+
+    def _entries(self, last: int) -> tuple[Entry, ...]:
+        newest = self._cells[ISSUED]
+        found = []
+        for number in range(max(1, newest - last + 1), newest + 1):
+            raw = RECORD.unpack_from(self._buffer, RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES)
+            if raw[0] == number:
+                found.append(raw)
+        self._read_table()
+        return tuple(self._entry(raw) for raw in found if raw[2] in self._tables["g"])
+
+    def _entry(self, raw: tuple[Any, ...]) -> Entry:
+        number, sequence, group, phase, _, call, site, issued_s, done_s, step = raw
+        return Entry(
+            number=number,
+            group=self._tables["g"][group],
+            sequence=sequence,
+            call=self._tables["c"].get(call, _UNKNOWN),
+            site=self._tables["s"].get(site, ""),
+            phase=PHASES[phase] if phase < len(PHASES) else "",
+            step=step,
+            issued_s=issued_s,
+            done_s=done_s or None,
+        )
+
+    def _read_table(self) -> None:
+        used = min(self._cells[TABLE_USED], TABLE_BYTES)
+        new = self._buffer[TABLE_AT + self._read_bytes : TABLE_AT + used]
+        for line in new.splitlines():
+            kind, number, value = json.loads(line)
+            self._tables[kind][number] = _DECODE[kind](value)
+        self._read_bytes = used
+
+
+_UNKNOWN = Call(kind="an operation")  # of a table that is full
+
+
+def _decode_group(value: Any) -> GroupName:
+    ranks, number = value
+    return GroupName(tuple(ranks), number)
+
+
+def _decode_call(value: Any) -> Call:
+    kind, shape, dtype, op, peer, tag = value
+    return Call(kind=kind, shape=tuple(shape), dtype=dtype, op=op, peer=peer, tag=tag)
+
+
+_DECODE: dict[str, Callable[[Any], Any]] = {"g": _decode_group, "c": _decode_call, "s": str}

@@ -1,0 +1,294 @@
+"""A communicator that writes down what it is about to do, where another process can read it.
+
+Always on: an operation costs a record in mapped memory, a look at the callers' frames and a time when it is over, and
+no system call; ``paceline bench ledger`` measures it. When ranks stop making progress, whoever reads the ledgers knows
+which rank has not come to which operation (see ``health/verdict.py``); the ledger itself judges nothing.
+
+    comm = LedgerCommunicator(comm, Ledger(rank=comm.rank, world=comm.size, path=path))
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+import torch
+
+from paceline.clock import Clock
+from paceline.comm.around import AroundCommunicator
+from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.ledger import file as layout
+from paceline.comm.ledger.call_sites import CallSites, instruction_of
+from paceline.comm.ledger.file import (
+    DONE_WORD,
+    ISSUED,
+    LAPS,
+    NUM_GROUPS,
+    NUM_RECORDS,
+    PHASE,
+    RECORD_WORDS,
+    STEP,
+    TABLE_USED,
+    WAITING,
+)
+from paceline.comm.ledger.writer import CallKey, End, Place, make_writer, work_class
+from paceline.health.ledger_view import PHASES
+
+_PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
+
+
+class Ledger:
+    """What one rank has issued, and how far it has come. Without a path it lies in this process's own memory.
+
+    ``now`` gives the times of operations: seconds of any clock of which only differences matter.
+    """
+
+    def __init__(
+        self, *, rank: int, world: int, path: Path | None = None, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.path = path
+        self.buffer = mmap.mmap(-1, layout.FILE_BYTES) if path is None else layout.make_file(path)
+        view = memoryview(self.buffer)
+        self.cells = view[: layout.COUNTS_AT].cast("Q")
+        self.counts = view[layout.COUNTS_AT : layout.RECORDS_AT].cast("Q")
+        self.times = view[: layout.TABLE_AT].cast("d")  # those of the records among them
+        self.now = now
+        self.next_number = count(1).__next__
+        self.make_work = work_class(self)
+        self._sites = CallSites(lambda number, text: self._append("s", number, text))
+        self.calls: dict[CallKey, int] = {}
+        self.known: dict[Place, int] = {}  # call and site; 0 where the instruction is plumbing
+        self._groups: Counter[tuple[int, ...]] = Counter()
+        self._num_groups = 0
+        values = {
+            layout.RANK: rank,
+            layout.WORLD: world,
+            layout.PID: os.getpid(),
+            layout.THREAD: threading.get_ident(),
+            layout.WALL_NS: time.time_ns(),
+            layout.CLOCK_NS: int(now() * 1e9),
+            layout.BORN_NS: time.time_ns(),
+            layout.MAGIC_CELL: layout.MAGIC,  # last: a reader waits for it
+        }
+        for place, value in values.items():
+            self.cells[place] = value
+
+    def reader(self) -> layout.LedgerReader:
+        """Returns a reader of this very memory."""
+        return layout.LedgerReader(self.buffer)
+
+    def enter(self, phase: str) -> None:
+        """Notes what the rank does from here on."""
+        self.cells[PHASE] = _PHASE_NUMBERS[phase]
+        self.cells[LAPS] += 1
+
+    def count_step(self) -> None:
+        """Notes that a step is over: from the first on, the limit of a step holds."""
+        self.cells[STEP] += 1
+
+    def finish(self) -> None:
+        """Notes that the rank leaves as it should: nobody is to wait for it."""
+        self.cells[layout.IS_FINISHED] = 1
+
+    def note_end(self, number: int) -> None:
+        """Notes when the wait for an operation returned, unless its place is another's by now."""
+        if self.cells[ISSUED] - number < NUM_RECORDS - 1:
+            self.times[DONE_WORD + number % NUM_RECORDS * RECORD_WORDS] = self.now()
+
+    def add_group(self, ranks: tuple[int, ...]) -> int:
+        """Names a group; those of the same members are told apart by the order in which a rank makes them."""
+        number = min(self._num_groups, NUM_GROUPS - 1)  # more than anybody makes: those beyond share a place
+        self._num_groups += 1
+        self._append("g", number, [list(ranks), self._groups[ranks]])
+        self._groups[ranks] += 1
+        return number
+
+    def add_call(self, key: CallKey) -> int:
+        """Gives a number to a call that was not seen before."""
+        kind, shape, dtype, op, (peer, tag) = (*key[:4], key[4] or (None, 0))
+        number = len(self.calls) + 1
+        name = "" if dtype is None else str(dtype).removeprefix("torch.")
+        if not self._append("c", number, [kind, list(shape), name, op, peer, tag]):
+            return 0
+        self.calls[key] = number
+        return number
+
+    def find_place(self, frame: FrameType, key: Place, known: int | None) -> int:
+        """Returns the numbers of a call and of its site, as a record has them: the site in the upper four bytes.
+
+        ``known`` is what is known of ``frame``: nothing, or that it is plumbing.
+        """
+        call_key: CallKey = key[1:]
+        current = frame.f_back if known == 0 else frame
+        while current is not None:
+            at = (instruction_of(current), *call_key)
+            found = self.known.get(at)
+            if found is None:
+                call, site = self.calls.get(call_key) or self.add_call(call_key), self._sites.number(current)
+                found = call | site << 32 if site else 0
+                if call:  # else the table is full, and shapes that never repeat would fill this one
+                    self.known[at] = found
+            if found:
+                return found
+            current = current.f_back
+        return self.calls.get(call_key) or self.add_call(call_key)
+
+    def _append(self, kind: str, number: int, value: object) -> bool:
+        """Adds a line to the table; False where it is full, as with shapes that never repeat."""
+        line = json.dumps([kind, number, value]).encode() + b"\n"
+        used = self.cells[TABLE_USED]
+        if used + len(line) > layout.TABLE_BYTES:
+            return False
+        start = layout.TABLE_AT + used
+        self.buffer[start : start + len(line)] = line
+        self.cells[TABLE_USED] = used + len(line)
+        return True
+
+
+class LedgerCommunicator(AroundCommunicator):
+    """Passes every verb on to ``inner``, and writes it down before and after; subgroups share the ledger."""
+
+    def __init__(self, inner: Communicator, ledger: Ledger, *, group: int | None = None) -> None:
+        """``group`` is the number of one that the ledger knows already, and in which an operation was issued."""
+        super().__init__(inner)
+        self.ledger = ledger
+        self._group = ledger.add_group(inner.ranks) if group is None else group
+        self._messages: Counter[tuple[str, End]] = Counter()
+        self._members = inner.ranks
+        self._cells = ledger.cells
+        self._write = make_writer(ledger, self._group, 0 if group is None else 1, ledger.find_place)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Writes down an all-reduce."""
+        work = self._write("all_reduce", tensor.shape, tensor.dtype, op)
+        try:
+            work.inner = self.inner.all_reduce(tensor, op)
+        finally:
+            self._cells[WAITING] = 0
+        return work
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Writes down a reduce-scatter, with the whole input's shape."""
+        work = self._write("reduce_scatter", tensor.shape, tensor.dtype, op)
+        try:
+            work.inner = self.inner.reduce_scatter(output, tensor, op)
+        finally:
+            self._cells[WAITING] = 0
+        return work
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Writes down an all-gather, with the whole output's shape."""
+        work = self._write("all_gather", output.shape, output.dtype)
+        try:
+            work.inner = self.inner.all_gather(output, tensor)
+        finally:
+            self._cells[WAITING] = 0
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """Writes down a broadcast."""
+        work = self._write("broadcast", tensor.shape, tensor.dtype, "", (self._peer(source), 0))
+        try:
+            work.inner = self.inner.broadcast(tensor, source)
+        finally:
+            self._cells[WAITING] = 0
+        return work
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Writes down an all-to-all, with this rank's input."""
+        work = self._write("all_to_all", tensor.shape, tensor.dtype)
+        try:
+            work.inner = self.inner.all_to_all(output, tensor, output_splits, input_splits)
+        finally:
+            self._cells[WAITING] = 0
+        return work
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Writes down a send."""
+        end = (self._peer(to), tag)
+        work = self._write("send", tensor.shape, tensor.dtype, "", end, self._count_message("send", end))
+        try:
+            work.inner = self.inner.send(tensor, to, tag)
+        finally:
+            self._cells[WAITING] = 0
+        return work
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Writes down a receive."""
+        end = (self._peer(source), tag)
+        work = self._write("recv", tensor.shape, tensor.dtype, "", end, self._count_message("recv", end))
+        try:
+            work.inner = self.inner.recv(tensor, source, tag)
+        finally:
+            self._cells[WAITING] = 0
+        return work
+
+    def barrier(self) -> None:
+        """Writes down a barrier."""
+        number = self._write("barrier", (), None).number
+        try:
+            self.inner.barrier()
+        finally:
+            self._cells[WAITING] = 0
+        self.ledger.note_end(number)
+
+    def split(self, ranks: Sequence[int]) -> Communicator:
+        """Makes a subgroup that writes into the same ledger; making it is the subgroup's first operation."""
+        if len(ranks) == 1:
+            return self.inner.split(ranks)  # nobody to wait for
+        members = tuple(map(self._peer, ranks))
+        group = self.ledger.add_group(members)
+        number = self._write("split", (), None, "", None, 0, group).number
+        self.ledger.counts[group] = 1
+        try:
+            made = self.inner.split(ranks)
+        finally:
+            self._cells[WAITING] = 0
+        self.ledger.note_end(number)
+        return LedgerCommunicator(made, self.ledger, group=group)
+
+    def _peer(self, rank: int) -> int:
+        """Returns a member's rank in the world; one that is not there is left to ``inner`` to refuse."""
+        return self._members[rank] if 0 <= rank < len(self._members) else rank
+
+    def _count_message(self, kind: str, end: End) -> int:
+        """Returns the number of a message, which goes by its kind, peer and tag."""
+        pair = (kind, end)
+        sequence = self._messages[pair]
+        self._messages[pair] = sequence + 1
+        return sequence
+
+
+def ledger_clock(comm: Communicator) -> Callable[[], float]:
+    """Returns the clock of a rank's operations: that of its virtual rank, if it has one, and else the host's."""
+    inmost = comm
+    while (inner := getattr(inmost, "inner", None)) is not None:
+        inmost = inner
+    clock: Clock | None = getattr(inmost, "clock", None)
+    return time.perf_counter if clock is None else cast("Callable[[], float]", clock.take)
+
+
+def ledger_of(comm: Communicator) -> Ledger | None:
+    """Returns the ledger that a communicator, or one inside it, writes into; None without one."""
+    current: Communicator | None = comm
+    while current is not None:
+        ledger: Ledger | None = getattr(current, "ledger", None)
+        if ledger is not None:
+            return ledger
+        current = getattr(current, "inner", None)
+    return None

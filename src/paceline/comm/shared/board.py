@@ -1,0 +1,345 @@
+"""Collectives through shared memory, in rounds of one chunk each.
+
+Every rank has an area of a few slots, which it alone writes and all read. A round takes the same slot of all areas:
+
+    all_reduce      a rank puts in the slices that others own, reduces its own, puts it in, and takes out the others'
+    reduce_scatter  a rank puts in the slices of others and reduces its own
+    all_gather      a rank puts in its piece and takes out the others'
+    broadcast       the source puts in, the others take out
+
+For a tensor of B bytes on N ranks, an all-reduce copies B (N-1)/N in and as much out, and reads B once for the sums;
+the chunks stay in the cache. Sums are taken in rank order, in float32 where the tensor is narrower: the bits are the
+same on every rank, and those of virtual ranks. A small tensor goes in whole and every rank reduces all of it, which
+saves one of two meetings.
+
+A rank says in counters which round's data it has put in (``ARRIVED``), reduced (``_REDUCED``), and no longer needs
+(``_DONE``). Each counter has one writer. A slot is free for round t when every rank is done with round t - SLOTS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from paceline.comm.base import ReduceOp
+from paceline.comm.shared.progress import Fence, Steps
+from paceline.errors import CollectiveMismatchError
+
+ARRIVED, _REDUCED, _DONE = 0, 1, 2
+_STAMPS = 3  # then one word for each slot: what this rank calls there; then one of each for the compiled code
+WORDS = 16  # of a rank, two cache lines
+SLOTS = 5
+_SMALL_BYTES = 32 * 1024
+_ALIGN = 16  # elements: slices of two ranks share no cache line
+
+OPS = ("sum", "avg", "min", "max")
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+_NARROW = (torch.float16, torch.bfloat16)
+_KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+class Board:
+    """The counters and areas of a group, as one rank sees them."""
+
+    def __init__(self, words: memoryview, areas: Sequence[Sequence[torch.Tensor]], rank: int, fence: Fence) -> None:
+        self.rank = rank
+        self.size = len(areas)
+        self.slot_bytes = areas[0][0].numel()
+        self._fence = fence
+        self._words = words
+        self._areas = {torch.uint8: [list(slots) for slots in areas]}
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._ticket = 0
+
+    @property
+    def words_address(self) -> int:
+        """Where the counters are in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._words))
+
+    @property
+    def slots_address(self) -> int:
+        """Where the first slot of the first rank is in this process; the others follow it."""
+        return self._areas[torch.uint8][0][0].data_ptr()
+
+    def take(self, rounds: int) -> int:
+        """Returns the number of the first of the next ``rounds``."""
+        first = self._ticket + 1
+        self._ticket += rounds
+        return first
+
+    def behind(self, counter: int, ticket: int) -> tuple[int, ...]:
+        """Returns the ranks whose counter has not come to ``ticket``; if there are none, their data may be read."""
+        words = self._words
+        missing = tuple([rank for rank in range(self.size) if words[rank * WORDS + counter] < ticket])
+        if not missing:
+            self._fence()
+        return missing
+
+    def publish(self, counter: int, ticket: int) -> None:
+        """Says that this rank has come to ``ticket``, after everything that it wrote and read before."""
+        self._fence()
+        self._words[self.rank * WORDS + counter] = ticket
+
+    def enter(self, ticket: int, stamp: int) -> Steps:
+        """Waits until this rank's slot of the round is free, and signs it."""
+        while missing := self.behind(_DONE, ticket - SLOTS):
+            yield missing
+        self._words[self.rank * WORDS + _STAMPS + ticket % SLOTS] = stamp
+
+    def meet(self, ticket: int, stamp: int, ranks: Sequence[int] | None = None) -> Steps:
+        """Waits until ``ranks`` (all) have put in their data, and sees that they called the same."""
+        others = range(self.size) if ranks is None else ranks
+        while missing := tuple([rank for rank in self.behind(ARRIVED, ticket) if rank in others]):
+            yield missing
+        self._fence()
+        for rank in others:
+            if self._words[rank * WORDS + _STAMPS + ticket % SLOTS] != stamp:
+                raise self.mismatch(stamp, rank, ticket)
+
+    def mismatch(self, stamp: int, rank: int, ticket: int) -> CollectiveMismatchError:
+        """Returns the error of a round in which ``rank`` called something else."""
+        theirs = self._words[rank * WORDS + _STAMPS + ticket % SLOTS]
+        return CollectiveMismatchError(
+            f"this rank called {describe(stamp)}, rank {rank} of the group {describe(theirs)}\n"
+            "  every rank of a group issues the same operations in the same order, with the same shapes"
+        )
+
+    def slot(self, rank: int, ticket: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a rank's slot of a round."""
+        if dtype not in self._areas:
+            self._areas[dtype] = [[slot.view(dtype) for slot in slots] for slots in self._areas[torch.uint8]]
+        return self._areas[dtype][rank][ticket % SLOTS]
+
+    def scratch(self, dtype: torch.dtype, length: int) -> torch.Tensor:
+        """Returns memory of this rank alone; one piece of work at a time uses it."""
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(self.slot_bytes // min(2, dtype.itemsize), dtype=dtype)
+        return self._scratch[dtype][:length]
+
+
+class Collectives:
+    """What one rank of a group calls, step by step, in Python."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+
+    def barrier(self) -> Steps:
+        """Waits for every rank."""
+        return barrier(self.board)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+        """Replaces the flat ``tensor`` by the reduction over all ranks."""
+        return all_reduce(self.board, tensor, op)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+        """Reduces this rank's slice of the flat ``tensor`` into ``output``."""
+        return reduce_scatter(self.board, output, tensor, op)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
+        """Fills ``output`` with every rank's ``tensor``; both are flat bytes."""
+        return all_gather(self.board, output, tensor, stamp)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
+        """Replaces flat bytes by those of rank ``source``."""
+        return broadcast(self.board, tensor, source, stamp)
+
+
+def stamp_of(kind: str, tensor: torch.Tensor | None = None, detail: int = 0) -> int:
+    """Returns a number that says what a rank calls; ranks whose numbers differ call different things."""
+    if tensor is None:
+        return _KINDS.index(kind)
+    dtype = DTYPES.index(tensor.dtype) if tensor.dtype in DTYPES else len(DTYPES)
+    return _KINDS.index(kind) | dtype << 4 | detail << 12 | tensor.numel() << 28
+
+
+def describe(stamp: int) -> str:
+    """Says what a stamp stands for."""
+    kind, dtype, detail, numel = _KINDS[stamp & 15], stamp >> 4 & 255, stamp >> 12 & 65535, stamp >> 28
+    if kind == "barrier":
+        return "barrier()"
+    name = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "another dtype"
+    how = ""
+    if kind in ("all_reduce", "reduce_scatter"):
+        how = f"{OPS[detail]}, "
+    elif kind == "broadcast":
+        how = f"source={detail}, "
+    return f"{kind}({how}{numel} elements of {name})"
+
+
+def barrier(board: Board) -> Steps:
+    """Waits for every rank."""
+    stamp, ticket = stamp_of("barrier"), board.take(1)
+    yield from board.enter(ticket, stamp)
+    board.publish(ARRIVED, ticket)
+    yield from board.meet(ticket, stamp)
+    board.publish(_DONE, ticket)
+
+
+def all_reduce(board: Board, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+    """Reduces a flat tensor in place."""
+    stamp = stamp_of("all_reduce", tensor, OPS.index(op))
+    if tensor.numel() * tensor.element_size() <= min(_SMALL_BYTES, board.slot_bytes):
+        return _all_reduce_small(board, tensor, op, stamp)
+    return _all_reduce_large(board, tensor, op, stamp)
+
+
+def _all_reduce_small(board: Board, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
+    ticket, length = board.take(1), tensor.numel()
+    yield from board.enter(ticket, stamp)
+    pieces = [board.slot(rank, ticket, tensor.dtype)[:length] for rank in range(board.size)]
+    pieces[board.rank].copy_(tensor)
+    board.publish(ARRIVED, ticket)
+    yield from board.meet(ticket, stamp)
+    _combine(board, pieces, op, tensor)
+    board.publish(_DONE, ticket)
+
+
+def _all_reduce_large(board: Board, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
+    """Three things are done with every chunk, each a round behind the one before: others are rarely waited for."""
+    chunks = torch.split(tensor, board.slot_bytes // tensor.element_size())
+    first, last = board.take(len(chunks)), len(chunks) - 1
+    bounds = [_bounds(chunk.numel(), board.size) for chunk in (chunks[0], chunks[-1])]
+    for step in range(len(chunks) + 2):
+        if step <= last:
+            yield from board.enter(first + step, stamp)
+            _put_in(board, chunks[step], first + step, bounds[step == last])
+        if 0 <= (number := step - 1) <= last:
+            yield from board.meet(first + number, stamp)
+            _reduce_own(board, chunks[number], first + number, bounds[number == last][board.rank], op)
+        if (number := step - 2) >= 0:
+            while missing := board.behind(_REDUCED, first + number):
+                yield missing
+            _take_out(board, chunks[number], first + number, bounds[number == last])
+
+
+def _put_in(board: Board, chunk: torch.Tensor, ticket: int, bounds: list[tuple[int, int]]) -> None:
+    own = board.slot(board.rank, ticket, chunk.dtype)
+    for rank, (low, high) in enumerate(bounds):
+        if rank != board.rank and low < high:
+            own[low:high].copy_(chunk[low:high])
+    board.publish(ARRIVED, ticket)
+
+
+def _reduce_own(board: Board, chunk: torch.Tensor, ticket: int, bounds: tuple[int, int], op: ReduceOp) -> None:
+    low, high = bounds
+    if low < high:
+        pieces = [board.slot(rank, ticket, chunk.dtype)[low:high] for rank in range(board.size)]
+        result, pieces[board.rank] = pieces[board.rank], chunk[low:high]
+        _combine(board, pieces, op, result)
+        chunk[low:high].copy_(result)
+    board.publish(_REDUCED, ticket)
+
+
+def _take_out(board: Board, chunk: torch.Tensor, ticket: int, bounds: list[tuple[int, int]]) -> None:
+    for rank, (low, high) in enumerate(bounds):
+        if rank != board.rank and low < high:
+            chunk[low:high].copy_(board.slot(rank, ticket, chunk.dtype)[low:high])
+    board.publish(_DONE, ticket)
+
+
+def reduce_scatter(board: Board, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+    """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
+    stamp = stamp_of("reduce_scatter", tensor, OPS.index(op))
+    size, me, dtype = board.size, board.rank, tensor.dtype
+    cell = cell_of(board, tensor.element_size())
+    targets = torch.split(output, cell)
+    first = board.take(len(targets))
+    whole = tensor.view(size, output.numel())
+    for step in range(len(targets) + 1):
+        if step < len(targets):
+            yield from board.enter(first + step, stamp)
+            low, length = step * cell, targets[step].numel()
+            own = board.slot(me, first + step, dtype)
+            for rank in range(size):
+                if rank != me:
+                    own[rank * cell : rank * cell + length].copy_(whole[rank, low : low + length])
+            board.publish(ARRIVED, first + step)
+        if step >= 1:
+            number = step - 1
+            yield from board.meet(first + number, stamp)
+            low, length = number * cell, targets[number].numel()
+            pieces = [board.slot(rank, first + number, dtype)[me * cell : me * cell + length] for rank in range(size)]
+            pieces[me] = whole[me, low : low + length]
+            _combine(board, pieces, op, targets[number])
+            board.publish(_DONE, first + number)
+
+
+def all_gather(board: Board, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
+    """Fills ``output`` with every rank's ``tensor``, which may be its own place in it; both are flat bytes."""
+    places = output.view(board.size, tensor.numel())
+    own = torch.split(tensor, board.slot_bytes)
+    first = board.take(len(own))
+    if places[board.rank].data_ptr() != tensor.data_ptr():
+        places[board.rank].copy_(tensor)
+    for step in range(len(own) + 1):
+        if step < len(own):
+            yield from board.enter(first + step, stamp)
+            board.slot(board.rank, first + step, torch.uint8)[: own[step].numel()].copy_(own[step])
+            board.publish(ARRIVED, first + step)
+        if step >= 1:
+            ticket, low, length = first + step - 1, (step - 1) * board.slot_bytes, own[step - 1].numel()
+            yield from board.meet(ticket, stamp)
+            for rank in range(board.size):
+                if rank != board.rank:
+                    places[rank, low : low + length].copy_(board.slot(rank, ticket, torch.uint8)[:length])
+            board.publish(_DONE, ticket)
+
+
+def broadcast(board: Board, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
+    """Replaces flat bytes by those of rank ``source``, which does not wait for the others to take them."""
+    chunks = torch.split(tensor, board.slot_bytes)
+    first = board.take(len(chunks))
+    for ticket, chunk in enumerate(chunks, start=first):
+        slot = board.slot(source, ticket, torch.uint8)[: chunk.numel()]
+        if board.rank == source:
+            yield from board.enter(ticket, stamp)
+            slot.copy_(chunk)
+            board.publish(ARRIVED, ticket)
+        else:
+            yield from board.meet(ticket, stamp, (source,))
+            chunk.copy_(slot)
+        board.publish(_DONE, ticket)
+
+
+def cell_of(board: Board, element_bytes: int) -> int:
+    """Returns how many elements of a slot each rank has in a reduce-scatter, aligned as slices are."""
+    return max(1, board.slot_bytes // element_bytes // board.size // _ALIGN * _ALIGN)
+
+
+def _bounds(length: int, size: int) -> list[tuple[int, int]]:
+    """Cuts ``length`` elements into slices for ``size`` ranks, of which the last may be shorter or empty."""
+    each = -(-length // size)
+    each = -(-each // _ALIGN) * _ALIGN
+    return [(min(rank * each, length), min((rank + 1) * each, length)) for rank in range(size)]
+
+
+def _combine(board: Board, pieces: Sequence[torch.Tensor], op: ReduceOp, output: torch.Tensor) -> None:
+    """Reduces the pieces in rank order into ``output``, which may be one of them."""
+    if output.dtype in _NARROW:  # in float32, so that it is rounded once
+        total = board.scratch(torch.float32, output.numel()).copy_(pieces[0])
+        for piece in pieces[1:]:
+            _pair(total, piece, op, total)
+        if op == "avg":
+            total.div_(len(pieces))
+        output.copy_(total)
+        return
+    total = pieces[0]
+    for piece in pieces[1:-1]:
+        scratch = board.scratch(output.dtype, output.numel())
+        _pair(total, piece, op, scratch)
+        total = scratch
+    _pair(total, pieces[-1], op, output)
+    if op == "avg":
+        output.div_(len(pieces))
+
+
+def _pair(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, out: torch.Tensor) -> None:
+    if op in ("sum", "avg"):
+        torch.add(one, other, out=out)
+    else:
+        (torch.minimum if op == "min" else torch.maximum)(one, other, out=out)

@@ -1,0 +1,444 @@
+"""Ranks of one host that talk through shared memory, for CPU tensors.
+
+    comm = share_memory(connect("gloo"))      # as it was, where the ranks do not share a host
+
+A group has one segment: an area and counters of each rank for collectives (``board.py``), and a ring of cells for each
+pair of ranks for messages (``letters.py``). Operations go on when their process issues or waits (``progress.py``).
+For a tensor of B bytes on N ranks at memory bandwidth W per rank, an all-reduce takes about (4 N - 1)/N B/W, with no
+more latency than one look at a counter in another core's cache.
+
+A rank that waits looks for a few microseconds, then lets others run, then sleeps; about ten times a second it sees
+whether those it waits for are alive. A group in which an operation failed is broken: every later one is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
+from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.member import GroupMember
+from paceline.comm.objects import gather_objects
+from paceline.comm.shared import board, letters
+from paceline.comm.shared.native import build
+from paceline.comm.shared.native.collectives import MOST_RANKS, CompiledCollectives
+from paceline.comm.shared.progress import Lane, Progress, Queue, Steps, Task
+from paceline.comm.shared.segment import FOLDER, Process, Segment, Whereabouts, no_folder
+from paceline.comm.shared.segment_layout import LINE_BYTES, SegmentLayout
+from paceline.comm.solo import SoloCommunicator
+from paceline.errors import CollectiveMismatchError, CommunicationError, UsageError
+
+T = TypeVar("T")
+
+# Far from the tags of users.
+_EXCHANGE_TAG = -(2**40)
+_SPLIT_TAG = -(2**41)
+_BUFFER_TAG = -(2**42)
+_PAGE = 4096
+
+
+def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicator:
+    """Returns a communicator of the same ranks through shared memory, or ``comm`` where they cannot share any.
+
+    That is: a world of one, ranks with GPUs, ranks on several hosts, a system without ``/dev/shm``. Called by every
+    rank. Raises CommunicationError where memory could be shared but there is too little of it.
+    """
+    if comm.size == 1 or comm.device.type != "cpu":
+        return comm
+    everyone = gather_objects(comm, (Whereabouts.here(), FOLDER.is_dir()))
+    if len({place.host for place, _ in everyone}) > 1 or not all(has_folder for _, has_folder in everyone):
+        return comm
+    return SharedMemoryCommunicator.join(comm, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Means:
+    """What all groups that were made from one another use."""
+
+    progress: Progress
+    code: ctypes.CDLL | None
+    timeout_s: float
+
+    def layout(self, size: int) -> SegmentLayout:
+        """Returns where everything is in the segment of a group."""
+        return SegmentLayout(size, is_quick=self.code is not None and self.progress.may_spin)
+
+
+class _SharedWork:
+    """An operation in flight."""
+
+    __slots__ = ("_comm", "_lane", "_task")
+
+    def __init__(self, comm: SharedMemoryCommunicator, task: Task, lane: Lane) -> None:
+        self._comm = comm
+        self._task = task
+        self._lane = lane
+
+    def wait(self) -> None:
+        """Returns when the result may be used. Safe to call twice."""
+        if not self._task.is_done:
+            self._comm._wait(self._task, self._lane)
+        if self._task.error is not None:
+            raise type(self._task.error)(str(self._task.error))  # a new one: each has its own traceback
+
+
+class _Together:
+    """Several works, and what is done when all are."""
+
+    __slots__ = ("_finish", "_works")
+
+    def __init__(self, works: list[Work], finish: Callable[[], object] | None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Waits for each of them. Safe to call twice."""
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = [], None
+
+
+class SharedMemoryCommunicator(GroupMember):
+    """A group of ranks on one host. Made by ``join``, ``split`` and ``share_memory``."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        rank: int,
+        ranks: tuple[int, ...],
+        processes: Sequence[Process],
+        means: _Means,
+    ) -> None:
+        layout, progress = means.layout(len(ranks)), means.progress
+        super().__init__(rank, ranks)
+        self._processes = processes
+        self._means = means
+        self._failures = layout.failures(segment)
+        self._broken: CommunicationError | None = None
+        self._calls = _collectives(means, layout.make_board(segment, rank, progress.fence))
+        self._collectives = Queue(self._break)
+        self._outboxes = [Queue(self._break) for _ in ranks]
+        self._outgoing = [layout.make_ring(segment, rank, to, progress.fence) for to in range(len(ranks))]
+        incoming = [layout.make_ring(segment, source, rank, progress.fence) for source in range(len(ranks))]
+        self._inboxes = [letters.Inbox(ring, source, self._break) for source, ring in enumerate(incoming)]
+
+    @classmethod
+    def join(cls, inner: Communicator, *, timeout_s: float = 300.0, compiled: bool = True) -> SharedMemoryCommunicator:
+        """Makes the group of the ranks of ``inner``, through which they meet. Called by all of them.
+
+        Collectives run as compiled code where every rank can have it, and in Python otherwise or if ``compiled`` is
+        False. Raises CommunicationError, on every rank, where they do not share a host or it has too little shared
+        memory.
+        """
+        if inner.size == 1 or inner.device.type != "cpu":
+            raise UsageError(
+                f"shared memory for {inner.size} rank(s) on {inner.device}: it joins two or more ranks on CPUs"
+            )
+        if not FOLDER.is_dir():
+            raise CommunicationError(no_folder())
+        code = _agree_on_code(inner) if compiled else None
+        # Cores of all ranks together: each may be kept to its own.
+        cores = set[int]().union(*gather_objects(inner, os.sched_getaffinity(0)))
+        progress = Progress(may_spin=inner.size <= len(cores))
+        means = _Means(progress=progress, code=code, timeout_s=timeout_s)
+        return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, means)
+
+    @property
+    def device(self) -> torch.device:
+        """Always the CPU."""
+        return torch.device("cpu")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether collectives run as compiled code."""
+        return self._means.code is not None
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
+        _check_reduction("all_reduce", tensor, op)
+        flat, finish = _flat_output(tensor)
+        return self._meet("all_reduce", self._calls.all_reduce(flat, op), finish)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Puts this rank's slice of the reduction into ``output``."""
+        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
+        _check_reduction("reduce_scatter", tensor, op)
+        flat, finish = _flat_output(output)
+        return self._meet("reduce_scatter", self._calls.reduce_scatter(flat, _flat(tensor), op), finish)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Fills ``output`` with every rank's ``tensor`` in rank order."""
+        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
+        flat, finish = _flat_output(output)
+        stamp = board.stamp_of("all_gather", output)
+        steps = self._calls.all_gather(_bytes(flat), _bytes(_flat(tensor)), stamp)
+        return self._meet("all_gather", steps, finish)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """Replaces ``tensor`` by that of rank ``source``."""
+        check_peer("broadcast from", source, self.size)
+        flat, finish = _flat_output(tensor)
+        stamp = board.stamp_of("broadcast", tensor, source)
+        return self._meet("broadcast", self._calls.broadcast(_bytes(flat), source, stamp), finish)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Sends the i-th piece of ``tensor`` to rank i; as messages, since each pair exchanges what it likes."""
+        wanted = all_to_all_splits(output, output_splits, self.size)
+        given = all_to_all_splits(tensor, input_splits, self.size)
+        flat, finish = _flat_output(output)
+        into, out_of = _bytes(flat), _bytes(_flat(tensor))
+        targets = torch.split(into, [count * into.numel() // max(1, output.shape[0]) for count in wanted])
+        pieces = torch.split(out_of, [count * out_of.numel() // max(1, tensor.shape[0]) for count in given])
+        if pieces[self._rank].numel() != targets[self._rank].numel():
+            raise CollectiveMismatchError(
+                f"all_to_all: rank {self._ranks[self._rank]} keeps {given[self._rank]} rows and expects "
+                f"{wanted[self._rank]} of itself\n  a rank's input and output split for itself are the same"
+            )
+        targets[self._rank].copy_(pieces[self._rank])
+        order = [(self._rank + step) % self.size for step in range(1, self.size)]  # not all to the same one at once
+        works = [self._receive("all_to_all", targets[peer], peer, _EXCHANGE_TAG, None) for peer in order]
+        works += [self._send("all_to_all", pieces[peer], peer, _EXCHANGE_TAG) for peer in order]
+        return _Together(works, finish)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Sends ``tensor``; done when the last of it is on its way, the first of which may have arrived."""
+        check_peer("send to", to, self.size)
+        return self._send(f"send to rank {self._ranks[to]}", _bytes(_flat(tensor)), to, tag)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Receives into ``tensor``."""
+        check_peer("recv from", source, self.size)
+        flat, finish = _flat_output(tensor)
+        return self._receive(f"recv from rank {self._ranks[source]}", _bytes(flat), source, tag, finish)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._meet("barrier", self._calls.barrier(), None).wait()
+
+    def split(self, ranks: Sequence[int]) -> Communicator:
+        """Makes the subgroup of ``ranks``; only its members call. They meet through messages of this group."""
+        check_split(ranks, self._rank, self.size)
+        members = tuple(self._ranks[rank] for rank in ranks)
+        if len(members) == 1:
+            return SoloCommunicator(self.device, world_rank=members[0])
+        tag = _SPLIT_TAG - zlib.crc32(repr(members).encode())  # groups may be made in another order on each rank
+        rank = list(ranks).index(self._rank)
+        return _establish(lambda value: self._exchange(value, ranks, tag), rank, members, self._means)
+
+    def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Makes zeros that all ranks can reach, so that ``all_reduce`` copies nothing; None without room for them.
+
+        Called by every rank, with the same arguments. The memory is freed with the last tensor in it, on each rank.
+        """
+        calls = self._calls
+        if not isinstance(calls, CompiledCollectives) or not calls.takes_buffers or numel == 0:
+            return None
+        area = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+        everyone = range(self.size)
+        try:
+            segment = _common_segment(
+                lambda value: self._exchange(value, everyone, _BUFFER_TAG), self._rank, self._ranks, area * self.size
+            )
+        except CommunicationError:  # no room: plain memory does as well
+            return None
+        segment.when_freed(calls.add_buffer(segment.address, area))
+        return segment.bytes(self._rank * area, numel * dtype.itemsize).view(dtype)
+
+    def _meet(self, kind: str, steps: Steps, finish: Callable[[], object] | None) -> Work:
+        task = Task(kind, finish)
+        return self._issue(task, self._collectives, lambda: self._collectives.add(task, steps))
+
+    def _send(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
+        task, lane = Task(kind), self._outboxes[to]
+        return self._issue(task, lane, lambda: lane.add(task, letters.send(self._outgoing[to], message, to, tag)))
+
+    def _receive(
+        self, kind: str, target: torch.Tensor, source: int, tag: int, finish: Callable[[], object] | None
+    ) -> Work:
+        task, lane = Task(kind, finish), self._inboxes[source]
+        return self._issue(task, lane, lambda: lane.add(task, target, tag))
+
+    def _issue(self, task: Task, lane: Lane, add: Callable[[], None]) -> Work:
+        if self._broken is not None:
+            earlier = str(self._broken).replace("\n", "\n  ")
+            raise CommunicationError(f"{self._head(task.kind)}: the group is broken since\n  {earlier}")
+        self._means.progress.issue(lane, add)
+        return _SharedWork(self, task, lane)
+
+    def _exchange(self, value: T, ranks: Sequence[int], tag: int) -> list[T]:
+        """Returns the values of some ranks of this group, in their order."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        length = torch.tensor([payload.numel()])
+        sends = [self.send(part, rank, tag) for rank in ranks for part in (length, payload)]
+        found: list[T] = []
+        for rank in ranks:
+            self.recv(length := torch.empty(1, dtype=torch.int64), rank, tag).wait()
+            self.recv(content := torch.empty(int(length.item()), dtype=torch.uint8), rank, tag).wait()
+            found.append(pickle.loads(content.numpy().tobytes()))
+        for work in sends:
+            work.wait()
+        return found
+
+    # Failures.
+
+    def _wait(self, task: Task, lane: Lane) -> None:
+        self._means.progress.wait(task, lambda waited_s: self._watch(task, lane, waited_s))
+
+    def _watch(self, task: Task, lane: Lane, waited_s: float) -> None:
+        """Ends a task whose ranks will not come: they are gone, have given up, or are too late."""
+        missing = lane.missing()
+        gone = [rank for rank in missing if not self._processes[rank].is_alive()]
+        if gone:
+            lane.pump()  # what it did just before it ended counts
+            gone = [rank for rank in lane.missing() if rank in gone]
+        if task.is_done:
+            return
+        if gone:
+            self._give_up(task.kind, f"{self._name(gone)} gone (process ended)")
+        elif quitters := [rank for rank in missing if self._failures[rank * LINE_BYTES // 8]]:
+            others = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+            cause = f" ({self._name(others)} gone)" if others else ""
+            self._give_up(task.kind, f"an operation failed on {self._name(quitters, verb=False)}{cause}")
+        elif waited_s > self._means.timeout_s:
+            who = self._name(missing, verb=False)
+            self._give_up(task.kind, f"{who} did not come within {self._means.timeout_s:g} s")
+
+    def _name(self, ranks: Sequence[int], *, verb: bool = True) -> str:
+        names = ", ".join(str(self._ranks[rank]) for rank in ranks)
+        return f"rank {names}" + " is" * verb if len(ranks) == 1 else f"ranks {names}" + " are" * verb
+
+    def _head(self, kind: str) -> str:
+        return f"rank {self._ranks[self._rank]}: {kind} in group {list(self._ranks)} failed"
+
+    def _give_up(self, kind: str, what: str) -> None:
+        self._end_all(CommunicationError(f"{self._head(kind)}: {what}"))
+
+    def _break(self, kind: str, error: BaseException) -> None:
+        """Ends everything after an operation raised halfway: what the others read of it would be wrong."""
+        what = str(error) or type(error).__name__
+        made = CollectiveMismatchError if isinstance(error, CollectiveMismatchError) else CommunicationError
+        self._end_all(made(f"{self._head(kind)}: {what}"))
+
+    def _end_all(self, error: CommunicationError) -> None:
+        self._broken = error
+        self._failures[self._rank * LINE_BYTES // 8] = 1
+        lanes: list[Lane] = [self._collectives, *self._outboxes, *self._inboxes]
+        for lane in lanes:
+            lane.fail(error)
+
+
+def _agree_on_code(inner: Communicator) -> ctypes.CDLL | None:
+    """Returns the compiled code if every rank has it; the first rank builds it before the others look for it."""
+    first = build.load().code if inner.rank == 0 else None
+    gather_objects(inner, first is not None)
+    code = build.load().code
+    return code if all(gather_objects(inner, code is not None)) else None
+
+
+def _collectives(means: _Means, made: board.Board) -> board.Collectives:
+    if means.code is None or made.size > MOST_RANKS:
+        return board.Collectives(made)
+    return CompiledCollectives(means.code, made, means.progress)
+
+
+def _establish(
+    exchange: Callable[[Any], list[Any]],
+    rank: int,
+    ranks: tuple[int, ...],
+    means: _Means,
+) -> SharedMemoryCommunicator:
+    """Makes a group and its segment. All ranks succeed, or all raise."""
+    num_bytes = means.layout(len(ranks)).num_bytes
+    everyone: list[Whereabouts] = exchange(Whereabouts.here())
+    _check_one_host(everyone, ranks)
+    segment = _common_segment(exchange, rank, ranks, num_bytes)
+    return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], means)
+
+
+def _common_segment(exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], num_bytes: int) -> Segment:
+    """Makes a segment, has every rank map it, and takes its name away. All ranks succeed, or all raise."""
+    segment: Segment | None = None
+    try:
+        segment, problem = _attempt(lambda: Segment.create(num_bytes)) if rank == 0 else (None, "")
+        name, problem = exchange(("" if segment is None else segment.name, problem))[0]
+        if rank and not problem:
+            segment, problem = _attempt(lambda: Segment.open(name, num_bytes))
+        problems = exchange(problem)
+    finally:
+        if rank == 0 and segment is not None:
+            segment.unlink()
+    for other, found in zip(ranks, problems, strict=True):
+        if found:
+            raise CommunicationError(f"ranks {list(ranks)} cannot share memory; rank {other} says: {found}")
+    assert segment is not None
+    return segment
+
+
+def _attempt(make: Callable[[], Segment]) -> tuple[Segment | None, str]:
+    try:
+        return make(), ""
+    except (CommunicationError, OSError) as error:
+        return None, str(error)
+
+
+def _check_one_host(everyone: Sequence[Whereabouts], ranks: Sequence[int]) -> None:
+    for rank, place in zip(ranks, everyone, strict=True):
+        if place.host != everyone[0].host:
+            raise CommunicationError(
+                f"ranks {ranks[0]} and {rank} do not share a host: {everyone[0]} and {place}\n"
+                "  shared memory joins processes of one machine that can see one another\n"
+                "  use plain Gloo for these ranks, or split by host first"
+            )
+
+
+def _check_reduction(kind: str, tensor: torch.Tensor, op: ReduceOp) -> None:
+    dtype = tensor.dtype
+    if dtype not in board.DTYPES:
+        raise UsageError(f"{kind} of {dtype}: it has no sum here; convert the tensor first")
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(f"{kind} of {dtype} with op 'avg': a mean needs a floating point tensor; use 'sum'")
+    if op in ("min", "max") and dtype.is_complex:
+        raise UsageError(f"{kind} of {dtype} with op '{op}': complex numbers have no order")
+    if op not in board.OPS:
+        raise UsageError(f"{kind} with op {op!r}: the ops are {', '.join(board.OPS)}")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements in a row: a view where the tensor is one, else a copy."""
+    if tensor.device.type != "cpu":
+        raise UsageError(f"a tensor on {tensor.device} in a group that shares memory: its tensors live on the CPU")
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+        return plain.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if plain.dim() == 1 and plain.stride(0) == 1:
+        return plain
+    return plain.as_strided((plain.numel(),), (1,))  # the view of a single element would keep its odd stride
+
+
+def _flat_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
+    """Returns the elements in a row, and what brings a result back to the tensor where that is a copy."""
+    flat = _flat(tensor)
+    if flat is tensor or (flat.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()):
+        return flat, None
+    plain = tensor.detach()
+    return flat, lambda: plain.copy_(flat.view(plain.shape))
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)

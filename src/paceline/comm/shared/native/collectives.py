@@ -1,0 +1,181 @@
+"""The collectives of ``board.py`` as compiled code, on the same counters and slots.
+
+An all-reduce of B bytes on N ranks at memory bandwidth W takes about 3 B/W for tensors of a rank's own, and 2 B/W for
+tensors in a common buffer, of which every rank reduces a slice in place, for all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from paceline.comm.base import ReduceOp
+from paceline.comm.shared import board as plain
+from paceline.comm.shared.board import Board
+from paceline.comm.shared.progress import Progress, Steps
+
+_FINISHED, _WAITING, _MISMATCH = range(3)
+_KINDS = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 3, "broadcast": 4}
+_TYPES = {
+    torch.float64: 0,
+    torch.float32: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+}
+_BYTES = 8
+MOST_RANKS = 1024  # of a group, as in the C++
+_MOST_BUFFERS = 4096
+_PLACE_BITS = 40
+_SMALL_BYTES = 32 * 1024
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("common", ctypes.POINTER(ctypes.c_void_p)),
+        ("common_bytes", ctypes.POINTER(ctypes.c_int64)),
+        ("size", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("slot_bytes", ctypes.c_int64),
+    )
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("kind", "type", "op", "source", "is_small", "length")),
+        *((name, ctypes.c_int64) for name in ("meeting", "first", "rounds", "stamp", "place")),
+        *((name, ctypes.c_int64) for name in ("put", "reduced", "taken", "counter", "ticket", "culprit", "moves")),
+    )
+
+
+class CompiledCollectives(plain.Collectives):
+    """The collectives of one rank of a group; those of other dtypes than the compiled ones run in Python."""
+
+    def __init__(self, code: ctypes.CDLL, board: Board, progress: Progress) -> None:
+        super().__init__(board)
+        code.paceline_advance.restype = ctypes.c_int64
+        code.paceline_advance.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+        self._advance: Callable[[int, int, int], int] = code.paceline_advance
+        self._types = {dtype: number for dtype, number in _TYPES.items() if number != 2 or code.paceline_has_half()}
+        self._progress = progress
+        self._common = (ctypes.c_void_p * _MOST_BUFFERS)()
+        self._common_bytes = (ctypes.c_int64 * _MOST_BUFFERS)()
+        self._num_buffers = 0
+        self._owned: dict[int, range] = {}  # by the number of a common buffer, the addresses of this rank's area
+        self._group = _Group(
+            words=board.words_address,
+            slots=board.slots_address,
+            common=ctypes.cast(self._common, ctypes.POINTER(ctypes.c_void_p)),
+            common_bytes=ctypes.cast(self._common_bytes, ctypes.POINTER(ctypes.c_int64)),
+            size=board.size,
+            rank=board.rank,
+            slot_bytes=board.slot_bytes,
+        )
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+        """Replaces the flat ``tensor`` by the reduction over all ranks."""
+        if tensor.dtype not in self._types or tensor.numel() == 0:
+            return super().all_reduce(tensor, op)
+        stamp = plain.stamp_of("all_reduce", tensor, plain.OPS.index(op))
+        # Asked now, as the ranks issue in one order: when the operation starts, a rank may have buffers that another
+        # has not made yet.
+        meets = self._num_buffers > 0
+        return self._steps("all_reduce", tensor, tensor, tensor.numel(), stamp, op=op, meets=meets)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+        """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
+        if tensor.dtype not in self._types or tensor.numel() == 0:
+            return super().reduce_scatter(output, tensor, op)
+        stamp = plain.stamp_of("reduce_scatter", tensor, plain.OPS.index(op))
+        return self._steps("reduce_scatter", output, tensor, output.numel(), stamp, op=op)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
+        """Fills ``output`` with every rank's ``tensor``, which may be its own place in it; both are flat bytes."""
+        if tensor.numel() == 0:
+            return super().all_gather(output, tensor, stamp)
+        own = output.view(self.board.size, tensor.numel())[self.board.rank]
+        if own.data_ptr() != tensor.data_ptr():
+            own.copy_(tensor)
+        return self._steps("all_gather", output, tensor, tensor.numel(), stamp)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
+        """Replaces flat bytes by those of rank ``source``, which does not wait for the others to take them."""
+        if tensor.numel() == 0:
+            return super().broadcast(tensor, source, stamp)
+        return self._steps("broadcast", tensor, tensor, tensor.numel(), stamp, source=source)
+
+    def add_buffer(self, address: int, area_bytes: int) -> Callable[[], object]:
+        """Makes a buffer known in which each rank has an area of so many bytes; returns what forgets it.
+
+        Called by every rank, in the same order. The ranks' tensors are reduced in place where all lie in one buffer.
+        """
+        number = self._num_buffers
+        self._num_buffers += 1
+        self._common[number], self._common_bytes[number] = address, area_bytes
+        start = address + self.board.rank * area_bytes
+        self._owned[number] = range(start, start + area_bytes)
+        return partial(self._owned.pop, number, None)
+
+    @property
+    def takes_buffers(self) -> bool:
+        """Whether there is room for one more; their numbers are not used again."""
+        return self._num_buffers < _MOST_BUFFERS
+
+    def _place(self, address: int, num_bytes: int) -> int:
+        """Returns in which common buffer a tensor lies, and where; 0 if in none."""
+        for number, area in self._owned.items():
+            if address in area and address + num_bytes <= area.stop:
+                return number + 1 << _PLACE_BITS | address - area.start
+        return 0
+
+    def _steps(
+        self,
+        kind: str,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        length: int,
+        stamp: int,
+        *,
+        op: ReduceOp = "sum",
+        source: int = 0,
+        meets: bool = False,
+    ) -> Steps:
+        board, item = self.board, tensor.element_size()
+        num_bytes = length * item
+        type_ = _BYTES if kind in ("all_gather", "broadcast") else self._types[tensor.dtype]
+        is_small = kind == "all_reduce" and num_bytes <= min(_SMALL_BYTES, board.slot_bytes)
+        per_round = plain.cell_of(board, item) if kind == "reduce_scatter" else board.slot_bytes // item
+        rounds = -(-length // per_round)
+        # Whether ranks meet first must not hang on where this rank's tensor lies: all of them count the same rounds.
+        meets = meets and not is_small
+        place = self._place(tensor.data_ptr(), num_bytes) if meets else 0
+        first = board.take(rounds + meets)
+        operation = _Operation(
+            *(tensor.data_ptr(), output.data_ptr(), _KINDS[kind], type_, plain.OPS.index(op), source, is_small, length),
+            *(first if meets else 0, first + meets, rounds, stamp, place),
+        )
+        yield from self._run(operation, (source,) if kind == "broadcast" else None)
+        del output, tensor  # alive until here: the operation has their addresses
+
+    def _run(self, operation: _Operation, sources: tuple[int, ...] | None) -> Iterator[tuple[int, ...]]:
+        group, address = ctypes.addressof(self._group), ctypes.addressof(operation)
+        moves = 0
+        while status := self._advance(group, address, self._progress.patience_ns):
+            if status == _MISMATCH:
+                raise self.board.mismatch(operation.stamp, operation.culprit, operation.ticket)
+            if operation.moves != moves:
+                moves = operation.moves
+                self._progress.fence.crossings += 1
+            missing = self.board.behind(operation.counter, operation.ticket)
+            if sources is not None and operation.counter == plain.ARRIVED:
+                missing = sources
+            yield missing
+        self._progress.fence.crossings += 1

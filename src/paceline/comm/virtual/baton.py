@@ -1,0 +1,262 @@
+"""One baton among N threads: one rank runs at a time, with random states of its own.
+
+torch's generator belongs to the process, so N ranks that ran at once would draw from one another's numbers. Here a
+rank holds the baton while it computes and passes it on, in rank order, when it must wait. With the baton go the
+random states of torch, numpy and Python: each rank behaves as if it had a process to itself, and two runs give the
+same bits.
+
+It also makes waiting transparent: when no rank can go on, that is known at once and told as a verdict; a rank that
+keeps the baton beyond the time limit is told with the line it stands at.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from paceline.errors import CommunicationError, RankFailedError, StuckRankError
+from paceline.health.ledger_view import Entry
+
+# Whose lines say nothing about what a rank does: this room, torch, and the locks below them.
+_PLUMBING = (f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/", threading.__file__)
+
+
+class Abandoned(BaseException):
+    """Unwinds a rank because another one failed. Not an Exception, so that no ``except Exception`` swallows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStates:
+    """The random states that a process would have to itself."""
+
+    torch_cpu: torch.Tensor
+    torch_cuda: torch.Tensor | None
+    numpy: dict[str, Any] | tuple[Any, ...]
+    python: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomStates:
+        """Reads the states as they are now."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+
+    @classmethod
+    def fresh(cls, device: torch.device, seed: int) -> RandomStates:
+        """Makes the states of a process that has just been seeded."""
+        before = cls.capture(device)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        states = cls.capture(device)
+        before.restore(device)
+        return states
+
+    def restore(self, device: torch.device) -> None:
+        """Makes these the process's states."""
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda is not None:
+            torch.cuda.set_rng_state(self.torch_cuda, device)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a rank without the baton waits for."""
+
+    is_over: Callable[[], bool]
+    describe: Callable[[], str]
+    entry: Callable[[], Entry]
+
+
+class Baton:
+    """Runs one function per rank on threads, one at a time, and passes the baton between them."""
+
+    def __init__(self, num_ranks: int, device: torch.device, *, timeout_s: float, seed: int) -> None:
+        self.num_ranks = num_ranks
+        self.device = device
+        self._timeout_s = timeout_s
+        self._seed = seed
+        self._turn = [threading.Semaphore(0) for _ in range(num_ranks)]
+        self._waits: dict[int, Wait] = {}
+        self._finished: set[int] = set()
+        self._holder = 0
+        self._last_sign = time.monotonic()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._states: list[RandomStates] = []
+        self._threads: list[threading.Thread] = []
+        self.explain: Callable[[Mapping[int, Entry], set[int]], str] | None = None
+
+    # What the communicator calls, always from the thread of the rank that holds the baton.
+
+    def sign_of_life(self) -> None:
+        """Notes that the holder makes progress; unwinds it if the world has ended meanwhile."""
+        self._last_sign = time.monotonic()
+        if self._error is not None:
+            raise Abandoned
+
+    def wait(self, rank: int, until: Wait) -> None:
+        """Passes the baton on until ``until.is_over()``."""
+        self.sign_of_life()
+        if until.is_over():
+            return
+        self._waits[rank] = until
+        self._pass_on(rank)
+        self._turn[rank].acquire()
+        if self._error is not None:
+            raise Abandoned
+        self._states[rank].restore(self.device)
+        self._last_sign = time.monotonic()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends the world with ``error`` and unwinds the calling rank."""
+        self._end(error)
+        raise Abandoned
+
+    # The run.
+
+    def run(self, work: list[Callable[[], Any]]) -> list[Any]:
+        """Runs all ranks to their ends and returns what they returned, by rank."""
+        before = RandomStates.capture(self.device)
+        fresh = RandomStates.fresh(self.device, self._seed)
+        self._states = [fresh] * self.num_ranks
+        results: list[Any] = [None] * self.num_ranks
+        self._threads = [
+            threading.Thread(target=self._live, args=(rank, work[rank], results), name=f"rank-{rank}", daemon=True)
+            for rank in range(self.num_ranks)
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+            self._turn[0].release()
+            self._watch()
+        except BaseException as error:
+            self._end(error)
+            raise
+        finally:
+            self._join()
+            before.restore(self.device)
+        if self._error is not None:
+            raise self._error
+        return results
+
+    def _live(self, rank: int, work: Callable[[], Any], results: list[Any]) -> None:
+        self._turn[rank].acquire()
+        try:
+            if self._error is None:
+                self._states[rank].restore(self.device)
+                self._last_sign = time.monotonic()
+                results[rank] = self._call(work)
+                self._finished.add(rank)
+                self._pass_on(rank)
+        except Abandoned:
+            pass
+        except CommunicationError as error:  # a verdict already names the ranks
+            self._end(error)
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            failure = RankFailedError(rank, error, text)
+            failure.__cause__ = error
+            self._end(failure)
+
+    def _call(self, work: Callable[[], Any]) -> Any:
+        if self.device.type != "cuda":
+            return work()
+        torch.cuda.set_device(self.device)
+        # [Note: one autograd thread] All backward work of a CUDA device shares one autograd thread, so a rank that
+        # blocks inside a backward hook would block every rank. With multithreading off (a setting of this thread),
+        # backward runs on the rank's own thread, which may block.
+        with torch.autograd.set_multithreading_enabled(False):
+            return work()
+
+    def _pass_on(self, rank: int) -> None:
+        self._states[rank] = RandomStates.capture(self.device)
+        for step in range(1, self.num_ranks + 1):
+            candidate = (rank + step) % self.num_ranks
+            if candidate in self._finished:
+                continue
+            wait = self._waits.get(candidate)
+            if wait is None or wait.is_over():
+                self._waits.pop(candidate, None)
+                self._holder = candidate
+                self._turn[candidate].release()
+                return
+        if len(self._finished) == self.num_ranks:
+            self._ended.set()
+            return
+        self.fail(StuckRankError(f"no rank can go on{self._verdict()}\n{self.describe_ranks()}"))
+
+    def _verdict(self) -> str:
+        """Returns why, in the words that ranks of processes get; nothing where nobody knows the operations."""
+        if self.explain is None:
+            return ""
+        return f": {self.explain({rank: wait.entry() for rank, wait in self._waits.items()}, self._finished)}"
+
+    def _watch(self) -> None:
+        """Waits for the end; raises when the holder has given no sign of life within the limit."""
+        while not self._ended.wait(timeout=min(1.0, self._timeout_s / 4)):
+            silent_s = time.monotonic() - self._last_sign
+            if silent_s > self._timeout_s:
+                where = self._line_of(self._holder)
+                verdict = (
+                    f"rank {self._holder} has given no sign of life for {silent_s:.1f} s (limit {self._timeout_s:g} s)"
+                    f"; it stands at {where}\n{self.describe_ranks()}"
+                )
+                raise StuckRankError(verdict)
+
+    def describe_ranks(self) -> str:
+        """Says for each rank what it does: one line each."""
+        lines = []
+        for rank in range(self.num_ranks):
+            if rank in self._finished:
+                what = "has finished"
+            elif rank in self._waits and not self._waits[rank].is_over():
+                what = f"waits for {self._waits[rank].describe()}"
+            elif rank == self._holder:
+                what = f"runs at {self._line_of(rank)}"
+            else:
+                what = "is ready to run"
+            lines.append(f"  rank {rank} {what}")
+        return "\n".join(lines)
+
+    def _line_of(self, rank: int) -> str:
+        frame = sys._current_frames().get(self._threads[rank].ident or -1)
+        return call_site(frame)
+
+    def _end(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        for turn in self._turn:
+            turn.release()
+        self._ended.set()
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + 5.0
+        for rank, thread in enumerate(self._threads):
+            stuck = self._error is not None and rank == self._holder and isinstance(self._error, StuckRankError)
+            # A rank stuck in its own code cannot be ended; it is a daemon, and unwinds at its next operation.
+            thread.join(timeout=0.1 if stuck else max(0.1, deadline - time.monotonic()))
+
+
+def call_site(frame: Any) -> str:
+    """Returns ``file:line in function`` of the innermost frame outside Paceline's communication and torch."""
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
+        frame = frame.f_back
+    frame = frame or innermost
+    return (
+        "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    )

@@ -1,0 +1,220 @@
+"""N ranks as threads of one process, on a CPU or on one CUDA device: real numerics, no network.
+
+The ranks run one at a time (see ``baton.py``). A collective is carried out by the rank that arrives last, and sums are
+taken in rank order, in float32 where the tensors are narrower: results are bit-for-bit the same on every run. Ranks
+that call different operations get an error that names them and what each called; ranks that wait for what will not
+come get a verdict, never a silent hang.
+
+    results = run_virtual(work, ranks=4)      # work(comm) on each rank; what they returned, by rank
+
+With ``timing`` every rank has a clock of its own (see ``virtual_clock.py``), ``comm.clock``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
+from paceline.comm.base import ReduceOp, Work
+from paceline.comm.member import GroupMember
+from paceline.comm.virtual.baton import Baton, call_site
+from paceline.comm.virtual.clock import VirtualClock, VirtualTime
+from paceline.comm.virtual.group import Arrival, Group, Letter, Request, World
+from paceline.errors import CollectiveMismatchError, UsageError
+
+T = TypeVar("T")
+
+
+def run_virtual(
+    work: Callable[[VirtualCommunicator], T],
+    ranks: int,
+    *,
+    device: str | torch.device = "cpu",
+    timeout_s: float = 60.0,
+    seed: int = 0,
+    timing: VirtualTime | None = None,
+) -> list[T]:
+    """Runs ``work(comm)`` on each of ``ranks`` virtual ranks and returns what they returned, by rank.
+
+    Every rank starts with the random states of a process just seeded with ``seed``; the caller's are left as they
+    were. ``timeout_s`` limits how long a rank may go without calling its communicator. ``timing`` gives every rank a
+    clock, and says what things cost there; results are the same with it and without.
+
+    Raises RankFailedError with a failing rank's traceback, CollectiveMismatchError, or StuckRankError.
+    """
+    if ranks < 1:
+        raise UsageError(f"ranks = {ranks}: at least one virtual rank is needed")
+    where = torch.device(device)
+    if str(where) == "cuda":
+        where = torch.device("cuda", torch.cuda.current_device())
+    baton = Baton(ranks, where, timeout_s=timeout_s, seed=seed)
+    if timing is not None:
+        timing.start(ranks, where)
+    world = World(baton, timing)
+    group = world.group(tuple(range(ranks)))
+
+    def live(rank: int) -> T:
+        comm = VirtualCommunicator(group, rank)
+        with contextlib.nullcontext() if comm.clock is None else comm.clock.running():
+            return work(comm)
+
+    return baton.run([lambda rank=rank: live(rank) for rank in range(ranks)])  # type: ignore[misc]
+
+
+class VirtualCommunicator(GroupMember):
+    """One virtual rank's handle on a group."""
+
+    takes_real_time = False  # a rank that waits for another waits for all that take their turns before it
+
+    def __init__(self, group: Group, rank: int) -> None:
+        super().__init__(rank, group.ranks)
+        self._group = group
+
+    @property
+    def device(self) -> torch.device:
+        """The device that all virtual ranks share."""
+        return self._group.world.baton.device
+
+    @property
+    def clock(self) -> VirtualClock | None:
+        """This rank's clock, if the run has any."""
+        return self._group.world.clock(self.ranks[self._rank])
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
+
+        def carry_out(arrivals: list[Arrival]) -> None:
+            result = _reduce([a.tensors[0] for a in arrivals], op)
+            for arrival in arrivals:
+                arrival.tensors[0].data.copy_(result)
+
+        return self._meet("all_reduce", op, carry_out, tensor)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Puts this rank's slice of the reduction into ``output``."""
+        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
+
+        def carry_out(arrivals: list[Arrival]) -> None:
+            result = _reduce([a.tensors[1] for a in arrivals], op).view(len(arrivals), -1)
+            for piece, arrival in zip(result, arrivals, strict=True):
+                arrival.tensors[0].data.view(-1).copy_(piece)
+
+        return self._meet("reduce_scatter", op, carry_out, output, tensor)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """Fills ``output`` with every rank's ``tensor`` in rank order."""
+        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
+
+        def carry_out(arrivals: list[Arrival]) -> None:
+            whole = torch.cat([a.tensors[1].reshape(-1) for a in arrivals])
+            for arrival in arrivals:
+                arrival.tensors[0].data.view(-1).copy_(whole)
+
+        return self._meet("all_gather", "", carry_out, output, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """Replaces ``tensor`` by that of rank ``source``."""
+        check_peer("broadcast from", source, self.size)
+
+        def carry_out(arrivals: list[Arrival]) -> None:
+            for rank, arrival in enumerate(arrivals):
+                if rank != source:
+                    arrival.tensors[0].data.copy_(arrivals[source].tensors[0])
+
+        return self._meet("broadcast", f"source={source}", carry_out, tensor)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Sends the i-th piece of ``tensor`` to rank i; what each pair exchanges must agree on both sides."""
+        splits = (
+            all_to_all_splits(output, output_splits, self.size),
+            all_to_all_splits(tensor, input_splits, self.size),
+        )
+        call = Request("all_to_all", f"{_dtype(tensor)} rows of {list(tensor.shape[1:])}", _caller())
+
+        def carry_out(arrivals: list[Arrival]) -> None:
+            self._exchange(arrivals)
+
+        return self._group.meet(self._rank, Arrival(call, (output, tensor), splits), carry_out)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Sends ``tensor``; done when the receive is there, so that an unmatched send is found."""
+        check_peer("send to", to, self.size)
+        call = Request(
+            "send", f"rank {self.ranks[self._rank]} to {self.ranks[to]}, {_shape(tensor)}, tag={tag}", _caller()
+        )
+        return self._group.post(Letter(call, tensor), (self._rank, to, tag), is_send=True)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Receives into ``tensor``."""
+        check_peer("recv from", source, self.size)
+        names = f"rank {self.ranks[self._rank]} from {self.ranks[source]}"
+        call = Request("recv", f"{names}, {_shape(tensor)}, tag={tag}", _caller())
+        return self._group.post(Letter(call, tensor), (source, self._rank, tag), is_send=False)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._meet("barrier", "", lambda _: None).wait()
+
+    def split(self, ranks: Sequence[int]) -> VirtualCommunicator:
+        """Makes the subgroup of ``ranks``, of which this rank is a member."""
+        check_split(ranks, self._rank, self.size)
+        members = tuple(self.ranks[r] for r in ranks)
+        group = self._group.world.join(members, self.ranks[self._rank])
+        return VirtualCommunicator(group, list(ranks).index(self._rank))
+
+    def _meet(self, kind: str, detail: str, carry_out: Callable[[list[Arrival]], None], *tensors: torch.Tensor) -> Work:
+        parts = [detail, *(_shape(t) for t in tensors)]
+        call = Request(kind, ", ".join(part for part in parts if part), _caller())
+        return self._group.meet(self._rank, Arrival(call, tensors), carry_out)
+
+    def _exchange(self, arrivals: list[Arrival]) -> None:
+        pieces = [torch.split(a.tensors[1].clone(), a.splits[1]) for a in arrivals if a.splits is not None]
+        for me, arrival in enumerate(arrivals):
+            assert arrival.splits is not None
+            for peer, target in enumerate(torch.split(arrival.tensors[0].data, arrival.splits[0])):
+                piece = pieces[peer][me]
+                if piece.shape != target.shape:
+                    self._group.world.baton.fail(
+                        CollectiveMismatchError(
+                            f"all_to_all: rank {self.ranks[peer]} sends {list(piece.shape)} to rank {self.ranks[me]}, "
+                            f"which expects {list(target.shape)}\n  input_splits[{me}] of the one must be "
+                            f"output_splits[{peer}] of the other"
+                        )
+                    )
+                target.copy_(piece)
+
+
+def _reduce(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    narrow = tensors[0].dtype in (torch.float16, torch.bfloat16)
+    total = tensors[0].detach().to(torch.float32 if narrow else tensors[0].dtype, copy=True)
+    for tensor in tensors[1:]:
+        if op in ("sum", "avg"):
+            total += tensor
+        else:
+            torch.minimum(total, tensor, out=total) if op == "min" else torch.maximum(total, tensor, out=total)
+    if op == "avg":
+        total /= len(tensors)
+    return total
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{_dtype(tensor)} {list(tensor.shape)}"
+
+
+def _caller() -> str:
+    return call_site(sys._getframe(1))

@@ -1,0 +1,316 @@
+"""What virtual ranks share: groups, the collectives that members meet in, and the messages between two of them.
+
+Operations of a group are matched by the order in which each member issued them, messages by their two ranks and tag.
+The last to arrive carries a collective out, so that every tensor is there; on CUDA each side's stream is ordered after
+the others' by events. Ranks with clocks pay for an operation from the latest arrival on, or from when the group is
+free. A rank that asks for something else than the others ends the run with what each of them called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.comm.base import Work
+from paceline.comm.virtual.baton import Baton, Wait
+from paceline.comm.virtual.clock import VirtualClock, VirtualTime
+from paceline.errors import CollectiveMismatchError
+from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
+from paceline.health.verdict import find_hang
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one rank asked for, as far as all ranks must agree on it; ``where`` is for the message alone."""
+
+    kind: str
+    detail: str
+    where: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.detail}) at {self.where}"
+
+
+class Moment:
+    """How far a stream has come. Ranks may issue from streams of their own, and one of them carries the work out."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.current_stream().record_event()
+
+    def order(self) -> None:
+        """Lets the current stream wait for that moment."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """What one rank brings to a collective: its tensors, and when they are ready."""
+
+    call: Request
+    tensors: tuple[torch.Tensor, ...]
+    splits: tuple[list[int], list[int]] | None = None
+    ready: Moment | None = None
+    at_s: float = 0.0
+
+
+class _Meeting:
+    """One collective: who has arrived with what, and whether it is done."""
+
+    def __init__(self) -> None:
+        self.arrivals: dict[int, Arrival] = {}
+        self.is_done = False
+        self.done: Moment | None = None
+        self.end_s = 0.0
+
+
+@dataclass(slots=True)
+class Letter:
+    """One side of a send and receive."""
+
+    call: Request
+    tensor: torch.Tensor
+    is_done: bool = False
+    ready: Moment | None = None
+    done: Moment | None = None
+    at_s: float = 0.0
+    end_s: float = 0.0
+
+
+class World:
+    """Everything that virtual ranks share: the baton, their time if they have one, and groups by their members."""
+
+    def __init__(self, baton: Baton, timing: VirtualTime | None) -> None:
+        self.baton = baton
+        self.timing = timing
+        baton.explain = self._explain
+        self._groups: dict[tuple[int, ...], list[Group]] = {}
+        self._asked: dict[tuple[tuple[int, ...], int], int] = {}
+
+    def group(self, ranks: tuple[int, ...]) -> Group:
+        """Makes a group."""
+        made = Group(self, ranks)
+        self._groups.setdefault(ranks, []).append(made)
+        return made
+
+    def join(self, ranks: tuple[int, ...], world_rank: int) -> Group:
+        """Gives a member its n-th group of these ranks: the same object to all of them."""
+        count = self._asked.get((ranks, world_rank), 0)
+        self._asked[ranks, world_rank] = count + 1
+        made = [group for group in self._groups.get(ranks, []) if group.is_split]
+        if count < len(made):
+            return made[count]
+        group = self.group(ranks)
+        group.is_split = True
+        return group
+
+    def name(self, group: Group) -> GroupName:
+        """Names a group for a verdict."""
+        return GroupName(group.ranks, self._groups[group.ranks].index(group))
+
+    def _explain(self, waits: Mapping[int, Entry], finished: set[int]) -> str:
+        """Says why no rank can go on: ``waits`` is what ranks are in, and the others have finished."""
+        issued: dict[int, dict[GroupName, int]] = {rank: {} for rank in range(self.baton.num_ranks)}
+        for group in (each for made in self._groups.values() for each in made):
+            for rank, count in zip(group.ranks, group.issued, strict=True):
+                issued[rank][self.name(group)] = count
+        views = [
+            LedgerView(
+                rank=rank,
+                state="finished" if rank in finished else "running",
+                entries=(waits[rank],) if rank in waits else (),
+                issued=counts,
+                waiting=waits[rank].number if rank in waits else None,
+            )
+            for rank, counts in issued.items()
+        ]
+        return find_hang(views, 0.0).sentence
+
+    def clock(self, world_rank: int) -> VirtualClock | None:
+        """Returns a rank's clock, if the ranks have any."""
+        return None if self.timing is None else self.timing.clocks[world_rank]
+
+    def paused(self, world_rank: int) -> contextlib.AbstractContextManager[None]:
+        """Stops a rank's clock."""
+        clock = self.clock(world_rank)
+        return contextlib.nullcontext() if clock is None else clock.paused()
+
+
+class Group:
+    """A group's operations in flight, matched by the order in which each member issued them."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
+        self.world = world
+        self.ranks = ranks
+        self.is_split = False
+        self.issued = [0] * len(ranks)
+        self._meetings: dict[int, _Meeting] = {}
+        self._sends: dict[tuple[int, int, int], deque[Letter]] = {}
+        self._receives: dict[tuple[int, int, int], deque[Letter]] = {}
+        self._free_s = 0.0  # when the last collective ends, on the clocks
+        self._pair_free_s: dict[tuple[int, int], float] = {}  # and the last message of a sender to a receiver
+
+    def meet(self, rank: int, arrival: Arrival, carry_out: Callable[[list[Arrival]], None]) -> Work:
+        """Adds a rank to its next collective; the last one to arrive carries it out."""
+        with self.world.paused(self.ranks[rank]):
+            return self._meet(rank, arrival, carry_out)
+
+    def _meet(self, rank: int, arrival: Arrival, carry_out: Callable[[list[Arrival]], None]) -> Work:
+        baton, clock = self.world.baton, self.world.clock(self.ranks[rank])
+        if clock is not None:
+            arrival.at_s = clock.now_s
+        baton.sign_of_life()
+        number = self.issued[rank]
+        self.issued[rank] += 1
+        meeting = self._meetings.setdefault(number, _Meeting())
+        meeting.arrivals[rank] = arrival
+        is_cuda = baton.device.type == "cuda"
+        if is_cuda:
+            arrival.ready = Moment()
+        first = next(iter(meeting.arrivals.values())).call
+        if arrival.call != first:
+            baton.fail(CollectiveMismatchError(self._describe_mismatch(number, meeting)))
+        if len(meeting.arrivals) == len(self.ranks):
+            del self._meetings[number]
+            for each in meeting.arrivals.values():
+                if each.ready is not None:
+                    each.ready.order()
+            with torch.no_grad():
+                carry_out([meeting.arrivals[r] for r in range(len(self.ranks))])
+            self._time_meeting(meeting)
+            meeting.is_done = True
+            meeting.done = Moment() if is_cuda else None
+            meeting.arrivals = {}  # lets go of the tensors
+        wait = Wait(
+            lambda: meeting.is_done,
+            lambda: self._describe(number, meeting),
+            lambda: self._entry(arrival.call, number),
+        )
+        kind = arrival.call.kind
+        return _VirtualWork(self.world, self.ranks[rank], wait, lambda: (meeting.done, meeting.end_s, kind))
+
+    def post(self, letter: Letter, key: tuple[int, int, int], *, is_send: bool) -> Work:
+        """Matches a send with the oldest receive of the same two ranks and tag, or the other way round."""
+        with self.world.paused(self.ranks[key[0] if is_send else key[1]]):
+            return self._post(letter, key, is_send=is_send)
+
+    def _post(self, letter: Letter, key: tuple[int, int, int], *, is_send: bool) -> Work:
+        baton = self.world.baton
+        baton.sign_of_life()
+        if baton.device.type == "cuda":
+            letter.ready = Moment()
+        rank = self.ranks[key[0] if is_send else key[1]]
+        clock = self.world.clock(rank)
+        if clock is not None:
+            letter.at_s = clock.now_s
+        own, other = (self._sends, self._receives) if is_send else (self._receives, self._sends)
+        waiting = other.get(key)
+        if waiting:
+            match = waiting.popleft()
+            self._deliver(letter, match, is_send=is_send)
+            self._time_letters(letter, match, key[:2])
+        else:
+            own.setdefault(key, deque()).append(letter)
+        peer = self.ranks[key[1] if is_send else key[0]]
+        wait = Wait(
+            lambda: letter.is_done,
+            lambda: f"rank {peer} to match {letter.call}",
+            lambda: self._entry(letter.call, 0, peer=peer, tag=key[2]),
+        )
+        return _VirtualWork(self.world, rank, wait, lambda: (letter.done, letter.end_s, letter.call.kind))
+
+    def _time_meeting(self, meeting: _Meeting) -> None:
+        """Prices a collective: from the latest arrival on, or from the end of the one before it."""
+        timing = self.world.timing
+        if timing is None:
+            return
+        arrivals = meeting.arrivals.values()
+        start_s = max(self._free_s, *(arrival.at_s for arrival in arrivals))
+        # Of output and input the larger is the whole; ranks exchange different amounts in an all-to-all at most.
+        num_bytes = max(max((_bytes(t) for t in arrival.tensors), default=0) for arrival in arrivals)
+        kind = next(iter(arrivals)).call.kind
+        meeting.end_s = self._free_s = timing.carry_out(kind, num_bytes, self.ranks, start_s)
+
+    def _time_letters(self, letter: Letter, match: Letter, pair: tuple[int, int]) -> None:
+        """Prices a message: from when both sides are there, and the one before it has arrived."""
+        timing = self.world.timing
+        if timing is None:
+            return
+        start_s = max(letter.at_s, match.at_s, self._pair_free_s.get(pair, 0.0))
+        ranks = (self.ranks[pair[0]], self.ranks[pair[1]])
+        end_s = timing.carry_out("send", _bytes(letter.tensor), ranks, start_s)
+        letter.end_s = match.end_s = self._pair_free_s[pair] = end_s
+
+    def _deliver(self, letter: Letter, match: Letter, *, is_send: bool) -> None:
+        sent, received = (letter, match) if is_send else (match, letter)
+        if sent.tensor.shape != received.tensor.shape or sent.tensor.dtype != received.tensor.dtype:
+            self.world.baton.fail(
+                CollectiveMismatchError(f"a send and its receive differ\n  {sent.call}\n  {received.call}")
+            )
+        for each in (sent, received):
+            if each.ready is not None:
+                each.ready.order()
+        received.tensor.data.copy_(sent.tensor.data)
+        sent.is_done = received.is_done = True
+        if sent.ready is not None:
+            sent.done = received.done = Moment()
+
+    def _entry(self, call: Request, number: int, *, peer: int | None = None, tag: int = 0) -> Entry:
+        asked = Call(kind=call.kind, op="" if peer is not None else call.detail, peer=peer, tag=tag)
+        return Entry(number=1, group=self.world.name(self), sequence=number, call=asked, site=call.where)
+
+    def _describe(self, number: int, meeting: _Meeting) -> str:
+        call = next(iter(meeting.arrivals.values())).call
+        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in meeting.arrivals]
+        return f"{_ranks(missing)} in operation {number} of group {list(self.ranks)}: {call}"
+
+    def _describe_mismatch(self, number: int, meeting: _Meeting) -> str:
+        by_call: dict[Request, list[int]] = {}
+        for rank, arrival in sorted(meeting.arrivals.items()):
+            by_call.setdefault(arrival.call, []).append(self.ranks[rank])
+        lines = [f"  {_ranks(ranks)} called {call}" for call, ranks in by_call.items()]
+        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in meeting.arrivals]
+        if missing:
+            lines.append(f"  {_ranks(missing)} had not arrived")
+        head = f"ranks of group {list(self.ranks)} called different operations (operation {number} of the group)"
+        rule = "  every rank of a group issues the same operations in the same order, with the same shapes and dtypes"
+        return "\n".join([head, *lines, rule])
+
+
+class _VirtualWork:
+    """An operation of a virtual rank; waiting for it passes the baton on."""
+
+    __slots__ = ("_outcome", "_rank", "_wait", "_world")
+
+    def __init__(
+        self, world: World, rank: int, wait: Wait, outcome: Callable[[], tuple[Moment | None, float, str]]
+    ) -> None:
+        """Takes what to wait for, and what tells how it ended: on the device, on the clocks, and what it was."""
+        self._world = world
+        self._rank = rank
+        self._wait = wait
+        self._outcome = outcome
+
+    def wait(self) -> None:
+        """Lets the other ranks run until the operation is done."""
+        with self._world.paused(self._rank):
+            self._world.baton.wait(self._rank, self._wait)
+            moment, end_s, kind = self._outcome()
+            if moment is not None:
+                moment.order()
+            clock = self._world.clock(self._rank)
+            if clock is not None:
+                clock.wait_until(end_s, kind)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

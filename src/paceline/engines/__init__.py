@@ -1,0 +1,1 @@
+"""The engines: one readable file each; their parts are in the folders below."""

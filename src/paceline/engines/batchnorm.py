@@ -1,0 +1,347 @@
+"""Batch norm over the samples of all ranks: the statistics of a batch do not depend on how it is cut.
+
+Every rank reduces its own samples to a count n, a mean m and a sum of squared deviations q for each channel. One
+all-gather brings the ranks' numbers together, and (Chan et al. 1979)
+
+    N = sum n        mean = sum n m / N        variance = (sum q + sum n (m - mean)^2) / N
+
+which loses no digits where a plain sum of squares would. Backward needs the sums of dy and dy * xhat over the whole
+batch: one all-reduce. Per layer and pass, for C channels: 16 C bytes gathered from each rank, and 16 C reduced.
+
+A rank may have fewer samples than another, or none. A rank that runs no forward at all (``engine.sit_out()``) stands in
+with messages of count zero, and still moves its running statistics as the others do. Its messages are on their way
+before the pass begins, on a communicator that the layers have to themselves, so that it neither waits for the other
+ranks' computation nor disturbs the order of the engine's collectives.
+
+What must hold: all ranks that run forward call the same layers in the same order. A rank that stands in must know how
+often they will be called, which is as often as in its own last pass of the same kind; before its first one it assumes
+once for each layer.
+
+With gradient accumulation the statistics are those of a microbatch over all ranks, as they would be on one process that
+accumulates in the same way: what is computed depends on the number of microbatches, but not on that of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.comm.base import Communicator, Work
+from paceline.engines.checkpointing import Replay
+from paceline.errors import UsageError
+
+_HEAD = 2  # in front of the channels: how many values, and the number of the layer (0: this rank stands in)
+
+
+def synchronise_batchnorm(module: nn.Module, comm: Communicator) -> nn.Module:
+    """Makes the batch-norm layers of ``module`` compute over the samples of all ranks, in place; all ranks call it.
+
+    The layers stay the same objects, with their parameters, buffers and names. A layer whose class has a forward of its
+    own is left as it is. Does nothing on one rank.
+    """
+    layers = [layer for layer in module.modules() if _can_synchronise(layer)]
+    if comm.size == 1 or not layers:
+        return module
+    exchange = Exchange(module, comm.split(range(comm.size)))
+    # No compiler follows a conversation between ranks. Said here, as a decorator would load it with this file.
+    forward = cast("Any", torch.compiler).disable(SyncBatchNorm.forward)
+    for layer in layers:
+        kind = type(layer)
+        # A class that is both: the layer's own kind knows its shapes and how it is initialised.
+        layer.__class__ = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {"forward": forward})
+        exchange.add(cast("SyncBatchNorm", layer))
+    return module
+
+
+@contextlib.contextmanager
+def standing_in(module: nn.Module) -> Iterator[None]:
+    """Stands in for the layers of ``module`` in a pass of the other ranks: around what the engine itself does there.
+
+    That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
+    """
+    exchange = next((layer.exchange for layer in module.modules() if isinstance(layer, SyncBatchNorm)), None)
+    if exchange is None:
+        yield
+        return
+    messages = exchange.stand_in()
+    yield
+    exchange.complete(messages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Statistics of a layer's input over all ranks."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+
+def combine(counts: torch.Tensor, means: torch.Tensor, squares: torch.Tensor) -> Moments:
+    """Combines counts (ranks, 1), means and sums of squared deviations (ranks, channels) of parts into those of all."""
+    count = counts.sum()
+    safe = count.clamp(min=1.0)  # where nobody has a value, everything is zero
+    mean = (counts * means).sum(0) / safe
+    variance = (squares + counts * (means - mean).square()).sum(0) / safe
+    return Moments(count=count, mean=mean, variance=variance)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm whose statistics are those of all ranks' samples."""
+
+    exchange: Exchange
+    number: int
+    replay: Replay | None = None  # set while a checkpointed block runs: the second run asks nobody
+
+    @property
+    def uses_batch_statistics(self) -> bool:
+        """Whether the layer looks at the batch: in training, and always where it keeps no running statistics."""
+        return self.training or self.running_mean is None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises ``x`` (samples, channels, ...); asks the other ranks where it looks at the batch."""
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+        if not self.uses_batch_statistics:
+            return _BatchNorm.forward(self, x)
+        moments = self._moments(x) if self.replay is None else self.replay.once(lambda: self._moments(x))
+        apply: Callable[..., torch.Tensor] = _Normalise.apply
+        return apply(x, self.weight, self.bias, moments, self.eps, self.exchange)
+
+    @torch.no_grad()
+    def _moments(self, x: torch.Tensor) -> Moments:
+        """Returns the statistics of all ranks' samples, and moves the running ones."""
+        wide = x.to(_statistics_dtype(x))
+        count = x.numel() // max(x.shape[1], 1)
+        if count:
+            variance, mean = torch.var_mean(wide, _without_channels(x), correction=0)
+        else:
+            variance = mean = wide.new_zeros(x.shape[1])
+        moments = self.exchange.gather(self.number, count, mean, variance * count)
+        self.move_statistics(moments)
+        return moments
+
+    @torch.no_grad()
+    def move_statistics(self, moments: Moments) -> None:
+        """Moves the running statistics towards those of a batch."""
+        if not (self.training and self.track_running_stats) or self.running_mean is None or self.running_var is None:
+            return
+        factor: torch.Tensor | float = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / self.num_batches_tracked.to(self.running_mean.dtype)
+        unbiased = moments.variance * (moments.count / (moments.count - 1.0).clamp(min=1.0))
+        self.running_mean.lerp_(moments.mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance depend on every rank's x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        moments: Moments,
+        eps: float,
+        exchange: Exchange,
+    ) -> torch.Tensor:
+        dtype = _statistics_dtype(x)
+        mean, variance = moments.mean.to(dtype), moments.variance.to(dtype)
+        ctx.save_for_backward(x, weight, mean, variance, moments.count)
+        ctx.eps, ctx.exchange = eps, exchange
+        if not x.numel():
+            return x.clone()
+        return F.batch_norm(x, mean, variance, _to(weight, dtype), _to(bias, dtype), False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, variance, count = ctx.saved_tensors
+        scale = _to(weight, mean.dtype)
+        if x.numel():
+            # As if the statistics were constants: the gradient of x, and in the same pass the two sums.
+            # CUDA wants the saved statistics there, though it does not use them then.
+            saved = (mean, (variance + ctx.eps).rsqrt())
+            dx, products, sums = torch.ops.aten.native_batch_norm_backward(
+                gradient, x, scale, mean, variance, *saved, False, ctx.eps, [True, True, True]
+            )
+        else:
+            dx, products, sums = gradient.clone(), torch.zeros_like(mean), torch.zeros_like(mean)
+        totals = ctx.exchange.add_up(sums, products) / count.clamp(min=1.0)
+        inverse = (variance + ctx.eps).rsqrt()
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        mean_sum, mean_product = (each.to(mean.dtype) for each in totals)
+        slope = inverse if scale is None else inverse * scale
+        constant, linear = (slope * mean_sum).view(shape), (slope * inverse * mean_product).view(shape)
+        dx.sub_(torch.addcmul(constant, x - mean.view(shape), linear))  # what the statistics' own gradients take back
+        own = (products.to(weight.dtype), sums.to(weight.dtype)) if weight is not None else (None, None)
+        return dx, *own, None, None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A kind of pass: passes of one kind call the layers equally often."""
+
+    looks_at_batch: tuple[bool, ...]
+    has_gradients: bool
+    num_trained: int  # layers that backward will reach: something at or before them is trained, as far as can be told
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A collective under way, with what it brings."""
+
+    result: torch.Tensor
+    work: Work
+
+
+class Exchange:
+    """What the synchronised layers of a model share: a communicator of their own, and how often they are called."""
+
+    def __init__(self, module: nn.Module, comm: Communicator) -> None:
+        self.comm = comm
+        self.layers: list[SyncBatchNorm] = []
+        self._modules = list(module.modules())
+        self._width = 0  # every message is as long as the longest: who stands in need not know whose turn it is
+        self._kind: _Kind | None = None
+        self._num_forward = self._num_backward = 0
+        self._num_calls: dict[_Kind, tuple[int, int]] = {}
+        module.register_forward_pre_hook(lambda *_: self._begin())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
+        return self
+
+    def add(self, layer: SyncBatchNorm) -> None:
+        """Takes a layer in."""
+        self.layers.append(layer)
+        layer.exchange, layer.number = self, len(self.layers)
+        self._width = max(self._width, layer.num_features)
+
+    # What a layer asks for in a pass of this rank.
+
+    def gather(self, number: int, count: int, mean: torch.Tensor, squares: torch.Tensor) -> Moments:
+        """Returns the statistics over all ranks from this rank's."""
+        self._num_forward += 1
+        channels = mean.numel()
+        row = self._new(_HEAD + 2 * self._width)
+        row[0], row[1] = count, number
+        row[_HEAD : _HEAD + channels] = mean
+        row[_HEAD + self._width : _HEAD + self._width + channels] = squares
+        message = self._send_row(row)
+        message.work.wait()
+        self._check_same_layer(number, message.result)
+        return self._read(message.result, channels)
+
+    def add_up(self, *sums: torch.Tensor) -> torch.Tensor:
+        """Returns the two sums over all ranks."""
+        self._num_backward += 1
+        totals = self._new(2, self._width)
+        totals[:, : sums[0].numel()] = torch.stack(sums)
+        self.comm.all_reduce(totals).wait()
+        return totals[:, : sums[0].numel()]
+
+    def _begin(self) -> None:
+        """Starts a pass of this rank."""
+        self._remember()
+        self._kind = self._kind_now()
+
+    # What a rank does that has no samples.
+
+    def stand_in(self) -> tuple[list[_Message], list[_Message]]:
+        """Sends messages of count zero for all of a pass's calls, and waits for none."""
+        self._remember()
+        kind = self._kind_now()
+        guess = (sum(kind.looks_at_batch), kind.num_trained if kind.has_gradients else 0)
+        num_forward, num_backward = self._num_calls.get(kind, guess)
+        forward = [self._send_row(self._new(_HEAD + 2 * self._width)) for _ in range(num_forward)]
+        backward = []
+        for _ in range(num_backward):
+            totals = self._new(2, self._width)
+            backward.append(_Message(totals, self.comm.all_reduce(totals)))
+        return forward, backward
+
+    def complete(self, messages: tuple[list[_Message], list[_Message]]) -> None:
+        """Waits for the messages, and moves the running statistics as the other ranks have moved theirs."""
+        forward, backward = messages
+        for message in forward:
+            message.work.wait()
+            number = int(message.result[:, 1].max().item())  # sync point
+            if number:  # else no rank has samples
+                layer = self.layers[number - 1]
+                layer.move_statistics(self._read(message.result, layer.num_features))
+        for message in backward:
+            message.work.wait()
+
+    def _kind_now(self) -> _Kind:
+        num_trained, is_trained = 0, False
+        for module in self._modules:
+            is_trained = is_trained or any(p is not None and p.requires_grad for p in module._parameters.values())
+            if isinstance(module, SyncBatchNorm) and module.uses_batch_statistics:
+                num_trained += is_trained or module.weight is None
+        return _Kind(
+            looks_at_batch=tuple(layer.uses_batch_statistics for layer in self.layers),
+            has_gradients=torch.is_grad_enabled(),
+            num_trained=num_trained,
+        )
+
+    def _remember(self) -> None:
+        """Notes how often layers were called in the pass that has ended; the most, as one may have been broken off."""
+        if self._kind is not None and (self._num_backward or not self._kind.has_gradients):
+            forward, backward = self._num_calls.get(self._kind, (0, 0))
+            self._num_calls[self._kind] = max(forward, self._num_forward), max(backward, self._num_backward)
+        self._kind = None
+        self._num_forward = self._num_backward = 0
+
+    # Messages.
+
+    def _new(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.comm.device)
+
+    def _send_row(self, row: torch.Tensor) -> _Message:
+        rows = self._new(self.comm.size, row.numel())
+        return _Message(rows, self.comm.all_gather(rows, row))
+
+    def _read(self, rows: torch.Tensor, channels: int) -> Moments:
+        first, second = rows[:, _HEAD : _HEAD + self._width], rows[:, _HEAD + self._width :]
+        return combine(rows[:, :1], first[:, :channels], second[:, :channels])
+
+    def _check_same_layer(self, number: int, rows: torch.Tensor) -> None:
+        if rows.device.type != "cpu":  # looking would make the host wait for the device
+            return
+        for rank, other in enumerate(rows[:, 1].tolist()):
+            if other not in (0, number):
+                raise UsageError(
+                    f"rank {self.comm.rank} is at batch-norm layer {number}, rank {rank} at layer {int(other)} "
+                    f"of {len(self.layers)}\n"
+                    "  synchronised layers are called in the same order on all ranks\n"
+                    "  do not let the order depend on the rank or its samples, or set parallel.sync_batchnorm = false"
+                )
+
+
+def _can_synchronise(module: nn.Module) -> bool:
+    return isinstance(module, nn.SyncBatchNorm) or (
+        isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
+    )
+
+
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _without_channels(x: torch.Tensor) -> list[int]:
+    return [0, *range(2, x.ndim)]
+
+
+def _to(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

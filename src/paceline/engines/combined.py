@@ -1,0 +1,405 @@
+"""Model parallelism and data parallelism together: one engine over this rank's stages, each with an engine of its own.
+
+    world = pipeline x data x tensor        data: the ranks that hold the same part of the model and share the batch
+
+Tensor-parallel layers exchange activations inside of a stage, the pipeline sends them between stages, and the stage's
+own engine reduces gradients over the data axis. What is left to do here is what concerns the whole model: the global
+norm, tied weights, losses that one rank knows, and states under the whole model's names. Per step that is one
+all-reduce of one number over the world for the norm, one broadcast of two along the pipeline, and an all-reduce of
+each tied gradient between the ranks that use it.
+
+- Of a gradient that several ranks hold (replicas; layers that tensor parallelism does not split; a tied weight) the
+  norm counts one copy.
+- A tied weight is a flat group by itself in sharded engines, so that its stages hold the same slices of it.
+- A state is gathered along the data axis, then the tensor axis, then the pipeline, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from paceline.comm.base import Communicator
+from paceline.engines.buckets.choice import BucketChoice
+from paceline.engines.combined_state import (
+    global_groups,
+    load_by_name,
+    merge_over,
+    named_states,
+    numbered_states,
+)
+from paceline.engines.engine import Engine, check_updates_only, loss_scale
+from paceline.engines.face import EngineFace
+from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.matrixwise import check_elementwise
+from paceline.engines.flat.optimizer_state import gather_optimizer_state
+from paceline.engines.pipeline import Compute, Note, Pipeline, Value
+from paceline.engines.precision import Precision
+from paceline.engines.tensor.layout import TensorLayout
+from paceline.errors import UsageError
+from paceline.shards import Shard
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """Who a rank talks to along each axis of the mesh."""
+
+    world: Communicator
+    data: Communicator
+    pipe: Communicator
+    tensor: Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class MeanParts:
+    """The summed loss of a step and its count, the same on every rank of a pipeline."""
+
+    total: torch.Tensor
+    count: torch.Tensor
+
+
+def _ignore(phase: str) -> None:
+    """Takes no note."""
+
+
+class CombinedParallel:
+    """Trains a model whose layers, or parts of layers, lie on several ranks."""
+
+    def __init__(
+        self,
+        axes: Axes,
+        pipeline: Pipeline,
+        names: Sequence[str],
+        tied: Mapping[str, Sequence[int]],
+        layout: TensorLayout | None,
+        num_parameters: int,
+    ) -> None:
+        """Takes the names of the whole model's state in order, and the stages that share a tied parameter."""
+        self.num_parameters = num_parameters
+        self.axes = axes
+        self.comm = axes.data
+        self.pipeline = pipeline
+        self.stages: dict[int, Engine] = dict(pipeline.stages)
+        self.bucket_choice: BucketChoice | None = None
+        engines = list(self.stages.values())
+        self.precision: Precision = engines[0].precision
+        self.module = engines[0].module if len(engines) == 1 else nn.ModuleList(e.module for e in engines)
+        self._names = tuple(names)
+        self._tied = dict(tied)
+        self._layout = layout if axes.tensor.size > 1 else None
+        self._tie_comms = {name: comm for name, comm in self._split_ties() if comm is not None}
+
+    @property
+    def random_stream(self) -> int:
+        """One for each stage and share of the batch: what tensor ranks do not split, they compute alike."""
+        return self.axes.pipe.rank * self.comm.size + self.comm.rank
+
+    @property
+    def reports_samples(self) -> bool:
+        """Whether this rank is the first of those that have the same samples."""
+        return self.axes.pipe.rank == 0 and self.axes.tensor.rank == 0
+
+    @property
+    def world(self) -> Communicator:
+        """All ranks that train together."""
+        return self.axes.world
+
+    # What users call.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module. Through a pipeline only without gradients: every rank gives the inputs, and gets the output.
+
+        Raises UsageError for a forward with gradients through a pipeline, whose microbatches run by a schedule.
+        """
+        if self.axes.pipe.size == 1 and len(self.stages) == 1:
+            return self.stages[0](*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "engine(...) with gradients on a pipeline\n"
+                "  its forward and backward passes are interleaved by a schedule, over all microbatches of a step\n"
+                "  call engine.run_microbatches(microbatches, loss, scale), or train through the trainer"
+            )
+        output = self.pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), (args, kwargs))
+        return merge_over(self.axes.pipe, {} if output is None else {"output": output})["output"]
+
+    def run_microbatches(
+        self,
+        microbatches: Sequence[Any],
+        loss: Compute,
+        scale: float | torch.Tensor | None = None,
+        note: Note = _ignore,
+    ) -> list[Value]:
+        """Runs forward and backward of a step's microbatches, None for those that have no samples on this rank.
+
+        ``loss(model, microbatch)`` returns a sum and a count (``total``, ``count``); the sum times ``scale`` is what is
+        differentiated. Leaves the gradients, reduced, and returns sum and count over this rank's microbatches.
+        """
+        if not self.has_pipeline:
+            raise UsageError("run_microbatches without a pipeline\n  call engine(...) and backward() instead")
+        values = self.pipeline.run(microbatches, loss, scale, note)
+        self._sum_tied()
+        return [MeanParts(*self.pipeline.share_values(values))]
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether passes must go through ``run_microbatches``."""
+        return self.pipeline.num_stages > 1
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what this rank updates."""
+        return (parameter for engine in self.stages.values() for parameter in engine.parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over what this rank updates, under the whole model's names."""
+        return (pair for engine in self.stages.values() for pair in engine.named_parameters())
+
+    def train(self, mode: bool = True) -> Self:
+        """Puts the stages into training mode."""
+        for engine in self.stages.values():
+            engine.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Puts the stages into evaluation mode."""
+        return self.train(False)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
+        with contextlib.ExitStack() as stack:
+            for engine in self.stages.values():
+                stack.enter_context(engine.no_sync())
+            yield
+
+    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
+        """Returns N / (sum of ``count`` over the N ranks that share the batch)."""
+        return loss_scale(self.comm, count)
+
+    def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
+        """Returns ``compute(model, batch)`` on the last stage, None on the others."""
+        if not self.has_pipeline:
+            return compute(self, batch)
+        result: T | None = self.pipeline.evaluate(compute, batch)
+        return result
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        """Adds numbers of the last stages over the ranks that share the batch; every rank gets the result."""
+        self.comm.all_reduce(sums).wait()
+        if self.axes.pipe.size > 1:
+            self.axes.pipe.broadcast(sums, self.pipeline.last_rank).wait()
+
+    def sit_out(self) -> None:
+        """Takes part in a pass of the other ranks for which this one has no samples."""
+        for engine in self.stages.values():
+            engine.sit_out()
+
+    def interleave(self) -> None:
+        """Prepares for passes that alternate, as each stage does."""
+        for engine in self.stages.values():
+            engine.interleave()
+
+    def sit_out_forward(self) -> None:
+        """Takes part in a forward."""
+        for engine in self.stages.values():
+            engine.sit_out_forward()
+
+    def sit_out_backward(self) -> None:
+        """Takes part in a backward."""
+        for engine in self.stages.values():
+            engine.sit_out_backward()
+
+    def share_buffers(self) -> None:
+        """Gives every rank the buffers of the first that shares the batch, where the policy says so."""
+        for engine in self.stages.values():
+            engine.share_buffers()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError unless the optimizer can update what this rank holds, and updates nothing else."""
+        check_updates_only(optimizer, self.parameters())
+        if self._flat_groups():
+            check_elementwise(optimizer)
+
+    # Gradients.
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+        is_max, device = math.isinf(norm_type), self.comm.device
+        gradients = [gradient for gradient in self._counted_gradients() if gradient.numel()]
+        norms = [norm.to(device) for norm in torch._foreach_norm(gradients, norm_type)] if gradients else []
+        dtype = norms[0].dtype if norms else next(self.parameters()).dtype
+        total = torch.zeros(1, dtype=dtype, device=device)
+        if norms:
+            stacked = torch.stack(norms)
+            total += stacked.max() if is_max else (stacked**norm_type).sum()
+        if is_max:  # the larger of a number and nan is the number, to some backends
+            total.masked_fill_(total.isnan(), math.inf)
+        self.world.all_reduce(total, "max" if is_max else "sum").wait()
+        norm = total[0] if is_max else total[0] ** (1.0 / norm_type)
+        if not math.isinf(max_norm):
+            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(coefficient.to(parameter.grad))
+        return norm
+
+    def _counted_gradients(self) -> Iterator[torch.Tensor]:
+        """Iterates over the gradients of which this rank holds the copy that counts."""
+        for stage, engine in self.stages.items():
+            if not _face(engine).holds_first_copy:
+                continue
+            for name, parameter in engine.named_parameters():
+                is_copy = self._layout is not None and self.axes.tensor.rank > 0 and not self._layout.is_split(name)
+                if parameter.grad is not None and not is_copy and self._tied.get(name, (stage,))[0] == stage:
+                    yield parameter.grad
+
+    @torch.no_grad()
+    def _sum_tied(self) -> None:
+        """Adds the gradients that the stages of a tied parameter have computed."""
+        for engine in self.stages.values():
+            for name, parameter in engine.named_parameters():
+                if name in self._tie_comms and parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    gradient = parameter.grad
+                    if gradient.numel():
+                        whole = gradient if gradient.is_contiguous() else gradient.contiguous()
+                        self._tie_comms[name].all_reduce(whole).wait()
+                        if whole is not gradient:
+                            gradient.copy_(whole)
+
+    def _split_ties(self) -> Iterator[tuple[str, Communicator | None]]:
+        """Makes the group of each tied parameter's ranks, one after another on all ranks alike."""
+        pipe, made = self.axes.pipe, dict[tuple[int, ...], Communicator]()
+        for name, stages in self._tied.items():
+            ranks = tuple(sorted({self.pipeline.placement[stage] for stage in stages}))
+            if len(ranks) > 1 and pipe.rank in ranks:
+                if ranks not in made:
+                    made[ranks] = pipe.split(ranks)
+                yield name, made[ranks]
+
+    # States.
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Returns all parameters and buffers of the whole model, on the CPU. All ranks call it."""
+        mine: dict[str, torch.Tensor] = {}
+        for engine in self.stages.values():
+            for name, value in engine.full_state_dict(rank0_only=rank0_only).items():
+                mine.setdefault(name, self._whole(name, value))
+        found = self._merged(mine, rank0_only=rank0_only)
+        return {name: found[name] for name in self._names if name in found}
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``full_state_dict`` gave, each rank its part; every name must be there, and no other."""
+        problems = [f"missing {name}" for name in self._names if name not in state]
+        problems += [f"unexpected {name}" for name in state if name not in self._names]
+        if problems:
+            raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
+        for engine in self.stages.values():
+            mine = engine.module.state_dict()
+            engine.load_full_state_dict({name: self._part(name, state[name]) for name in mine})
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Returns the reduced gradients of the whole model; None where no rank had one. All ranks call it."""
+        mine: dict[str, torch.Tensor | None] = {}
+        for engine in self.stages.values():
+            for name, gradient in engine.full_gradients().items():
+                mine.setdefault(name, None if gradient is None else self._whole(name, gradient))
+        found = self._merged(mine, rank0_only=False)
+        return {name: found[name] for name in self._names if name in found}
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank holds of the whole model: parts of the tensor axis, of the stages that it has.
+
+        What tensor ranks do not split is written by the first of them, a tied parameter by its first stage.
+        """
+        for stage, engine in self.stages.items():
+            for shard in engine.shards():
+                copy = shard.copy if self._tied.get(shard.name, (stage,))[0] == stage else None
+                if self._layout is None or not self._layout.is_split(shard.name):
+                    yield replace(shard, copy=copy if self.axes.tensor.rank == 0 else None)
+                    continue
+                split, tensor = self._layout.splits[shard.name], self.axes.tensor
+                spans = split.spans(tensor.rank, tensor.size)
+                region = replace(shard.region, shape=split.shape, dim=split.dim, spans=spans)
+                yield replace(shard, region=region, copy=copy)
+
+    def state_names(self) -> Collection[str]:
+        """Returns the names of all that ranks together hold."""
+        return self._names
+
+    def note_filled(self) -> None:
+        """Takes note that the shards have new values."""
+        for engine in self.stages.values():
+            engine.note_filled()
+
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Returns the optimizer's state as one process would have it. All ranks call it."""
+        packed = gather_optimizer_state(optimizer, self._flat_groups(), comm=self.comm, rank0_only=rank0_only)
+        groups = global_groups(self.axes.pipe, optimizer, self._by_id(), self._names)
+        mine = named_states(optimizer, packed, self._by_id()) if packed else {}
+        whole = {name: self._whole_values(name, values) for name, values in mine.items()}
+        found = self._merged(whole, rank0_only=rank0_only)
+        return numbered_states(groups, found) if found else {}
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads what ``full_optimizer_state`` gave, or one process had. All ranks call it."""
+        groups = global_groups(self.axes.pipe, optimizer, self._by_id(), self._names)
+        load_by_name(optimizer, self._flat_groups(), groups, state, self._by_id(), self._part_values)
+
+    def _whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Puts a tensor together from the parts of the tensor axis."""
+        if self._layout is None or not self._layout.is_split(name):
+            return value
+        tensor = self.axes.tensor
+        return self._layout.full(name, value.to(tensor.device), tensor).to(value.device)
+
+    def _part(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Cuts this rank's part from a whole tensor."""
+        if self._layout is None:
+            return value
+        return self._layout.local(name, value, self.axes.tensor.rank, self.axes.tensor.size)
+
+    def _whole_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Puts together the states of one parameter that have its shape."""
+        shape = self._local_shape(name)
+        return {key: self._whole(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
+
+    def _part_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        if self._layout is None:
+            return dict(values)
+        shape = self._layout.full_shape(name)
+        return {key: self._part(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
+
+    def _local_shape(self, name: str) -> tuple[int, ...] | None:
+        tensor = self.axes.tensor
+        return None if self._layout is None else self._layout.splits[name].local_shape(tensor.rank, tensor.size)
+
+    def _merged(self, mine: dict[str, T], *, rank0_only: bool) -> dict[str, T]:
+        """Collects over the pipeline what its ranks have; with ``rank0_only`` on world rank 0 alone."""
+        if rank0_only and (self.comm.rank or self.axes.tensor.rank):
+            return {}
+        return merge_over(self.axes.pipe, mine, rank0_only=rank0_only)
+
+    def _flat_groups(self) -> list[FlatGroup]:
+        return [group for engine in self.stages.values() for group in _face(engine).flat_groups]
+
+    def _by_id(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.named_parameters()}
+
+
+def _face(engine: Engine) -> EngineFace:
+    assert isinstance(engine, EngineFace)
+    return engine
+
+
+def _has_shape(value: Any, shape: tuple[int, ...] | None) -> bool:
+    return isinstance(value, torch.Tensor) and shape is not None and tuple(value.shape) == shape and value.ndim > 0

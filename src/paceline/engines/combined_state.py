@@ -1,0 +1,120 @@
+"""States of a model whose parts lie on several ranks, by name: how they are collected, numbered and handed out.
+
+An optimizer numbers its parameters in the order of its groups. One process has all of them; a rank of a pipeline has
+those of its stages. Groups with the same settings on several ranks are one group of the whole model, in the model's
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
+from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.optimizer_state import load_optimizer_state
+
+T = TypeVar("T")
+Groups = list[tuple[dict[str, Any], list[str]]]  # settings, and the names of the parameters
+
+
+def merge_over(comm: Communicator, mine: Mapping[str, T], *, rank0_only: bool = False) -> dict[str, T]:
+    """Returns the values of all ranks by name, that of the first rank where several have one.
+
+    One value travels at a time. With ``rank0_only`` the others get an empty dict.
+    """
+    if comm.size == 1:
+        return dict(mine)
+    everyone = gather_objects(comm, list(mine))
+    found: dict[str, T] = dict(mine) if comm.rank == 0 or not rank0_only else {}
+    seen: set[str] = set()
+    for rank, names in enumerate(everyone):
+        for name in names:
+            if name in seen:
+                continue
+            seen.add(name)
+            if not rank0_only:
+                found[name] = broadcast_object(comm, mine.get(name), rank)  # type: ignore[assignment]
+            elif rank and comm.rank == rank:
+                for work in send_object(comm, mine[name], 0):
+                    work.wait()
+            elif rank and comm.rank == 0:
+                found[name] = receive_object(comm, rank)
+    return found
+
+
+def global_groups(
+    pipe: Communicator, optimizer: torch.optim.Optimizer, names: Mapping[int, str], order: Sequence[str]
+) -> Groups:
+    """Returns the groups of the optimizer of one process, from those of all ranks of a pipeline."""
+    mine = [
+        ({key: value for key, value in group.items() if key != "params"}, [names[id(p)] for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    place = {name: index for index, name in enumerate(order)}
+    merged: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    # A rank may lack a group, such as that of the biases: those that have most know the order.
+    for theirs in sorted(gather_objects(pipe, mine), key=len, reverse=True):
+        for settings, members in theirs:
+            merged.setdefault(repr(sorted(settings.items())), (settings, set()))[1].update(members)
+    return [(settings, sorted(members, key=lambda name: place[name])) for settings, members in merged.values()]
+
+
+def named_states(
+    optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[int, str]
+) -> dict[str, dict[str, Any]]:
+    """Returns the states of a state dict by the names of the parameters."""
+    by_name = {}
+    for numbers, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        for number, parameter in zip(numbers["params"], group["params"], strict=True):
+            if number in packed["state"]:
+                by_name[names[id(parameter)]] = packed["state"][number]
+    return by_name
+
+
+def numbered_states(groups: Groups, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the state dict of one process."""
+    numbers = {name: number for number, name in enumerate(name for _, members in groups for name in members)}
+    return {
+        "state": {numbers[name]: dict(states[name]) for name in numbers if name in states},
+        "param_groups": [{**settings, "params": [numbers[n] for n in members]} for settings, members in groups],
+    }
+
+
+def load_by_name(
+    optimizer: torch.optim.Optimizer,
+    flat: Sequence[FlatGroup],
+    groups: Groups,
+    state: Mapping[str, Any],
+    names: Mapping[int, str],
+    part: Callable[[str, Mapping[str, Any]], dict[str, Any]],
+) -> None:
+    """Loads the state dict of one process: this rank's parameters, of which ``part`` cuts what it holds.
+
+    Raises ValueError, before anything is changed, for another number of parameters or groups.
+    """
+    saved = state["param_groups"]
+    sizes, expected = [len(group["params"]) for group in saved], [len(members) for _, members in groups]
+    if sizes != expected:
+        raise ValueError(f"the saved optimizer has groups of {sizes} parameters, this one of {expected}")
+    by_name = {
+        name: (state["state"].get(number), index)
+        for index, ((_, members), group) in enumerate(zip(groups, saved, strict=True))
+        for name, number in zip(members, group["params"], strict=True)
+    }
+    numbers = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
+    mine: dict[str, Any] = {"state": {}, "param_groups": []}
+    for group in optimizer.param_groups:
+        own = [names[id(parameter)] for parameter in group["params"]]
+        settings = saved[by_name[own[0]][1]] if own else group
+        row = {**{key: value for key, value in settings.items() if key != "params"}, "params": []}
+        for name in own:
+            number, values = next(numbers), by_name[name][0]
+            row["params"].append(number)
+            if values is not None:
+                mine["state"][number] = part(name, values)
+        mine["param_groups"].append(row)
+    load_optimizer_state(optimizer, flat, mine)

@@ -1,0 +1,203 @@
+"""Gathering parameters while the model already runs: whoever takes one from its module waits for it.
+
+    begin       issues the all-gathers of all groups, in the order in which forward uses them
+    a module runs, or anybody reads ``module.weight``: waits for the groups up to the one that holds it
+    end         waits for the rest
+
+While groups are under way, a module's table of parameters is replaced by one that waits when it is asked. So a weight
+that a parent reads, or that two modules share, cannot be read too early, whatever path the model takes. Who keeps a
+parameter elsewhere (a recurrent layer has a list of its weights) is looked for once; what is found there is waited for
+at the beginning. A compiled function asks no tables: it is waited for everything in it before it runs.
+
+Whether to gather is decided alike on all ranks: after a step of an optimizer that holds pieces, after a synchronised
+backward (an update of another kind may follow), and when the masters' version has changed, which fused optimizers do
+not raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from paceline.comm.base import Work
+from paceline.engines.flat.flat import FlatGroup
+
+_Table = dict[str, nn.Parameter | None]
+
+
+class Gathering:
+    """The flat groups of a module, gathered when they may have changed and awaited where they are used."""
+
+    # Torch has one list of hooks for all optimizers, which must not change while a step goes through it; a gathering,
+    # however, may be freed at any moment. So one hook stays there for all of them.
+    alive: ClassVar[weakref.WeakSet[Gathering]] = weakref.WeakSet()
+    _hook: ClassVar[Any] = None
+
+    def __init__(self, module: nn.Module, groups: Sequence[FlatGroup]) -> None:
+        """Watches the modules for calls and reads, and optimizers for steps."""
+        self.may_have_changed = False
+        self.owner: object = None  # what lives as long as the module
+        self._pieces = {id(piece) for group in groups for piece in group.pieces}
+        self._groups = list(groups)
+        self._seen_version = self.version
+        self._is_inside = False
+        self._works: list[Work] = []
+        self._num_ready = len(self._groups)
+        self._held_elsewhere = {id(parameter) for parameter in _held_elsewhere(module)}
+        self._eager: list[nn.Module] = []
+        self._compiled: list[nn.Module] = []
+        if self._groups:
+            self._visit(module, set())
+            self._listen()
+        self.arrange(self._groups)
+
+    def arrange(self, groups: Sequence[FlatGroup]) -> None:
+        """Sets the order in which groups are gathered. Nothing may be under way."""
+        self._groups = list(groups)
+        place_of = {id(p): place for place, group in enumerate(self._groups) for p in group.parameters}
+        self._num_ready = len(self._groups)
+        self._last_early = max((place_of.get(i, -1) for i in self._held_elsewhere), default=-1)
+        # By group: the tables of the modules that need nothing behind it.
+        self._tables: list[list[tuple[dict[str, Any], _Table]]] = [[] for _ in self._groups]
+        self._awaited: list[tuple[dict[str, Any], _Awaited]] = []
+        self._place_of_compiled: dict[nn.Module, int] = {}
+        for module in self._compiled:
+            self._place_of_compiled[module] = max((place_of.get(id(p), -1) for p in module.parameters()), default=-1)
+        for module in self._eager:
+            table = module._parameters
+            place = max((place_of.get(id(p), -1) for p in table.values()), default=-1)
+            if place >= 0:
+                self._tables[place].append((module.__dict__, table))
+                self._awaited.append((module.__dict__, _Awaited(table, functools.partial(self._wait_for, place))))
+
+    @property
+    def version(self) -> int:
+        """A number that rises with every change of the masters that torch knows of."""
+        return sum(group.master._version for group in self._groups)
+
+    def begin(self, *, is_overlapped: bool) -> None:
+        """Starts a call of the model: parameters are current, or will be when they are read."""
+        if self.may_have_changed or self.version != self._seen_version:
+            self._start()
+            if is_overlapped and self._last_early < len(self._groups) - 1:
+                for attributes, awaited in self._awaited:
+                    attributes["_parameters"] = awaited  # setattr would take twenty times as long
+                self._wait_for(self._last_early)
+            else:
+                self._wait_for(len(self._groups) - 1)
+        self._is_inside = True
+
+    def end(self) -> None:
+        """Ends a call of the model, or one that failed: waits for what nobody has asked for."""
+        self._is_inside = False
+        self._wait_for(len(self._groups) - 1)
+
+    def refresh(self) -> None:
+        """Gathers and waits, if parameters may have changed. All ranks call it."""
+        self.begin(is_overlapped=False)
+        self.end()
+
+    def _listen(self) -> None:
+        if Gathering._hook is None:
+            Gathering._hook = register_optimizer_step_post_hook(_tell_of_step)
+        Gathering.alive.add(self)
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hears of a step of any optimizer."""
+        if any(id(parameter) in self._pieces for group in optimizer.param_groups for parameter in group["params"]):
+            self.may_have_changed = True
+
+    def _start(self) -> None:
+        self._seen_version = self.version
+        self.may_have_changed = False
+        self._works = [group.gather() for group in self._groups]
+        self._num_ready = 0
+
+    def _wait_for(self, place: int) -> None:
+        """Waits for the groups up to ``place``, and gives modules that are ready their tables back."""
+        while self._num_ready <= place:
+            self._works[self._num_ready].wait()
+            for attributes, table in self._tables[self._num_ready]:
+                attributes["_parameters"] = table
+            self._num_ready += 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a watched module have hooks that do nothing: nobody gathers their parameters."""
+        return Gathering, (nn.Module(), ())
+
+    # Modules.
+
+    def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
+        """Finds the modules that read parameters, and those that do so in compiled code."""
+        if module in seen:
+            return
+        seen.add(module)
+        if getattr(module, "_compiled_call_impl", None) is not None:  # hooks and all: nothing runs before it
+            self._held_elsewhere.update(id(parameter) for parameter in module.parameters())
+        elif hasattr(module.forward, "_torchdynamo_orig_callable"):
+            self._compiled.append(module)
+            module.register_forward_pre_hook(self._enter_compiled, prepend=True)
+        else:
+            if module._parameters:
+                self._eager.append(module)
+                module.register_forward_pre_hook(self._enter, prepend=True)
+            for child in module.children():
+                self._visit(child, seen)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """Runs before a module that is called by itself, outside of a call of the model."""
+        del module, args
+        # In backward a checkpointed module runs again, with the parameters that it had.
+        if not self._is_inside and torch._C._current_graph_task_id() == -1:
+            self.refresh()
+
+    def _enter_compiled(self, module: nn.Module, args: Any) -> None:
+        if self._is_inside:
+            self._wait_for(self._place_of_compiled[module])
+        else:
+            self._enter(module, args)
+
+
+class _Awaited(_Table):
+    """A module's table of parameters while they are under way: who asks, waits."""
+
+    def __init__(self, table: _Table, wait: Callable[[], None]) -> None:
+        super().__init__(table)
+        self._wait = wait
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self._wait()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._wait()
+        return super().get(name, default)
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        self._wait()
+        return super().items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        self._wait()
+        return super().values()
+
+
+def _tell_of_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Runs after every step of every optimizer."""
+    del args, kwargs
+    for gathering in list(Gathering.alive):
+        gathering.note_step(optimizer)
+
+
+def _held_elsewhere(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Finds parameters that modules keep in attributes of their own."""
+    for owner in module.modules():
+        others = {k: v for k, v in vars(owner).items() if k not in ("_parameters", "_buffers", "_modules")}
+        yield from (leaf for leaf in tree_leaves(others) if isinstance(leaf, nn.Parameter))

@@ -1,0 +1,242 @@
+"""A unit: the parameters of one module, gathered, used, freed and reduced together.
+
+    sharded --start_gather--> in flight --wait, show--> in use --hide, free--> sharded
+
+While it is sharded, the module's attributes are this rank's flat pieces: a read outside of forward gives a tensor of
+another shape and so a plain error, never stale values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from paceline.comm.base import DONE, BucketReduction, BucketShape, Communicator, Work
+from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone, reduction
+from paceline.engines.offload import Offload
+from paceline.engines.precision import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter hangs in the model; a tied one has several places."""
+
+    module: nn.Module
+    attribute: str
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Makes ``parameter`` the module's attribute."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.attribute] = parameter  # twenty times as fast as setattr
+        else:  # recurrent layers keep a second list of their weights
+            setattr(self.module, self.attribute, parameter)
+
+
+class Unit:
+    """One module's parameters as flat groups: one for each dtype, trainable ones and frozen ones apart."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        named: Sequence[tuple[str, nn.Parameter]],
+        comm: Communicator,
+        precision: Precision,
+        offload: Offload,
+        kept: frozenset[str] = frozenset(),
+    ) -> None:
+        """Takes parameters by name; those in ``kept`` compute in the dtype they were built with."""
+        self.index = index
+        self.name = name
+        kinds: dict[tuple[torch.dtype, bool, bool, str], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in named:
+            own = name if is_alone(parameter) else ""
+            kind = (parameter.dtype, parameter.requires_grad, name in kept, own)
+            kinds.setdefault(kind, []).append((name, parameter))
+        as_built = replace(precision, param_dtype=None)
+        self.groups = [
+            FlatGroup(members, comm, as_built if is_kept else precision, offload)
+            for (_, _, is_kept, _), members in kinds.items()
+        ]
+        self.places: list[tuple[Place, nn.Parameter, nn.Parameter]] = []
+        self.in_use = False
+        self.pass_number = -1  # the last pass in which it was gathered
+        self._open_calls: dict[int, int] = {}  # calls in forward whose backward has not ended, by that forward
+        self.num_blind_calls = 0  # those that had no graph, so that backward will run them again
+        self.is_complete = False  # all its gradients of this backward are there
+        self._works: list[Work] = []
+        self._reductions: list[tuple[FlatGroup, list[torch.Tensor | None], torch.Tensor, Work]] = []
+        self._replications: list[tuple[torch.Tensor, torch.Tensor, Work]] = []
+        self._small: Communicator | None = None
+
+    def keep_slices(self, places_of: dict[str, list[Place]]) -> None:
+        """Ends construction: every rank keeps its slice, and the model's attributes become the pieces."""
+        for group in self.groups:
+            group.keep_slice()
+            for name, parameter, piece in zip(group.names, group.parameters, group.pieces, strict=True):
+                self.places += [(place, parameter, piece) for place in places_of[name]]
+        self.in_use = True
+        self.free()
+
+    # Calls.
+
+    def open_call(self, forward: int) -> None:
+        """Notes a call in a forward: its backward will come."""
+        self._open_calls[forward] = self._open_calls.get(forward, 0) + 1
+
+    def close_call(self, forward: int) -> bool:
+        """Notes the end of a call's backward; returns whether it was the last one open of that forward."""
+        if forward in self._open_calls:
+            self._open_calls[forward] -= 1
+        return self._open_calls.get(forward) == 0
+
+    def forget_calls(self, forward: int) -> None:
+        """Ends the backward of a forward, whatever calls were not part of it."""
+        self._open_calls.pop(forward, None)
+        self.num_blind_calls = 0
+
+    # Parameters.
+
+    def start_gather(self) -> None:
+        """Issues the all-gathers."""
+        if self._small is not None:
+            self._works += [group.gather_within(self._small) for group in self.groups]
+        else:
+            self._works += [group.gather() for group in self.groups]
+
+    def wait(self) -> None:
+        """Waits for what is being gathered."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def use(self) -> None:
+        """Waits for the parameters and puts them into the module."""
+        self.wait()
+        if not self.in_use:
+            self.in_use = True
+            for place, parameter, _ in self.places:
+                place.put(parameter)
+
+    def free(self) -> None:
+        """Takes the parameters out of the module and frees them. Safe to call twice.
+
+        On CUDA the memory is used again by kernels behind those that read it: one stream allocates and computes, and a
+        collective waits for that stream before it writes.
+        """
+        self.wait()
+        if self.in_use:
+            self.in_use = False
+            for place, _, piece in self.places:
+                place.put(piece)
+        for group in self.groups:
+            group.free()
+
+    def keep_within(self, small: Communicator) -> None:
+        """Frees all but a slice that ``small``, a part of the shard group, can gather again in backward."""
+        self.wait()
+        for group in self.groups:
+            group.keep_within(small)
+        self.free()
+        self._small = small
+
+    def forget_small(self) -> None:
+        """Drops those slices: the next gather is over the whole shard group."""
+        self._small = None
+        for group in self.groups:
+            group.forget_kept()
+
+    def sync_trainable(self) -> None:
+        """Follows a user who froze or unfroze a parameter: the attribute that they see is the piece."""
+        for _, parameter, piece in self.places:
+            if parameter.requires_grad != piece.requires_grad:
+                parameter.requires_grad_(piece.requires_grad)
+
+    # Gradients.
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any of its parameters wants a gradient."""
+        return any(parameter.requires_grad for group in self.groups for parameter in group.parameters)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether backward has left gradients that are not reduced yet."""
+        return any(parameter.grad is not None for group in self.groups for parameter in group.parameters)
+
+    def start_reduce(self, scale: float) -> list[str]:
+        """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were."""
+        used: list[str] = []
+        for group in self.groups:
+            if not any(parameter.requires_grad for parameter in group.parameters):
+                continue
+            mine = group.new_slice()
+            # One rank's slice is the whole: what is brought in is the gradient.
+            gradient = mine if group.comm.size == 1 else group.new_gradient()
+            taken = group.take_gradients()
+            used += [name for name, source in zip(group.names, taken, strict=True) if source is not None]
+            work = group.reductions.issue(partial(_reduce, group, gradient, mine, taken, scale))
+            # What the device may still read and write stays alive with it.
+            self._reductions.append((group, [gradient, *taken], mine, work))
+        return used
+
+    def finish_reduce(self, *, is_last: bool, is_final: bool) -> None:
+        """Waits for the reduce-scatters and adds the slices to the pieces' gradients.
+
+        ``is_last``: of the step's microbatches. ``is_final``: nothing changes these gradients any more, so they are
+        measured.
+        """
+        for group, _, mine, work in self._reductions:
+            work.wait()
+            group.add_gradient(mine, is_last=is_last)
+            if is_final:
+                group.measure()
+        self._reductions.clear()
+
+    def land_gradients(self) -> None:
+        """Waits until gradients that go to the host are there, so that the device holds no more of them."""
+        for group in self.groups:
+            group.finish_gradient()
+
+    def start_replicate(self, comm: Communicator, compressed: Mapping[FlatGroup, BucketReduction]) -> None:
+        """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh, or what replaces them."""
+        for group in self.groups:
+            if group.gradient is None:
+                continue
+            on_device = group.gradient.to(comm.device)  # itself, unless it was offloaded
+            if group not in compressed:
+                work = comm.all_reduce(on_device, reduction(comm))
+            elif any(piece.grad is not None for piece in group.pieces):
+                work = compressed[group].start(on_device, comm)
+            else:  # left over from an earlier step: nothing of it may be added to what is owed
+                continue
+            self._replications.append((group.gradient, on_device, work))
+
+    def finish_replicate(self) -> None:
+        """Waits for these all-reduces."""
+        for gradient, on_device, work in self._replications:
+            work.wait()
+            if on_device is not gradient:
+                gradient.copy_(on_device)
+        self._replications.clear()
+
+
+def slice_shape(group: FlatGroup) -> BucketShape:
+    """Returns what lies in this rank's slice of a group."""
+    return BucketShape(names=group.names, layout=group.layout, shard=(group.start, group.stop))
+
+
+def _reduce(
+    group: FlatGroup, gradient: torch.Tensor, mine: torch.Tensor, taken: list[torch.Tensor | None], scale: float
+) -> Work:
+    group.bring_in(gradient, taken, scale)
+    return DONE if gradient is mine else group.reduce_scatter(gradient, mine)[1]
+
+
+def world_scale(shards: Communicator, replicas: Communicator) -> float:
+    """Returns the factor of a gradient that is averaged over both axes of a mesh."""
+    return gradient_scale(shards) * gradient_scale(replicas)

@@ -1,0 +1,549 @@
+"""Fully sharded data parallelism (ZeRO 3): a rank keeps a slice of everything, and gathers a unit when it needs it.
+
+Per step and rank, for P bytes of parameters on N ranks in units of U bytes:
+
+    memory          16 P / 4 N with fp32 Adam, + parameters and gradients of two units (4 U)
+    communication   all-gather in forward and again in backward, reduce-scatter of gradients: 3 P (N-1)/N
+    hybrid          the same within a shard group of S ranks, + all-reduce of slices over R replicas: 2 P/S (R-1)/R
+    besides         an all-reduce of one byte per parameter: was it used?
+
+The life of a unit. Before its forward the ranks gather it, while the unit before it still computes; after it, it is
+freed again. Backward gathers it once more, ahead of use. When the gradient has come out at the unit's inputs, all
+its parameters' gradients are there: they are brought into one flat buffer, which is reduce-scattered while backward
+goes on. Each rank adds its slice to the gradient of its pieces. What autograd saved are views into the flat buffer,
+whose memory came back with the same values.
+
+- The order of collectives is a route (``route.py``): learnt in the first pass, the same on all ranks, so a rank may
+  skip a unit, or sit a pass out, and none waits for ever.
+- The root unit (what no other unit has) stays gathered from forward to the end of backward; so does the last unit
+  called, which backward needs first, and a unit that is called several times.
+- Every backward reduces, also inside ``no_sync``: accumulated gradients are sharded. Only the exchange between the
+  replicas of a hybrid mesh, and the flags, wait for the last microbatch.
+- A compression (see comm/compress) takes the place of that exchange; inside the shard group gradients stay whole.
+- One rank whose masters are the parameters themselves has nothing to gather or reduce, and no hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.base import BucketReduction, Communicator, GradientCompression, Work
+from paceline.engines.agree import tensors_in
+from paceline.engines.batchnorm import standing_in
+from paceline.engines.buffers import BufferPolicy, SharedBuffers
+from paceline.engines.engine import check_updates_only
+from paceline.engines.face import EngineFace
+from paceline.engines.flat.flat import FlatGroup, gradient_scale
+from paceline.engines.flat.lane import Lane
+from paceline.engines.flat.matrixwise import check_elementwise
+from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state
+from paceline.engines.flat.sharded import clip_pieces, gather_state, load_state, measured_norms
+from paceline.engines.flat.unit import Unit, slice_shape, world_scale
+from paceline.engines.precision import Precision
+from paceline.engines.stages.route import Route, gather_leg, reduce_leg
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingPolicy:
+    """What may be chosen about sharding.
+
+    ``reshard_after_forward``: free units after forward (True), keep them until backward (False), or keep a slice that
+    a group of so many ranks can gather again (a number that divides the shard group).
+    """
+
+    units: tuple[str, ...] | None = None
+    unit_mb: float | None = None
+    reshard_after_forward: bool | int = True
+    prefetch: int = 1
+    shard_ranks: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Who a rank talks to: all that share the batch, those that share the shards, its counterparts in other groups."""
+
+    world: Communicator
+    shards: Communicator
+    replicas: Communicator
+    small: Communicator | None = None
+
+
+class _Crossing:
+    """A tensor between units: backward leaves the units that read it, then enters the one that made it."""
+
+    __slots__ = ("begins", "ends", "engine", "forward", "handle")
+
+    def __init__(self, engine: FullySharded, forward: int) -> None:
+        self.engine = engine
+        self.forward = forward
+        self.ends: list[_Call] = []
+        self.begins: list[Unit] = []
+        self.handle: Any = None
+
+
+class _Call:
+    """One call of a unit in forward. Its backward has ended when the gradients of all its inputs are there."""
+
+    __slots__ = ("forward", "num_inputs", "unit")
+
+    def __init__(self, unit: Unit, forward: int, num_inputs: int) -> None:
+        self.unit = unit
+        self.forward = forward
+        self.num_inputs = num_inputs
+
+
+class FullySharded(EngineFace):
+    """Shards a module's parameters, gradients and optimizer state over the ranks of a group."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Groups,
+        units: Sequence[Unit],
+        policy: ShardingPolicy,
+        precision: Precision,
+        buffers: BufferPolicy = "broadcast",
+        compression: GradientCompression | None = None,
+    ) -> None:
+        """Takes units that are built already (``materialize.py``), the root last.
+
+        ``compression`` averages over the replicas.
+        """
+        self.module = module
+        self.comm = groups.world
+        self.precision = precision
+        self.policy = policy
+        self._groups = groups
+        self._units = list(units)
+        self._root = self._units[-1]
+        self._flat = [group for unit in self._units for group in unit.groups]
+        self.flat_groups = self._flat
+        self.holds_first_copy = groups.replicas.rank == 0
+        self.piece_copies = (groups.replicas.rank, groups.replicas.size)
+        self._buffers = SharedBuffers(module, self.comm, buffers)
+        self._names = [name for name, _ in module.named_parameters()]
+        by_name = {name: piece for group in self._flat for name, piece in zip(group.names, group.pieces, strict=True)}
+        gathers, reductions = Lane(self.comm.device), Lane(self.comm.device)
+        for group in self._flat:
+            group.gathers, group.reductions = gathers, reductions
+        self._is_plain = groups.replicas.size == 1 and not any(group.has_copy for group in self._flat)
+        if self._is_plain:
+            for unit in self._units:
+                unit.use()
+        self._pieces = [by_name[name] for name in self._names] if not self._is_plain else list(module.parameters())
+        self._compression = compression if groups.replicas.size > 1 else None
+        self._compressed = self._bind_compression()
+        # A compression averages by itself.
+        is_whole = self._compression is None
+        self._scale = world_scale(groups.shards, groups.replicas) if is_whole else gradient_scale(groups.shards)
+        order = [gather_leg(self._root.index), *(gather_leg(unit.index) for unit in self._units[:-1])]
+        self._training, self._evaluation = self._route(order), self._route(order)
+        self._forward = self._training
+        self._backwards: dict[int, Route] = {}  # by the number of forwards that one backward undoes
+        self._backward = self._training
+        self._num_forwards = 0
+        self._interleaves = False
+        self._forward_number = 0  # where each forward has a backward of its own: counts them
+        self._undone = 0  # the forward that this backward belongs to
+        self._is_syncing = True
+        self._pass_number = 0
+        self._is_forward = self._is_backward = False
+        self._reducing: Unit | None = None
+        self._landing: Unit | None = None  # the one before: its gradients may be on their way to the host
+        self._used: set[str] = set()
+        self._flags: tuple[torch.Tensor, Work] | None = None
+        self._all_used = torch.ones(len(self._names), dtype=torch.uint8, device=self.comm.device)
+
+    def _bind_compression(self) -> dict[FlatGroup, BucketReduction]:
+        """Returns what averages the slices over the replicas, where an all-reduce does not."""
+        if self._compression is None:
+            return {}
+        shapes = [slice_shape(group) for group in self._flat]
+        return dict(zip(self._flat, self._compression.bind(shapes, self._groups.replicas), strict=True))
+
+    def watch(self, modules: Sequence[nn.Module]) -> None:
+        """Hooks into the units' modules, the model itself last."""
+        if self._is_plain:
+            return
+        for unit, module in zip(self._units, modules, strict=True):
+            enter = functools.partial(self._enter_root if unit is self._root else self._enter, unit)
+            leave = functools.partial(self._leave_root if unit is self._root else self._leave, unit)
+            module.register_forward_pre_hook(lambda _, args, kwargs, enter=enter: enter(args, kwargs), with_kwargs=True)
+            module.register_forward_hook(lambda _module, _args, output, leave=leave: leave(output))
+
+    def interleave(self) -> None:
+        """Prepares for a pipeline: forwards and backwards of several microbatches alternate, each with its own.
+
+        Then nothing stays gathered from a forward to its backward: others come in between.
+        """
+        self._interleaves = True
+
+    # What users call.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; every unit is gathered when its turn comes."""
+        if self._is_syncing and self.module.training and torch.is_grad_enabled():
+            self._buffers.share()
+        with self.precision.context(self.comm.device):
+            return self.module(*args, **kwargs)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what this rank updates: its flat piece of each parameter, which may be empty."""
+        return iter(self._pieces)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over this rank's pieces, under the parameters' names."""
+        return iter(zip(self._names, self._pieces, strict=True))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+        norms = measured_norms(self._flat) if norm_type == 2.0 else None
+        return clip_pieces(self._pieces, self._groups.shards, max_norm, norm_type, norms=norms)
+
+    def sit_out(self) -> None:
+        """Takes part in a pass of the other ranks for which this rank has no samples."""
+        with standing_in(self.module):
+            self.sit_out_forward()
+            if torch.is_grad_enabled():
+                self.sit_out_backward()
+
+    def sit_out_forward(self) -> None:
+        """Takes part in the gathers of a forward."""
+        if self._is_plain or self.comm.size == 1:
+            return
+        if torch.is_grad_enabled() and self._is_syncing and self.module.training:
+            self._buffers.share()
+        self._begin_forward()
+        self._end_forward()
+
+    def sit_out_backward(self) -> None:
+        """Takes part in the gathers and reductions of a backward."""
+        if self._is_plain or self.comm.size == 1:
+            return
+        self._begin_backward()
+        self._finish_backward()
+
+    def forget_pass(self) -> None:
+        """Takes back what the last pass has changed beside the gradients, which are dropped. All ranks call it."""
+        if self._compression is not None:
+            self._compression.roll_back()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Returns all parameters and buffers on the CPU, gathered one group at a time."""
+        return gather_state(self.module, self._flat, self.comm, rank0_only=rank0_only)
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
+        load_state(self.module, self._flat, state)
+
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Returns the optimizer's state as one process would have it."""
+        return gather_optimizer_state(optimizer, self._flat, comm=self.comm, rank0_only=rank0_only)
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads what ``full_optimizer_state`` gave."""
+        load_optimizer_state(optimizer, self._flat, state)
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Returns the reduced gradients, whole; None where no rank had one."""
+        if self._is_plain:
+            gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
+            return {name: None if grad is None else grad.to("cpu", copy=True) for name, grad in gradients.items()}
+        found: dict[str, torch.Tensor | None] = {}
+        for group in self._flat:
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.pieces]
+            for name, piece, whole in zip(group.names, group.pieces, group.gather_whole(parts), strict=True):
+                found[name] = None if piece.grad is None else whole.cpu()
+        return {name: found[name] for name in self._names}
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError unless the optimizer updates pieces of this engine, element by element."""
+        check_updates_only(optimizer, self.parameters())
+        if self.comm.size > 1 or not self._is_plain:
+            check_elementwise(optimizer)
+
+    # Forward: a unit is gathered, used, freed.
+
+    def _enter_root(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        self._begin_forward()
+        self._reach(unit, self._forward)
+        return None if self.precision.param_dtype is None else self.precision.cast_inputs((args, kwargs))
+
+    def _leave_root(self, unit: Unit, output: Any) -> None:
+        self._end_forward()
+        if self._forward is self._evaluation or self._interleaves:
+            unit.free()
+        self._mark_outputs(unit, output)
+
+    def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        if self._is_backward:  # a checkpointed part runs again
+            self._enter_backward(unit)
+            if unit.num_blind_calls and torch.is_grad_enabled():
+                unit.num_blind_calls -= 1
+                self._watch_inputs(unit, args, kwargs)
+            return
+        if not self._is_forward:  # called by itself, outside the model's forward
+            unit.start_gather()
+            unit.use()
+        elif unit.pass_number != self._pass_number or not unit.in_use:
+            self._reach(unit, self._forward)
+        if torch.is_grad_enabled():
+            unit.open_call(self._forward_number)
+            self._watch_inputs(unit, args, kwargs)
+        elif self._is_forward and self._forward is self._training:  # a re-entrant checkpoint: the graph comes later
+            unit.open_call(self._forward_number)
+            unit.num_blind_calls += 1
+
+    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        """Asks to be called when the gradients of a call's inputs are there."""
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        call = _Call(unit, self._undone if self._is_backward else self._forward_number, len(inputs))
+        for tensor in inputs:
+            self._crossing(tensor).ends.append(call)
+
+    def _leave(self, unit: Unit, output: Any) -> None:
+        if self._is_backward:
+            return
+        has_graph = self._mark_outputs(unit, output)
+        # A re-entrant checkpoint runs without a graph, and will need the unit in backward all the same.
+        if has_graph or (self._is_forward and self._forward is self._training):
+            self._reshard(unit)
+        elif not (self._is_forward and gather_leg(unit.index) in self._forward.repeated):
+            unit.free()
+
+    def _mark_outputs(self, unit: Unit, output: Any) -> bool:
+        """Asks to be called when backward enters the unit; returns whether it can."""
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        for tensor in tensors:
+            crossing = self._crossing(tensor)
+            if all(call.unit is not unit for call in crossing.ends):  # else an input that the unit hands on
+                crossing.begins.append(unit)
+        return bool(tensors)
+
+    def _reshard(self, unit: Unit) -> None:
+        """Frees a unit between forward and backward, as far as the policy wants it."""
+        if self._stays(unit):
+            return
+        if self._groups.small is not None:
+            unit.keep_within(self._groups.small)
+        else:
+            unit.free()
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered until its backward: because it comes first there, or is called repeatedly.
+
+        The same on every rank; known after the first pass.
+        """
+        if self._interleaves:
+            return False
+        leg, legs = gather_leg(unit.index), self._training.legs
+        is_last = legs is not None and legs[-1] == leg
+        return self.policy.reshard_after_forward is False or is_last or leg in self._training.repeated
+
+    def _reach(self, unit: Unit, route: Route) -> None:
+        unit.pass_number = self._pass_number
+        route.reach(gather_leg(unit.index), self._describe)
+        unit.use()
+
+    def _begin_forward(self) -> None:
+        self._forward = self._training if torch.is_grad_enabled() else self._evaluation
+        self._num_forwards += self._forward is self._training
+        self._forward_number += self._interleaves
+        self._pass_number += 1
+        self._is_forward, self._is_backward = True, False
+        for group in self._flat:
+            group.drop_gradient()
+        for unit in self._units:
+            unit.sync_trainable()
+            unit.forget_small()
+        self._forward.begin()
+
+    def _end_forward(self) -> None:
+        self._forward.finish()
+        self._is_forward = False
+        if self._forward is self._evaluation:
+            for leg in self._forward.repeated:
+                self._units[leg // 2].free()
+
+    # Backward: a unit is gathered again; its gradients leave when they have come out at its inputs.
+
+    def _crossing(self, tensor: torch.Tensor) -> _Crossing:
+        """Returns the crossing at a tensor; one hook serves the units on both sides."""
+        found: _Crossing | None = getattr(tensor, "_paceline_crossing", None)
+        if found is not None and found.engine is self and not tensor.is_leaf:
+            return found
+        crossing = _Crossing(self, self._forward_number)
+        handle = tensor.register_hook(lambda _: self._cross(crossing))  # type: ignore[no-untyped-call]
+        if tensor.is_leaf:
+            crossing.handle = handle  # a leaf outlives the graph, and so would its hook
+        else:
+            tensor._paceline_crossing = crossing  # type: ignore[attr-defined]
+        return crossing
+
+    def _cross(self, crossing: _Crossing) -> None:
+        """Runs when the gradient of a tensor between units is there: they are left and entered in this order."""
+        if not self._is_backward:
+            self._undone = next((call.forward for call in crossing.ends), crossing.forward)
+            self._begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        for call in crossing.ends:
+            call.num_inputs -= 1
+            if call.num_inputs == 0:
+                self._close_call(call, is_at_leaf=crossing.handle is not None)
+        if crossing.handle is not None:
+            crossing.handle.remove()
+        for unit in sorted(crossing.begins, key=lambda unit: unit is not self._root):  # the root holds the others
+            self._enter_backward(unit)
+
+    def _begin_backward(self) -> None:
+        self._is_backward = True
+        self._pass_number += 1
+        for unit in self._units:
+            unit.is_complete = False
+        if self._interleaves:
+            self._num_forwards = 1
+        if self._num_forwards not in self._backwards:
+            # Backward goes the way of forward, from its end: who has come to a unit is done with those behind it.
+            way = self._training.legs or [gather_leg(unit.index) for unit in self._units]
+            inner = [leg // 2 for leg in reversed(way) if leg // 2 != self._root.index]
+            legs = [leg for index in inner for leg in (gather_leg(index), reduce_leg(index))]
+            first = [gather_leg(self._root.index)] if self._interleaves else []
+            self._backwards[self._num_forwards] = self._route([*first, *legs, reduce_leg(self._root.index)])
+        self._backward = self._backwards[self._num_forwards]
+        self._backward.begin()
+
+    def _enter_backward(self, unit: Unit) -> None:
+        if not unit.in_use:
+            self._reach(unit, self._backward)
+        elif unit is not self._root:
+            # Not sooner: backward begins with the loss, when the memory is fullest.
+            self._backward.look_ahead()
+
+    def _close_call(self, call: _Call, *, is_at_leaf: bool = False) -> None:
+        """Ends the backward of a call: with the last one open, the unit's gradients are all there.
+
+        At a leaf (the input of a re-entrant checkpoint) they may still be on their way, until that backward ends.
+        """
+        if is_at_leaf:
+            later = functools.partial(self._close_call, call)
+            torch.autograd.Variable._execution_engine.queue_callback(later)
+            return
+        unit = call.unit
+        if not unit.close_call(call.forward) or not self._is_backward:
+            return
+        unit.is_complete = True
+        if self._backward.is_learning:
+            self._backward.reach(reduce_leg(unit.index), self._describe)
+        else:
+            self._backward.reach_ready(lambda leg: self._units[leg // 2].is_complete)
+        unit.free()
+
+    @torch.no_grad()
+    def _finish_backward(self) -> None:
+        """Ends a backward: reduces the rest, waits, and settles who has a gradient."""
+        self._backward.finish(drop=lambda leg: leg % 2 == 0 and self._stays(self._units[leg // 2]))
+        self._finish_reduce()
+        self._reducing = self._landing = None
+        self._is_backward = False
+        self._num_forwards = 0
+        for unit in self._units:
+            unit.forget_calls(self._undone)
+            unit.free()
+        self._check_nothing_left()
+        if self._is_syncing:
+            for group in self._flat:
+                group.finish_gradient()
+            self._settle()
+
+    def _check_nothing_left(self) -> None:
+        late = [unit.name or "the root" for unit in self._units if unit.has_gradient]
+        if late:
+            raise UsageError(
+                f"gradients of {', '.join(late)} came after the ranks had reduced them\n"
+                "  the first backward settles the order in which all ranks reduce their units\n"
+                "  call the units in the same order in every step, or make one unit of those whose order changes"
+            )
+
+    def _settle(self) -> None:
+        """Ends a step's gradients: those of the replicas are averaged, and a parameter that no rank used has none."""
+        has_replicas = self._groups.replicas.size > 1
+        for unit in self._units if has_replicas else ():
+            unit.start_replicate(self._groups.replicas, self._compressed)
+        unused = [place for place, name in enumerate(self._names) if name not in self._used]
+        missing = [place for place in unused if self._pieces[place].requires_grad]
+        for place in set(unused) - set(missing):
+            self._pieces[place].grad = None  # frozen
+        if self.comm.size > 1:
+            missing = self._ask_others(missing)
+        for place in missing:
+            self._pieces[place].grad = None
+        for unit in self._units if has_replicas else ():
+            unit.finish_replicate()
+        if self._compression is not None:
+            dropped = [name for name, piece in self.named_parameters() if piece.grad is None]
+            self._compression.withhold(dropped)
+            self._compression.end_pass(self._groups.shards)
+        self._used.clear()
+
+    def _ask_others(self, missing: list[int]) -> list[int]:
+        """Tells the others which parameters were used here; returns which of the missing ones no rank has used.
+
+        A rank that misses none does not wait for the answer.
+        """
+        if self._flags is not None:
+            self._flags[1].wait()
+        flags = self._all_used
+        if missing:
+            is_used = [name in self._used for name in self._names]
+            flags = torch.tensor(is_used, dtype=torch.uint8).to(self.comm.device, non_blocking=True)
+        else:
+            flags.fill_(1)
+        self._flags = (flags, self.comm.all_reduce(flags, "max"))
+        if not missing:
+            return []
+        self._flags[1].wait()
+        used_anywhere = flags.tolist()  # sync point, for models that leave parameters unused
+        return [place for place in missing if not used_anywhere[place]]
+
+    # What the routes call.
+
+    def _route(self, order: Sequence[int]) -> Route:
+        return Route(self._groups.shards, order, self._issue, self._release, self.policy.prefetch)
+
+    def _issue(self, leg: int) -> None:
+        unit = self._units[leg // 2]
+        if leg % 2 == 0:
+            unit.start_gather()
+            return
+        with torch.no_grad():
+            if self._landing is not None:
+                self._landing.land_gradients()
+            self._finish_reduce()  # two units' gradients at a time
+            self._used.update(unit.start_reduce(self._scale))
+            self._landing, self._reducing = self._reducing, unit
+
+    def _finish_reduce(self) -> None:
+        if self._reducing is not None:
+            is_final = self._is_syncing and self._groups.replicas.size == 1
+            self._reducing.finish_reduce(is_last=self._is_syncing, is_final=is_final)
+
+    def _release(self, leg: int) -> None:
+        """Lets go of a unit that was gathered for the others; all keep a slice of it where backward will need that."""
+        unit = self._units[leg // 2]
+        if unit.in_use:
+            return
+        is_needed = self._is_forward and self._forward is self._training and unit is not self._root
+        if is_needed and self._groups.small is not None and not self._stays(unit):
+            unit.keep_within(self._groups.small)
+        else:
+            unit.free()
+
+    def _describe(self, leg: int) -> str:
+        return f"unit {self._units[leg // 2].name or 'root'}"

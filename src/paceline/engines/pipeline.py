@@ -1,0 +1,495 @@
+"""Pipeline parallelism: every rank holds some stages of the model, and microbatches flow through them.
+
+Per step and rank, for P ranks, M microbatches whose activations between stages take A bytes, and v stages a rank:
+
+    memory          1/P of parameters, gradients and optimizer state, + activations of the microbatches in flight
+    communication   A forward and A backward for each microbatch and stage, from neighbour to neighbour
+    idle            (P-1) / (M+P-1) of the step for GPipe and 1F1B, less for interleaved and zero-bubble schedules
+
+One executor runs any schedule: it walks this rank's row of actions (see schedules.py), and knows nothing of the grid.
+
+- A receive is posted when the schedule says so, ahead of its use; a send is forgotten until something that comes back
+  tells that it has arrived. Nothing but the use of what is missing waits.
+- A stage is an engine of its own (replicated, or sharded in any way, over the ranks that share the batch), which
+  reduces with the last backward of the step and accumulates in those before it.
+- The loss is called on every rank that needs it: on the first stage as far as its call of the model, which tells what
+  the inputs are; on the last stage with a model that returns what came through the pipeline.
+- Schedules with I and W run backward in two parts, see split_backward.py.
+- A microbatch without samples, on this rank and so on all its stages, is sat out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline.clock import on_device
+from paceline.comm.base import Communicator, Work
+from paceline.engines.batchnorm import SyncBatchNorm
+from paceline.engines.engine import Engine
+from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key, tensors_of
+from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
+from paceline.errors import UsageError
+from paceline.schedule.schedules import Action, Schedule, lower
+
+
+class Value(Protocol):
+    """What a loss returns: a sum over elements, and how many there are."""
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum."""
+
+    @property
+    def count(self) -> torch.Tensor | float:
+        """The number of elements."""
+
+
+Compute = Callable[[Callable[..., Any], Any], Any]
+Note = Callable[[str], None]
+
+
+class _Asked(BaseException):
+    """Carries what a loss calls the model with. Not an Exception: a loss that catches those must not catch this."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inputs = args, kwargs
+        super().__init__()
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A loss whose graph is not needed any more."""
+
+    total: torch.Tensor
+    count: torch.Tensor | float
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One microbatch at one stage, between its forward and the end of its backward."""
+
+    inputs: list[torch.Tensor]  # those whose gradients go back
+    roots: list[torch.Tensor]
+    gradients: list[torch.Tensor | None] | None  # of the roots, where they are known: not before backward comes
+    part: WeightPart | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """A rank's row of a schedule, with what follows from the rows of the others."""
+
+    actions: tuple[Action, ...]
+    reducing: Mapping[int, int]  # by stage, the microbatch whose backward comes last
+    released: Mapping[Action, tuple[Action, ...]]  # sends that have arrived, by the receive that tells so
+
+
+class Pipeline:
+    """Runs microbatches through the stages of this rank and of the others."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Engine],
+        pipe: Communicator,
+        first: Schedule,
+        make_schedule: Callable[[int], Schedule],
+    ) -> None:
+        """Takes this rank's engines by stage, one schedule, and what makes those for other numbers of microbatches."""
+        self.stages = dict(sorted(stages.items()))
+        self.pipe = pipe
+        self._make_schedule = make_schedule
+        self.placement = first.placement
+        self.num_stages = first.stages
+        self.splits_backward = first.splits_backward
+        self.journal: list[Action] = []  # what the last step did, in order
+        self.peak_in_flight = 0  # microbatches whose activations were held at once, over all steps
+        self._links = Links(pipe, first.placement)
+        self._programs: dict[int, RankProgram] = {}
+        self._sent: deque[list[Work]] = deque()  # by evaluations
+        self._kept: Any = None
+        for engine in self.stages.values():
+            if self.num_stages > 1:
+                engine.interleave()
+        if self.splits_backward:
+            for engine in self.stages.values():
+                engine.module.register_forward_hook(self._keep_output)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return self.num_stages - 1 in self.stages
+
+    @property
+    def last_rank(self) -> int:
+        """Which rank of the pipeline has the last stage."""
+        return self.placement[-1]
+
+    def run(
+        self, microbatches: Sequence[Any], loss: Compute, scale: float | torch.Tensor | None, note: Note
+    ) -> list[Value]:
+        """Leaves the gradients of all microbatches, reduced; returns the losses, on the rank of the last stage.
+
+        ``note`` is told of the end of each "forward" and "backward".
+        """
+        self._finish_evaluations()
+        program = self.program(max(len(microbatches), 1))
+        step = _Step(self, microbatches or [None], loss, scale, program)
+        self.journal = []
+        for action in program.actions:
+            step.do(action)
+            self.journal.append(action)
+            if action.kind in _PHASES:
+                note(_PHASES[action.kind])
+        step.finish()
+        return step.values
+
+    @torch.no_grad()
+    def evaluate(self, compute: Compute, batch: Any) -> Any:
+        """Runs one batch through all stages; returns what ``compute(model, batch)`` does, None but on the last stage.
+
+        Sends are not waited for: the first stage may go on with the next batch.
+        """
+        key, handed, result, works = shape_key(batch, "evaluation"), None, None, list[Work]()
+        for stage, engine in self.stages.items():
+            if stage and self.placement[stage - 1] != self.pipe.rank:
+                handed = self._links.post_inputs(stage, key).take()
+            inputs = model_inputs(compute, batch) if stage == 0 and not self._is_end(stage) else ((handed,), {})
+            if self._is_end(stage):
+                result = compute(_once(engine, None if stage == 0 else handed), batch)
+                continue
+            handed = engine(*inputs[0], **inputs[1])
+            if self.placement[stage + 1] != self.pipe.rank:
+                works += self._links.send_outputs(stage + 1, key, handed)
+        self._sent.append(works)
+        if len(self._sent) > 2:
+            _wait(self._sent.popleft())
+        return result
+
+    def share_values(self, values: Sequence[Value]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the summed loss and count of a step on every rank of the pipeline: the last stage tells them."""
+        device = self.pipe.device
+        rows = [torch.stack([on_device(v.total, device), on_device(v.count, device)]) for v in values]
+        sums = torch.stack(rows).sum(0) if rows else torch.zeros(2, dtype=torch.float64, device=device)
+        if self.pipe.size > 1:
+            self.pipe.broadcast(sums, self.last_rank).wait()
+        return sums[0], sums[1]
+
+    def _is_end(self, stage: int) -> bool:
+        return stage == self.num_stages - 1
+
+    def program(self, microbatches: int) -> RankProgram:
+        """Returns what this rank does with so many microbatches."""
+        if microbatches not in self._programs:
+            programs = lower(self._make_schedule(microbatches))
+            self._programs[microbatches] = _prepare(programs, self.pipe.rank, self.placement)
+        return self._programs[microbatches]
+
+    def _finish_evaluations(self) -> None:
+        while self._sent:
+            _wait(self._sent.popleft())
+
+    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Keeps a stage's output for the input part of backward; the engine gets, and watches, another view of it.
+
+        So an engine sees one backward a microbatch, that over its parameters, and not the two parts.
+        """
+        del module, args
+        if not torch.is_grad_enabled():
+            return None
+        self._kept = output
+        return map_tensors(lambda tensor: tensor.view_as(tensor), output)
+
+
+_PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+
+
+class _Step:
+    """One step: what is in flight, has arrived, or is under way."""
+
+    def __init__(
+        self,
+        owner: Pipeline,
+        microbatches: Sequence[Any],
+        loss: Compute,
+        scale: float | torch.Tensor | None,
+        program: RankProgram,
+    ) -> None:
+        self.values: list[Value] = []
+        self._owner = owner
+        self._microbatches = microbatches
+        self._keys: list[Hashable] = [shape_key(batch, "training") for batch in microbatches]
+        self._loss = loss
+        self._scale = scale
+        self._program = program
+        self._links = owner._links
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._outputs: dict[tuple[int, int], Any] = {}  # until they are sent
+        self._arrivals: dict[Action, Arrival] = {}
+        self._late: dict[int, deque[Action]] = {}  # receives that could not be posted yet, by stage
+        self._handed: dict[Action, Any] = {}  # between two stages of this rank, under the receive it stands for
+        self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}  # of inputs, until they are sent
+        self._sends: dict[Action, list[Work]] = {}
+        self._do = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._input_part,
+            "W": self._weight_part,
+            "SF": self._send_forward,
+            "RF": self._receive_forward,
+            "SB": self._send_backward,
+            "RB": self._receive_backward,
+        }
+
+    def do(self, action: Action) -> None:
+        """Does one action; those of a microbatch without samples are nothing, or a pass to sit out."""
+        if action.kind == "R":
+            return  # the engine reduced with the backward before it
+        if self._microbatches[action.microbatch] is None:
+            self._sit_out(action)
+            return
+        self._do[action.kind](action)
+
+    def finish(self) -> None:
+        """Waits for what is still under way."""
+        for works in self._sends.values():
+            _wait(works)
+
+    # Computing.
+
+    def _forward(self, action: Action) -> None:
+        owner, stage, number = self._owner, action.stage, action.microbatch
+        engine, batch = owner.stages[stage], self._microbatches[number]
+        handed = self._take_inputs(action) if stage else None
+        part = WeightPart() if owner.splits_backward else None
+        with self._syncing(action), _deferring(part), engine.precision.context(engine.comm.device):
+            if owner._is_end(stage):
+                roots, gradients = self._end_forward(engine, handed if stage else None, batch)
+            else:
+                args, kwargs = ((handed,), {}) if stage else model_inputs(self._loss, batch)
+                output = engine(*args, **kwargs)
+                self._outputs[stage, number] = output
+                roots, gradients = _roots(owner._kept if part else output), None
+        owner._kept = None
+        inputs = [tensor for tensor in tensors_of(handed) if tensor.requires_grad]
+        self._flights[stage, number] = _Flight(inputs, roots, gradients, part)
+        owner.peak_in_flight = max(owner.peak_in_flight, len(self._flights))
+        if not owner._is_end(stage) and owner.placement[stage + 1] == owner.pipe.rank:
+            self._handed[Action("RF", stage + 1, number)] = hand_over(self._outputs.pop((stage, number)))
+
+    def _end_forward(
+        self, engine: Engine, handed: Any, batch: Any
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Runs the last stage and the loss; returns where backward begins."""
+        is_split = self._owner.splits_backward
+        leaves: list[Any] = []
+
+        def cut(output: Any) -> Any:
+            if not is_split:
+                return output
+            leaves.append(hand_over(output))
+            return leaves[0]
+
+        value = self._loss(_once(engine, handed, cut), batch)
+        # Not the sum itself: its graph would hold the stage's inputs, and their gradients, until the step is over.
+        self.values.append(_Told(value.total.detach(), value.count))
+        total = value.total if self._scale is None else value.total * self._scale
+        if not is_split:
+            return [total], [None]
+        wanted = [tensor for tensor in tensors_of(leaves[0]) if tensor.requires_grad]
+        found = torch.autograd.grad(total, wanted, allow_unused=True)
+        pairs = zip(_roots(self._owner._kept), found, strict=True)
+        kept = [(root, gradient) for root, gradient in pairs if gradient is not None]
+        return [root for root, _ in kept], [gradient for _, gradient in kept]
+
+    def _backward(self, action: Action) -> None:
+        flight = self._flights.pop((action.stage, action.microbatch))
+        gradients = self._take_gradients(action, flight)
+        with self._syncing(action):
+            if flight.roots:
+                torch.autograd.backward(flight.roots, gradients)
+            else:  # nothing here has a gradient
+                self._owner.stages[action.stage].sit_out_backward()
+        self._give_gradients(action, flight, [tensor.grad for tensor in flight.inputs])
+
+    def _input_part(self, action: Action) -> None:
+        flight = self._flights[action.stage, action.microbatch]
+        assert flight.part is not None
+        gradients = self._take_gradients(action, flight)
+        module = self._owner.stages[action.stage].module
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        found: list[torch.Tensor | None] = []
+        if flight.roots:
+            found = input_part(flight.roots, gradients, flight.inputs, parameters, flight.part)
+        self._give_gradients(action, flight, found or [None] * len(flight.inputs))
+        flight.roots, flight.inputs, flight.gradients = [], [], None
+
+    def _weight_part(self, action: Action) -> None:
+        flight = self._flights.pop((action.stage, action.microbatch))
+        assert flight.part is not None
+        with self._syncing(action):
+            if not flight.part.finish():
+                self._owner.stages[action.stage].sit_out_backward()
+
+    @contextlib.contextmanager
+    def _syncing(self, action: Action) -> Iterator[None]:
+        """Lets the stage's engine reduce if this microbatch's backward is the last of the step, else accumulate."""
+        engine = self._owner.stages[action.stage]
+        is_last = self._program.reducing[action.stage] == action.microbatch
+        with contextlib.nullcontext() if is_last else engine.no_sync():
+            yield
+
+    def _sit_out(self, action: Action) -> None:
+        if action.kind not in ("F", "B", "W"):
+            return
+        engine = self._owner.stages[action.stage]
+        if engine.comm.size > 1 and any(isinstance(module, SyncBatchNorm) for module in engine.module.modules()):
+            raise UsageError(
+                f"microbatch {action.microbatch} has no samples on this rank, and stage {action.stage} has "
+                "synchronised batch norms\n"
+                "  those exchange statistics in the order of the schedule, where a rank without samples has no part\n"
+                "  set data.last_batch = drop, or a global batch that every rank has a share of"
+            )
+        with self._syncing(action):
+            if action.kind == "F":
+                engine.sit_out_forward()
+            else:
+                engine.sit_out_backward()
+
+    # What comes and goes.
+
+    def _take_inputs(self, action: Action) -> Any:
+        receive = Action("RF", action.stage, action.microbatch)
+        if receive in self._handed:
+            return self._handed.pop(receive)
+        while receive not in self._arrivals:
+            self._post_inputs(self._late[action.stage].popleft())
+        tree = self._arrivals.pop(receive).take()
+        self._release(receive)
+        return tree
+
+    def _take_gradients(self, action: Action, flight: _Flight) -> list[torch.Tensor | None]:
+        if flight.gradients is not None:
+            return flight.gradients
+        receive = Action("RB", action.stage, action.microbatch)
+        if receive in self._handed:
+            return list(self._handed.pop(receive))
+        gradients: list[torch.Tensor | None] = self._arrivals.pop(receive).take()
+        self._release(receive)
+        return gradients
+
+    def _give_gradients(self, action: Action, flight: _Flight, found: Sequence[torch.Tensor | None]) -> None:
+        """Keeps the gradients of a stage's inputs for the stage before; zeros where there is none."""
+        if action.stage == 0:
+            return
+        pairs = zip(flight.inputs, found, strict=True)
+        gradients = [torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in pairs]
+        if self._owner.placement[action.stage - 1] == self._owner.pipe.rank:
+            self._handed[Action("RB", action.stage - 1, action.microbatch)] = gradients
+        else:
+            self._gradients[action.stage, action.microbatch] = gradients
+
+    def _send_forward(self, action: Action) -> None:
+        output = self._outputs.pop((action.stage, action.microbatch))
+        self._sends[action] = self._links.send_outputs(action.stage + 1, self._keys[action.microbatch], output)
+
+    def _receive_forward(self, action: Action) -> None:
+        # The first of its shape is not described yet; to wait for that here might be to wait for oneself. What comes
+        # behind it waits too: messages are taken in the order in which they are sent.
+        late = self._late.setdefault(action.stage, deque())
+        if late or not self._links.knows(action.stage, self._keys[action.microbatch]):
+            late.append(action)
+        else:
+            self._post_inputs(action)
+
+    def _post_inputs(self, action: Action) -> None:
+        self._arrivals[action] = self._links.post_inputs(action.stage, self._keys[action.microbatch])
+
+    def _send_backward(self, action: Action) -> None:
+        gradients = self._gradients.pop((action.stage, action.microbatch))
+        self._sends[action] = self._links.send_gradients(action.stage, gradients)
+
+    def _receive_backward(self, action: Action) -> None:
+        roots = self._flights[action.stage, action.microbatch].roots
+        self._arrivals[action] = self._links.post_gradients(action.stage, roots)
+
+    def _release(self, receive: Action) -> None:
+        """Lets go of sends that have arrived, as what was just received tells."""
+        for send in self._program.released.get(receive, ()):
+            _wait(self._sends.pop(send, []))
+
+
+def model_inputs(compute: Compute, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what a loss calls the model with for a batch: runs it up to that call."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        raise _Asked(args, kwargs)
+
+    try:
+        compute(ask, batch)
+    except _Asked as asked:
+        return asked.inputs
+    raise UsageError("the loss does not call the model\n  it is called as loss(model, batch), and calls model(inputs)")
+
+
+def _once(engine: Engine, handed: Any, cut: Callable[[Any], Any] = lambda output: output) -> Callable[..., Any]:
+    """Returns the model that a loss sees on the last stage: it takes what came through the pipeline, once."""
+    calls: list[None] = []
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        if calls:
+            raise UsageError(
+                "the loss calls the model twice\n  a pipeline carries one forward for each microbatch\n"
+                "  call it once, on all inputs together, or train without a pipeline"
+            )
+        calls.append(None)
+        return cut(engine(*args, **kwargs) if handed is None else engine(handed))
+
+    return model
+
+
+def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequence[int]) -> RankProgram:
+    """Finds in the programs of all ranks what this rank's sends and backwards must know."""
+    actions = tuple(programs[rank])
+    last = {action.stage: action.microbatch for action in actions if action.kind in ("B", "W")}
+    position = {action: place for program in programs for place, action in enumerate(program)}
+
+    def computed(kind: str, stage: int, number: int) -> int:
+        kinds = ("F",) if kind == "F" else ("B", "I")
+        return next(position[a] for k in kinds if (a := Action(k, stage, number)) in position)  # type: ignore[arg-type]
+
+    # A send has arrived when the peer has used it. That it has is known once something comes that it made later.
+    open_sends = [
+        (action, placement[peer], computed("F" if action.kind == "SF" else "B", peer, action.microbatch))
+        for action in actions
+        if action.kind in ("SF", "SB")
+        for peer in [action.stage + (1 if action.kind == "SF" else -1)]
+    ]
+    released: dict[Action, tuple[Action, ...]] = {}
+    for action in actions:
+        if action.kind in ("RF", "RB"):
+            source = action.stage + (-1 if action.kind == "RF" else 1)
+            made = computed("F" if action.kind == "RF" else "B", source, action.microbatch)
+            past = [each for each in open_sends if each[1] == placement[source] and each[2] < made]
+            released[action] = tuple(send for send, _, _ in past)
+            open_sends = [each for each in open_sends if each not in past]
+    return RankProgram(actions, last, released)
+
+
+def _roots(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors that backward starts from: one gradient comes back for each."""
+    return [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+
+
+def _deferring(part: WeightPart | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if part is None else DeferredWeights(part)
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,1 @@
+"""A model cut into the stages of a pipeline."""

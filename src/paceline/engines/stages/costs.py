@@ -1,0 +1,266 @@
+"""What the layers of a model cost: measured on this device, or estimated from shapes without computing anything.
+
+Measured: each layer runs forward and backward on example inputs, embedding and head included, and medians count.
+
+Estimated: layers run on meta tensors, which have shapes and no values. For F floating-point operations of matrix
+products and convolutions, and B bytes that all operations write, a layer's
+
+    forward = F + 16 B        backward = 2 forward
+
+as a device computes some ten operations in the time in which it writes a byte, and backward computes the gradients of
+inputs and of weights. Only the proportions count. Without example inputs a model is asked for some
+(``example_inputs()``), and one that has none is judged by its parameters, of which each is used once a sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from paceline.clock import DeviceClock, seconds_between
+from paceline.engines.stages.bounds import LayerCost
+from paceline.errors import UsageError
+from paceline.models.layers import PipelineLayer, model_layers
+from paceline.models.measured import measure_activations
+
+_OPERATIONS_PER_BYTE = 16.0
+_STATES = 4  # of each parameter: itself, its gradient, and two moments of Adam
+
+
+def estimate_layers(
+    model: nn.Module, layers: Sequence[PipelineLayer] | None = None, inputs: Sequence[Any] | None = None
+) -> tuple[LayerCost, ...]:
+    """Estimates each layer's cost; the model may be on any device, the meta device too, and stays as it is.
+
+    ``inputs`` are arguments of the model's forward, of which shapes and dtypes count. Raises UsageError for inputs on
+    which the layers cannot run without values.
+    """
+    layers = model_layers(model) if layers is None else tuple(layers)
+    given = _example_inputs(model) if inputs is None else tuple(inputs)
+    if given is not None:
+        try:
+            return _estimate_from_shapes(model, layers, given)
+        except Exception as error:  # whatever a user's layer raises on tensors without values
+            if inputs is not None:
+                said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise UsageError(
+                    f"the layers cannot be run without values: {said}\n"
+                    "  estimates run them on meta tensors, which have shapes and no values\n"
+                    "  measure them instead (measure_layers), or give stage_layers"
+                ) from error
+    return _estimate_from_parameters(layers)
+
+
+def measure_layers(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    layers: Sequence[PipelineLayer] | None = None,
+    *,
+    repeats: int = 5,
+    warmup: int = 1,
+) -> tuple[LayerCost, ...]:
+    """Times each layer's forward and backward on ``inputs``, arguments of the model's forward on its device.
+
+    Gradients, buffers and random states are as before when it returns. Times differ between ranks: one of them
+    measures, and the others take its cut.
+    """
+    layers = model_layers(model) if layers is None else tuple(layers)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError(
+            "the model is on the meta device, and its layers cannot be timed\n  there is nothing to compute\n"
+            "  build it on a real device, or estimate its layers (estimate_layers)"
+        )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    clock = DeviceClock(device)
+    rounds: list[list[tuple[float, float]]] = []
+    with _unchanged(model):
+        for number in range(warmup + repeats):
+            times, args = [], tuple(inputs)
+            for layer in layers:
+                output, spent = _time_layer(layer, args, clock, device)
+                times.append(spent)
+                args = (output,)
+            if number >= warmup:
+                rounds.append(times)
+    return tuple(
+        LayerCost(
+            name=layer.name,
+            forward=statistics.median(times[index][0] for times in rounds),
+            backward=statistics.median(times[index][1] for times in rounds),
+            state_bytes=_state_bytes(layer),
+        )
+        for index, layer in enumerate(layers)
+    )
+
+
+def _time_layer(
+    layer: PipelineLayer, args: tuple[Any, ...], clock: DeviceClock, device: torch.device
+) -> tuple[Any, tuple[float, float]]:
+    """Runs one layer forward and backward; returns what it gives the next one, and both times."""
+    args = tree_map(_leaf, args)
+    begin = clock.mark()
+    output = layer.run(*args)
+    middle = clock.mark()
+    ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    end = clock.mark()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    times = seconds_between(begin, middle), seconds_between(middle, end) if ends else 0.0
+    return tree_map(_leaf, output), times
+
+
+def _leaf(value: Any) -> Any:
+    """Cuts a tensor off its graph; a layer's input gets a gradient, as in a stage that is not the first."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.is_floating_point())
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts gradients, buffers and random states back as they were."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng(devices=[device.index or 0 for device in devices]), torch.enable_grad():
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _estimate_from_shapes(
+    model: nn.Module, layers: Sequence[PipelineLayer], inputs: Sequence[Any]
+) -> tuple[LayerCost, ...]:
+    found: list[LayerCost] = []
+    args = tree_map(_without_values, tuple(inputs))
+    with _on_meta(model), torch.enable_grad():
+        for layer in layers:
+            args = tree_map(_leaf, args)
+            output, forward, kept = _count(nn.ModuleList(layer.modules), layer.run, args)
+            cost = LayerCost(
+                name=layer.name,
+                forward=forward,
+                backward=2 * forward,
+                state_bytes=_state_bytes(layer),
+                activation_bytes=kept,
+            )
+            found.append(cost)
+            args = (output,)
+    return tuple(found)
+
+
+def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float, int]:
+    """Runs a layer on meta tensors; returns its output, its cost, and the bytes that it keeps for backward.
+
+    ``used`` are the layer's modules, whose parameters are there anyway.
+    """
+    outputs: list[Any] = []
+
+    def keep(_: nn.Module, given: Any) -> torch.Tensor:
+        outputs.append(run(*given))
+        return torch.empty(())
+
+    with _Work() as work:
+        kept = measure_activations(used, keep, args)
+    return outputs[0], work.flops + _OPERATIONS_PER_BYTE * work.num_bytes, kept.total
+
+
+class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operations compute, as torch's counter does, and the bytes that they write; a view writes none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = self.num_bytes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Says that nobody compiles what is counted: torch need not ask its compiler at each operator."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            count = flop_registry.get(func.overloadpacket)
+            if count is not None:
+                self.flops += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+@contextlib.contextmanager
+def _on_meta(model: nn.Module) -> Iterator[None]:
+    """Shows meta tensors in place of the model's own, tied ones as tied ones, for as long as it is open."""
+    before = [(module, {**module._parameters}, {**module._buffers}) for module in model.modules()]
+    shown: dict[int, torch.Tensor] = {}
+    try:
+        for module, parameters, buffers in before:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    fake = shown.setdefault(id(parameter), _meta_parameter(parameter))
+                    module._parameters[name] = fake  # type: ignore[assignment]
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device="meta")
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+
+
+def _without_values(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _example_inputs(model: nn.Module) -> tuple[Any, ...] | None:
+    """Returns what a model says its inputs look like; a Sequential that begins with a linear layer says so by that."""
+    say: object = getattr(model, "example_inputs", None)
+    if callable(say) and not isinstance(say, nn.Module):
+        return tuple(say())
+    first = next(iter(model.children()), None) if isinstance(model, nn.Sequential) else None
+    return (torch.empty(1, first.in_features, device="meta"),) if isinstance(first, nn.Linear) else None
+
+
+def _estimate_from_parameters(layers: Sequence[PipelineLayer]) -> tuple[LayerCost, ...]:
+    """Charges two operations for each parameter that a layer uses; those of an embedding are looked up at first."""
+    looked_up: set[int] = set()
+    found: list[LayerCost] = []
+    for layer in layers:
+        forward, seen = 0.0, set[int]()
+        for module in (inner for each in layer.modules for inner in each.modules()):
+            is_lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module) not in looked_up
+            if is_lookup:
+                looked_up.add(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    forward += 2.0 * (parameter.shape[-1] if is_lookup else parameter.numel())
+        found.append(LayerCost(name=layer.name, forward=forward, backward=2 * forward, state_bytes=_state_bytes(layer)))
+    return tuple(found)
+
+
+def _state_bytes(layer: PipelineLayer) -> int:
+    parameters = {id(p): p for module in layer.modules for p in module.parameters()}
+    return _STATES * sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())

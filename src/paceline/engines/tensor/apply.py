@@ -1,0 +1,275 @@
+"""Splits the layers of a model in place, by a plan: same modules, same names, and on each rank a part of the tensors.
+
+Everything is checked before anything is changed, and all problems are reported at once. Every rank comes with the same
+whole model, in values or on the meta device; of each tensor it keeps its part, in memory of its own, so that the whole
+is freed. A parameter stays the object that it was: ties hold, and so does an optimizer that was made before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.base import Communicator
+from paceline.engines.tensor.layers import (
+    ColumnLinear,
+    Region,
+    RowLinear,
+    SequencePositions,
+    SharedLayer,
+    SplitLayer,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
+from paceline.engines.tensor.layout import Split, TensorLayout
+from paceline.engines.tensor.plan import Role, Rule, TensorPlan, plan_for
+from paceline.errors import UsageError
+
+_KINDS: dict[Role, type[nn.Module]] = {
+    "column": ColumnLinear,
+    "row": RowLinear,
+    "embedding": VocabularyEmbedding,
+    "head": VocabularyHead,
+    "shared": SharedLayer,
+    "between": SharedLayer,
+    "positions": SequencePositions,
+}
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    comm: Communicator,
+    plan: TensorPlan | None = None,
+    *,
+    sequence: bool = False,
+    gathers_logits: bool = False,
+) -> TensorLayout:
+    """Splits a model over the ranks of ``comm``, in place; returns where the parts of its tensors belong.
+
+    ``sequence`` splits what lies between the split layers too, along the sequence. The output layer returns
+    ``SplitLogits``, or with ``gathers_logits`` whole ones. Without a plan, the ready one that fits is taken.
+
+    Raises UsageError with all that does not fit: names, heads that do not divide, layers that cannot be split.
+    """
+    plan = plan or plan_for(model)
+    changes = list(_changes(model, plan, is_sequence=sequence))
+    problems = [*_plan_problems(model, plan, changes, is_sequence=sequence), *_fit_problems(changes, comm.size)]
+    if problems:
+        raise UsageError(
+            f"{type(model).__name__} cannot be split over {comm.size} tensor ranks by the plan for {plan.name}\n"
+            + "\n".join(problems)
+        )
+    whole = {name: tuple(t.shape) for name, t in _tensors(model)}
+    region = Region(comm, is_sequence=sequence)
+    ends = Region(comm, is_sequence=sequence and not plan.has("begin"))
+    cut: dict[int, Split] = {}
+    for change in changes:
+        _cut(change, comm, cut)
+        is_end = change.rule.role in ("embedding", "head")
+        _convert(change, ends if is_end else region, gathers_logits=gathers_logits)
+    _place_hooks(model, plan, region)
+    splits = {name: cut.get(id(tensor), Split(shape=whole[name])) for name, tensor in _tensors(model)}
+    return TensorLayout(splits=splits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """A layer that is to be changed."""
+
+    name: str
+    module: nn.Module
+    rule: Rule
+    above: nn.Module  # the module that it hangs in
+    splits: dict[str, Split]  # of its own parameters
+
+    @property
+    def is_transposed(self) -> bool:
+        return _is_transposed(self.module)
+
+
+def _changes(model: nn.Module, plan: TensorPlan, *, is_sequence: bool) -> Iterator[_Change]:
+    """Finds what a plan changes. Without sequence parallelism, what lies between stays as it is."""
+    for name, module, rule in plan.layers(model):
+        if rule.role in ("between", "positions") and not is_sequence:
+            continue
+        above = model.get_submodule(name.rpartition(".")[0])
+        yield _Change(name=name, module=module, rule=rule, above=above, splits=dict(_splits(module, rule)))
+
+
+def _splits(module: nn.Module, rule: Rule) -> Iterator[tuple[str, Split]]:
+    """Says how a layer's own parameters are cut."""
+    transposed = _is_transposed(module)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        dim: int | None = None
+        if rule.role in ("column", "embedding", "head"):
+            dim = parameter.ndim - 1 if transposed else 0
+        elif rule.role == "row" and parameter.ndim == 2:
+            dim = 0 if transposed else 1
+        yield name, Split(shape=tuple(parameter.shape), dim=dim, groups=rule.groups if dim is not None else 1)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight is (inputs, outputs): GPT-2's, which is known by its attribute."""
+    weight = module._parameters.get("weight")
+    return not isinstance(module, nn.Linear) and hasattr(module, "nf") and weight is not None and weight.ndim == 2
+
+
+# What is wrong.
+
+
+def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_Change], *, is_sequence: bool) -> Iterator[str]:
+    """Lists what the plan misses: patterns without modules, and parameters that would get a part of their gradient."""
+    for pattern in plan.missing(model):
+        yield f"  {pattern} fits no module: correct the pattern, or make its rule optional"
+    changed = {id(change.module) for change in changes}
+    inside = [module for _, module, _ in plan.places(model, "input")]
+    if is_sequence:
+        begins = [name.rpartition(".")[0] for name, _, _ in plan.places(model, "begin")]
+        inside += [model.get_submodule(name) for name in begins] or [model]
+    partial = {id(module) for each in inside for module in each.modules()}
+    split = {id(p) for c in changes for n, p in c.module._parameters.items() if n in c.splits and c.splits[n].dim == 0}
+    for name, module in model.named_modules():
+        if id(module) in changed:
+            continue
+        for own, parameter in module._parameters.items():
+            if parameter is not None and id(module) in partial:
+                yield f"  {name}.{own} works on a part of the stream, and no rule says how: add one for it"
+            elif parameter is not None and id(parameter) in split:
+                yield f"  {name}.{own} is tied to a parameter that is split: add a rule for {name}"
+
+
+def _fit_problems(changes: list[_Change], size: int) -> Iterator[str]:
+    for change in changes:
+        role, module = change.rule.role, change.module
+        if isinstance(module, SplitLayer | SharedLayer):
+            yield f"  {change.name} is split already: apply tensor parallelism once, to a plain model"
+        elif role in ("column", "row", "head") and not _is_linear(module):
+            yield (
+                f"  {change.name} is a {type(module).__name__}, which is no nn.Linear, or has a forward of its own: "
+                "leave it out of the plan, or make it a plain linear layer"
+            )
+        elif role in ("embedding", "positions") and not isinstance(module, nn.Embedding):
+            yield f"  {change.name} is a {type(module).__name__}, not an nn.Embedding: leave it out of the plan"
+        else:
+            yield from _size_problems(change, size)
+
+
+def _size_problems(change: _Change, size: int) -> Iterator[str]:
+    split = change.splits.get("weight")
+    if split is None or split.dim is None:
+        return
+    extent = split.shape[split.dim] // split.groups
+    if change.rule.heads is not None:
+        width = getattr(change.above, change.rule.heads)
+        heads = extent // width
+        if heads % size:
+            good = [n for n in range(size, 0, -1) if heads % n == 0]
+            yield (
+                f"  {change.name} has {heads} heads of {width} features, which do not divide by the tensor degree "
+                f"{size}: every rank has the same number of whole heads; try parallel.tensor = {good[0]}"
+            )
+    elif extent < size:
+        yield f"  {change.name} has {extent} features for {size} ranks: every rank needs one; try a smaller degree"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return _is_transposed(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+# What is done.
+
+
+@torch.no_grad()
+def _cut(change: _Change, comm: Communicator, done: dict[int, Split]) -> None:
+    """Gives each parameter of a layer this rank's part; one that is tied is cut where it is met first."""
+    for name, split in change.splits.items():
+        parameter = change.module._parameters[name]
+        if parameter is None or id(parameter) in done or split.dim is None:
+            continue
+        parameter.data = split.cut(parameter.data, comm.rank, comm.size)
+        parameter.grad = None
+        done[id(parameter)] = split
+
+
+def _convert(change: _Change, region: Region, *, gathers_logits: bool) -> None:
+    """Makes a layer one of the split kinds, and still one of its own."""
+    module, is_transposed = change.module, change.is_transposed
+    module.__class__ = _mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
+    attributes: dict[str, Any] = {"region": region}
+    if isinstance(module, SplitLayer):
+        attributes["splits"] = {name: split for name, split in change.splits.items() if split.dim is not None}
+        attributes["is_transposed"] = is_transposed
+    if isinstance(module, VocabularyEmbedding | VocabularyHead):
+        attributes["gathers_logits"] = gathers_logits
+    vars(module).update(attributes)
+    _resize(change)
+
+
+@functools.cache
+def _mixed(kind: Any, own: Any) -> Any:
+    """Makes the class that is both; always the same, as compiled code looks at it."""
+    return type(f"{kind.__name__}{own.__name__}", (kind, own), {})
+
+
+def _resize(change: _Change) -> None:
+    """Sets the attributes in which layers of torch keep their sizes."""
+    weight = change.module._parameters.get("weight")
+    if weight is None or change.splits["weight"].dim is None:
+        return
+    outputs, inputs = reversed(weight.shape) if change.is_transposed else weight.shape
+    names = {"out_features": outputs, "nf": outputs, "in_features": inputs, "nx": inputs, "num_embeddings": outputs}
+    vars(change.module).update({name: value for name, value in names.items() if hasattr(change.module, name)})
+    if isinstance(change.module, VocabularyEmbedding) and change.module.padding_idx is not None:
+        first, last = change.module.own_range
+        padding = change.module.padding_idx
+        change.module.padding_idx = padding - first if first <= padding < last else None
+
+
+def _place_hooks(model: nn.Module, plan: TensorPlan, region: Region) -> None:
+    """Lets the stream enter the split parts, and under sequence parallelism be split and joined where the plan says."""
+    for _, module, rule in plan.places(model, "input"):
+        readers = tuple(inner for inner in module.modules() if isinstance(inner, ColumnLinear))
+        enter = functools.partial(_enter, region, readers)
+        module.register_forward_pre_hook(functools.partial(_before, enter), with_kwargs=True)
+        for name in rule.resized:
+            setattr(module, name, getattr(module, name) // region.comm.size)
+    if region.is_sequence:
+        for _, module, _ in plan.places(model, "begin"):
+            module.register_forward_pre_hook(functools.partial(_before, region.take), with_kwargs=True)
+        for _, module, _ in plan.places(model, "end"):
+            module.register_forward_hook(functools.partial(_behind, region.join))
+
+
+def _enter(region: Region, layers: tuple[SplitLayer, ...], x: Tensor) -> Tensor:
+    # Compiled code orders backward by itself.
+    return region.enter(x) if torch.compiler.is_compiling() else region.enter(x, layers)
+
+
+def _before(change: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Changes the stream that a module is given: its first argument, or the first tensor given by name."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)
+    if name is None:
+        raise UsageError(
+            f"{type(module).__name__} was called without a tensor\n"
+            "  a split part begins with it, and takes the stream as its first argument\n  correct the plan's rule"
+        )
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def _behind(change: Any, module: nn.Module, args: Any, output: Any) -> Any:
+    del module, args
+    return change(output)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

@@ -1,0 +1,526 @@
+"""ZeRO: every rank computes with the whole model and updates a slice of it. Stage 1 shards the optimizer's state, stage
+2 the gradients too.
+
+Per step and rank, for P fp32 parameters on N ranks with Adam:
+
+    memory          stage 1   8 P + 8 P / N bytes    parameters and gradients whole, moments sharded
+                    stage 2   4 P + 12 P / N bytes   and two buckets of gradients on their way
+    communication   reduce-scatter of the gradients and all-gather of the parameters: 4 P (N-1)/N bytes each way
+
+The life of a gradient. Autograd hands a parameter its gradient; a hook counts it in. When the last one of a bucket is
+there, the bucket is reduce-scattered while backward goes on. Buckets leave in one order on all ranks. At the end of
+backward what is missing is sent as zeros. The slice that arrives is the gradient of this rank's *pieces*, which a plain
+optimizer updates; before the next forward reads them, the pieces are gathered into the whole again (gathering.py).
+
+- A bucket is a flat group, fixed from the start, since optimizers hold its pieces. A rank's master is its own slice of
+  the parameters, and in stage 1 its gradient a slice of the bucket's buffer: nothing is copied out.
+- The first backward learns how often each gradient arrives (twice under re-entrant checkpointing), and in which order
+  buckets are complete. What arrives inside such an inner backward is sent at the end of this first one.
+- Inside ``no_sync``, stage 1 adds up whole gradients and sends nothing. Stage 2 sends all the same, and adds up slices.
+- A parameter used on some ranks counts as zero on the others; one used on no rank has no gradient. One flag for each
+  parameter is summed up behind the buckets; only a rank that misses a gradient waits for the answer. The squares of the
+  slices travel with the flags: clipping by the global norm finds their sum there, and asks nobody.
+- One rank alone has nothing to shard and watches no gradients, unless it keeps masters or offloads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from paceline.comm.base import Communicator, Work, control_device
+from paceline.engines.agree import tensors_in
+from paceline.engines.batchnorm import standing_in
+from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
+from paceline.engines.buckets.gradients import BufferPool, GradientBucket
+from paceline.engines.buffers import BufferPolicy, SharedBuffers
+from paceline.engines.engine import check_updates_only
+from paceline.engines.face import EngineFace
+from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone
+from paceline.engines.flat.gathering import Gathering
+from paceline.engines.flat.matrixwise import check_elementwise
+from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state
+from paceline.engines.flat.sharded import clip_pieces, gather_state, load_state, measured_norms
+from paceline.engines.flat.shards import own_region
+from paceline.engines.offload import Offload
+from paceline.engines.precision import Precision, kept_parameters
+from paceline.errors import UsageError
+from paceline.shards import Shard
+
+_LARGE_BYTES = 2**18  # about what a second-level cache holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPolicy:
+    """What may be chosen about ZeRO."""
+
+    stage: Literal[1, 2] = 1
+    buckets: BucketPolicy = field(default_factory=BucketPolicy)
+    buffers: BufferPolicy = "broadcast"
+    overlap: bool = True
+
+
+class ZeroParallel(EngineFace):
+    """Trains a module on the ranks of ``comm``, each of which updates a slice of the parameters."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator,
+        policy: ZeroPolicy | None = None,
+        precision: Precision | None = None,
+        offload: Offload | None = None,
+    ) -> None:
+        self.module = module
+        self.comm = comm
+        self.policy = policy or ZeroPolicy()
+        self.precision = precision or Precision()
+        offload = offload or Offload()
+        is_offloaded = offload.is_any and comm.device.type != "cpu"
+        self._is_plain = comm.size == 1 and self.precision.param_dtype is None and not is_offloaded
+        self.precision.cast_buffers(module)
+        self._buffers = SharedBuffers(module, comm, self.policy.buffers)
+        self._named = dict(module.named_parameters())
+        self._groups: list[FlatGroup] = []
+        if not self._is_plain:
+            _check_offload(offload)
+            self._groups = _make_groups(module, comm, self.policy.buckets, self.precision, offload)
+        self.flat_groups = self._groups
+        self.holds_first_copy = not self._is_plain or comm.rank == 0
+        self._frozen = _cast_frozen(module, self.precision.param_dtype)
+        self._updated = {**self._named, **{n: p for g in self._groups for n, p in zip(g.names, g.pieces, strict=True)}}
+        self._scale = gradient_scale(comm)
+        self._is_syncing = True
+        self._has_shared_buffers = False
+        # Gradients by the parameters' place in the groups.
+        self._names = [name for group in self._groups for name in group.names]
+        self._parameters = [parameter for group in self._groups for parameter in group.parameters]
+        pool = BufferPool() if self.policy.stage == 2 else None
+        self._fixed = [GradientBucket(group, pool) for group in self._groups]
+        self._buckets = self._fixed  # in the order in which they leave
+        self._is_ordered = comm.size == 1 or len(self._buckets) < 2
+        self._gathering = Gathering(module, list(reversed(self._groups)))
+        self._bucket_of = [(bucket, p) for bucket in self._fixed for p in range(len(bucket.group.names))]
+        self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
+        # What ranks tell one another behind the buckets: the squares of their slices, and a 1 for what they have used.
+        wide = self._groups[0].dtype if self._groups else torch.float32
+        self._news = torch.zeros(1 + len(self._names), dtype=wide, device=comm.device)
+        self._news_work: Work | None = None
+        self._measured: list[tuple[int, list[bool]]] = []  # by group: which gradient, and of which pieces
+        self._completed: list[int] = []
+        self._expected: list[int] | None = None
+        self._observed: list[int] = []
+        self._arrived: list[int] = []
+        self._counted: set[int] = set()
+        self._task = -1  # autograd's number of the backward
+        self._next_bucket = 0
+        self._is_backward_known = False
+        self._is_reducing = False  # the backward that is known
+        self._watch()
+        self._reset()
+
+    # What users call.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module with the pieces as they are now; in training, prepares for the backward that follows."""
+        if self._is_plain:
+            return self._forward(*args, **kwargs)
+        is_training = torch.is_grad_enabled()
+        if is_training:
+            self._prepare()
+        self._gathering.begin(is_overlapped=is_training and self.policy.overlap)
+        try:
+            output = self._forward(*args, **kwargs)
+        finally:
+            self._gathering.end()
+        if is_training:
+            enter = functools.partial(self._enter_backward, self._gathering.version)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(enter)  # type: ignore[no-untyped-call]
+        return output
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what this rank updates: its piece of every parameter, and frozen ones as they are."""
+        return iter(self._updated.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over what this rank updates, under the module's own names, the same on every rank."""
+        return iter(self._updated.items())
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+        squares = self._take_squares() if norm_type == 2.0 else None
+        return clip_pieces(list(self._updated.values()), self.comm, max_norm, norm_type, squares=squares)
+
+    def sit_out(self) -> None:
+        """Takes part in a pass of the other ranks for which this rank has no samples.
+
+        Called after a pass that failed on this rank, it completes that one for the others.
+        """
+        if self._is_plain:
+            return
+        if self._is_backward_known and not self._is_reducing:
+            self._drop_failed()  # the others wait for nothing of it
+        is_training = torch.is_grad_enabled()
+        if is_training and self._is_syncing and self.module.training and not self._has_shared_buffers:
+            self._buffers.share()
+        with standing_in(self.module):
+            self._gathering.refresh()
+            if is_training and self._reduces:
+                self._arrived, self._observed = [0] * len(self._names), []  # nothing is learnt from a pass not made
+                self._finish()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Returns all parameters and buffers on the CPU, gathered one group at a time."""
+        state = gather_state(self.module, self._groups, self.comm, rank0_only=rank0_only)
+        for name, built in self._frozen.items() if state else ():
+            if torch.equal(state[name], built.to(state[name].dtype)):  # else somebody has changed it since
+                state[name] = built.clone()
+        return state
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
+        load_state(self.module, self._groups, state)
+        self._frozen = {name: state[name].to("cpu", built.dtype, copy=True) for name, built in self._frozen.items()}
+        self._gathering.may_have_changed = True
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank holds; of frozen parameters that were cast, the values they were built with."""
+        for shard in super().shards():
+            built, held = self._frozen.get(shard.name), shard.tensor.detach()
+            if built is None:
+                yield shard
+                continue
+            if not torch.equal(held, built.to(held)):  # somebody has changed it since
+                built.copy_(held)
+            region = own_region(built)
+            yield dataclasses.replace(shard, tensor=built, region=region, parameter=shard.tensor)
+
+    @torch.no_grad()
+    def note_filled(self) -> None:
+        """Takes note that the shards have new values."""
+        super().note_filled()
+        for name, built in self._frozen.items():
+            if name in self._named:  # else the second name of one that is shared
+                self._named[name].data.copy_(built)
+        self._gathering.may_have_changed = True
+
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Returns the optimizer's state as one process would have it."""
+        return gather_optimizer_state(optimizer, self._groups, comm=self.comm, rank0_only=rank0_only)
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads what ``full_optimizer_state`` gave, each rank its part."""
+        load_optimizer_state(optimizer, self._groups, state)
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Returns the reduced gradients, whole, on the CPU; None where no rank had one."""
+        found = {n: None if p.grad is None else p.grad.to("cpu", copy=True) for n, p in self._named.items()}
+        for group in self._groups:
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.pieces]
+            for name, piece, whole in zip(group.names, group.pieces, group.gather_whole(parts), strict=True):
+                found[name] = None if piece.grad is None else whole.to("cpu", copy=True)
+        return found
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError unless the optimizer updates pieces of this engine, element by element."""
+        check_updates_only(optimizer, self.parameters())
+        if not self._is_plain:
+            check_elementwise(optimizer)
+
+    # Forward.
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.precision.param_dtype is not None:
+            args, kwargs = self.precision.cast_inputs((args, kwargs))
+        with self.precision.context(self.comm.device):
+            return self.module(*args, **kwargs)
+
+    def _prepare(self) -> None:
+        """Makes ready for a backward: follows parameters that were frozen, drops what a failed one has left."""
+        is_trainable = [parameter.requires_grad for parameter in self._named.values()]
+        if is_trainable != self._is_trainable:
+            self._follow(is_trainable)
+        if self._is_backward_known:
+            self._drop_failed()
+        if self._is_syncing and self.module.training:
+            self._has_shared_buffers = True
+            self._buffers.share()
+
+    def _drop_failed(self) -> None:
+        """Forgets a backward that did not come to its end."""
+        for bucket in self._buckets:
+            bucket.abandon()
+        self._reset()
+
+    def _follow(self, is_trainable: list[bool]) -> None:
+        ours = set(self._names)
+        for name, now in zip(self._named, is_trainable, strict=True):
+            if now and name not in ours:
+                raise UsageError(
+                    f"{name} was frozen when the engine was built, and requires a gradient now\n"
+                    "  an optimizer holds pieces of the parameters that were trainable then\n"
+                    "  build the engine with it trainable, and freeze it afterwards"
+                )
+        self._is_trainable = is_trainable
+        self._expected = None
+
+    # Backward: gradients arrive, buckets leave.
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether this backward communicates."""
+        return self._is_syncing or self.policy.stage == 2
+
+    def _enter_backward(self, version: int, gradient: torch.Tensor) -> None:
+        """Runs when backward enters the module: what is missing at its end is sent then.
+
+        Queued from the outputs, not from the first gradient: under re-entrant checkpointing that one belongs to an
+        inner backward, which ends long before the outer one.
+        """
+        del gradient
+        if self._is_backward_known:
+            return
+        if version != self._gathering.version:
+            raise UsageError(
+                "parameters were updated between a forward pass and its backward\n"
+                "  gradients would mix values from before and after the update\n"
+                "  call optimizer.step() after the backward passes of all outputs that are needed"
+            )
+        self._is_backward_known, self._is_reducing = True, self._reduces
+        self._task = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+        """Counts a gradient in; runs as autograd's hook, once for each gradient."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or gradient.requires_grad:
+            raise UsageError(_explain_refusal(self._names[index], gradient))
+        if not self._is_backward_known:
+            self._enter_backward(self._gathering.version, gradient)
+        self._arrived[index] += 1
+        if self._expected is None:
+            self._observed.append(index)
+            # Autograd hands over a gradient once, with all uses added up; only a backward within the backward brings
+            # another one.
+            is_last = self._arrived[index] == 1 and torch._C._current_graph_task_id() == self._task
+        else:
+            is_last = self._arrived[index] == self._expected[index]
+        if not self.policy.overlap:
+            return
+        if is_last:
+            self._count_in(index)
+        elif index in self._counted:
+            raise UsageError(
+                f"{self._names[index]} got its gradient number {self._arrived[index]} after it was counted in\n"
+                "  with overlap, every backward must visit a parameter as often as the first one did, and re-entrant\n"
+                "  checkpoints must not share parameters with the rest of the model\n"
+                "  set comm.overlap = false (parallelize(..., overlap=False))"
+            )
+
+    def _count_in(self, index: int) -> None:
+        """Notes that a gradient is complete; sends the buckets that are, in order: one waits for those before it."""
+        self._counted.add(index)
+        bucket, place = self._bucket_of[index]
+        if index in self._moved_at_once and (self.policy.stage == 1 or bucket is self._buckets[self._next_bucket]):
+            self._make_room(self._next_bucket)
+            bucket.bring_in(place, self._scale)
+        bucket.num_missing -= 1
+        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_missing == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Brings in the gradients of the next bucket, and sends them."""
+        self._make_room(self._next_bucket)
+        bucket = self._buckets[self._next_bucket]
+        bucket.fill(self._scale)
+        if self._reduces:
+            bucket.send()
+        self._next_bucket += 1
+
+    def _make_room(self, place: int) -> None:
+        """Keeps at most two whole buckets of gradients in stage 2: waits for the one before the last."""
+        if self.policy.stage == 2 and place > 1:
+            self._buckets[place - 2].land(is_last=self._is_syncing)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Ends a backward: sends the rest, waits, and settles who has a gradient."""
+        while self._next_bucket < len(self._buckets):
+            self._launch()
+        if not self._reduces:
+            for bucket in self._buckets:
+                bucket.show()
+        else:
+            for bucket in self._buckets:
+                bucket.land(is_last=self._is_syncing)
+                if self._is_syncing:
+                    bucket.group.measure()  # while the others are under way
+            for group in self._groups:
+                group.finish_gradient()
+            if self._is_syncing:
+                self._tell()
+        self._learn()
+        self._reset()
+        self._gathering.may_have_changed |= self._is_syncing
+
+    def _tell(self) -> None:
+        """Tells the others what was used here and how large this rank's gradients are; settles who has a gradient."""
+        if self._news_work is not None:
+            self._news_work.wait()
+        used = [flag for bucket in self._fixed for flag in bucket.take_used()]
+        missing = [index for index, is_used in enumerate(used) if not is_used]
+        if missing:
+            self._news[1:].copy_(torch.tensor(used, dtype=self._news.dtype), non_blocking=True)
+        else:
+            self._news[1:].fill_(1)
+        norms = measured_norms(self._groups)
+        if norms is not None:
+            stacked = torch.stack(norms).to(self._news.dtype)
+            self._news[0] = torch.dot(stacked, stacked)
+        self._news_work = self.comm.all_reduce(self._news)
+        self._settle(missing)
+        self._measured = [] if norms is None else [(g.gradient_version, _has_gradient(g)) for g in self._groups]
+
+    def _settle(self, missing: list[int]) -> None:
+        """Takes the gradient from pieces of parameters that no rank has used. Reads the flags: a sync."""
+        if any(self._parameters[index].requires_grad for index in missing):
+            assert self._news_work is not None
+            self._news_work.wait()
+            used = self._news[1:].tolist()
+            missing = [index for index in missing if not used[index]]
+        for index in missing:
+            bucket, place = self._bucket_of[index]
+            bucket.group.pieces[place].grad = None
+
+    def _take_squares(self) -> torch.Tensor | None:
+        """Returns the sum of all ranks' squares, once; None unless it is that of the gradients there are now."""
+        measured, self._measured = self._measured, []
+        if not measured:
+            return None
+        for group, (version, had) in zip(self._groups, measured, strict=True):
+            if not group.has_gradient_of(version) or _has_gradient(group) != had:
+                return None
+        assert self._news_work is not None
+        self._news_work.wait()
+        return self._news[0]
+
+    # What the first backward teaches.
+
+    def _watch(self) -> None:
+        """Asks autograd to report gradients."""
+        # Weakly: what a parameter's hook holds is never freed, since the garbage collector does not look there. Through
+        # the hooks of its modules the module holds the engine all the same.
+        self._gathering.owner = self
+        engine: Any = weakref.proxy(self)
+        for index, parameter in enumerate(self._parameters):
+            hook = functools.partial(ZeroParallel._arrive, engine, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
+        # call after a matrix product pays for cold code.
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
+        self._moved_at_once = {i for i, size in enumerate(sizes) if size >= _LARGE_BYTES and self._scale != 1.0}
+
+    def _learn(self) -> None:
+        """Keeps how often gradients arrived; agrees with rank 0 on the order in which buckets are complete."""
+        if self._expected is None and self._observed:
+            self._expected = self._arrived  # 0: not seen yet, so it is complete when backward ends
+            last = {id(self._bucket_of[index][0]): moment for moment, index in enumerate(self._observed)}
+            self._completed = sorted(
+                range(len(self._fixed)), key=lambda place: last.get(id(self._fixed[place]), len(self._observed))
+            )
+        elif self._expected is not None and 0 in self._expected:
+            self._expected = [before or now for before, now in zip(self._expected, self._arrived, strict=True)]
+        if not self._is_ordered and self._reduces:
+            order = torch.tensor(self._completed or [-1] * len(self._fixed), device=control_device(self.comm))
+            self.comm.broadcast(order).wait()
+            agreed = order.tolist()
+            self._is_ordered = agreed[0] >= 0  # else rank 0 has sat out so far
+            if self._is_ordered:
+                self._buckets = [self._fixed[place] for place in agreed]
+                self._gathering.arrange([bucket.group for bucket in reversed(self._buckets)])
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+        self._has_shared_buffers = False
+        self._next_bucket = 0
+        self._observed = []
+        self._arrived = [0] * len(self._names)
+        self._counted.clear()
+        self._is_backward_known = False
+
+
+def _has_gradient(group: FlatGroup) -> list[bool]:
+    return [piece.grad is not None for piece in group.pieces]
+
+
+def parameters_to_bucket(module: nn.Module) -> tuple[list[ParameterSize], list[int]]:
+    """Returns the sizes of what is trainable, in the order of definition, and the order in which buckets fill."""
+    kept = kept_parameters(module)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    sizes = [
+        ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p in kept} {index * is_alone(p)}")
+        for index, p in enumerate(trainable, start=1)
+    ]
+    return sizes, list(reversed(range(len(trainable))))
+
+
+def _make_groups(
+    module: nn.Module, comm: Communicator, policy: BucketPolicy, precision: Precision, offload: Offload
+) -> list[FlatGroup]:
+    """Makes flat groups of the trainable parameters, last defined first."""
+    kept = kept_parameters(module)
+    as_built = dataclasses.replace(precision, param_dtype=None)
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    groups = []
+    for members in bucket_parameters(*parameters_to_bucket(module), policy):
+        pairs = [named[index] for index in members]
+        group = FlatGroup(pairs, comm, as_built if pairs[0][1] in kept else precision, offload)
+        group.keep_slice(in_place=True)
+        groups.append(group)
+    return groups
+
+
+def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Casts the frozen parameters where they lie; returns them as they were built, on the host, for state dicts."""
+    if dtype is None:
+        return {}
+    kept = kept_parameters(module)
+    built: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad and parameter.is_floating_point() and parameter not in kept:
+            built[name] = parameter.detach().to("cpu", copy=True)
+    for parameter in {module.get_parameter(name) for name in built}:
+        parameter.data = parameter.data.to(dtype)
+    return built
+
+
+def _check_offload(offload: Offload) -> None:
+    if offload.parameters:
+        raise UsageError(
+            "offload of parameters under ZeRO stages 1 and 2\n  whole parameters stay on the device\n"
+            "  offload the optimizer, or shard everything (strategy='fsdp')"
+        )
+
+
+def _explain_refusal(name: str, gradient: torch.Tensor) -> str:
+    if gradient.is_sparse:
+        return (
+            f"{name} has a sparse gradient\n  buckets are dense\n"
+            "  build its nn.Embedding with sparse=False, or freeze it"
+        )
+    return (
+        f"{name} has a gradient with a graph (backward(create_graph=True))\n"
+        "  a reduced gradient cannot be differentiated again\n"
+        "  use torch.autograd.grad(..., create_graph=True), which leaves the parameters' gradients alone"
+    )

@@ -1,0 +1,80 @@
+"""How much memory there is, and how much is in use: of a GPU, or of the host that CPU ranks share."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+from paceline.search.choice import Room
+
+_UNLIMITED = 2**62
+
+
+def free_host_bytes() -> int:
+    """Returns how much of this host's memory can be had without swapping."""
+    return psutil.virtual_memory().available
+
+
+def measure_room(device: str, ranks: int, node_ranks: int) -> Room:
+    """Returns the memory of a rank: of the smallest GPU here, or its share of what is free on the host.
+
+    Allocates nothing on the GPUs.
+    """
+    available = free_host_bytes()
+    memory = available // node_ranks
+    if device == "meta":  # holds nothing
+        memory = _UNLIMITED
+    if device == "cuda":
+        sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+        memory = min(sizes)
+    return Room(device=device, device_bytes=memory, host_bytes=available, ranks=ranks, node_ranks=node_ranks)
+
+
+class MemoryGauge:
+    """Reads the most memory that this process has held since ``reset``.
+
+    On CUDA that is what tensors took, on the CPU what was resident: a process returns little of what it once had, so
+    that the second of two equal passes may show nothing new.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._status = Path("/proc/self/status")
+        self._clear = Path("/proc/self/clear_refs")
+
+    def reset(self) -> None:
+        """Forgets the peak so far."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._clear.exists():
+            self._clear.write_text("5")  # Linux: sets the peak to what is resident now
+
+    def peak_bytes(self) -> int:
+        """Returns the peak."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return torch.cuda.max_memory_allocated(self._device)
+        if self._clear.exists():
+            line = next(line for line in self._status.read_text().splitlines() if line.startswith("VmHWM"))
+            return int(line.split()[1]) * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def now_bytes(self) -> int:
+        """Returns what is held now."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        return psutil.Process().memory_info().rss
+
+    def limit_bytes(self, node_ranks: int) -> int:
+        """Returns how much this process may come to hold: now and free, of the GPU or of its share of the host."""
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            return self.now_bytes() + free + cached
+        return self.now_bytes() + free_host_bytes() // node_ranks

@@ -1,0 +1,354 @@
+"""Why ranks do not go on, in one sentence: a pure function of what their ledgers say.
+
+    mismatch   at the same number of a group, ranks issued different operations: told at once
+    dead       a rank's process is gone while others run
+    left       a rank has finished, and others wait for it
+    missing    a rank has not come to an operation in which others wait: it computes, sleeps, loops, reads data
+    deadlock   every rank waits for another one
+    silent     all have issued the same, and nothing moves: the network, a device, or a rank alone
+
+A rank that waits is a victim, so the blame follows the waits to those that wait for nobody. ``judge`` costs some
+microseconds an entry.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from paceline.health.ledger_view import CHECKPOINT, DATA, EVALUATION, SETUP, Entry, GroupName, LedgerView
+
+Kind = Literal["mismatch", "dead", "left", "missing", "deadlock", "silent"]
+
+_Place = tuple[GroupName, int]  # a collective: its group, and its number there
+_MOST_NAMED = 8
+_SLOW_PHASES = (SETUP, EVALUATION, CHECKPOINT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long all ranks may stand still: in a step, and in set-up, the first step, evaluation and checkpoints."""
+
+    step_s: float = 60.0
+    setup_s: float = 600.0
+
+    def of(self, view: LedgerView) -> float:
+        """Returns the limit for what a rank is doing."""
+        return max(self.step_s, self.setup_s) if view.step == 0 or view.phase in _SLOW_PHASES else self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What one rank does, for the details of a verdict."""
+
+    rank: int
+    does: str
+    phase: str
+    step: int
+    silent_s: float
+    stands_at: str
+
+    def __str__(self) -> str:
+        where = f"; stands at {self.stands_at}" if self.stands_at else ""
+        return f"rank {self.rank}, step {self.step}, phase {self.phase}: {self.does}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What went wrong, whom it is due to, and what every rank does."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    sentence: str
+    group: tuple[int, ...] = ()
+    sequence: int | None = None
+    states: tuple[RankState, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return {"schema": 1, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Verdict:
+        """Reads back what ``to_json`` gave."""
+        return cls(
+            kind=values["kind"],
+            ranks=tuple(values["ranks"]),
+            sentence=values["sentence"],
+            group=tuple(values["group"]),
+            sequence=values["sequence"],
+            states=tuple(RankState(**state) for state in values["states"]),
+        )
+
+    def to_text(self) -> str:
+        """Returns the sentence, and a line per rank."""
+        return "\n".join([self.sentence, *(f"  {state}" for state in self.states)]) + "\n"
+
+
+def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> Verdict | None:
+    """Says what is wrong with the ranks at ``now``, on the clock of ``changed_s``; None while nothing is.
+
+    Ranks that are not among ``ledgers`` are not known of, and nobody is blamed for them.
+    """
+    states = tuple(_state(view, now) for view in sorted(ledgers, key=lambda view: view.rank))
+    verdict = find_mismatch(ledgers)
+    running = [view for view in ledgers if view.state == "running"]
+    if verdict is None and running:
+        dead = [view for view in ledgers if view.state == "dead"]
+        if dead:
+            verdict = _dead(dead, running)
+        elif all(now - view.changed_s >= limits.of(view) for view in running):
+            verdict = find_hang(ledgers, now)
+    return None if verdict is None else _with_states(verdict, states)
+
+
+def find_mismatch(ledgers: Sequence[LedgerView]) -> Verdict | None:
+    """Finds the first operation of a group that ranks disagree on."""
+    places: dict[_Place, list[tuple[int, Entry]]] = defaultdict(list)
+    for view in ledgers:
+        for entry in view.entries:
+            if not entry.call.is_message:
+                places[entry.group, entry.sequence].append((view.rank, entry))
+    for place in sorted(places, key=lambda place: min(entry.number for _, entry in places[place])):
+        found = sorted(places[place], key=lambda item: item[0])
+        if len({entry.call.agreed for _, entry in found}) > 1:
+            return _mismatch(place, found, places)
+    return None
+
+
+def find_hang(ledgers: Sequence[LedgerView], now: float) -> Verdict:
+    """Says for whom ranks wait that all stand still."""
+    views = {view.rank: view for view in sorted(ledgers, key=lambda view: view.rank)}
+    pending = _pending(views)
+    waited = {rank: _absent(entry, rank, views) for rank, entry in pending.items()}
+    guilty = sorted({rank for missing in waited.values() for rank in missing if not waited.get(rank)})
+    if guilty:
+        return _missing([views[rank] for rank in guilty], views, pending, now)
+    if any(waited.values()):
+        return _deadlock(views, {rank: pending[rank] for rank, missing in waited.items() if missing}, waited)
+    return _silent(views, now)
+
+
+def _pending(views: Mapping[int, LedgerView]) -> dict[int, Entry]:
+    """Returns the operation that each rank waits in.
+
+    Where none does, the first that it issued and another has not: on CUDA the host runs ahead, and stands wherever it
+    next needs a value.
+    """
+    running = [view for view in views.values() if view.state == "running"]
+    found = {view.rank: entry for view in running if (entry := view.waits_in) is not None}
+    if found:
+        return found
+    ahead = {
+        view.rank: next((entry for entry in view.entries if _absent(entry, view.rank, views)), None) for view in running
+    }
+    return {rank: entry for rank, entry in ahead.items() if entry is not None}
+
+
+def _absent(entry: Entry, rank: int, views: Mapping[int, LedgerView]) -> list[int]:
+    """Returns the ranks that have not come to an operation of ``rank``, as far as they are known."""
+    if not entry.call.is_message:
+        others = [views[peer] for peer in entry.group.ranks if peer != rank and peer in views]
+        return [view.rank for view in others if view.issued.get(entry.group, 0) <= entry.sequence]
+    peer = views.get(-1 if entry.call.peer is None else entry.call.peer)
+    if peer is None:
+        return []
+    other = "recv" if entry.call.kind == "send" else "send"
+    has_come = any(
+        each.call.kind == other
+        and each.call.peer == rank
+        and each.call.tag == entry.call.tag
+        and each.group == entry.group
+        and each.sequence >= entry.sequence
+        for each in peer.entries
+    )
+    return [] if has_come else [peer.rank]
+
+
+def _missing(
+    guilty: list[LedgerView], views: Mapping[int, LedgerView], pending: Mapping[int, Entry], now: float
+) -> Verdict:
+    ranks = {view.rank for view in guilty}
+    waited = {rank: ranks & set(_absent(entry, rank, views)) for rank, entry in pending.items()}
+    victims = [rank for rank, missing in waited.items() if missing]
+    entry, absent = pending[victims[0]], waited[victims[0]]
+    guilty.sort(key=lambda view: (view.rank not in absent, view.rank))
+    several = len(guilty) > 1
+    doing = "; ".join(_doing(view, now, is_named=several) for view in guilty)
+    who = "them" if several else "it"
+    waits = f"{_tell(victims)} {'wait' if len(victims) > 1 else 'waits'} for {who}"
+    lines = _lines([views[rank] for rank in victims], pending)
+    verb = "are" if len(absent) > 1 else "is"
+    states = {view.state for view in guilty}
+    return Verdict(
+        kind="dead" if "dead" in states else "left" if states == {"finished"} else "missing",
+        ranks=tuple(sorted(ranks)),
+        sentence=f"{_tell(absent)} {verb} missing from {_describe_place(entry)}: {doing}; {waits}{lines}",
+        group=entry.group.ranks,
+        sequence=entry.sequence,
+    )
+
+
+def _dead(dead: list[LedgerView], running: list[LedgerView]) -> Verdict:
+    told = _tell(view.rank for view in dead)
+    last = next((entry for view in dead for entry in reversed(view.entries)), None)
+    after = f", after {last.call} at {last.site or 'an unknown line'}" if last is not None else ""
+    phase = dead[0].phase
+    verb = "is" if len(dead) == 1 else "are"
+    sentence = (
+        f"{told} {verb} dead: {'its process is' if len(dead) == 1 else 'their processes are'} gone "
+        f"(step {dead[0].step}, phase {phase}{after}); {_tell(view.rank for view in running)} would wait in vain"
+    )
+    return Verdict(kind="dead", ranks=tuple(sorted(view.rank for view in dead)), sentence=sentence)
+
+
+def _deadlock(
+    views: Mapping[int, LedgerView], pending: Mapping[int, Entry], waited: Mapping[int, list[int]]
+) -> Verdict:
+    parts = [
+        f"rank {rank} waits for {_tell(waited[rank])} in {_describe_place(entry)}{_at(views[rank], entry)}"
+        for rank, entry in pending.items()
+    ]
+    first = next(iter(pending.values()))
+    return Verdict(
+        kind="deadlock",
+        ranks=tuple(pending),
+        sentence="ranks wait for one another, and none can go on: " + "; ".join(parts),
+        group=first.group.ranks,
+        sequence=first.sequence,
+    )
+
+
+def _silent(views: Mapping[int, LedgerView], now: float) -> Verdict:
+    running = [view for view in views.values() if view.state == "running"]
+    entries = {view.rank: entry for view in running if (entry := view.waits_in) is not None}
+    if len(entries) == len(running):
+        first = next(iter(entries.values()))
+        sentence = (
+            f"all ranks are in {_describe_place(first)}, and it does not end: look at the network between them"
+            f" (paceline doctor){_lines(running, entries)}"
+        )
+        return Verdict(kind="silent", ranks=(), sentence=sentence, group=first.group.ranks, sequence=first.sequence)
+    told = [view for view in running if view.rank not in entries]
+    sentence = "; ".join(_doing(view, now, is_named=True) for view in told)
+    return Verdict(kind="silent", ranks=tuple(view.rank for view in told), sentence=sentence)
+
+
+def _mismatch(
+    place: _Place, found: list[tuple[int, Entry]], places: Mapping[_Place, list[tuple[int, Entry]]]
+) -> Verdict:
+    group, sequence = place
+    by_call: dict[tuple[object, ...], list[tuple[int, Entry]]] = defaultdict(list)
+    for rank, entry in found:
+        by_call[entry.call.agreed].append((rank, entry))
+    parties = sorted(by_call.values(), key=lambda party: (len(party), -party[0][0]))
+    is_clear = len(parties[0]) < len(parties[-1])
+    blamed = parties[0] if is_clear else found
+    parts = [f"{_tell(rank for rank, _ in party)} called {_call_and_site(party[0][1])}" for party in parties]
+    sentence = f"{_what_differs(place, parties, places)} (operation {sequence} of group {group}): " + ", ".join(parts)
+    ranks = tuple(sorted(rank for rank, _ in blamed))
+    return Verdict(kind="mismatch", ranks=ranks, sentence=sentence, group=group.ranks, sequence=sequence)
+
+
+def _what_differs(
+    place: _Place, parties: list[list[tuple[int, Entry]]], places: Mapping[_Place, list[tuple[int, Entry]]]
+) -> str:
+    """Says in what two calls differ: their order, where one party's call is what the other calls next."""
+    first, second = parties[0][0][1].call, parties[-1][0][1].call
+    if first.kind == second.kind:
+        names = {"dtype": first.dtype != second.dtype, "op": first.op != second.op, "root": first.peer != second.peer}
+        told = [name for name, differs in names.items() if differs]
+        return f"ranks called the same operation with another {' and '.join(told) or 'shape'}"
+    group, sequence = place
+    following = [(rank, entry.call.agreed) for rank, entry in places.get((group, sequence + 1), ())]
+    ranks_of_first = {rank for rank, _ in parties[0]}
+    is_swapped = any(
+        (call == second.agreed and rank in ranks_of_first) or (call == first.agreed and rank not in ranks_of_first)
+        for rank, call in following
+    )
+    if is_swapped:
+        return "ranks called the same operations in another order"
+    return "ranks called different operations: one skipped some, or has another order"
+
+
+def _with_states(verdict: Verdict, states: tuple[RankState, ...]) -> Verdict:
+    return Verdict(
+        kind=verdict.kind,
+        ranks=verdict.ranks,
+        sentence=verdict.sentence,
+        group=verdict.group,
+        sequence=verdict.sequence,
+        states=states,
+    )
+
+
+def _state(view: LedgerView, now: float) -> RankState:
+    entry = view.waits_in
+    if view.state == "finished":
+        does = "has finished"
+    elif view.state == "dead":
+        does = f"is dead (process {view.pid})"
+    elif entry is not None:
+        does = f"waits in {_describe_place(entry)}, called at {entry.site or 'an unknown line'}"
+    else:
+        does = "runs"
+        if view.entries:
+            last = view.entries[-1]
+            does += f", after {_describe_place(last)}, called at {last.site or 'an unknown line'}"
+    return RankState(
+        rank=view.rank,
+        does=does,
+        phase=view.phase,
+        step=view.step,
+        silent_s=round(max(0.0, now - view.changed_s), 1),
+        stands_at=view.stands_at,
+    )
+
+
+def _doing(view: LedgerView, now: float, *, is_named: bool) -> str:
+    name = f"rank {view.rank}" if is_named else "it"
+    if view.state == "finished":
+        return f"{name} has finished"
+    if view.state == "dead":
+        return f"{name} is dead (process {view.pid})"
+    entry = view.waits_in
+    what = "waits for data" if view.phase == DATA else f"is in phase {view.phase}"
+    stands = f"stands at {view.stands_at} and " if view.stands_at else ""
+    inside = f", in {_describe_place(entry)}" if entry is not None else ""
+    return f"{name} {stands}{what}{inside} (step {view.step}, for {max(0.0, now - view.changed_s):.1f} s)"
+
+
+def _describe_place(entry: Entry) -> str:
+    what = "message" if entry.call.is_message else "operation"
+    return f"{entry.call}, {what} {entry.sequence} of group {entry.group}"
+
+
+def _call_and_site(entry: Entry) -> str:
+    return f"{entry.call} at {entry.site or 'an unknown line'}"
+
+
+def _at(view: LedgerView, entry: Entry) -> str:
+    line = view.stands_at or entry.site
+    return f" at {line}" if line else ""
+
+
+def _lines(views: Iterable[LedgerView], pending: Mapping[int, Entry]) -> str:
+    """Says at which lines ranks wait: one, if it is the same for all."""
+    by_line: dict[str, list[int]] = defaultdict(list)
+    for view in views:
+        by_line[_at(view, pending[view.rank])].append(view.rank)
+    if len(by_line) == 1:
+        return next(iter(by_line))
+    return ":" + ",".join(f" {_tell(ranks)}{line or ' at an unknown line'}" for line, ranks in by_line.items())
+
+
+def _tell(ranks: Iterable[int]) -> str:
+    """Names ranks: ``rank 3``, ``ranks 0, 2 and 3``; of many, the first."""
+    found = sorted(ranks)
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    if len(found) > _MOST_NAMED:
+        return f"{len(found)} ranks ({', '.join(map(str, found[:_MOST_NAMED]))} ...)"
+    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"

@@ -1,1 +1,0 @@
-"""Starting ranks: on this machine through torch's elastic agent, or as plain processes that run one function."""

@@ -1,0 +1,213 @@
+"""What a forward pass leaves behind for backward, counted exactly: by storage, block by block.
+
+Works on real tensors and, for models whose forward does not look at values, on fake ones, for which nothing is
+allocated: so a model of any size is measured before a run. On meta tensors too, but those belong to no device: autocast
+and kernels are not those of the real run. Parameters and buffers are not counted: they are there anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from paceline.predict.memory.facts import BlockFacts, ModelFacts, Work
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBytes:
+    """One call of a block: what it saves, its inputs, and the outputs of its matrix products."""
+
+    saved: int
+    inputs: int
+    products: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBytes:
+    """What one forward pass leaves for backward: ``outside`` of all blocks, and in each block in order of calls."""
+
+    outside: int
+    blocks: tuple[BlockBytes, ...]
+    largest: int = 0  # of a single tensor
+    work: Work | None = None  # of all samples of the pass
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.outside + sum(block.saved for block in self.blocks)
+
+
+def measure_activations(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Any,
+    blocks: Sequence[nn.Module] = (),
+) -> ActivationBytes:
+    """Runs one forward pass of ``loss(model, batch)`` and counts what autograd keeps.
+
+    A tensor counts once, where it is first saved. Raises what the model raises: on fake and meta tensors, among others
+    where it looks at values.
+    """
+    counter = _Counter(model)
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(counter.watch(block))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor))
+        stack.enter_context(counter)
+        total = loss(model, batch)
+    del total
+    return counter.result()
+
+
+def measure_model(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    make_batch: Callable[[int], Any],
+    blocks: Sequence[nn.Module] = (),
+) -> ModelFacts:
+    """Returns what the estimates need to know of a model, from two forward passes on 2 and on 4 samples.
+
+    What grows from one to the other belongs to samples, the rest to the weights, such as autocast's copies of them.
+    """
+    few, more = (measure_activations(model, loss, make_batch(samples), blocks) for samples in (2, 4))
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    found = [
+        BlockFacts(
+            parameters=size,
+            saved_bytes=(b.saved - a.saved) / 2,
+            input_bytes=(b.inputs - a.inputs) / 2,
+            product_bytes=(b.products - a.products) / 2,
+            cast_bytes=max(0, 2 * a.saved - b.saved),
+        )
+        for size, a, b in zip(sizes, few.blocks, more.blocks, strict=True)
+    ]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    root = BlockFacts(
+        parameters=total - sum(sizes),
+        saved_bytes=(more.outside - few.outside) / 2,
+        cast_bytes=max(0, 2 * few.outside - more.outside),
+    )
+    return ModelFacts(
+        name=type(model).__name__,
+        blocks=tuple(found),
+        root=root,
+        buffer_bytes=_num_bytes(model.buffers()),
+        temporary_bytes=2 * (more.largest - few.largest) / 2,  # its gradient, and that of what it was made from
+        source="measured",
+        work=_for_one(few.work, more.work),
+    )
+
+
+def _for_one(few: Work | None, more: Work | None) -> Work | None:
+    """Returns the work of one sample, from passes over 2 and over 4."""
+    if few is None or more is None:
+        return None
+    return replace(more, flops=(more.flops - few.flops) / 2, written=(more.written - few.written) / 2)
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every tensor that is saved and every product that is computed, and knows inside which block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = {_storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self._kept: list[torch.Tensor] = []  # alive, so that no storage is taken for another at the same place
+        self._calls: list[dict[str, int]] = []
+        self._open: list[int] = []
+        self._outside = 0
+        self._flops = {"convolution": 0.0, "other": 0.0}
+        self._written = self._kernels = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Says that nobody compiles what is counted: torch need not ask its compiler at each operator."""
+        return False
+
+    @contextlib.contextmanager
+    def watch(self, block: nn.Module) -> Iterator[None]:
+        """Attributes what happens inside ``block`` to it; a block inside another counts for the outer one."""
+        handles = [
+            block.register_forward_pre_hook(self._enter, with_kwargs=True),
+            block.register_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Counts a tensor that autograd saves, unless its storage is known."""
+        key = _storage_key(tensor)
+        if key in self._seen:
+            return tensor
+        self._seen.add(key)
+        self._kept.append(tensor)
+        num_bytes = tensor.untyped_storage().nbytes()
+        if self._open:
+            self._calls[self._open[0]]["saved"] += num_bytes
+        else:
+            self._outside += num_bytes
+        return tensor
+
+    def result(self) -> ActivationBytes:
+        """Returns what was counted."""
+        blocks = tuple(BlockBytes(**call) for call in self._calls)
+        largest = max((tensor.untyped_storage().nbytes() for tensor in self._kept), default=0)
+        work = Work(
+            flops=sum(self._flops.values()),
+            written=float(self._written),
+            kernels=self._kernels,
+            is_convolutional=self._flops["convolution"] > self._flops["other"],
+        )
+        return ActivationBytes(outside=self._outside, blocks=blocks, largest=largest, work=work)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._kernels += not func.is_view
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        if name.startswith(_PRODUCTS):
+            outputs = result if isinstance(result, tuple) else (result,)
+            self._written += outputs[0].numel()
+            count = flop_registry.get(func.overloadpacket)
+            if count is not None:
+                kind = "convolution" if name.startswith("convolution") else "other"
+                self._flops[kind] += count(*args, **(kwargs or {}), out_val=result)
+            if self._open:
+                self._calls[self._open[0]]["products"] += _num_bytes(outputs[:1])
+        return result
+
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        del block
+        self._calls.append({"saved": 0, "inputs": 0, "products": 0})
+        self._open.append(len(self._calls) - 1)
+        if len(self._open) > 1:
+            return
+        self._calls[-1]["inputs"] = _num_bytes(tree_leaves((args, kwargs)))
+
+    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
+        del block, args, output
+        number = self._open.pop()
+        if self._open:  # an inner block: its call is the outer one's
+            inner = self._calls[number]
+            assert inner == {"saved": 0, "inputs": 0, "products": 0}
+            del self._calls[number]
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata  # fake and meta tensors have no address
+    return key
+
+
+def _num_bytes(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))

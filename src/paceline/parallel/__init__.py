@@ -1,1 +1,0 @@
-"""The engines: one readable file per strategy, combined in ``apply.py``."""

@@ -1,0 +1,1 @@
+"""What we will do, as values: the layout of a run, its rules and its plan. No torch."""

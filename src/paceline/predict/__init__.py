@@ -1,0 +1,1 @@
+"""What a run will take: memory and time. No torch."""

@@ -1,0 +1,1 @@
+"""Step time by formulas."""

@@ -1,0 +1,258 @@
+"""What one block of a transformer, and its two ends, take on one rank: device time, host time, tensor-parallel waits.
+
+For t tokens of a microbatch on a rank, width h, MLP width f, tensor degree T:
+
+    products     (t, h) by (h, (q + kv)/T), (t, q/T) by (q/T, h), and the MLP's by f/T; backward two of each
+    attention    4 t s q / T FLOPs, half of them where it is causal; backward 2.5 times that where fused, else twice
+    memory       passes x t x (h or f/T) x bytes: norms, residuals, activation functions; unfused scores too
+    waits        two all-reduces of t h elements forward, two backward, and two more for each recomputed forward
+    head         (t, h) by (h, V/T), and passes over the logits: ``logits`` bytes for each, forward and backward
+                 together; T > 1 sums t h elements twice more: what the embedding's parts hold, and the gradient of the
+                 head's input
+
+Logits of Megatron are converted to fp32 (6 bytes), and their maximum (4), difference (8), exponential (8), sum (4) and
+quotient (8) are kernels of their own, as are the gradient's scale (8) and its way back to 16 bits (6): 52 bytes, and 60
+in its first versions, which copy them before (tensor_parallel/cross_entropy.py); 56 here. Scores of unfused attention
+go through memory 4.5 times where mask, scale and softmax are one kernel, dropout included, and 8.5 times where they are
+not; 6 here. Both were chosen between these counts on rows of the split dev. A fused loss
+reads and writes them once each way. With sequence parallelism the passes over h are cut by T as well. Blocks of shapes
+that published runs measured take what they took there (predict/formulas/measured_blocks.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.cluster.devices import Cluster, Device
+from paceline.cluster.kernels import attention_seconds, matmul_seconds, memory_seconds
+from paceline.cluster.nccl import collective_seconds, group_of
+from paceline.plan.workload import Compute, Framework, ModelShape, Workload
+from paceline.predict.formulas.constants import Constants
+from paceline.predict.formulas.measured_blocks import factors_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How often a block's forward reads or writes an element, by how much a framework fuses; and its kernels.
+
+    ``optimizer_bytes``: of a parameter, in a step of Adam. It moves 28 bytes in fp32; Megatron's converts the gradient
+    and the weights besides, 8 more.
+    """
+
+    hidden: float
+    ffn: float
+    gate: float
+    scores: float
+    logits: float
+    kernels: int
+    optimizer_bytes: float
+
+
+PASSES: dict[Framework, Passes] = {
+    "eager": Passes(hidden=16, ffn=4, gate=3, scores=8, logits=26, kernels=30, optimizer_bytes=48),
+    "compiled": Passes(hidden=9, ffn=2, gate=1, scores=4, logits=18, kernels=12, optimizer_bytes=36),
+    "megatron": Passes(hidden=12, ffn=2, gate=1, scores=6, logits=56, kernels=26, optimizer_bytes=36),
+}
+BACKWARD_PASSES = 1.6
+FUSED_BACKWARD = 2.5
+MASKED = 0.15
+FUSED_LOGITS = 16
+SOFTNESS = 4.0  # of the larger of device and host time: infinite would be the larger one alone
+EXPERT_KERNELS = 60  # more in a block with experts: router, permutations, grouped products
+# Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/nccl.py): all-reduces of
+# nccl-tests on A100 take 46 us (2 GPUs) to 81 us (8) before bytes count, 31 to 25 us more than that.
+CALL_S = 28e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds of one direction: on the device, on the host, and waiting for tensor-parallel and expert ranks."""
+
+    device: float
+    host: float
+    wait: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The longer of device and host and a little of the other: some kernels outlast their launch, some do not."""
+        device = self.device + self.wait
+        return float((device**SOFTNESS + self.host**SOFTNESS) ** (1 / SOFTNESS))
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(device=self.device + other.device, host=self.host + other.host, wait=self.wait + other.wait)
+
+    def times(self, factor: float) -> Cost:
+        return Cost(device=self.device * factor, host=self.host * factor, wait=self.wait * factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCosts:
+    """One microbatch through one block, and through the ends of the model."""
+
+    forward: Cost
+    backward: Cost
+    embed: Cost
+    head_forward: Cost
+    head_backward: Cost
+
+
+class BlockModel:
+    """Prices a block for one workload on one cluster."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, constants: Constants) -> None:
+        assert isinstance(workload.model, ModelShape)
+        self.workload = workload
+        self.model: ModelShape = workload.model
+        self.layout, self.run = workload.layout, workload.run
+        self.cluster, self.constants = cluster, constants
+        self.device: Device = cluster.device
+        self.rates = constants.rates
+        self.passes = PASSES[self.run.framework]
+        self.tokens = self.run.micro_batch * self.run.seq_len / self.layout.context
+        self.width = 4 if self.run.compute in ("fp32", "tf32") else 2
+        self.linear: Compute = self.run.compute
+        self.other: Compute = "bf16" if self.linear in ("fp8", "fp4") else self.linear
+
+    def costs(self) -> BlockCosts:
+        """Returns what a block and the ends take."""
+        matmul_f, matmul_b, last = self._matmuls()
+        attention_f, attention_b = self._attention()
+        memory_f = self._memory()
+        wait = self._tensor_wait() + self._expert_wait() + self._context_wait(attention_f)
+        kernels = (
+            self.passes.kernels + (2 if self.layout.tensor > 1 else 0) + (EXPERT_KERNELS if self.model.experts else 0)
+        )
+        launch = self.constants.launch_us * 1e-6
+        forward = Cost(device=matmul_f + attention_f + memory_f, host=kernels * launch, wait=wait)
+        backward = Cost(
+            device=matmul_b + attention_b + BACKWARD_PASSES * memory_f, host=2 * kernels * launch, wait=wait
+        )
+        again = self._recomputed(forward, matmul_f, attention_f, memory_f, last)
+        head_f, head_b = self._head()
+        known = factors_for(self.constants.blocks, self.workload)
+        return BlockCosts(
+            forward=forward.times(known.block),
+            backward=(backward + again).times(known.block),
+            embed=Cost(device=self._memory_seconds(6 * self.tokens * self.model.hidden * self.width), host=4 * launch),
+            head_forward=head_f.times(known.head),
+            head_backward=head_b.times(known.head),
+        )
+
+    def _recomputed(self, forward: Cost, matmul: float, attention: float, memory: float, last: float) -> Cost:
+        match self.run.recompute:
+            case "full" if self.run.framework != "megatron":
+                # torch stops when all that backward needs is there: the last product's result is not.
+                return Cost(device=forward.device - last, host=forward.host, wait=forward.wait)
+            case "full":
+                return forward
+            case "attention":
+                return Cost(device=attention, host=forward.host / 5)
+            case "selective":
+                return Cost(device=matmul / 2 + memory, host=forward.host / 2)
+            case _:
+                return Cost(device=0.0, host=0.0)
+
+    def _product(self, m: float, n: float, k: float, dtype: Compute) -> tuple[float, float]:
+        """Forward, and backward: the gradients of the input and of the weights."""
+        device, rates = self.device, self.rates
+        forward = matmul_seconds(device, rates, m, n, k, dtype)
+        backward = matmul_seconds(device, rates, m, k, n, dtype) + matmul_seconds(device, rates, k, n, m, dtype)
+        if dtype in ("fp8", "fp4"):
+            forward, backward = forward / self.constants.eight_bit, backward / self.constants.eight_bit
+            # Megatron's layers write eight-bit copies in the kernel before.
+            scaled = (1.6 if self.run.scaling == "row" else 1.0) * (1 if self.run.framework == "megatron" else 3)
+            forward += self._memory_seconds(scaled * (m * k + n * k))
+            backward += self._memory_seconds(scaled * 2 * m * n)
+        return forward, backward
+
+    def _matmuls(self) -> tuple[float, float, float]:
+        """Forward, backward, and of the forward the last product."""
+        model, tensor, tokens = self.model, self.layout.tensor, self.tokens
+        pairs = [
+            self._product(tokens, (model.query_width + model.kv_width) / tensor, model.hidden, self.linear),
+            self._product(tokens, model.hidden, model.query_width / tensor, self.linear),
+        ]
+        rows, copies = tokens, 1.0
+        if model.experts:
+            local = max(1.0, model.experts / self.layout.expert)
+            copies = local
+            rows = tokens * self.layout.expert * model.active_experts / model.experts
+        up = self._product(rows, (model.matrices - 1) * model.ffn / tensor, model.hidden, self.linear)
+        down = self._product(rows, model.hidden, model.ffn / tensor, self.linear)
+        pairs += [(up[0] * copies, up[1] * copies), (down[0] * copies, down[1] * copies)]
+        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs), pairs[-1][0]
+
+    def _attention(self) -> tuple[float, float]:
+        model, tokens = self.model, self.tokens
+        width = model.score_width / self.layout.tensor
+        flops = 4.0 * tokens * self.run.seq_len * width
+        if self.run.fused_attention:
+            flops /= 2 if model.causal else 1
+            forward = attention_seconds(self.device, self.rates, flops, self.run.seq_len, self.other)
+            return forward, FUSED_BACKWARD * forward
+        head = model.query_width // model.heads
+        batch = max(1, round(self.run.micro_batch * model.heads / self.layout.tensor))
+        length = self.run.seq_len
+        products = matmul_seconds(self.device, self.rates, length, length, head, self.other, batch)
+        products += matmul_seconds(self.device, self.rates, length, head, length, self.other, batch)
+        scores = self._memory_seconds(self.passes.scores * batch * length * length * self.width)
+        return products + scores, 2 * products + BACKWARD_PASSES * scores
+
+    def _memory(self) -> float:
+        model, tensor = self.model, self.layout.tensor
+        across = tensor if self.layout.sequence_parallel else 1
+        hidden = self.passes.hidden * model.hidden / across
+        gate = self.passes.gate if model.gated else 0.0
+        wide = (self.passes.ffn + gate) * model.ffn / tensor
+        if model.experts:
+            wide = wide * model.active_experts + 6 * model.active_experts * model.hidden
+        return self._memory_seconds(self.width * self.tokens * (hidden + wide))
+
+    def _head(self) -> tuple[Cost, Cost]:
+        model, tensor = self.model, self.layout.tensor
+        # An encoder predicts the masked tokens alone.
+        tokens = self.tokens * (1.0 if model.causal else MASKED)
+        forward, backward = self._product(tokens, model.vocab / tensor, model.hidden, self.other)
+        logits = FUSED_LOGITS if self.run.fused_loss else self.passes.logits
+        loss = self._memory_seconds(logits * tokens * model.vocab / tensor)
+        launch, wait = self.constants.launch_us * 1e-6, self._tensor_wait() / 2
+        return (
+            Cost(device=forward + loss / 2, host=10 * launch, wait=wait),
+            Cost(device=backward + loss / 2, host=20 * launch, wait=wait),
+        )
+
+    def _memory_seconds(self, num_bytes: float) -> float:
+        return memory_seconds(self.device, self.rates, num_bytes * self.constants.traffic)
+
+    def _tensor_wait(self) -> float:
+        """Of one direction: two all-reduces, or their two halves where sequences are cut."""
+        tensor = self.layout.tensor
+        if tensor == 1:
+            return 0.0
+        group = group_of(self.cluster, tensor)
+        num_bytes = self.tokens * self.model.hidden * self.width
+        if self.layout.sequence_parallel:
+            each = collective_seconds("all_gather", num_bytes, group, self.cluster)
+            each += collective_seconds("reduce_scatter", num_bytes, group, self.cluster) + CALL_S
+        else:
+            each = collective_seconds("all_reduce", num_bytes, group, self.cluster)
+        hidden = 0.5 if self.layout.overlaps_tensor else 1.0
+        return 2 * (each + CALL_S) * self.constants.slowdown * hidden
+
+    def _expert_wait(self) -> float:
+        expert = self.layout.expert
+        if expert == 1:
+            return 0.0
+        group = group_of(self.cluster, expert, self.layout.tensor)
+        num_bytes = self.tokens / self.layout.tensor * self.model.active_experts * self.model.hidden * 2
+        return 2 * (collective_seconds("all_to_all", num_bytes, group, self.cluster) + CALL_S) * self.constants.slowdown
+
+    def _context_wait(self, attention: float) -> float:
+        """Keys and values travel around the ring while attention works on those that are there."""
+        context = self.layout.context
+        if context == 1:
+            return 0.0
+        group = group_of(self.cluster, context, self.layout.tensor)
+        num_bytes = self.tokens * context * self.model.kv_width / self.layout.tensor * self.width
+        moved = collective_seconds("all_gather", num_bytes, group, self.cluster)
+        return max(0.0, moved - attention) + context * CALL_S

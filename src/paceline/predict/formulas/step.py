@@ -1,0 +1,259 @@
+"""What a training step of a transformer takes: blocks, pipeline, data-parallel communication, optimizer.
+
+    step = pipeline of blocks + communication that nothing hides + optimizer + the slowest device
+
+Blocks are priced once (predict/formulas/block.py). Under FSDP one microbatch runs on the event core: unshards ahead of
+use, reduces behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last microbatch are reduced
+block by block behind its backward, on the event core too; what is left over is waited for. Megatron without sharding
+reduces them all at once when the backward is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.cluster.devices import Cluster
+from paceline.cluster.kernels import memory_seconds
+from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
+from paceline.plan.workload import Layout, ModelShape, Workload
+from paceline.predict.formulas.block import CALL_S, PASSES, BlockCosts, BlockModel
+from paceline.predict.formulas.constants import Constants
+from paceline.predict.formulas.slowest import slowest_share
+from paceline.predict.replay.timeline import StageSeconds, Timeline, pipeline_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """Where a step's seconds go, on the rank that is busiest."""
+
+    compute: float
+    tensor_wait: float
+    launch_wait: float
+    bubble: float
+    exposed: float
+    hidden: float
+    contention: float
+    slowest: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step; hidden communication costs nothing but its contention."""
+        return (
+            self.compute
+            + self.tensor_wait
+            + self.launch_wait
+            + self.bubble
+            + self.exposed
+            + self.contention
+            + self.slowest
+            + self.optimizer
+        )
+
+
+def transformer_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepSeconds:
+    """Returns what a step takes."""
+    model, layout = workload.model, workload.layout
+    assert isinstance(model, ModelShape)
+    costs = BlockModel(workload, cluster, constants).costs()
+    layers = stage_layers(model.layers, layout.pipeline)
+    message = _message_seconds(workload, cluster, constants)
+    waits = message if _leaves_node(layout, cluster) else 0.0
+    stages = [_stage(costs, count, place, layout.pipeline, waits) for place, count in enumerate(layers)]
+    busiest = max(range(len(stages)), key=lambda place: (stages[place].both, place))
+    microbatches = workload.microbatches
+    piped = pipeline_seconds(stages, microbatches, layout.chunks, message - waits)
+    moved = _DataParallel(workload, cluster, constants, costs, layers[busiest])
+    exposed, hidden = moved.seconds()
+    device, wait = _spent(costs, layers[busiest], busiest, layout.pipeline)
+    alone = microbatches * stages[busiest].both
+    return StepSeconds(
+        compute=microbatches * device,
+        tensor_wait=microbatches * wait,
+        launch_wait=max(0.0, alone - microbatches * (device + wait)),
+        bubble=max(0.0, piped - alone),
+        exposed=exposed,
+        hidden=hidden,
+        contention=constants.contention * hidden,
+        slowest=slowest_share(layout.devices) * microbatches * device,
+        optimizer=_optimizer_seconds(workload, cluster, constants, layers[busiest]),
+    )
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Returns layers by stage, as even as can be, the larger ones first."""
+    return [layers // stages + (place < layers % stages) for place in range(stages)]
+
+
+def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> StageSeconds:
+    forward, backward = costs.forward.times(layers), costs.backward.times(layers)
+    if place == 0:
+        forward, backward = forward + costs.embed, backward + costs.embed
+    if place == stages - 1:
+        forward, backward = forward + costs.head_forward, backward + costs.head_backward
+    return StageSeconds(forward.seconds + waits, backward.seconds + waits)
+
+
+def _spent(costs: BlockCosts, layers: int, place: int, stages: int) -> tuple[float, float]:
+    both = (costs.forward + costs.backward).times(layers)
+    if place == 0:
+        both = both + costs.embed.times(2)
+    if place == stages - 1:
+        both = both + costs.head_forward + costs.head_backward
+    return both.device, both.wait
+
+
+def _message_seconds(workload: Workload, cluster: Cluster, constants: Constants) -> float:
+    """Of one tensor between neighbours. Inside a node it hides behind compute but while the pipeline fills and drains;
+    across nodes, a rank waits for each."""
+    layout, model, run = workload.layout, workload.model, workload.run
+    if layout.pipeline == 1:
+        return 0.0
+    assert isinstance(model, ModelShape)
+    tokens = run.micro_batch * run.seq_len / layout.context
+    # Tensor ranks send a part each, and gather behind the link.
+    num_bytes = tokens * model.hidden * 2 / layout.tensor
+    group = Group(2, 2 if _leaves_node(layout, cluster) else 1)
+    return (collective_seconds("send", num_bytes, group, cluster) + CALL_S) * constants.slowdown
+
+
+def _leaves_node(layout: Layout, cluster: Cluster) -> bool:
+    """Whether neighbours in the pipeline are on different nodes."""
+    return layout.tensor * layout.context * layout.data >= cluster.node.devices
+
+
+def data_group(layout: Layout, cluster: Cluster, ranks: int) -> Group:
+    """Returns the group of so many data-parallel ranks, neighbours on that axis."""
+    return group_of(cluster, ranks, layout.tensor)
+
+
+class _DataParallel:
+    """The communication of data-parallel ranks, and what of it is left over."""
+
+    def __init__(
+        self, workload: Workload, cluster: Cluster, constants: Constants, costs: BlockCosts, layers: int
+    ) -> None:
+        assert isinstance(workload.model, ModelShape)
+        self.workload, self.cluster, self.constants, self.costs = workload, cluster, constants, costs
+        self.layers = layers
+        self.model: ModelShape = workload.model
+        self.ranks = workload.layout.data * workload.layout.context
+        self.block_params = self.model.attention_params / workload.layout.tensor
+        self.block_params += self.model.mlp_params / workload.layout.tensor / workload.layout.expert
+        self.end_params = self.model.end_params / workload.layout.tensor
+
+    def seconds(self) -> tuple[float, float]:
+        """Returns exposed and hidden seconds of a step."""
+        if self.ranks == 1:
+            return 0.0, 0.0
+        if self.workload.layout.sharding == "fsdp":
+            return self._sharded()
+        return self._reduced()
+
+    def _collective(self, kind: Collective, num_bytes: float, ranks: int) -> float:
+        group = data_group(self.workload.layout, self.cluster, ranks)
+        alone = collective_seconds(kind, num_bytes, group, self.cluster)
+        return (alone + CALL_S) * self.constants.slowdown if alone else 0.0
+
+    def _sharded(self) -> tuple[float, float]:
+        run, shards = self.workload.run, self.workload.layout.shards
+        gather_bytes = 1 if run.fp8_gather else 4 if run.compute in ("fp32", "tf32") else 2
+        reduce_bytes = 2 if run.pure else 4
+        if run.framework == "megatron":
+            reduce_bytes = 2
+        gather = self._collective("all_gather", self.block_params * gather_bytes, shards)
+        reduce = self._collective("reduce_scatter", self.block_params * reduce_bytes, shards)
+        ends = self._collective("all_gather", self.end_params * gather_bytes, shards)
+        ends_reduce = self._collective("reduce_scatter", self.end_params * reduce_bytes, shards)
+        timeline = Timeline()
+        self._forward(timeline, gather, ends)
+        self._backward(timeline, gather, reduce, ends_reduce)
+        # In a pipeline, parameters stay gathered for the step, and gradients are reduced once.
+        times = 1 if self.workload.layout.pipeline > 1 else self.workload.microbatches
+        exposed = timeline.idle("compute") * times
+        return exposed, max(0.0, timeline.busy("link") * times - exposed)
+
+    def _forward(self, timeline: Timeline, gather: float, ends: float) -> None:
+        seconds = self.costs.forward.seconds
+        computed = [timeline.add("compute", self.costs.embed.seconds, after=(timeline.add("link", ends),))]
+        ahead = timeline.add("link", gather)
+        for _ in range(self.layers):
+            here = ahead
+            # One block is gathered ahead: its buffer is free when the block before the last one is done.
+            ahead = timeline.add("link", gather, after=(computed[-1],))
+            computed.append(timeline.add("compute", seconds, after=(here,)))
+        timeline.add("compute", self.costs.head_forward.seconds + self.costs.head_backward.seconds)
+
+    def _backward(self, timeline: Timeline, gather: float, reduce: float, ends: float) -> None:
+        seconds = self.costs.backward.seconds
+        last = timeline.spans[-1]
+        ahead = timeline.add("link", gather)
+        for _ in range(self.layers):
+            here = ahead
+            ahead = timeline.add("link", gather, after=(last,))
+            last = timeline.add("compute", seconds, after=(here,))
+            timeline.add("link", reduce, after=(last,))
+        last = timeline.add("compute", self.costs.embed.seconds)
+        timeline.add("link", ends, after=(last,))
+
+    def _reduced(self) -> tuple[float, float]:
+        layout, run = self.workload.layout, self.workload.run
+        # Megatron sums bf16 gradients in fp32 (accumulate_allreduce_grads_in_fp32, which bf16 turns on), others as they
+        # are.
+        wide = run.framework == "megatron" and run.compute == "bf16"
+        width = 4 if wide or run.compute in ("fp32", "tf32") else 2
+        sharded = layout.sharding in ("zero1", "zero2")
+        across = self.ranks // layout.shards if sharded else 1
+        if layout.sharding == "none" and run.framework == "megatron":
+            return self._reduced_at_once(width), 0.0
+        timeline = Timeline()
+        each = self._collective("all_reduce", self.block_params * width, self.ranks)
+        if sharded and across == 1:
+            each = self._collective("reduce_scatter", self.block_params * width, self.ranks)
+        ends = each * self.end_params / self.block_params
+        for _ in range(self.layers):
+            last = timeline.add("compute", self.costs.backward.seconds)
+            timeline.add("link", each, after=(last,))
+        timeline.add("link", ends, after=(last,))
+        exposed = timeline.end - timeline.busy("compute")
+        hidden = timeline.busy("link") - exposed
+        if sharded:
+            gathered, beside = self._gathered(layout.shards)
+            exposed, hidden = exposed + gathered, hidden + beside
+        return exposed, hidden
+
+    def _reduced_at_once(self, width: int) -> float:
+        """Seconds of one all-reduce after the backward. Inside a node, nothing is in its way."""
+        whole = (self.layers * self.block_params + self.end_params) * width
+        seconds = self._collective("all_reduce", whole, self.ranks)
+        alone = data_group(self.workload.layout, self.cluster, self.ranks).nodes == 1
+        return seconds / self.constants.slowdown if alone else seconds
+
+    def _gathered(self, shards: int) -> tuple[float, float]:
+        """Exposed and hidden seconds of the updated parameters' way back, after the optimizer.
+
+        Megatron gathers block by block, ahead of the next step's first forward; the others all at once.
+        """
+        if self.workload.run.framework != "megatron":
+            total = self.layers * self.block_params + self.end_params
+            return self._collective("all_gather", total * 2, shards), 0.0
+        timeline = Timeline()
+        each = self._collective("all_gather", self.block_params * 2, shards)
+        ends = each * self.end_params / self.block_params / 2
+        timeline.add("compute", self.costs.embed.seconds, after=(timeline.add("link", ends),))
+        for _ in range(self.layers):
+            timeline.add("compute", self.costs.forward.seconds, after=(timeline.add("link", each),))
+        timeline.add("compute", self.costs.head_forward.seconds, after=(timeline.add("link", ends),))
+        exposed = timeline.idle("compute")
+        return exposed, timeline.busy("link") - exposed
+
+
+def _optimizer_seconds(workload: Workload, cluster: Cluster, constants: Constants, layers: int) -> float:
+    model, layout = workload.model, workload.layout
+    assert isinstance(model, ModelShape)
+    dense = layers * model.attention_params + model.end_params / min(layout.pipeline, 2)
+    # The same experts are on fewer ranks, which cut their states.
+    experts = layers * model.mlp_params / max(layout.expert, layout.shards)
+    params = (dense / layout.shards + experts) / layout.tensor
+    moved = params * PASSES[workload.run.framework].optimizer_bytes
+    return memory_seconds(cluster.device, constants.rates, moved)

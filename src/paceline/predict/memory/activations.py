@@ -1,0 +1,408 @@
+"""Parameters and activations of the reference models by formula, from the dimensions in a config.
+
+Elements that a block of a GPT leaves for backward, per token, for width W, MLP width M and h heads:
+
+    two norms          2 W inputs, 2 W outputs, a few statistics     (+ 2 W where RMSNorm is not one kernel: on a CPU)
+    attention          3 W query, key, value + W output + h          (+ W where the output must be made contiguous)
+    MLP                4 M (SwiGLU) or 2 M (GELU)
+
+so 8 W + 4 M, times the bytes of an element. Under autocast the residual stream stays in the model's dtype, and every
+matrix product reads a low-precision copy of its own: the outputs of norms count 5 (3 + 2) times, in 2 bytes, and the
+weights are copied too. Dropout adds masks; in attention a CPU then has no fused kernel, and 3 h T numbers a token for T
+tokens stay. Outside of blocks: the last norm, and for a vocabulary of V the log-probabilities, 4 V bytes a token.
+
+A convolution leaves its input, a norm its input, a ReLU its output, which is the next convolution's input.
+
+Known error: within 1 % of what autograd saves, on a CPU (tests/estimate/test_estimate_activations.py) and on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from paceline.config import (
+    Config,
+    GPTModelConfig,
+    GPTShape,
+    MLPModelConfig,
+    ResNetModelConfig,
+    SyntheticImagesDataConfig,
+    gpt_shape,
+)
+from paceline.config.known_data import known_shape
+from paceline.predict.memory.facts import BlockFacts, ModelFacts, Work
+
+ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
+_RESNET_STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
+_INDEX_BYTES = 8
+_OPERATIONS_PER_NUMBER = 64.0  # of 4 bytes that is written, as in ``engines/stages/costs.py``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Bytes of an element: of the stream between blocks, and of what matrix products read."""
+
+    stream: int
+    compute: int
+    is_autocast: bool
+    device: str
+
+    @classmethod
+    def of(cls, precision: str, dtype: str, device: str) -> Widths:
+        """Returns the widths of a precision: autocast computes in 2 bytes, masters keep all of the model in 2."""
+        built = 8 if dtype == "float64" else 4
+        is_autocast = precision in ("bf16", "fp16")
+        stream = 2 if precision == "bf16_master" else built
+        return cls(stream=stream, compute=2 if is_autocast else stream, is_autocast=is_autocast, device=device)
+
+
+def describe_model(config: Config, device: str) -> ModelFacts | None:
+    """Returns what is known of a config's model on ``cpu`` or ``cuda``; None where only its own code can tell."""
+    widths = Widths.of(config.train.precision, config.train.dtype, device)
+    model, shape = config.model, known_shape(config.data)
+    if isinstance(model, GPTModelConfig):
+        dimensions = gpt_shape(model)
+        context = shape.context or (dimensions.context if dimensions else None)
+        if dimensions is None or context is None:
+            return None
+        return describe_gpt(dimensions, model.vocab_size or shape.vocab_size or ASSUMED_VOCABULARY, context, widths)
+    if isinstance(model, ResNetModelConfig) and isinstance(config.data, SyntheticImagesDataConfig):
+        channels = model.in_channels or config.data.channels
+        return describe_resnet(model, channels, model.num_classes or config.data.classes, config.data.size, widths)
+    if isinstance(model, MLPModelConfig):
+        features, classes = model.input_dim or shape.features, model.num_classes or shape.classes
+        return describe_mlp(model, features, classes, widths) if features and classes else None
+    return None
+
+
+# GPT
+
+
+def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths) -> ModelFacts:
+    """Returns the facts of a GPT on samples of ``context`` tokens."""
+    block = _gpt_block(shape, context, widths)
+    first = _gpt_embedding(shape, vocab_size, context, widths)
+    last = _gpt_head(shape, vocab_size, context, widths)
+    tied = vocab_size * shape.width if shape.tied else 0
+    root = BlockFacts(
+        parameters=first.parameters + last.parameters - tied,
+        saved_bytes=first.saved_bytes + last.saved_bytes,
+        cast_bytes=last.cast_bytes,
+        largest_parameter=max(first.largest_parameter, last.largest_parameter),
+        columns=first.columns + last.columns - (shape.width if shape.tied else 0),
+    )
+    return ModelFacts(
+        name=f"gpt of {shape.layers} layers",
+        blocks=(block,) * shape.layers,
+        root=root,
+        buffer_bytes=shape.layers * block.buffer_bytes,
+        temporary_bytes=max(last.temporary_bytes, block.temporary_bytes),
+        entry=(first,),
+        exit=(last,),
+        tied_parameters=tied,
+    )
+
+
+def _gpt_block(shape: GPTShape, tokens: int, widths: Widths) -> BlockFacts:
+    width, matrices = shape.width, _gpt_matrices(shape)
+    inside = _gpt_inner_bytes(shape, tokens, widths)
+    readers = 2 if shape.mlp == "swiglu" else 1
+    norms = [_norm_bytes(shape, widths, readers=each) for each in (3, readers)]
+    between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
+    products = _gpt_product_features(shape)
+    rotary = 2 * 4 * (shape.context or tokens) * (width // shape.heads // 2) if shape.positions == "rotary" else 0
+    return BlockFacts(
+        parameters=matrices + 2 * width,
+        saved_bytes=tokens * (inside + between + sum(outputs for _, outputs in norms)),
+        input_bytes=tokens * width * widths.stream,
+        product_bytes=tokens * widths.compute * products,
+        cast_bytes=2 * matrices if widths.is_autocast else 0,
+        largest_parameter=width * max(width, shape.mlp_width),
+        columns=(6 if shape.mlp == "swiglu" else 5) * width + shape.mlp_width,
+        buffer_bytes=rotary,
+        temporary_bytes=tokens * 3 * shape.mlp_width * widths.compute,
+        operations=_gpt_block_operations(shape, shape.context or tokens),
+        split_parameters=matrices,
+        split_bytes=tokens * inside,
+        stream_bytes=tokens * between,
+        split_products=tokens * widths.compute * (products - 2 * width),  # sums over the ranks are whole
+    )
+
+
+def _gpt_embedding(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths) -> BlockFacts:
+    width, length = shape.width, shape.context or tokens
+    learned = length * width if shape.positions == "learned" else 0
+    masks = tokens * _dropout_bytes(shape.dropout, width, widths.stream, widths)
+    return BlockFacts(
+        parameters=vocab_size * width + learned,
+        saved_bytes=tokens * _INDEX_BYTES + masks,
+        largest_parameter=max(vocab_size * width, learned),
+        columns=width + (width if learned else 0),
+        operations=_OPERATIONS_PER_NUMBER * length * (3 if learned else 1) * width,
+        split_parameters=vocab_size * width,
+        stream_bytes=masks,
+    )
+
+
+def _gpt_head(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths) -> BlockFacts:
+    """The last norm, the output layer, and the loss."""
+    head = vocab_size * shape.width
+    logit_bytes = max(widths.stream, 4)  # the loss wants digits
+    inputs, outputs = _norm_bytes(shape, widths, readers=1)
+    length = shape.context or tokens
+    return BlockFacts(
+        parameters=head + shape.width,
+        saved_bytes=tokens * (inputs + outputs + vocab_size * logit_bytes + _INDEX_BYTES),
+        input_bytes=tokens * shape.width * widths.stream,
+        cast_bytes=2 * head if widths.is_autocast else 0,
+        largest_parameter=head,
+        columns=shape.width,
+        # Backward begins with the gradient of the logits beside their log-probabilities.
+        temporary_bytes=tokens * vocab_size * (logit_bytes + (widths.compute if widths.compute < logit_bytes else 0)),
+        operations=length * (2 * head + _OPERATIONS_PER_NUMBER * (2 * vocab_size + 2 * shape.width)),
+        split_parameters=head,
+        split_bytes=tokens * vocab_size * logit_bytes,
+        stream_bytes=tokens * inputs,
+    )
+
+
+def _gpt_block_operations(shape: GPTShape, tokens: int) -> float:
+    """Products, attention over all tokens, and what is written: every product twice, scores about four times."""
+    width, mlp = shape.width, shape.mlp_width * (2 if shape.mlp == "swiglu" else 1)
+    turned = 5 * width if shape.positions == "rotary" else 0
+    norms = (6 if shape.norm == "rms" else 2) * width
+    written = 2 * (_gpt_product_features(shape) - width) + 4.5 * shape.heads * tokens + mlp + norms + 2 * width + turned
+    return tokens * (2 * _gpt_matrices(shape) + 4 * tokens * width + _OPERATIONS_PER_NUMBER * written)
+
+
+def _gpt_matrices(shape: GPTShape) -> int:
+    """Counts the weights of a block's matrices: query and output, keys and values, and the MLP."""
+    kv_width = shape.width // shape.heads * shape.kv_heads
+    mlp = (3 if shape.mlp == "swiglu" else 2) * shape.width * shape.mlp_width
+    return 2 * shape.width**2 + 2 * shape.width * kv_width + mlp
+
+
+def _gpt_inner_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
+    """What attention and the MLP save, but for their inputs: what tensor parallelism splits."""
+    width = shape.width
+    if shape.dropout and widths.device == "cpu":
+        # Step by step, and in float32 at least: probabilities, the mask, and what it leaves.
+        itemsize = max(widths.compute, 4)
+        attention = (3 * width + 3 * shape.heads * tokens) * itemsize + width * widths.compute
+    else:
+        copies = 2 if shape.positions == "rotary" else 1
+        attention = (3 + copies) * width * widths.compute + 4 * shape.heads
+    return attention + (4 if shape.mlp == "swiglu" else 2) * shape.mlp_width * widths.compute
+
+
+def _gpt_product_features(shape: GPTShape) -> int:
+    kv_width = shape.width // shape.heads * shape.kv_heads
+    mlp = (2 if shape.mlp == "swiglu" else 1) * shape.mlp_width + shape.width
+    return 2 * shape.width + 2 * kv_width + shape.width + mlp
+
+
+def _norm_bytes(shape: GPTShape, widths: Widths, *, readers: int) -> tuple[float, float]:
+    """A norm's input with its statistics, and its output, of which autocast makes a copy for each reader."""
+    inputs = 2 * max(widths.stream, 4) if shape.norm == "rms" and widths.device == "cpu" else widths.stream
+    outputs = readers * widths.compute if widths.is_autocast else widths.stream
+    statistics = 4 if shape.norm == "rms" else 8
+    return shape.width * inputs + statistics, shape.width * outputs
+
+
+def _dropout_bytes(dropout: float, features: int, itemsize: int, widths: Widths) -> float:
+    """A mask of bytes in CUDA's fused kernel, of numbers on a CPU."""
+    if not dropout:
+        return 0.0
+    return features * (1 if widths.device == "cuda" else itemsize)
+
+
+# Residual networks
+
+
+def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, image: int, widths: Widths) -> ModelFacts:
+    """Returns the facts of a residual network on square images."""
+    is_basic, width = model.depth == 18, model.width
+    is_small = model.stem == "small"
+    kernel, size = (3, image) if is_small else (7, _half(image))
+    stem = Convolution(in_channels, width, kernel, size)
+    stem_saved = in_channels * image**2 + stem.outputs  # the image and the norm's input; what follows is the block's
+    if not is_small:
+        size = _half(size)
+        # What the pooling reads, and where it found its maximum.
+        stem_saved += stem.outputs + width * size**2 * _INDEX_BYTES // widths.compute
+    has_statistics = model.norm == "batch"
+    first = BlockFacts(
+        parameters=stem.parameters,
+        saved_bytes=widths.compute * stem_saved,
+        cast_bytes=2 * stem.weights if widths.is_autocast else 0,
+        columns=stem.columns,
+        buffer_bytes=stem.buffer_bytes if has_statistics else 0,
+        temporary_bytes=2 * widths.compute * stem.outputs,
+        operations=stem.operations,
+    )
+    blocks, channels, convolutions = [], width, [stem]
+    for stage, count in enumerate(_RESNET_STAGES[model.depth]):
+        for index in range(count):
+            before, size = size, _half(size) if stage > 0 and index == 0 else size
+            inner = width * 2**stage
+            layers = list(_basic(channels, inner, size) if is_basic else _bottleneck(channels, inner, before, size))
+            out = inner if is_basic else 4 * inner
+            shortcut = [Convolution(channels, out, 1, size)] if (before, channels) != (size, out) else []
+            block = _residual_block(layers, shortcut, channels * before**2, widths)
+            blocks.append(block if has_statistics else replace(block, buffer_bytes=0))
+            convolutions += [*layers, *shortcut]
+            channels = out
+    last = BlockFacts(
+        parameters=channels * classes + classes,
+        saved_bytes=widths.compute * (channels * size**2 + channels) + 4 * classes + _INDEX_BYTES,
+        input_bytes=widths.compute * channels * size**2,
+        cast_bytes=2 * channels * classes if widths.is_autocast else 0,
+        columns=channels,
+        operations=2 * channels * classes + _OPERATIONS_PER_NUMBER * (channels + classes),
+    )
+    return ModelFacts(
+        name=f"resnet-{model.depth}",
+        blocks=tuple(blocks),
+        root=BlockFacts(
+            parameters=first.parameters + last.parameters,
+            saved_bytes=first.saved_bytes + last.saved_bytes,
+            cast_bytes=first.cast_bytes + last.cast_bytes,
+            columns=first.columns + last.columns,
+        ),
+        buffer_bytes=first.buffer_bytes + sum(block.buffer_bytes for block in blocks),
+        temporary_bytes=first.temporary_bytes,
+        entry=(first,),
+        exit=(last,),
+        work=Work(
+            flops=sum(each.flops for each in convolutions) + 2 * channels * classes,
+            written=sum(each.outputs for each in convolutions) + classes,
+            kernels=3 * len(convolutions) + len(blocks) + 4,  # norms and activations; sums; pooling, head and loss
+            is_convolutional=True,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A convolution and the norm after it."""
+
+    inputs: int
+    channels: int
+    kernel: int
+    size: int  # of the image that comes out
+
+    @property
+    def weights(self) -> int:
+        """Weights of the convolution."""
+        return self.inputs * self.channels * self.kernel**2
+
+    @property
+    def columns(self) -> int:
+        """Columns of its weights as a matrix, a row for each channel that comes out."""
+        return self.inputs * self.kernel**2
+
+    @property
+    def parameters(self) -> int:
+        """Weights, and the norm's scale and shift."""
+        return self.weights + 2 * self.channels
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that come out for one image."""
+        return self.channels * self.size**2
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The running statistics of a batch norm."""
+        return 8 * self.channels + _INDEX_BYTES
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions for one image."""
+        return 2 * self.weights * self.size**2
+
+    @property
+    def operations(self) -> float:
+        """What it costs with its norm and activation, each of which writes its outputs."""
+        return self.flops + 3 * _OPERATIONS_PER_NUMBER * self.outputs
+
+
+def _basic(channels: int, inner: int, size: int) -> Iterator[Convolution]:
+    yield Convolution(channels, inner, 3, size)
+    yield Convolution(inner, inner, 3, size)
+
+
+def _bottleneck(channels: int, inner: int, before: int, size: int) -> Iterator[Convolution]:
+    yield Convolution(channels, inner, 1, before)
+    yield Convolution(inner, inner, 3, size)
+    yield Convolution(inner, 4 * inner, 1, size)
+
+
+def _residual_block(layers: list[Convolution], shortcut: list[Convolution], inputs: int, widths: Widths) -> BlockFacts:
+    products = sum(layer.outputs for layer in [*layers, *shortcut])
+    inner = sum(layer.outputs for layer in layers[:-1])  # ReLUs between the convolutions
+    return BlockFacts(
+        parameters=sum(layer.parameters for layer in [*layers, *shortcut]),
+        saved_bytes=widths.compute * (inputs + products + inner),
+        input_bytes=widths.compute * inputs,
+        product_bytes=widths.compute * products,
+        cast_bytes=2 * sum(layer.weights for layer in [*layers, *shortcut]) if widths.is_autocast else 0,
+        columns=sum(layer.columns for layer in [*layers, *shortcut]),
+        buffer_bytes=sum(layer.buffer_bytes for layer in [*layers, *shortcut]),
+        temporary_bytes=2 * widths.compute * max(layer.outputs for layer in layers),
+        operations=sum(layer.operations for layer in [*layers, *shortcut]),
+    )
+
+
+def _half(size: int) -> int:
+    return -(-size // 2)
+
+
+# Perceptrons
+
+
+def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Widths) -> ModelFacts:
+    """Returns the facts of a perceptron: it has three layers, and no repeated blocks."""
+    sizes = (features, model.hidden_dim, model.hidden_dim // 2, classes)
+    layers = tuple(_linear(number, sizes[number : number + 2], model.dropout, widths) for number in range(3))
+    root = BlockFacts(
+        parameters=sum(layer.parameters for layer in layers),
+        saved_bytes=sum(layer.saved_bytes for layer in layers),
+        cast_bytes=sum(layer.cast_bytes for layer in layers),
+        columns=sum(layer.columns for layer in layers),
+    )
+    return ModelFacts(
+        name="mlp",
+        blocks=(),
+        root=root,
+        temporary_bytes=2 * widths.compute * model.hidden_dim,
+        entry=layers,
+        work=Work(
+            flops=sum(2 * rows * columns for rows, columns in pairwise(sizes)),
+            written=sum(sizes[1:]),
+            kernels=3 * len(layers) + 1,
+        ),
+    )
+
+
+def _linear(number: int, sizes: tuple[int, ...], dropout: float, widths: Widths) -> BlockFacts:
+    """Layer 0, 1 or 2 of a perceptron, the last with the loss."""
+    inputs, outputs = sizes
+    if number == 2:
+        after = float(outputs * max(widths.stream, 4) + _INDEX_BYTES)
+    else:  # the ReLU's output, and what dropout makes of it
+        after = outputs * (2 if dropout else 1) * widths.compute + _dropout_bytes(
+            dropout, outputs, widths.compute, widths
+        )
+    return BlockFacts(
+        parameters=inputs * outputs + outputs,
+        saved_bytes=after + (inputs * widths.compute if number == 0 else 0),
+        input_bytes=inputs * widths.compute,
+        # The first layer's is not kept: nobody asks for the gradient of the data.
+        cast_bytes=2 * inputs * outputs if widths.is_autocast and number else 0,
+        columns=inputs,
+        temporary_bytes=2 * widths.compute * outputs,
+        operations=2 * inputs * outputs + 2 * _OPERATIONS_PER_NUMBER * outputs,
+    )

@@ -1,0 +1,180 @@
+"""What a rank holds at the peak of a step, in bytes by category.
+
+    states        parameters, gradients and optimizer: bytes per parameter by framework and precision, cut by sharding
+    activations   of the microbatches in flight in the first stage; with full recomputation a block's input for each
+                  block, and one block in whole
+    temporary     the logits and their gradient, unsharded blocks under FSDP. The logits are gone before a block is
+                  computed again: with full recomputation the larger of the two counts
+    framework     the device's context, and the allocator's cut pieces
+
+Megatron's mixed precision keeps 18 bytes a parameter: 2 weights, 4 gradients, 12 for masters and moments. States of
+experts are cut by the ranks that hold the same experts, which are fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.plan.workload import ModelShape, Part, SampleModel, Workload
+from paceline.predict.formulas.step import stage_layers
+from paceline.units import GIB
+
+_CONTEXT_BYTES = 1.5 * GIB
+_CUT_PIECES = 0.05  # of what comes and goes: blocks of the allocator that nothing fits into
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of a rank by category."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+    framework: float
+
+    @property
+    def states(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return self.states + self.activations + self.temporary + self.framework
+
+    def part(self, part: Part) -> float:
+        """Returns the whole, or the part that a table lists alone."""
+        return self.activations if part == "activations" else self.states if part == "states" else self.total
+
+
+def footprint(workload: Workload) -> Footprint:
+    """Returns what the first stage's rank holds."""
+    model = workload.model
+    if isinstance(model, SampleModel):
+        return _of_samples(model, workload)
+    layout = workload.layout
+    layers = stage_layers(model.layers, layout.pipeline)[0]
+    dense = (layers * model.attention_params + model.end_params / min(layout.pipeline, 2)) / layout.tensor
+    experts = layers * model.mlp_params / layout.expert / layout.tensor
+    params = dense + experts
+    cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
+    weights, gradients, optimizer = _bytes_per_parameter(workload)
+    whole = layout.sharding != "fsdp"
+    activations, temporary = _activations(workload, layers), _temporary(workload)
+    return Footprint(
+        parameters=(params if whole else cut) * weights,
+        gradients=(params if whole and layout.sharding != "zero2" else cut) * gradients,
+        optimizer=cut * optimizer,
+        activations=activations,
+        temporary=temporary,
+        framework=_CONTEXT_BYTES + _CUT_PIECES * (activations + temporary),
+    )
+
+
+def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
+    """Weights, gradients, optimizer.
+
+    Megatron: masters and moments in fp32, gradients summed in fp32. Eager: fp32 throughout under autocast; else
+    low-precision weights and gradients, and of the rank's share of them flat copies (4), gradients in fp32 (4), masters
+    and moments (12). Compiled: bf16 throughout, with gradients in fp32 where they are reduced so.
+    """
+    run, layout = workload.run, workload.layout
+    if run.compute in ("fp32", "tf32"):
+        return 4, 4, 8
+    match run.framework:
+        case "megatron":
+            return 2, 4, 12
+        case "compiled":
+            return (2, 4, 4) if layout.sharding == "fsdp" else (2, 2, 4)
+        case _:
+            is_flat = layout.is_flat and not run.autocast
+            return (2, 2, 4) if run.pure else (2, 2, 20) if is_flat else (4, 4, 8)
+
+
+def _activations(workload: Workload, layers: int) -> float:
+    model, layout, run = workload.model, workload.layout, workload.run
+    assert isinstance(model, ModelShape)
+    tokens = run.micro_batch * run.seq_len / layout.context
+    block = _block_bytes(workload, tokens)
+    # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
+    flight = min(workload.microbatches, layout.pipeline)
+    more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
+    across = layout.tensor if layout.sequence_parallel else 1
+    if run.recompute == "full":
+        return layers * flight * more * tokens * model.hidden * 2 / across + _recomputed_bytes(workload)
+    return layers * flight * more * block
+
+
+def _recomputed_bytes(workload: Workload) -> float:
+    """A block that is computed again. torch holds its gradients beside it; Megatron frees one as it makes the other."""
+    run = workload.run
+    if run.recompute != "full":
+        return 0.0
+    block = _block_bytes(workload, run.micro_batch * run.seq_len / workload.layout.context)
+    return block * (1 if run.framework == "megatron" else 2)
+
+
+def _block_bytes(workload: Workload, tokens: float) -> float:
+    """Of one block: the count of Korthikanti and others (arXiv 2205.05198), 34 h + 5 a s bytes a token for a GPT."""
+    model, layout, run = workload.model, workload.layout, workload.run
+    assert isinstance(model, ModelShape)
+    tensor = layout.tensor
+    across = tensor if layout.sequence_parallel else 1
+    hidden = model.hidden
+    width = 2 if run.compute in ("fp32", "tf32") else 1
+    # Two inputs of norms, two of products; Megatron's GPTs keep two masks of dropout as well, others have none.
+    norms = (10 if run.framework == "megatron" else 8) * hidden / across
+    # Queries and what goes into the output's product; keys and values.
+    inner = (4 * model.query_width + 2 * model.kv_width) / tensor
+    wide = (4 if not model.gated else 6) * model.ffn / tensor * (model.active_experts or 1)
+    scores = 0.0
+    if not run.fused_attention and run.recompute in ("none", "full"):
+        scores = 5 * model.heads * run.seq_len / tensor
+    if run.recompute == "selective":
+        # Every second product's result is kept (queries, values, one of the MLP's wide ones, its last), the block's
+        # input and attention's result.
+        norms = 4 * hidden / across
+        inner = (4 * model.query_width + model.kv_width) / tensor
+        wide = 2 * model.ffn / tensor * (model.active_experts or 1)
+    return tokens * width * (norms + inner + wide + scores)
+
+
+def _temporary(workload: Workload) -> float:
+    model, layout, run = workload.model, workload.layout, workload.run
+    assert isinstance(model, ModelShape)
+    tokens = run.micro_batch * run.seq_len / layout.context
+    logits = tokens * model.vocab * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
+    units = 0.0
+    if layout.sharding == "fsdp":
+        units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor
+    return max(0.0, logits - _recomputed_bytes(workload)) + units
+
+
+def _logit_bytes(workload: Workload) -> float:
+    """Of one logit: itself and its gradient in bf16, both and the logarithms of the softmax in fp32: 16 in torch.
+
+    Tensor-parallel ranks of torch gather a half of them (or none, where the loss is split), Megatron's keep them split.
+    Fused losses, which Megatron has and the frameworks with flat parameters, keep one copy in fp32 and write the
+    gradient over the logits.
+    """
+    tensor = workload.layout.tensor
+    match workload.run.framework:
+        case "megatron":
+            return 6 / tensor
+        case "compiled":
+            return 16 / tensor if workload.run.split_loss else 8 + 8 / tensor
+        case _:
+            return (6 if workload.layout.is_flat else 16) / tensor
+
+
+def _of_samples(model: SampleModel, workload: Workload) -> Footprint:
+    run = workload.run
+    width = 4 if run.compute in ("fp32", "tf32") else 2
+    return Footprint(
+        parameters=model.params * 4,
+        gradients=model.params * 4,
+        optimizer=model.params * 8,
+        activations=run.micro_batch * model.activations * width * 2.5,
+        temporary=0.0,
+        framework=_CONTEXT_BYTES,
+    )

@@ -1,0 +1,1 @@
+"""Step time by replaying what an engine issued."""

@@ -1,0 +1,230 @@
+"""What the kernels of a program take on a cluster's device: from measured rates where there are any, else fitted ones.
+
+    measured (memory_rates of the catalog's entry)    cluster/operations.py: by family, shape and bytes
+    fitted (predict/formulas/constants.py)            cluster/kernels.py: products, attention, bytes over bandwidth
+
+A program of compiled blocks is fused first: neighbours within a block that only go through memory become one kernel,
+which reads what was there before and writes what is read afterwards. What only such kernels of the backward would read
+is not kept: they read what it was made of, and make it again. Products and attention stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.cluster.devices import Device
+from paceline.cluster.kernels import attention_seconds, ceiling, matmul_seconds, memory_seconds
+from paceline.cluster.operations import FUSED, Operation, host_seconds, work_seconds
+from paceline.predict.formulas.constants import Constants
+from paceline.predict.replay.program import Event, Hold, Run
+
+_CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution")
+
+
+class KernelCosts:
+    """Prices kernels, each kind of them once."""
+
+    def __init__(self, device: Device, constants: Constants, *, is_compiled: bool) -> None:
+        self._device = device
+        self._constants = constants
+        self._is_compiled = is_compiled
+        self._is_measured = bool(device.memory_rates)
+        self._known: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def __call__(self, run: Run) -> tuple[float, float]:
+        """Returns seconds of the device, and of the host that launches the kernel."""
+        kernel = run.operation
+        in_block = bool(run.block) and self._is_compiled
+        shape = (kernel.sizes, kernel.batch, kernel.layout, kernel.is_causal, kernel.num_bytes, kernel.tensors)
+        key = (kernel.name, kernel.dtype, in_block, *shape)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = (
+                self._work(kernel) * self._device.factor,
+                host_seconds(self._device, kernel, is_compiled=in_block),
+            )
+        return found
+
+    def _work(self, kernel: Operation) -> float:
+        if self._is_measured:
+            return work_seconds(self._device, kernel)
+        rates, device = self._constants.rates, self._device
+        if kernel.family == "matmul":
+            if kernel.name.startswith(_CONVOLUTIONS):
+                return kernel.flops / (ceiling(device, kernel.dtype) * self._constants.convolution)
+            rows, inner, columns = kernel.sizes
+            return matmul_seconds(device, rates, rows, columns, inner, kernel.dtype, kernel.batch)
+        if kernel.family in ("attention", "attention_backward"):
+            least = memory_seconds(device, rates, kernel.num_bytes)
+            return max(attention_seconds(device, rates, kernel.flops, kernel.sizes[2], kernel.dtype), least)
+        return memory_seconds(device, rates, kernel.num_bytes)
+
+
+def fuse_blocks(events: Sequence[Event]) -> list[Event]:
+    """Puts the kernels of compiled blocks together as a compiler does; everything else stays where it is."""
+    events = _delayed(_without_copies(events))
+    groups = _groups(events)
+    readers: dict[int, set[int]] = {}
+    for place, event in enumerate(events):
+        if isinstance(event, Run):
+            for tensor, _ in event.operation.reads:
+                readers.setdefault(tensor, set()).add(groups.get(place, -1 - place))
+    members: dict[int, list[Run]] = {}
+    for place, group in groups.items():
+        event = events[place]
+        assert isinstance(event, Run)
+        members.setdefault(group, []).append(event)
+    again = {group for group, runs in members.items() if runs[0].operation.phase == "backward"}
+    made_of: dict[int, dict[int, int]] = {}
+    found: list[Event] = []
+    for place, event in enumerate(events):
+        if place not in groups:
+            found.append(event)
+        elif groups[place] == place:  # a group is known by its first kernel
+            found.append(_fused(members[place], place, readers, again, made_of))
+    return found
+
+
+def bytes_not_kept(events: Sequence[Event]) -> int:
+    """Returns how many bytes less compiled blocks keep for their backward than they do as they stand."""
+    return sum(_kept(events).values()) - sum(_kept(fuse_blocks(events)).values())
+
+
+def without_what_is_made_again(events: Sequence[Event]) -> tuple[Event, ...]:
+    """Leaves out memory that eager blocks keep for their backward and compiled ones do not."""
+    kept = _kept(fuse_blocks(events)).keys()
+    gone = _kept(events).keys() - kept
+    return tuple(
+        event
+        for event in events
+        if not isinstance(event, Hold)
+        or event.category != "activations"
+        or gone.isdisjoint(event.tensors)
+        or not kept.isdisjoint(event.tensors)
+    )
+
+
+def _kept(events: Sequence[Event]) -> dict[int, int]:
+    """Tensors, and their bytes, that the forward of blocks writes and something of the backward reads."""
+    made: dict[int, int] = {}
+    kept: dict[int, int] = {}
+    for event in events:
+        if not isinstance(event, Run):
+            continue
+        if event.operation.phase != "forward":
+            kept |= {tensor: made[tensor] for tensor, _ in event.operation.reads if tensor in made}
+        elif event.block:
+            made |= dict(event.operation.writes)
+    return kept
+
+
+def _without_copies(events: Sequence[Event]) -> list[Event]:
+    """Leaves out what a block converts a second time: autocast does so for each layer that reads the same tensor."""
+    known: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[tuple[int, int], ...]] = {}
+    same: dict[int, int] = {}
+    found: list[Event] = []
+    for event in events:
+        if not isinstance(event, Run):
+            found.append(event)
+            continue
+        kernel = event.operation
+        if same:
+            kernel = replace(kernel, reads=tuple((same.get(tensor, tensor), size) for tensor, size in kernel.reads))
+        if event.block and kernel.family == "convert" and kernel.phase == "forward":
+            first = known.setdefault((event.block, kernel.reads), kernel.writes)
+            if first is not kernel.writes and len(first) == len(kernel.writes):
+                same |= {copy: one for (copy, _), (one, _) in zip(kernel.writes, first, strict=True)}
+                continue
+        found.append(Run(kernel, event.block))
+    return found
+
+
+def _delayed(events: Sequence[Event]) -> list[Event]:
+    """Moves kernels that go through memory to the first one that reads their results, where both may be fused.
+
+    An activation function whose result waits for a product's is then made beside what reads both.
+    """
+    first: dict[int, int] = {}
+    for place, event in enumerate(events):
+        for tensor, _ in event.operation.reads if isinstance(event, Run) else ():
+            first.setdefault(tensor, place)
+    later: dict[int, list[Event]] = {}
+    found: list[Event] = []
+
+    def put(place: int, event: Event) -> None:
+        found.extend((*later.pop(place, ()), event))
+
+    for place, event in enumerate(events):
+        target = _reader(events, event, first) if isinstance(event, Run) else None
+        if target is None or target <= place:
+            put(place, event)
+        else:
+            later.setdefault(target, []).extend([*later.pop(place, ()), event])
+    return found
+
+
+def _reader(events: Sequence[Event], event: Run, first: dict[int, int]) -> int | None:
+    """Returns the place of the kernel that an operation may be put before; None where it stays."""
+    kernel = event.operation
+    written = {tensor for tensor, _ in kernel.writes}
+    is_in_place = any(tensor in written for tensor, _ in kernel.reads)
+    if not event.block or kernel.family not in FUSED or is_in_place:
+        return None
+    place = min((first[tensor] for tensor in written if tensor in first), default=None)
+    if place is None:
+        return None
+    reader = events[place]
+    assert isinstance(reader, Run)
+    is_same = reader.block == event.block and reader.operation.phase == kernel.phase
+    return place if is_same and reader.operation.family in FUSED else None
+
+
+def _groups(events: Sequence[Event]) -> dict[int, int]:
+    """Returns for the kernels that can be fused the place of the first one of their group."""
+    found: dict[int, int] = {}
+    first: int | None = None
+    last: Run | None = None
+    for place, event in enumerate(events):
+        if not isinstance(event, Run):
+            if type(event).__name__ in ("Issue", "Wait"):
+                first = None
+            continue
+        if not event.block or event.operation.family not in FUSED:
+            first = None
+            continue
+        is_same = last is not None and last.block == event.block and last.operation.phase == event.operation.phase
+        if first is None or not is_same:
+            first = place
+        found[place] = first
+        last = event
+    return found
+
+
+def _fused(
+    members: list[Run],
+    group: int,
+    readers: dict[int, set[int]],
+    again: set[int],
+    made_of: dict[int, dict[int, int]],
+) -> Run:
+    """Makes one kernel of a group; ``made_of`` learns what the groups in ``again`` read in the place of its results."""
+    reads: dict[int, int] = {}
+    writes: dict[int, int] = {}
+    written: set[int] = set()
+    for run in members:
+        for tensor, size in run.operation.reads:
+            for source, own in made_of.get(tensor, {tensor: size}).items():
+                if source not in written:
+                    reads[source] = max(own, reads.get(source, 0))
+        for tensor, size in run.operation.writes:
+            written.add(tensor)
+            others = readers.get(tensor, set()) - {group}
+            if others and others <= again and group not in again:
+                made_of[tensor] = dict(reads)
+            elif others or tensor not in readers:
+                writes[tensor] = size
+    first = members[0].operation
+    merged = replace(first, name="fused", family="pointwise" if len(members) > 1 else first.family, tensors=1)
+    operation = replace(merged, reads=tuple(reads.items()), writes=tuple(writes.items()))
+    return Run(operation, members[0].block)

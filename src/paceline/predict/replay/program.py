@@ -1,0 +1,139 @@
+"""What one rank does in one step, as data: kernels, communication and memory in the order in which the host issues it.
+
+A dry run writes it down (dryrun/), ``replay`` prices it for a cluster. It knows no torch and no cluster; the same
+program may be replayed on any.
+
+A step of a pipeline with many microbatches is kept as one with few, and the order in which its actions are done again
+(``order``): kernels are priced, and fused, as often as they were recorded. ``all_events`` are those of the whole step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from paceline.cluster.operations import Operation
+from paceline.errors import UsageError
+from paceline.predict.replay.events import Drop, Event, Hold, Issue, Mark, OnHost, Run, Turn, Wait
+from paceline.predict.replay.turns import memory_alone, play
+
+__all__ = ["CATEGORIES", "Drop", "Event", "Hold", "Issue", "Mark", "OnHost", "Program", "Run", "Turn", "Wait"]
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
+
+
+_KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop, Mark, OnHost)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One step of one rank.
+
+    ``resident``: bytes by category that are there before the step and after it. ``samples`` are those of the global
+    batch, and ``elements`` what these count as: tokens, or samples. ``model_flops`` are what this rank's part of the
+    model takes by the usual count: three times its forward, attention in full, nothing twice.
+    """
+
+    name: str
+    rank: int
+    ranks: int
+    strategy: str
+    events: tuple[Event, ...]
+    resident: dict[str, int]
+    samples: int
+    elements: float
+    element: str = "samples"
+    model_flops: float = 0.0
+    dtype: str = "fp32"
+    is_compiled: bool = False
+    stage: int = 0
+    stages: int = 1
+    order: tuple[Turn, ...] = ()
+
+    @property
+    def all_events(self) -> Iterator[Event]:
+        """Iterates over the events of the whole step."""
+        return play(self.events, self.order) if self.order else iter(self.events)
+
+    @property
+    def kernels(self) -> Iterator[Operation]:
+        """Iterates over the kernels."""
+        return (event.operation for event in self.all_events if isinstance(event, Run))
+
+    def count_operations(self) -> Counter[str]:
+        """Counts what is handed to the backend by kind: messages, of a collective that is made of them."""
+        found: Counter[str] = Counter()
+        for event in self.all_events:
+            for kind, number, _ in event.travels if isinstance(event, Issue) else ():
+                found[kind] += number
+        return found
+
+    def count_bytes(self) -> Counter[str]:
+        """Adds up what is communicated by kind."""
+        found: Counter[str] = Counter()
+        for event in self.all_events:
+            for kind, _, num_bytes in event.travels if isinstance(event, Issue) else ():
+                found[kind] += num_bytes
+        return found
+
+    def peak_memory(self) -> dict[str, int]:
+        """Returns bytes by category at the moment when they are most together."""
+        now: Counter[str] = Counter(self.resident)
+        total = most = sum(now.values())
+        peak, held = dict(now), dict[int, Hold]()
+        for event in play(memory_alone(self.events), self.order) if self.order else self.events:
+            if isinstance(event, Hold):
+                held[event.number] = event
+                now[event.category] += event.num_bytes
+                total += event.num_bytes
+                if total > most:
+                    most, peak = total, dict(now)
+            elif isinstance(event, Drop) and event.number in held:
+                gone = held.pop(event.number)
+                now[gone.category] -= gone.num_bytes
+                total -= gone.num_bytes
+        return {category: peak.get(category, 0) for category in CATEGORIES}
+
+    def to_text(self) -> str:
+        """Returns the program as JSON: the same program, the same bytes."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("events", "order")}
+        rows = [[type(event).__name__, *asdict(event).values()] for event in self.events]
+        turns = [list(asdict(turn).values()) for turn in self.order]
+        return json.dumps({**values, "events": rows, "order": turns}, separators=(",", ":"), sort_keys=True) + "\n"
+
+    @classmethod
+    def of_text(cls, text: str) -> Program:
+        """Reads what ``to_text`` wrote. Raises UsageError for anything else."""
+        try:
+            values: Any = json.loads(text)
+            events = tuple(_event(row) for row in values.pop("events"))
+            order = tuple(_turn(*turn) for turn in values.pop("order"))
+            return cls(**values, events=events, order=order)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UsageError(f"this is not a program of a dry run: {error}") from error
+
+
+def _turn(kind: str, stage: int, microbatch: int, like: int, arrived: list[list[Any]]) -> Turn:
+    return Turn(kind, stage, microbatch, like, tuple((name, where, number) for name, where, number in arrived))
+
+
+def _event(row: list[Any]) -> Event:
+    kind, *rest = row
+    if kind == "Run":
+        operation, block = rest
+        for name in ("sizes",):
+            operation[name] = tuple(operation[name])
+        for name in ("reads", "writes"):
+            operation[name] = tuple((number, size) for number, size in operation[name])
+        return Run(Operation(**operation), block)
+    if kind in ("Issue", "Hold"):
+        rest[3] = tuple(rest[3])
+    if kind == "OnHost":
+        rest[2] = tuple(rest[2])
+    if kind == "Issue":
+        rest[9] = tuple((name, number, size) for name, number, size in rest[9])
+    event: Event = _KINDS[kind](*rest)
+    return event

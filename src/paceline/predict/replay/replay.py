@@ -1,0 +1,487 @@
+"""Replays programs on a cluster: when every kernel and every collective of a step would run, and what the step takes.
+
+A rank has a host that launches one thing after another, a compute stream, and one stream a lane of communication:
+
+    kernel        starts when the host has launched it and the stream is free; communication beside it slows it
+    collective    starts when all its ranks have issued it, their compute has come so far, and its lane is free
+    wait          holds the compute stream until the collective is done
+    on a CPU      host and device are one: a launch takes time of both, and so does a wait
+    a step        begins with what it costs the host whatever is in it (step_s), and in a run with the loop (loop_s)
+    offload       copies over the bus are waited for like collectives, and slow no kernel; while the host works itself,
+                  at the rate of its memory, it launches nothing
+
+So overlap, prefetch, bubbles and launch times follow from the order in which an engine issues things. Ranks that are
+alike are replayed once: one rank a stage, and the slowest rank beside them where some are slow: all that it does itself
+takes longer, on host and device. Programs of stages are replayed together, their messages matched in order. The same
+programs give the same times, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.cluster.devices import Cluster
+from paceline.cluster.wires import AlgorithmCost, WireCost, wire_cost
+from paceline.errors import UsageError
+from paceline.predict.formulas.block import CALL_S
+from paceline.predict.formulas.constants import Constants, ConstantSets, constants_for, fitted_constants
+from paceline.predict.formulas.slowest import slowest_device
+from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s
+from paceline.predict.memory.memory import framework_bytes
+from paceline.predict.replay.events import TO_DEVICE, TO_HOST
+from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
+from paceline.predict.replay.program import Drop, Event, Hold, Issue, OnHost, Program, Run, Wait
+from paceline.predict.replay.replayed import RankTimes, Replay
+from paceline.predict.replay.timeline import Span
+from paceline.predict.replay.turns import play
+
+
+def replay(
+    programs: Program | Sequence[Program],
+    cluster: Cluster,
+    *,
+    slow: Mapping[int, float] | None = None,
+    constants: Constants | None = None,
+    sets: ConstantSets | None = None,
+    keeps_spans: bool = False,
+    with_loop: bool = False,
+) -> Replay:
+    """Returns what a step takes on a cluster: of one rank's program, or of one program for each stage of a pipeline.
+
+    ``slow`` makes ranks take so many times as long for all that their host and device do. ``constants`` take the place
+    of the fitted ones. ``keeps_spans`` keeps what every stream does, for a trace. ``with_loop`` prices a step of a run,
+    with the next batch, records and hooks, and not that of the engine alone. Raises UsageError where the ranks do not
+    fit the cluster, and for programs that wait for one another for ever.
+    """
+    rows = [programs] if isinstance(programs, Program) else list(programs)
+    _check(rows)
+    check_slow(slow or {}, rows[0].ranks)
+    framework = "compiled" if rows[0].is_compiled else "eager"
+    known = fitted_constants() if sets is None else sets
+    fitted, is_fitted = constants_for(known, cluster.device.generation, framework)
+    used = constants or fitted
+    wires = wire_cost(cluster, rows[0].ranks)
+    actors = [
+        _Actor(program, cluster, used, rank, factor, keeps_spans=keeps_spans)
+        for program, rank, factor in _cast(rows, slow or {})
+    ]
+    for actor in actors:
+        actor.begin(cluster.device.step_s, cluster.device.loop_s if with_loop else 0.0)
+    _Stage(actors, wires, cluster, used).run()
+    times = [actor.times() for actor in actors]
+    return Replay(
+        name=rows[0].name,
+        cluster=cluster.name,
+        device=cluster.device.name,
+        ranks=rows[0].ranks,
+        strategy=rows[0].strategy,
+        times=tuple(times),
+        memory=_memory(rows, cluster),
+        memory_bytes=int(cluster.device.memory_bytes),
+        samples=rows[0].samples,
+        elements=rows[0].elements,
+        element=rows[0].element,
+        model_flops=max(row.model_flops for row in rows),
+        mean_flops=sum(row.model_flops for row in rows) / len(rows),
+        peak_flops=cluster.device.peak(rows[0].dtype),
+        is_fitted=is_fitted or bool(cluster.device.memory_rates),
+        framework=framework,
+        generation=cluster.device.generation,
+        slow=dict(slow or {}),
+    )
+
+
+def check_slow(slow: Mapping[int, float], ranks: int) -> None:
+    """Raises UsageError for a slow rank that is none of so many, and for a factor that is not above 0."""
+    for rank, factor in slow.items():
+        if not 0 <= rank < ranks or not 0 < factor < float("inf"):
+            raise UsageError(
+                f"rank {rank} is slow by {factor}x, of {ranks} ranks\n"
+                f"  ranks are 0 to {ranks - 1}, and factors above 0\n  try --slow rank=0:1.5x"
+            )
+
+
+def _check(rows: Sequence[Program]) -> None:
+    if [row.stage for row in rows] != list(range(rows[0].stages)) and len(rows) > 1:
+        raise UsageError(
+            f"programs of the stages {[row.stage for row in rows]} of {rows[0].stages}\n"
+            "  a pipeline is replayed with one program for each stage, in order\n  record them with record_stages"
+        )
+    if len(rows) == 1 and rows[0].stages > 1:
+        raise UsageError(
+            f"the program of one stage of {rows[0].stages}\n"
+            "  it waits for the others\n  give the programs of all stages: record_stages"
+        )
+
+
+def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Program, int, float]]:
+    """Returns which programs are replayed, the ranks that they stand for, and how slow these are.
+
+    In a pipeline the rank that matters to a stage is its slowest: all wait for it at the end.
+    """
+    if len(rows) == 1:
+        row, own = rows[0], slow.get(rows[0].rank, 1.0)
+        worst = max(slow, key=lambda rank: slow[rank], default=row.rank)
+        others = [(row, worst, slow[worst])] if slow and slow[worst] > own else []
+        return [(row, row.rank, own), *others]
+    width = rows[0].ranks // rows[0].stages
+    found = []
+    for row in rows:
+        factors = {row.rank: 1.0} | {rank: factor for rank, factor in slow.items() if rank // width == row.stage}
+        worst = max(factors, key=lambda rank: factors[rank])
+        found.append((row, worst, factors[worst]))
+    return found
+
+
+def _memory(rows: Sequence[Program], cluster: Cluster) -> dict[str, int]:
+    """Returns bytes by category of the rank that needs the most."""
+    peaks = [
+        (replace(row, events=without_what_is_made_again(row.events)) if row.is_compiled else row).peak_memory()
+        for row in rows
+    ]
+    most = max(peaks, key=lambda peak: sum(peak.values()))
+    return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
+
+
+_COPIES = (TO_HOST, TO_DEVICE)
+
+
+class _Stretch:
+    """Kernels that follow one another.
+
+    Where nothing comes between them the device is done with them at
+
+        max(when it was free + all work, when the host began + max over kernels (launches up to it + work from it on))
+    """
+
+    __slots__ = ("kernels", "late", "launch", "phase", "work")
+
+    def __init__(self, kernels: tuple[tuple[Run, float, float], ...]) -> None:
+        self.kernels = kernels
+        self.phase = kernels[0][0].operation.phase
+        self.work = sum(work for _, work, _ in kernels)
+        self.launch = self.late = 0.0
+        for _, work, launch in kernels:
+            self.launch += launch
+            self.late = max(self.late, self.launch) + work
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """An operation that several ranks take part in."""
+
+    kind: str
+    num_bytes: int
+    ranks: tuple[int, ...]
+    wanted: int
+    ready: list[float] = field(default_factory=list)
+    start: float = 0.0
+    end: float | None = None
+    algorithm: str = ""
+    share: float = 1.0
+
+
+class _Actor:
+    """One rank: its streams, and how far it has come."""
+
+    def __init__(
+        self, program: Program, cluster: Cluster, constants: Constants, rank: int, factor: float, *, keeps_spans: bool
+    ) -> None:
+        self.program = program
+        self.is_cpu = cluster.device.is_cpu
+        self.factor = factor
+        events: Sequence[Event] = fuse_blocks(program.events) if program.is_compiled else program.events
+        self.costs = KernelCosts(
+            slowest_device(cluster.device, program.ranks), constants, is_compiled=program.is_compiled
+        )
+        timed = [event for event in events if not isinstance(event, Hold | Drop)]
+        self.events = list(self._stretches(play(timed, program.order) if program.order else timed))
+        self.contention = cluster.node.inside.busy if self.is_cpu else constants.contention
+        self.call_s = cluster.device.launch_s * factor
+        self.host_rate = host_bytes_per_s(cluster) / factor
+        self.place = 0
+        self.host = self.compute = 0.0
+        self.lanes: dict[str, float] = {}
+        self.meetings: dict[int, _Meeting] = {}
+        self.busy_lanes: list[_Meeting] = []
+        self.found = RankTimes(rank=rank, stage=program.stage, slowed=factor)
+        self.spans: list[Span] | None = [] if keeps_spans else None
+
+    def begin(self, step_s: float, loop_s: float) -> None:
+        """Lets the host do what a step costs it besides its operations, and what surrounds it in a run."""
+        step_s, loop_s = step_s * self.factor, loop_s * self.factor
+        self.host = step_s + loop_s
+        if self.is_cpu:
+            self.compute = self.host
+            self.found.loop, self.found.launch_wait = loop_s, step_s
+            for phase, seconds in (("loop", loop_s), ("forward", step_s)):
+                if seconds:
+                    self.found.add_phase(phase, seconds)
+
+    def _stretches(self, events: Iterable[Event]) -> Iterator[_Stretch | Issue | Wait | OnHost]:
+        """Puts kernels of one phase together that follow one another; those of repeated actions are known by then."""
+        known: dict[tuple[int, ...], _Stretch] = {}
+        runs: list[Run] = []
+        for event in events:
+            if isinstance(event, Run):
+                if runs and event.operation.phase != runs[0].operation.phase:
+                    yield self._stretch(runs, known)
+                    runs = []
+                runs.append(event)
+            elif isinstance(event, Issue | Wait | OnHost):
+                if runs:
+                    yield self._stretch(runs, known)
+                    runs = []
+                yield event
+        if runs:
+            yield self._stretch(runs, known)
+
+    def _stretch(self, runs: list[Run], known: dict[tuple[int, ...], _Stretch]) -> _Stretch:
+        key = tuple(map(id, runs))
+        found = known.get(key)
+        if found is None:
+            found = known[key] = _Stretch(tuple((run, *self._price(run)) for run in runs))
+        return found
+
+    def _price(self, run: Run) -> tuple[float, float]:
+        work, launch = self.costs(run)
+        return work * self.factor, launch * self.factor
+
+    def run_stretch(self, stretch: _Stretch) -> None:
+        """Runs kernels: all at once where nothing comes between them, else one by one."""
+        self.busy_lanes = [each for each in self.busy_lanes if each.end is not None and each.end > self.compute]
+        if self.spans is not None or (self.busy_lanes and self.contention):
+            for kernel, work, launch in stretch.kernels:
+                self.run(kernel, work, launch)
+            return
+        found, before = self.found, self.compute
+        if self.is_cpu:
+            self.compute = self.host = max(self.host, self.compute) + stretch.launch + stretch.work
+            found.launch_wait += stretch.launch
+        else:
+            self.compute = max(self.compute + stretch.work, self.host + stretch.late)
+            self.host += stretch.launch
+            found.launch_wait += self.compute - before - stretch.work
+        found.add_phase(stretch.phase, self.compute - before)
+        found.compute += stretch.work
+
+    def run(self, kernel: Run, work: float, launch: float) -> None:
+        """Runs a kernel."""
+        found, phase = self.found, kernel.operation.phase
+        self.host += launch
+        if self.is_cpu:
+            start = self.compute = self.host = max(self.host, self.compute + launch)
+        else:
+            start = max(self.host, self.compute)
+        found.launch_wait += launch if self.is_cpu else start - self.compute
+        lost = self._lost(start, work)
+        end = start + work + lost
+        found.add_phase(phase, end - self.compute + (launch if self.is_cpu else 0.0))
+        found.compute += work
+        found.contention += lost
+        self.compute = end
+        if self.is_cpu:
+            self.host = end
+        if self.spans is not None:
+            name = f"{kernel.block} {kernel.operation.name}".strip()
+            self.spans.append(Span(f"compute {phase}", name, start, end))
+
+    def issue(self, event: Issue) -> float:
+        """Returns when this rank is ready for an operation."""
+        self.host += self.call_s
+        if self.is_cpu:
+            self.compute = self.host = max(self.host, self.compute)
+        return max(self.host, self.compute, self.lanes.get(event.lane, 0.0))
+
+    def settle(self, meeting: _Meeting, lane: str) -> None:
+        """Notes when an operation of a lane is done."""
+        assert meeting.end is not None
+        self.lanes[lane] = max(self.lanes.get(lane, 0.0), meeting.end)
+        if meeting.kind not in _COPIES:  # the bus has engines of its own
+            self.busy_lanes.append(meeting)
+        moved = round(meeting.num_bytes * meeting.share)
+        self.found.add_communication(meeting.kind, meeting.end - meeting.start, moved)
+        if self.spans is not None:
+            size = f"{moved / 1e6:.1f} MB on {len(meeting.ranks)}"
+            self.spans.append(Span(f"lane {lane}", f"{meeting.kind} {size}", meeting.start, meeting.end))
+
+    def wait(self, event: Wait, meeting: _Meeting) -> None:
+        """Holds compute until an operation is done."""
+        assert meeting.end is not None
+        now = max(self.host, self.compute)
+        stood = meeting.end - now
+        if stood <= 0:
+            return
+        self.found.add_phase(event.phase, meeting.end - self.compute)
+        self.found.launch_wait += now - self.compute
+        if meeting.kind in ("send", "recv"):
+            self.found.bubble += stood
+        else:
+            self.found.exposed += stood
+        self.compute = meeting.end
+        if self.is_cpu:
+            self.host = meeting.end
+        if self.spans is not None:
+            self.spans.append(Span("waits", f"{meeting.kind} is not there", now, meeting.end))
+
+    def work_on_host(self, event: OnHost) -> None:
+        """Lets the host work itself; the device has nothing to do once it has come to the end of what was launched."""
+        ends = [self.meetings[each].end or 0.0 for each in event.waits if each in self.meetings]
+        start = max(self.host, *ends, self.compute if event.reads else 0.0)
+        self.host = start + event.num_bytes / self.host_rate
+        if self.host <= self.compute:
+            return
+        waited, worked = max(0.0, start - self.compute), self.host - max(start, self.compute)
+        found = self.found
+        found.add_phase(event.phase, self.host - self.compute)
+        found.exposed += waited if event.waits else 0.0
+        found.launch_wait += 0.0 if event.waits else waited
+        found.on_host += worked
+        if self.spans is not None and worked:
+            self.spans.append(Span("host", event.name, start, self.host))
+        self.compute = self.host
+
+    def _lost(self, start: float, work: float) -> float:
+        """Returns what communication beside a kernel costs it."""
+        if not self.busy_lanes or not self.contention:
+            return 0.0
+        self.busy_lanes = [each for each in self.busy_lanes if each.end is not None and each.end > start]
+        end = start + work
+        beside = 0.0
+        for each in self.busy_lanes:
+            assert each.end is not None
+            beside = max(beside, min(end, each.end) - max(start, each.start))
+        return self.contention * max(0.0, beside)
+
+    def times(self) -> RankTimes:
+        """Returns what this rank's step took."""
+        self.found.seconds = max(self.host, self.compute)
+        self.found.spans = tuple(self.spans or ())
+        return self.found
+
+
+class _Stage:
+    """All actors, and the operations between them."""
+
+    def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
+        self._actors = actors
+        self._wires = wires
+        self._algorithms = AlgorithmCost(cluster=cluster)
+        self._extra = 0.0 if cluster.device.is_cpu else CALL_S
+        self._slowdown = constants.slowdown
+        self._bus = bus_bytes_per_s(cluster)
+        self._open: dict[tuple[object, ...], deque[tuple[_Meeting, list[tuple[_Actor, str]]]]] = {}
+        self._numbers: dict[tuple[int, str], int] = {}
+
+    def run(self) -> None:
+        """Lets each actor go on until it must wait for another, round and round."""
+        while True:
+            moved = False
+            for actor in self._actors:
+                moved |= self._advance(actor)
+            if all(actor.place == len(actor.events) for actor in self._actors):
+                return
+            if not moved:
+                raise UsageError(self._explain())
+
+    def _advance(self, actor: _Actor) -> bool:
+        before = actor.place
+        events = actor.events
+        while actor.place < len(events):
+            event = events[actor.place]
+            if isinstance(event, _Stretch):
+                actor.run_stretch(event)
+            elif isinstance(event, Issue):
+                self._meet(actor, event)
+            elif isinstance(event, OnHost):
+                actor.work_on_host(event)
+            else:
+                meeting = actor.meetings.get(event.number)
+                if meeting is not None:  # else it was issued in the step before
+                    if meeting.end is None:
+                        break
+                    actor.wait(event, meeting)
+            actor.place += 1
+        return actor.place > before
+
+    def _meet(self, actor: _Actor, event: Issue) -> None:
+        """Adds a rank to an operation; the last one to come settles when it runs."""
+        ready = actor.issue(event)
+        if event.kind in ("send", "recv"):
+            self._pass_on(actor, event, ready)
+            return
+        others = [each for each in self._actors if each is not actor and self._shares(each, actor, event)]
+        meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 1 + len(others))
+        meeting.algorithm, meeting.share = event.algorithm, event.share
+        actor.meetings[event.number] = meeting
+        if not others:
+            meeting.ready = [ready]
+            self._settle(meeting, [(actor, event.lane)])
+            return
+        count = self._numbers.get((id(actor), event.lane), 0)
+        self._numbers[id(actor), event.lane] = count + 1
+        waiting = self._open.setdefault((event.ranks, event.lane, count), deque())
+        if waiting:
+            meeting = actor.meetings[event.number] = waiting[0][0]
+        else:
+            waiting.append((meeting, []))
+        meeting.ready.append(ready)
+        waiting[0][1].append((actor, event.lane))
+        if len(meeting.ready) == meeting.wanted:
+            self._settle(meeting, waiting.popleft()[1])
+
+    def _shares(self, other: _Actor, actor: _Actor, event: Issue) -> bool:
+        """Whether another actor takes part: the slow copy of a rank stands for one that all its groups have."""
+        if other.program is actor.program:
+            return len(event.ranks) > 1
+        return other.program.rank in event.ranks
+
+    def _pass_on(self, actor: _Actor, event: Issue, ready: float) -> None:
+        """Matches the two sides of a message, in order."""
+        key = (*event.ranks, event.tag)
+        side, opposite = ("send", "recv") if event.kind == "send" else ("recv", "send")
+        if not any(each.program.rank in event.ranks for each in self._actors if each is not actor):
+            meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 1, [ready])
+            actor.meetings[event.number] = meeting
+            self._settle(meeting, [(actor, event.lane)])
+            return
+        waiting = self._open.setdefault((opposite, *key), deque())
+        if waiting:
+            meeting, who = waiting.popleft()
+            actor.meetings[event.number] = meeting
+            meeting.ready.append(ready)
+            self._settle(meeting, [*who, (actor, event.lane)])
+            return
+        meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 2, [ready])
+        actor.meetings[event.number] = meeting
+        self._open.setdefault((side, *key), deque()).append((meeting, [(actor, event.lane)]))
+
+    def _settle(self, meeting: _Meeting, who: Sequence[tuple[_Actor, str]]) -> None:
+        meeting.start = max(meeting.ready)
+        seconds = 0.0
+        if len(meeting.ranks) > 1:
+            seconds = (self._wire_seconds(meeting) + self._extra) * self._slowdown * meeting.share
+        elif meeting.kind in _COPIES:
+            seconds = meeting.num_bytes / self._bus
+        meeting.end = meeting.start + seconds
+        for actor, lane in who:
+            actor.settle(meeting, lane)
+
+    def _wire_seconds(self, meeting: _Meeting) -> float:
+        if meeting.algorithm:
+            return self._algorithms(meeting.algorithm, meeting.kind, meeting.num_bytes, meeting.ranks)
+        return self._wires(meeting.kind, meeting.num_bytes, meeting.ranks)
+
+    def _explain(self) -> str:
+        stuck = []
+        for actor in self._actors:
+            if actor.place < len(actor.events):
+                event = actor.events[actor.place]
+                assert isinstance(event, Wait)
+                meeting = actor.meetings[event.number]
+                stuck.append(f"  rank {actor.program.rank} waits for {meeting.kind} of ranks {list(meeting.ranks)[:8]}")
+        return "\n".join(
+            ["the programs wait for one another for ever", *stuck, "  record them together: record_stages(config)"]
+        )

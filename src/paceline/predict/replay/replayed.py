@@ -1,0 +1,207 @@
+"""What a replay found: the time of a step and where it goes, memory, rates, and what binds.
+
+step    = compute + contention + exposed communication + bubble + launch wait + work of the host + loop
+          of the rank that ends last
+hidden  = what communication takes in all, less what is exposed
+MFU     = model FLOPs of a rank / (step x the device's peak)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.predict.formulas.predict import COMPOSED_P90, FITTED_P90
+from paceline.predict.replay.timeline import Span
+
+
+@dataclass(slots=True, kw_only=True)
+class RankTimes:
+    """Seconds of one rank's step. ``slowed`` is what its own work, of host and device, was multiplied by."""
+
+    rank: int
+    stage: int
+    slowed: float = 1.0
+    seconds: float = 0.0
+    compute: float = 0.0
+    contention: float = 0.0
+    exposed: float = 0.0
+    bubble: float = 0.0
+    launch_wait: float = 0.0
+    on_host: float = 0.0  # what the host computes itself, while the device stands still
+    loop: float = 0.0  # of a run: the next batch, times, records, hooks
+    phases: dict[str, float] = field(default_factory=dict)
+    communication: dict[str, float] = field(default_factory=dict)  # seconds by kind
+    moved: dict[str, int] = field(default_factory=dict)  # bytes by kind
+    spans: tuple[Span, ...] = ()
+
+    def add_phase(self, phase: str, seconds: float) -> None:
+        """Adds to a phase."""
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+    def add_communication(self, kind: str, seconds: float, num_bytes: int) -> None:
+        """Adds an operation."""
+        self.communication[kind] = self.communication.get(kind, 0.0) + seconds
+        self.moved[kind] = self.moved.get(kind, 0) + num_bytes
+
+    @property
+    def hidden(self) -> float:
+        """Communication that compute did not wait for; messages of a pipeline are in ``bubble`` where it did."""
+        return max(0.0, sum(self.communication.values()) - self.exposed - self.bubble)
+
+    @property
+    def idle(self) -> float:
+        """What the device stands still at the end, while the host finishes."""
+        told = self.compute + self.contention + self.exposed + self.bubble + self.launch_wait + self.on_host
+        return max(0.0, self.seconds - told - self.loop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A step on a cluster, replayed."""
+
+    name: str
+    cluster: str
+    device: str
+    ranks: int
+    strategy: str
+    times: tuple[RankTimes, ...]
+    memory: Mapping[str, int]
+    memory_bytes: int
+    samples: int
+    elements: float
+    element: str
+    model_flops: float
+    mean_flops: float
+    peak_flops: float
+    is_fitted: bool
+    framework: str
+    generation: str
+    slow: Mapping[int, float]
+    shown: int | None = None  # the rank that is told of
+
+    @property
+    def seconds(self) -> float:
+        """The step: until the last rank is done."""
+        return max(each.seconds for each in self.times)
+
+    @property
+    def longest(self) -> RankTimes:
+        """The rank that is told of: what was asked for, else the one that computes most, which others wait for.
+
+        Of a stage with a slow rank that one is told of, whichever of its ranks was asked for.
+        """
+        if self.shown is not None:
+            stage = self.shown // (self.ranks // (1 + max(each.stage for each in self.times)))
+            own = [each for each in self.times if each.rank == self.shown]
+            return (own or [each for each in self.times if each.stage == stage])[0]
+        return max(self.times, key=lambda each: (each.compute, each.seconds))
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Seconds between which nine of ten published runs were, of those inside or outside what was calibrated."""
+        error = COMPOSED_P90 if self.outside else FITTED_P90
+        return self.seconds * (1 - error), self.seconds * (1 + error)
+
+    @property
+    def elements_per_s(self) -> float:
+        """Tokens (or samples) per second, of all ranks."""
+        return self.elements / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """The share of the device's peak that the model's own FLOPs come to, over all stages."""
+        return self.mean_flops / (self.seconds * self.peak_flops)
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes of the rank that needs the most, at its worst moment."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is there."""
+        return self.total_memory <= self.memory_bytes
+
+    def usd_per_step(self, usd_per_device_hour: float) -> float:
+        """Returns what a step costs at a price for each device."""
+        return self.ranks * self.seconds / 3600 * usd_per_device_hour
+
+    @property
+    def binds(self) -> str:
+        """Says what the step would be shorter without, in one sentence."""
+        rank, step = self.longest, self.seconds
+        parts = {
+            "the kernels themselves": rank.compute,
+            "communication that nothing hides": rank.exposed,
+            "the bubble of the pipeline": rank.bubble,
+            "the host, which launches kernels more slowly than the device runs them": rank.launch_wait,
+            "the host, which updates what is offloaded": rank.on_host,
+            "communication beside compute, which slows it": rank.contention,
+            "the loop around the step: the next batch, records, hooks": rank.loop,
+        }
+        what, seconds = max(parts.items(), key=lambda each: each[1])
+        told = f"{what}: {seconds / step:.0%} of the step"
+        worst = max(self.slow, key=lambda each: self.slow[each], default=0)
+        if self.slow.get(worst, 1.0) > 1:
+            told += f"; all ranks wait for rank {worst}, which is {self.slow[worst]:g}x as slow"
+        return told
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Says where the replay goes beyond what was calibrated."""
+        found = []
+        if not self.is_fitted:
+            found.append(
+                f"no published run fitted {self.framework} code on {self.generation}: rates are composed of others"
+            )
+        if any(each.on_host for each in self.times):
+            found.append("offloaded states: no published run has them")
+        if self.element != "tokens":
+            found.append("the error band was earned on language models")
+        if not self.fits:
+            found.append("it does not fit into memory, so that it would not run")
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data, without the spans."""
+        rank, (low, high) = self.longest, self.band
+        return {
+            "name": self.name,
+            "cluster": self.cluster,
+            "device": self.device,
+            "ranks": self.ranks,
+            "strategy": self.strategy,
+            "step_s": self.seconds,
+            "step_s_low": low,
+            "step_s_high": high,
+            f"{self.element}_per_s": self.elements_per_s,
+            "samples_per_s": self.samples / self.seconds,
+            "mfu": self.mfu,
+            "parts_s": {
+                "compute": rank.compute,
+                "contention": rank.contention,
+                "exposed_communication": rank.exposed,
+                "bubble": rank.bubble,
+                "launch_wait": rank.launch_wait,
+                "loop": rank.loop,
+                "on_host": rank.on_host,
+                "idle": rank.idle,
+            },
+            "hidden_communication_s": rank.hidden,
+            "phases_s": dict(rank.phases),
+            "communication_s": dict(rank.communication),
+            "communication_bytes": dict(rank.moved),
+            "stages": [
+                {"stage": each.stage, "rank": each.rank, "slowed": each.slowed, "step_s": each.seconds}
+                | {"compute_s": each.compute, "bubble_s": each.bubble}
+                for each in self.times
+            ],
+            "memory_bytes": dict(self.memory) | {"total": self.total_memory},
+            "device_memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+            "fitted": self.is_fitted,
+            "binds": self.binds,
+            "outside_calibration": list(self.outside),
+        }

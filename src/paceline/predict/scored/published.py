@@ -1,0 +1,354 @@
+"""Turns the inputs of a published measurement, a row of a table, into a workload and a cluster.
+
+A row that cannot be predicted says why, naming its line and column; the others are not affected.
+
+Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so, *eager* under
+DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older
+than fused attention; Megatron's loss is fused with eight-bit layers and on Blackwell, which are younger than fused
+losses; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch or a number of
+chunks that is not stated and the ranks that share a layer's experts are chosen by prediction. A word that none of this
+knows is refused, and not taken for the nearest; of a sentence, what is known in it counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from paceline.cluster.devices import Cluster, build_cluster
+from paceline.errors import UsageError
+from paceline.plan.workload import (
+    Compute,
+    Framework,
+    Layout,
+    ModelShape,
+    Recompute,
+    Running,
+    SampleModel,
+    Scaling,
+    Sharding,
+    Workload,
+)
+from paceline.predict.scored.known_models import known_samples, known_transformer
+from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
+
+METRICS = {
+    *("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct"),
+    *("img_per_s", "seq_per_s", "mem_gib"),
+}
+
+# Lengths of an encoder's texts fall off as exp(-length / this), cut at the sequence's length. Of 512 tokens 289 are
+# left: counted in full, V100s would have done 21 TFLOP/s in fp32, which end at 15.7 (split calib).
+_DOCUMENT_TOKENS = 400
+
+_NUMBERS = ("params_b", "global_batch")
+_COUNTS = (
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"),
+    *("n_gpus", "dp", "tp", "pp", "cp"),
+)
+_NO_RECOMPUTE = re.compile(r"(none|no|any|n/a|not stated)\b")
+_NOT_COMPILED = re.compile(r"(no|none|false|n/a|not stated|eager)\b")
+_COMPILED = re.compile(r"(yes|true|compiled?|torch\.?compile|inductor|nvfuser|xla|jit|torchscript|dynamo)\b")
+_NOT_SHARDED = re.compile(r"(none|no|ddp|n/a|not stated)\b")
+_STAGE = re.compile(r"zero(?:[-_ ]?(?:stage[-_ ]?)?(\d+)|\b)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a row is predicted from. ``chooses_...``: the row does not state it, and prediction chooses.
+
+    ``expert_ranks``: degrees of expert parallelism that a mixture of experts may have; no table has a column for it.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    metric: str
+    chooses_micro_batch: bool = False
+    chooses_chunks: bool = False
+    chooses_recompute: bool = False
+    expert_ranks: tuple[int, ...] = (1,)
+
+
+def read_case(row: Row) -> Case:
+    """Turns a row into a workload and a cluster. Raises RowError, naming the column, where that cannot be."""
+    if row.metric not in METRICS:
+        raise RowError(f"column metric_name: {row.metric!r} is none of {', '.join(sorted(METRICS))}")
+    _check_numbers(row)
+    model = _model(row)
+    cluster = _cluster(row)
+    layout = _layout(row, cluster, model)
+    framework = _framework(row)
+    micro_batch = _micro_batch(row, model, layout)
+    chunks = _chunks(row)
+    compute = _compute(row)
+    volta = cluster.device.generation in ("volta", "turing")
+    run = Running(
+        global_batch=row.number("global_batch") or (micro_batch or 1) * layout.data,
+        micro_batch=micro_batch or 1,
+        seq_len=_seq_len(row, model, framework),
+        compute=compute,
+        recompute=_recompute(row),
+        framework=framework,
+        fused_attention=not (volta or (framework == "megatron" and compute == "fp16") or _is_encoder(row)),
+        pure="pure" in row.text["precision"].lower(),
+        autocast="amp" in row.text["precision"].lower(),
+        fused_loss=framework == "megatron" and _has_fused_loss(compute, cluster),
+        scaling=_scaling(row.text["precision"]),
+        fp8_gather="fp8" in row.text["zero_stage_or_fsdp"].lower(),
+    )
+    return Case(
+        workload=Workload(model=model, layout=layout, run=run),
+        cluster=cluster,
+        metric=row.metric,
+        chooses_micro_batch=micro_batch is None,
+        chooses_chunks=layout.pipeline > 1 and chunks is None,
+        chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
+        expert_ranks=_expert_degrees(model, layout),
+    )
+
+
+# What a row says, column by column.
+
+
+def _check_numbers(row: Row) -> None:
+    """Looks at all columns of numbers, also those that this row's model does not need."""
+    for column in _NUMBERS:
+        row.number(column)
+    for column in _COUNTS:
+        row.whole(column, 0)
+
+
+def _has_fused_loss(compute: Compute, cluster: Cluster) -> bool:
+    return compute in ("fp8", "fp4") or cluster.device.generation == "blackwell"
+
+
+def _seq_len(row: Row, model: ModelShape | SampleModel, framework: Framework) -> int:
+    """The tokens that are computed of a sequence: loaders of encoders put sentences of like lengths into a batch."""
+    length = row.whole("seq_len", 1 if isinstance(model, SampleModel) else None)
+    if not _is_encoder(row) or framework == "megatron":
+        return length
+    return round(_DOCUMENT_TOKENS * (1 - math.exp(-length / _DOCUMENT_TOKENS)))
+
+
+def _is_encoder(row: Row) -> bool:
+    return "bert" in row.text["model_family"].lower()
+
+
+def _model(row: Row) -> ModelShape | SampleModel:
+    name = row.text["model_family"]
+    if sample := known_samples(name):
+        return sample
+    if row.number("layers") is None or row.number("hidden") is None:
+        if known := known_transformer(name):
+            return known
+        raise RowError(
+            f"column {'layers' if row.number('layers') is None else 'hidden'} is empty, and model_family {name!r} is "
+            "none whose shape is known"
+        )
+    hidden, heads = row.whole("hidden"), row.whole("heads", 0) or max(1, row.whole("hidden") // 128)
+    kv_heads = row.whole("kv_heads", heads)
+    if hidden % heads:
+        raise RowError(f"column heads: {heads} heads do not divide hidden = {hidden}")
+    if heads % kv_heads:
+        raise RowError(f"column kv_heads: {kv_heads} do not divide heads = {heads}")
+    shape = ModelShape(
+        layers=row.whole("layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=row.whole("ffn", 4 * hidden),
+        vocab=row.whole("vocab", 51200),
+        causal=not _is_encoder(row),
+    )
+    return _fit_shape(shape, row.number("params_b"), name)
+
+
+def _fit_shape(shape: ModelShape, billions: float | None, name: str) -> ModelShape:
+    """Finds out whether the MLP is gated and the head tied: what comes nearest to the count of parameters."""
+    if billions is None:
+        gated = any(word in name.lower() for word in ("llama", "qwen", "mistral", "internlm", "nemotron"))
+        return replace(shape, gated=gated, tied=not gated)
+    choices = [replace(shape, gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
+    return min(choices, key=lambda each: abs(each.params - billions * 1e9))
+
+
+def _cluster(row: Row) -> Cluster:
+    devices = row.whole("n_gpus")
+    node_devices = _node_devices(row)
+    if node_devices > 16:
+        # A tray of a larger NVLink domain: racks hold 72, of which jobs use 64.
+        node_devices = 64
+    try:
+        cluster = build_cluster(row.text["gpu"], devices, node_devices=min(node_devices, devices))
+    except UsageError as error:
+        raise RowError(f"columns gpu, n_gpus: {str(error).splitlines()[0]}") from None
+    return _with_interconnect(cluster, row.text["interconnect"], node_devices)
+
+
+def _node_devices(row: Row) -> int:
+    """A number, or the largest of a text such as "4 per tray / 72 per NVLink domain"."""
+    text = row.text["gpus_per_node"]
+    if not re.search(r"[a-z]", text.lower()):
+        found = row.whole("gpus_per_node", 0)
+    else:
+        found = max((int(each) for each in re.findall(r"\d+", text)), default=0)
+    if not found:
+        raise RowError(f"column gpus_per_node: {text!r} holds no number above 0")
+    return found
+
+
+def _with_interconnect(cluster: Cluster, text: str, node_devices: int) -> Cluster:
+    """Takes the network's rate from a text such as "8x200 Gb/s per node" or "400 Gb/s RDMA per GPU"."""
+    if cluster.between is None or cluster.nodes == 1:
+        return cluster
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb/s", text)
+    if found is None or "reference" in text:
+        return cluster
+    rate = int(found[2]) * int(found[1] or 1) * 1e9 / 8
+    if "per GPU" in text:
+        rate *= node_devices
+    kind = "roce" if "roce" in text.lower() else cluster.between.kind
+    return replace(cluster, between=replace(cluster.between, bandwidth=rate, kind=kind))
+
+
+def _layout(row: Row, cluster: Cluster, model: ModelShape | SampleModel) -> Layout:
+    tensor, pipeline, context = row.whole("tp", 1), row.whole("pp", 1), row.whole("cp", 1)
+    devices = cluster.devices
+    data = row.whole("dp", max(1, devices // (tensor * pipeline * context)))
+    if data * tensor * pipeline * context != devices:
+        raise RowError(
+            f"columns dp, tp, pp, cp: {data} x {tensor} x {pipeline} x {context} ranks are not n_gpus = {devices}"
+        )
+    sharding, group = _sharding(row, data)
+    recompute = row.text["activation_recompute"].lower()
+    framework = _framework(row)
+    modern = framework == "megatron" and sharding != "none"
+    return Layout(
+        devices=devices,
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=_chunks(row) or 1,
+        context=context,
+        expert=_expert_ranks(model, min(data * context, max(1, cluster.node.devices // tensor))),
+        sharding=sharding,
+        shard_group=group,
+        is_flat=sharding in ("zero1", "zero2", "fsdp", "none")
+        and "fsdp2" not in row.text["zero_stage_or_fsdp"].lower(),
+        sequence_parallel=tensor > 1 and ("sequence" in recompute or modern or framework == "compiled"),
+        overlaps_tensor=modern,
+    )
+
+
+def _expert_ranks(model: ModelShape | SampleModel, ranks: int) -> int:
+    """As many ranks as share a layer's experts: all of a node that can."""
+    if isinstance(model, SampleModel) or not model.experts:
+        return 1
+    return max(size for size in range(1, min(ranks, 64) + 1) if ranks % size == 0 and model.experts % size == 0)
+
+
+def _expert_degrees(model: ModelShape | SampleModel, layout: Layout) -> tuple[int, ...]:
+    """The ranks of a node, and twice, four times ... as many: for experts that a node cannot hold."""
+    if isinstance(model, SampleModel) or not model.experts:
+        return (1,)
+    ranks, found = layout.data * layout.context, [layout.expert]
+    while 2 * found[-1] <= min(ranks, 64) and ranks % (2 * found[-1]) == 0 and model.experts % (2 * found[-1]) == 0:
+        found.append(2 * found[-1])
+    return tuple(found)
+
+
+def _chunks(row: Row) -> int | None:
+    """The chunks of a stage; None where the row does not state them."""
+    text = row.text["vpp"].lower()
+    is_remark = text not in NOT_STATED and (not _is_word(text) or text.startswith("interleave"))
+    return None if is_remark else row.whole("vpp", 0) or None
+
+
+def _sharding(row: Row, data: int) -> tuple[Sharding, int]:
+    text = row.text["zero_stage_or_fsdp"]
+    low = text.lower()
+    stage = _STAGE.search(low)
+    number = 0 if stage is None else int(stage[1] or 1)
+    if number > 3:
+        raise RowError(f"column zero_stage_or_fsdp: {text!r} names stage {number}, and stages of ZeRO are 0 to 3")
+    if "fsdp" in low or "hsdp" in low or number == 3:
+        return ("fsdp", 0) if data > 1 else ("none", 0)
+    if number == 2:
+        return "zero2", 0
+    if number == 1 or "distributed optimizer" in low:
+        found = re.search(r"within (\d+) ranks", low)
+        return "zero1", min(int(found[1]), data) if found else 0
+    if stage is None and "megatron" not in low and not _NOT_SHARDED.match(low) and _is_word(low):
+        raise RowError(
+            f"column zero_stage_or_fsdp: {text!r} names none of none, DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP, distributed "
+            "optimizer"
+        )
+    return ("ddp", 0) if low.startswith("ddp") or stage is not None else ("none", 0)
+
+
+def _framework(row: Row) -> Framework:
+    text = row.text["compile"].lower()
+    if text and not _NOT_COMPILED.match(text):
+        if _is_word(text) and not _COMPILED.match(text):
+            raise RowError(f"column compile: {row.text['compile']!r} is neither yes, no, nor a compiler that is known")
+        return "compiled"
+    low = row.text["zero_stage_or_fsdp"].lower()
+    if "distributed optimizer" in low or "megatron" in low:
+        return "megatron"
+    return "eager" if any(word in low for word in ("ddp", "fsdp", "hsdp", "zero")) else "megatron"
+
+
+def _recompute(row: Row) -> Recompute:
+    text = row.text["activation_recompute"]
+    low = text.lower()
+    if low.startswith("full"):
+        return "full"
+    if low.startswith("selective"):
+        return "attention" if "attention" in low else "selective"
+    if _is_word(low) and not _NO_RECOMPUTE.match(low):
+        raise RowError(f"column activation_recompute: {text!r} is none of full, selective, none, not stated")
+    return "none"
+
+
+def _is_word(text: str) -> bool:
+    """Whether a text is one word, of which all must be known; more of them are somebody's remark."""
+    return bool(text) and " " not in text
+
+
+def _compute(row: Row) -> Compute:
+    low = row.text["precision"].lower()
+    names: tuple[Compute, ...] = ("fp8", "fp16", "bf16", "tf32", "fp32")
+    if "fp4" in low:
+        return "fp4"
+    for name in names:
+        if name in low:
+            return name
+    raise RowError(f"column precision: {row.text['precision']!r} names none of fp32, tf32, fp16, bf16, fp8")
+
+
+def _scaling(text: str) -> Scaling:
+    low = text.lower()
+    return "row" if "rowwise" in low else "block" if "mxfp8" in low or "fp4" in low else ""
+
+
+def _micro_batch(row: Row, model: ModelShape | SampleModel, layout: Layout) -> float | None:
+    """None where the row does not state it: nothing, or a remark in brackets."""
+    text = row.text["micro_batch"]
+    if found := re.fullmatch(r"(\d+)\s*tok\w*", text):
+        return float(found[1])
+    if text.startswith("(") or "not stated" in text.lower():
+        return None
+    count = row.number("micro_batch")
+    if count is None:
+        return None
+    batch = row.number("global_batch")
+    if batch is not None and count * layout.data > batch:
+        raise RowError(
+            f"columns micro_batch, global_batch: {text} samples on each of {layout.data} data ranks are more than "
+            f"{batch:g}"
+        )
+    if not isinstance(model, SampleModel):
+        return count
+    # The unit of a batch is a sentence or a segment, that of the model a token.
+    return count * (row.whole("seq_len", 0) or model.samples_each) if model.unit == "token" else count

@@ -1,0 +1,335 @@
+"""Scores the predictions on a table of published measurements.
+
+First every row is predicted from its inputs; only then is what it measured read. A row that has no prediction, or no
+number that was measured, is listed with its reason. A measured value "OOM" says that the run did not fit.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.plan.workload import ModelShape, Part
+from paceline.predict.formulas.constants import ConstantSets
+from paceline.predict.formulas.predict import Prediction, in_metric, model_flops, predict_case
+from paceline.predict.scored.measured_table import Row, RowError, Table
+from paceline.predict.scored.published import Case, read_case
+from paceline.predict.scored.scores import Errors, Ranking, Scaling, errors_of, ranking_of, scaling_of
+
+MEMORY = "mem_gib"
+_SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "precision")
+_ALTERNATIVES = (*_SHAPE, "global_batch", "n_gpus")
+_SCALED = (*_SHAPE, "micro_batch", "tp", "pp", "cp", "zero_stage_or_fsdp", "activation_recompute", "compile")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A row with its prediction and what was measured, both in the row's metric; ``skipped`` says why not."""
+
+    row: Row
+    predicted: float | None = None
+    fits: bool = True
+    outside: tuple[str, ...] = ()
+    flops: float = 0.0
+    measured: float | None = None
+    ran_out: bool = False
+    skipped: str = ""
+
+    @property
+    def pair(self) -> tuple[float, float] | None:
+        """Measured and predicted; None where one is missing."""
+        if self.measured is None or self.predicted is None:
+            return None
+        return self.measured, self.predicted
+
+    @property
+    def is_memory(self) -> bool:
+        return self.row.metric == MEMORY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyScores:
+    """The scores of one family. ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows."""
+
+    family: str
+    time: Errors | None
+    memory: Errors | None
+    baseline: float | None
+    ranking: Ranking | None
+    scaling: Scaling | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere.
+
+    ``ran_out``: predicted runs that ran out of memory; ``false_fits``: those of them that were said to fit;
+    ``false_misfits``: runs that ran and were not.
+    """
+
+    source: str
+    split: str | None
+    rows: tuple[Scored, ...]
+    families: tuple[FamilyScores, ...]
+    time: Errors | None
+    inside: Errors | None
+    outside: Errors | None
+    mean_over_families: float | None
+    memory: Errors | None
+    ran_out: int
+    false_fits: int
+    false_misfits: int
+    ranking: Ranking | None
+    scaling: Scaling | None
+
+    @property
+    def skipped(self) -> tuple[Scored, ...]:
+        return tuple(each for each in self.rows if each.skipped)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether anything was scored: a time, memory, or the question whether a run fits."""
+        return any(each.predicted is not None and (each.measured is not None or each.ran_out) for each in self.rows)
+
+
+def validate(table: Table, split: str | None = None, sets: ConstantSets | None = None) -> Validation:
+    """Predicts the rows of a table, then scores them. Raises UsageError for a split that it does not have."""
+    chosen = table.of_split(split)
+    parts = _parts(chosen.rows)
+    predicted = [_predict(row, part, sets) for row, part in zip(chosen.rows, parts, strict=True)]
+    rows = tuple(_with_result(each, text) for each, text in zip(predicted, chosen.measured, strict=True))
+    references = _references(table, rows, sets)
+    families = tuple(
+        _family_scores(name, group, [each for each in references if each.row.family == name])
+        for name, group in _grouped(rows, lambda each: each.row.family)
+    )
+    means = [each.time.mean for each in families if each.time is not None]
+    told = [each for each in rows if each.predicted is not None]
+    return Validation(
+        source=table.source,
+        split=split,
+        rows=rows,
+        families=families,
+        time=errors_of(_pairs(rows, memory=False)),
+        inside=errors_of(_pairs((each for each in rows if not each.outside), memory=False)),
+        outside=errors_of(_pairs((each for each in rows if each.outside), memory=False)),
+        mean_over_families=statistics.fmean(means) if means else None,
+        memory=errors_of(_pairs(rows, memory=True)),
+        ran_out=sum(each.ran_out for each in told),
+        false_fits=sum(each.ran_out and each.fits for each in told),
+        false_misfits=sum(not each.fits and each.measured is not None and not each.is_memory for each in rows),
+        ranking=ranking_of(_alternatives(rows)),
+        scaling=scaling_of(_scaled(rows, references)),
+    )
+
+
+def _references(table: Table, rows: Sequence[Scored], sets: ConstantSets | None) -> list[Scored]:
+    """Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row"."""
+    have = {each.row.id for each in rows}
+    wanted = {_key(each, _SCALED) for each in rows}
+    found = []
+    for row, text in zip(table.rows, table.measured, strict=True):
+        each = Scored(row=row)
+        if row.id not in have and row.metric != MEMORY and _key(each, _SCALED) in wanted:
+            found.append(_with_result(_predict(row, "all", sets), text))
+    return found
+
+
+def _parts(rows: Sequence[Row]) -> list[Part]:
+    """What a row of memory counts. Where a table lists states apart, whatever is recomputed ("any"), its other rows of
+    such runs count activations alone."""
+    keys = ("model_family", "zero_stage_or_fsdp", "precision", "gpu")
+    apart = {
+        tuple(row.text[key] for key in keys)
+        for row in rows
+        if row.metric == MEMORY and row.text["activation_recompute"].lower() == "any"
+    }
+    found: list[Part] = []
+    for row in rows:
+        if row.metric != MEMORY or tuple(row.text[key] for key in keys) not in apart:
+            found.append("all")
+        else:
+            found.append("states" if row.text["activation_recompute"].lower() == "any" else "activations")
+    return found
+
+
+def _predict(row: Row, part: Part, sets: ConstantSets | None) -> Scored:
+    try:
+        case = read_case(row)
+    except RowError as error:
+        return Scored(row=row, skipped=f"line {row.line}, {error}")
+    workload = replace(case.workload, run=replace(case.workload.run, part=part))
+    case = replace(case, workload=workload)
+    prediction = predict_case(case, sets)
+    return Scored(
+        row=row,
+        predicted=in_metric(case, prediction),
+        fits=prediction.fits,
+        outside=prediction.outside,
+        flops=_flops_per_unit(case, prediction),
+    )
+
+
+def _flops_per_unit(case: Case, prediction: Prediction) -> float:
+    """Model FLOPs on one device behind one unit of throughput, or behind a step where the metric is its time."""
+    workload = prediction.workload
+    each = model_flops(workload)
+    match case.metric:
+        case "step_time_s":
+            return each * workload.run.global_batch / workload.layout.devices
+        case "tokens_per_s_per_gpu":
+            return each / (workload.run.seq_len if isinstance(workload.model, ModelShape) else 1)
+        case "img_per_s" | "seq_per_s":
+            return each / workload.layout.devices
+        case _:
+            return 1.0
+
+
+def _with_result(scored: Scored, text: str) -> Scored:
+    if text.strip().lower() in ("oom", "out of memory"):
+        return replace(scored, ran_out=True, skipped=scored.skipped or "ran out of memory: nothing was measured")
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        why = f"line {scored.row.line}, column value: {text!r} is not a number above 0"
+        return replace(scored, skipped=scored.skipped or why)
+    return replace(scored, measured=value)
+
+
+def _pairs(rows: Iterable[Scored], *, memory: bool) -> list[tuple[float, float]]:
+    return [each.pair for each in rows if each.is_memory is memory and each.pair is not None]
+
+
+def _grouped(rows: Iterable[Scored], key: Any) -> list[tuple[Any, list[Scored]]]:
+    found: dict[Hashable, list[Scored]] = defaultdict(list)
+    for row in rows:
+        found[key(row)].append(row)
+    return list(found.items())
+
+
+def _family_scores(family: str, rows: Sequence[Scored], references: Sequence[Scored]) -> FamilyScores:
+    return FamilyScores(
+        family=family,
+        time=errors_of(_pairs(rows, memory=False)),
+        memory=errors_of(_pairs(rows, memory=True)),
+        baseline=_baseline(rows),
+        ranking=ranking_of(_alternatives(rows)),
+        scaling=scaling_of(_scaled(rows, references)),
+    )
+
+
+def _timed(rows: Iterable[Scored]) -> list[Scored]:
+    return [each for each in rows if not each.is_memory and each.pair is not None]
+
+
+def _baseline(rows: Sequence[Scored]) -> float | None:
+    """The mean absolute error of "so many FLOP/s for this device", the median of these rows."""
+    errors = []
+    for _, group in _grouped(
+        _timed(rows), lambda each: (each.row.text["gpu"], each.row.text["precision"], each.row.metric)
+    ):
+        slower = group[0].row.metric == "step_time_s"
+        rates = [
+            each.flops / each.measured if slower else each.measured * each.flops for each in group if each.measured
+        ]
+        rate = statistics.median(rates)
+        errors += [abs((own / rate if slower else rate / own) - 1) for own in rates]
+    return statistics.fmean(errors) if errors else None
+
+
+def _as_time(each: Scored) -> tuple[float, float]:
+    assert each.pair is not None
+    measured, predicted = each.pair
+    return (measured, predicted) if each.row.metric == "step_time_s" else (1 / measured, 1 / predicted)
+
+
+def _alternatives(rows: Iterable[Scored]) -> list[list[tuple[float, float]]]:
+    groups = _grouped(_timed(rows), lambda each: _key(each, _ALTERNATIVES))
+    return [[_as_time(each) for each in group] for _, group in groups]
+
+
+def _scaled(rows: Iterable[Scored], references: Iterable[Scored]) -> list[list[tuple[int, float, float]]]:
+    """Groups that differ in the number of devices. Of rows that are not scored, those on the fewest devices count."""
+    apart = dict(_grouped(_timed(references), lambda each: _key(each, _SCALED)))
+    found = []
+    for key, group in _grouped(_timed(rows), lambda each: _key(each, _SCALED)):
+        own = [_per_device(each) for each in group]
+        others = [_per_device(each) for each in apart.get(key, ())]
+        first = min(devices for devices, _, _ in (*own, *others))
+        found.append([*own, *(each for each in others if each[0] == first)])
+    return found
+
+
+def _key(each: Scored, columns: Sequence[str]) -> Hashable:
+    return (each.row.family, each.row.metric, *(each.row.text.get(column, "") for column in columns))
+
+
+def _per_device(each: Scored) -> tuple[int, float, float]:
+    """Devices, and throughput per device: measured and predicted, in one unit for all rows of a group."""
+    assert each.pair is not None
+    devices = each.row.whole("n_gpus")
+    measured, predicted = each.pair
+    if each.row.metric in ("img_per_s", "seq_per_s"):
+        return devices, measured / devices, predicted / devices
+    if each.row.metric == "step_time_s":
+        batch = each.row.number("global_batch") or 1.0
+        return devices, batch / measured / devices, batch / predicted / devices
+    return devices, measured, predicted
+
+
+# What is written.
+
+
+def rows_csv(validation: Validation) -> str:
+    """Returns every row as ``id,metric_name,measured,predicted,skipped``."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("id", "metric_name", "measured", "predicted", "skipped"))
+    for each in validation.rows:
+        measured = "OOM" if each.ran_out else "" if each.measured is None else f"{each.measured:.9g}"
+        predicted = "" if each.predicted is None else f"{each.predicted:.6g}"
+        writer.writerow((each.row.id, each.row.metric, measured, predicted, each.skipped))
+    return file.getvalue()
+
+
+def to_json(validation: Validation) -> dict[str, Any]:
+    """Returns the scores as plain data, errors as shares of 1."""
+    return {
+        "source": validation.source,
+        "split": validation.split,
+        "rows": len(validation.rows),
+        "overall": {
+            "mean_over_families": validation.mean_over_families,
+            "time": _plain(validation.time),
+            "inside_calibrated_domain": _plain(validation.inside),
+            "outside_calibrated_domain": _plain(validation.outside),
+            "memory": _plain(validation.memory),
+            "ran_out_of_memory": validation.ran_out,
+            "false_fits": validation.false_fits,
+            "false_misfits": validation.false_misfits,
+            "ranking": _plain(validation.ranking),
+            "scaling": _plain(validation.scaling),
+        },
+        "families": {
+            each.family: {
+                "time": _plain(each.time),
+                "memory": _plain(each.memory),
+                "baseline": each.baseline,
+                "ranking": _plain(each.ranking),
+                "scaling": _plain(each.scaling),
+            }
+            for each in validation.families
+        },
+        "skipped": [{"id": each.row.id, "reason": each.skipped} for each in validation.skipped],
+    }
+
+
+def _plain(value: Errors | Ranking | Scaling | None) -> dict[str, Any] | None:
+    return None if value is None else asdict(value)

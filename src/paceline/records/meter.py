@@ -1,0 +1,237 @@
+"""Takes a step apart into phases, without stopping the device.
+
+Laps are marks on the device's time line; the waits for communication that fall into a lap are taken out of it and
+added up as exposed communication. A step's numbers are read when the device has passed its last mark: at once on a CPU,
+a step or two later on CUDA.
+"""
+
+from __future__ import annotations
+
+import operator
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from paceline.clock import DeviceClock, Mark, on_device
+from paceline.comm.ledger.file import (
+    BACKWARD_NS,
+    DATA_NS,
+    FORWARD_NS,
+    LAPS,
+    NUM_CELLS,
+    OPTIMIZER_NS,
+    PHASE,
+    STEP,
+    STEP_NS,
+    TIMED_STEPS,
+)
+from paceline.comm.traced import Trace
+from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES
+from paceline.records.records import StepRecord
+
+if TYPE_CHECKING:
+    from paceline.comm.ledger.ledger import Ledger
+
+_DRAIN_STEPS = 64  # the same steps on all ranks, so that none waits for another that writes
+_DRAIN_S = 0.5
+_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
+_FIRST_PHASE = PHASES.index(DATA)
+# What comes after a phase in the first step; from then on it is what came in the step before, since with several
+# microbatches a forward pass may follow a backward one.
+_PHASE_AFTER = {
+    name: PHASES.index(next_name)
+    for name, next_name in ((DATA, FORWARD), (FORWARD, BACKWARD), (BACKWARD, OPTIMIZER), (OPTIMIZER, DATA))
+}
+_MEMORY_EVERY = 20  # steps; asking CUDA's allocator takes longer than all the rest here
+
+
+class StepNumbers(Protocol):
+    """What a step computed, on its device."""
+
+    loss_sum: torch.Tensor
+    count: torch.Tensor | float
+    grad_norm: torch.Tensor
+    loss_scale: torch.Tensor | None
+
+
+class StepFacts(Protocol):
+    """What the trainer knows of a step when it has issued it."""
+
+    step: int
+    position: int
+    lr: float
+
+    @property
+    def epoch(self) -> float:
+        """How many epochs the run has gone through."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples this rank had in the step."""
+
+    @property
+    def outcome(self) -> StepNumbers:
+        """What the step computed."""
+
+
+_Lap = tuple[str, Mark | float, int]  # phase, its end, waits so far in the step
+_Wait = tuple[Mark, Mark]
+# A step that was issued: facts, numbers on their way from a device, start, laps, end, waits, peak memory, time of day.
+# Bare tuples are made in half the time of named ones.
+_Issued = tuple[StepFacts, torch.Tensor | None, Mark | float, list[_Lap], Mark | float, Sequence[_Wait], int, float]
+
+
+class StepMeter:
+    """Times steps and turns them into records."""
+
+    def __init__(self, device: torch.device, trace: Trace, ledger: Ledger | None = None) -> None:
+        """With a ``ledger``, phases and steps are noted there as they begin."""
+        self._device = device
+        self._is_device = device.type != "cpu"
+        self._take = (DeviceClock(device) if trace.clock is None else trace.clock).take
+        self._trace = trace
+        self._waits = trace.waits
+        self._start = self._take()
+        self._laps: list[_Lap] = []
+        self._order: list[int] = []  # the number of the phase that followed each lap of the last step
+        self._pending: deque[_Issued] = deque()
+        self._memory_bytes = 0
+        self._drained_at = time.time()
+        self._cells: MutableSequence[int] = [0] * NUM_CELLS if ledger is None else cast("Any", ledger.cells)
+
+    def enter(self, phase: str) -> None:
+        """Notes that the rank does something else than a step from here on, until the next one starts."""
+        self._cells[PHASE] = PHASES.index(phase)
+        self._cells[LAPS] += 1
+
+    def start(self) -> None:
+        """Begins a step now: what happened since the last one (an evaluation, say) is not counted."""
+        self._trace.take_waits()
+        self._start = self._take()
+        self._laps = []
+        self._cells[PHASE] = _FIRST_PHASE
+
+    def take(self) -> Mark | float:
+        """Takes a mark of the time that steps are measured in."""
+        return self._take()
+
+    def lap(self, phase: str) -> None:
+        """Ends a phase of the step."""
+        number, order = len(self._laps), self._order
+        self._laps.append((phase, self._take(), len(self._waits)))
+        self._cells[PHASE] = order[number] if number < len(order) else _PHASE_AFTER[phase]
+
+    def finish(self, facts: StepFacts) -> bool:
+        """Ends the step; the next one starts here. Returns whether it is time to drain.
+
+        Short steps are read many at once, which costs less than one by one.
+        """
+        if facts.step % _MEMORY_EVERY == 1 or not self._memory_bytes:
+            self._memory_bytes = peak_memory_bytes(self._device)
+        on_host = _to_host(facts.outcome) if self._is_device else None
+        # The copy to the host is ordered before this mark: once it is past, the values can be read.
+        end, now = self._take(), time.time()
+        waits = self._trace.take_waits() if self._waits else ()
+        self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory_bytes, now))
+        if len(self._laps) != len(self._order):
+            self._order = [*(PHASES.index(phase) for phase, _, _ in self._laps[1:]), _FIRST_PHASE]
+        self._start, self._laps = end, []
+        self._cells[PHASE] = _FIRST_PHASE
+        self._cells[STEP] += 1
+        return len(self._pending) >= _DRAIN_STEPS or now - self._drained_at > _DRAIN_S
+
+    def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
+        """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""
+        self._drained_at = time.time()
+        while self._pending and (wait or _is_past(self._pending[0][4])):
+            record = _record(self._pending.popleft())
+            self._add_times(record)
+            yield record
+
+    def _add_times(self, record: StepRecord) -> None:
+        """Adds a step to what whoever compares ranks reads; the number of steps last."""
+        cells = self._cells
+        cells[STEP_NS] += int(record.step_s * 1e9)
+        cells[DATA_NS] += int(max(0.0, record.data_s) * 1e9)
+        cells[FORWARD_NS] += int(max(0.0, record.forward_s) * 1e9)
+        cells[BACKWARD_NS] += int(max(0.0, record.backward_s) * 1e9)
+        cells[OPTIMIZER_NS] += int(max(0.0, record.optimizer_s) * 1e9)
+        cells[TIMED_STEPS] += 1
+
+
+def _is_past(mark: Mark | float) -> bool:
+    return isinstance(mark, float) or mark.is_past()
+
+
+def _numbers(outcome: StepNumbers) -> list[torch.Tensor | float]:
+    scale = 1.0 if outcome.loss_scale is None else outcome.loss_scale
+    return [outcome.loss_sum, outcome.count, outcome.grad_norm, scale]
+
+
+def _to_host(outcome: StepNumbers) -> torch.Tensor:
+    """Starts the copy of a step's numbers to the host; nothing here waits for the device."""
+    stacked = torch.stack([on_device(number, outcome.loss_sum.device) for number in _numbers(outcome)])
+    return stacked.to("cpu", non_blocking=True)
+
+
+def _record(issued: _Issued) -> StepRecord:
+    facts, on_host, start, laps, end, waits, memory_bytes, now = issued
+    since: Callable[[Any, Any], float] = operator.sub if isinstance(end, float) else _device_seconds_since
+    seconds = dict.fromkeys(_PHASES, 0.0)
+    comm_s, last, num_waits = 0.0, start, 0
+    for phase, mark, num_waits_then in laps:
+        took = since(mark, last)
+        if num_waits_then > num_waits:
+            waited = _total_seconds(waits[num_waits:num_waits_then])
+            took, comm_s, num_waits = took - waited, comm_s + waited, num_waits_then
+        seconds[phase] += took
+        last = mark
+    if num_waits < len(waits):  # after the last lap
+        comm_s += _total_seconds(waits[num_waits:])
+    data_s, forward_s, backward_s, optimizer_s = seconds.values()
+    step_s = since(end, start)
+    numbers = map(float, _numbers(facts.outcome)) if on_host is None else on_host.tolist()
+    loss_sum, count, grad_norm, loss_scale = numbers
+    samples = facts.samples
+    return StepRecord(
+        step=facts.step,
+        epoch=facts.epoch,
+        position=facts.position,
+        loss=loss_sum / count if count else None,
+        loss_sum=loss_sum,
+        count=int(count),
+        lr=facts.lr,
+        grad_norm=grad_norm,
+        samples=samples,
+        step_s=step_s,
+        data_s=data_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        comm_s=comm_s,
+        optimizer_s=optimizer_s,
+        samples_per_s=samples / step_s if step_s > 0 else 0.0,
+        memory_bytes=memory_bytes,
+        time=now,
+        loss_scale=loss_scale,
+    )
+
+
+def _device_seconds_since(mark: Mark, earlier: Mark) -> float:
+    return mark.seconds_since(earlier)
+
+
+def _total_seconds(waits: Sequence[_Wait]) -> float:
+    return sum(end.seconds_since(begin) for begin, end in waits)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most memory that this process has held: the allocator's on CUDA, resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,281 @@
+"""Where records go: a file of lines, TensorBoard, or several places at once.
+
+A sink is called from the training loop, so it must be cheap: between two matrix products that have emptied the caches,
+every function called costs tens of microseconds. So a sink is handed many steps at once; ``JsonlSink`` only keeps them,
+and turns all of a second into lines together; ``TensorBoardSink`` writes one event with all scalars of a step, where
+``SummaryWriter.add_scalar`` would write one for each.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+from paceline.records.records import EvalRecord, Record, StepRecord, to_line
+
+_MOST_KEPT = 100_000
+
+
+class Sink(Protocol):
+    """A place that records go to."""
+
+    def write(self, *records: Record) -> None:
+        """Takes records, in their order; may keep them in memory until the next flush."""
+
+    def flush(self) -> None:
+        """Hands over what was kept."""
+
+    def close(self) -> None:
+        """Flushes and lets go of files and screens. Safe to call twice."""
+
+
+class JsonlSink:
+    """Appends records to a file, one line each.
+
+    Steps are kept in memory for ``flush_every_s`` at most, measured when the next records come; any other record
+    is written through at once, together with the steps before it. Several threads may write.
+
+    A full disk leaves whole lines. What it does not take is lost with an error, or with ``waits_for_space`` kept, the
+    last 100,000 records of it, and tried again with the next.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        flush_every_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        waits_for_space: bool = False,
+    ) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        _cut_unterminated_line(path)
+        self._lock = Lock()
+        # Kept here and not in the file object's buffer: a forked loader worker would write its copy of that out again.
+        self._kept: list[Record] = []
+        self._flush_every_s = flush_every_s
+        self._clock = clock
+        self._flushed_at = clock()
+        self._waits_for_space = waits_for_space
+
+    def write(self, *records: Record) -> None:
+        with self._lock:
+            if self._file.closed:
+                raise ValueError(f"{self._file.name} is closed; write records before closing the sink")
+            self._kept += records
+            is_time = self._clock() - self._flushed_at >= self._flush_every_s
+            if is_time or not all(isinstance(record, StepRecord) for record in records):
+                self._write_out()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._write_out()
+
+    def close(self) -> None:
+        with self._lock:
+            self._write_out()
+            self._file.close()
+
+    def _write_out(self) -> None:
+        self._flushed_at = self._clock()
+        if self._kept:
+            kept, self._kept = self._kept, []  # let go of first: a record that cannot be written fails once
+            try:
+                self._append("".join(map(to_line, kept)).encode())
+            except OSError as error:
+                if not (self._waits_for_space and is_disk_full(error)):
+                    raise
+                self._kept = kept[-_MOST_KEPT:]
+
+    def _append(self, lines: bytes) -> None:
+        """Writes lines, all of them or none."""
+        end, left = os.fstat(self._file.fileno()).st_size, memoryview(lines)
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            self._file.truncate(end)
+            raise
+
+
+class SpaceSink:
+    """Hands records on, and goes on without this place when its disk is full."""
+
+    def __init__(self, inner: Sink) -> None:
+        self._inner = inner
+
+    def write(self, *records: Record) -> None:
+        with _goes_on_when_full():
+            self._inner.write(*records)
+
+    def flush(self) -> None:
+        with _goes_on_when_full():
+            self._inner.flush()
+
+    def close(self) -> None:
+        with _goes_on_when_full():
+            self._inner.close()
+
+
+@contextmanager
+def _goes_on_when_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Says whether there is no space, or none for this user."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+class TensorBoardSink:
+    """Writes scalars to a TensorBoard folder: ``train/*`` and ``time/*`` of this rank, ``eval/*`` of all.
+
+    The first record written marks a new start at its step, so TensorBoard drops what an earlier attempt wrote from
+    there on, and a resumed run draws one curve.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            # TensorBoard's own imports warn about deprecated calls between third parties, which no user can mend.
+            warnings.simplefilter("ignore")
+            from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer: Any = EventFileWriter(str(folder), flush_secs=10)
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._lock = Lock()
+        self._has_started = False
+        self._is_closed = False
+
+    def write(self, *records: Record) -> None:
+        with self._lock:
+            for record in records:
+                if isinstance(record, StepRecord | EvalRecord):
+                    self._write_scalars(record)
+
+    def flush(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._writer.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._writer.close()
+
+    def _write_scalars(self, record: StepRecord | EvalRecord) -> None:
+        if not self._has_started:
+            self._has_started = True
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._add(record, session_log=start)
+        value_class = self._summaries.Summary.Value
+        values = [value_class(tag=tag, simple_value=value) for tag, value in _scalars(record)]
+        self._add(record, summary=self._summaries.Summary(value=values))
+
+    def _add(self, record: StepRecord | EvalRecord, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(step=record.step, wall_time=record.time, **content))
+
+
+class Strided:
+    """Passes on every n-th step, two a second at most, and all other records: curves need fewer points than records."""
+
+    def __init__(self, sink: Sink, every: int, *, least_s: float = 0.5) -> None:
+        self._sink = sink
+        self._every = every
+        self._least_s = least_s
+        self._last_time = float("-inf")
+
+    def write(self, *records: Record) -> None:
+        """Writes those records that are due."""
+        due = []
+        for record in records:
+            if isinstance(record, StepRecord):
+                if record.step % self._every or record.time - self._last_time < self._least_s:
+                    continue
+                self._last_time = record.time
+            due.append(record)
+        if due:
+            self._sink.write(*due)
+
+    def flush(self) -> None:
+        """Flushes the sink."""
+        self._sink.flush()
+
+    def close(self) -> None:
+        """Closes the sink."""
+        self._sink.close()
+
+
+class Fanout:
+    """Writes every record to several sinks, in their order."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, *records: Record) -> None:
+        for sink in self._sinks:
+            sink.write(*records)
+
+    def flush(self) -> None:
+        for sink in self._sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        """Closes every sink, even when one of them raises."""
+        with ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+
+
+def _scalars(record: StepRecord | EvalRecord) -> Iterator[tuple[str, float]]:
+    if isinstance(record, EvalRecord):
+        yield "eval/loss", record.loss
+        if record.accuracy is not None:
+            yield "eval/accuracy", record.accuracy
+        yield "eval/seconds", record.seconds
+        return
+    if record.loss is not None:
+        yield "train/loss", record.loss
+    if record.grad_norm is not None:
+        yield "train/grad_norm", record.grad_norm
+    if record.loss_scale != 1.0:
+        yield "train/loss_scale", record.loss_scale
+    yield "train/lr", record.lr
+    yield "train/epoch", record.epoch
+    yield "time/step_s", record.step_s
+    yield "time/data_s", record.data_s
+    yield "time/forward_s", record.forward_s
+    yield "time/backward_s", record.backward_s
+    yield "time/comm_s", record.comm_s
+    yield "time/optimizer_s", record.optimizer_s
+
+
+def _cut_unterminated_line(path: Path) -> None:
+    """Removes the half line that a killed process left, so that the next record does not grow out of it."""
+    with path.open("rb+") as file:
+        content_end = file.seek(0, 2)
+        keep = content_end
+        while keep > 0:
+            start = max(0, keep - 4096)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        if keep < content_end:
+            file.truncate(keep)

@@ -1,0 +1,1 @@
+"""The real engines without the machines."""

@@ -1,0 +1,201 @@
+"""What a run is expected to take, by a dry run: any model and engine, kernel by kernel, on the present machine.
+
+    python -m paceline.rehearse.dryrun.expected --config YAML [--threads N] [--cores 0,1] [--entry FILE]
+
+It prints what prediction.json holds. It runs in a process of its own, below the priority of the ranks, while these
+start: a run is neither delayed nor ended by it. Where ranks are forked from a process that has torch loaded, so is this
+one: to load torch would take longer than all else, beside the first seconds of a run. What it cannot say (a model that
+cannot be traced, say) is left to the formulas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.cluster.detect import Machine, detect_machine
+from paceline.cluster.devices import Cluster
+from paceline.config import Config, config_from_dict
+from paceline.config.yaml_text import parse_document
+from paceline.errors import PacelineError
+from paceline.predict.replay.replayed import Replay
+from paceline.search.expect import present_cluster, unpriced
+from paceline.search.expectation import Expectation
+from paceline.units import MIB
+
+_MODULE = "paceline.rehearse.dryrun.expected"
+_NICENESS = 19
+# What a replay of measured kernels was off by at most on the machines that it was tried on: see docs/prediction.md.
+_BAND = 0.15
+_WORKSPACES = 64 * MIB  # cuBLAS works in 32 MiB for each of the two threads, and takes them from the allocator
+
+
+def expect_by_dry_run(
+    config: Config, machine: Machine, *, threads: int | None = None, entry: Path | None = None
+) -> Expectation:
+    """Records and replays a step of a config whose device and ranks are settled; a reason where that cannot be."""
+    from paceline.predict.replay.replay import replay
+    from paceline.rehearse.dryrun.record import record_stages
+
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    reason = unpriced(config, 1)
+    if reason:
+        return Expectation(ranks=ranks, reason=reason)
+    try:
+        cluster, assumed = present_cluster(config, machine, ranks, threads, entry)
+        if not cluster.device.memory_rates:
+            return Expectation(ranks=ranks, reason=f"{cluster.device.name} has no measured kernels")
+        found = replay(record_stages(config, ranks=ranks), cluster, with_loop=True)
+    except PacelineError as error:
+        return Expectation(ranks=ranks, reason=str(error))
+    return Expectation(
+        ranks=ranks,
+        cluster=cluster.name,
+        plan=f"{config.parallel.strategy} over {ranks}, kernel by kernel",
+        step_s=found.seconds,
+        step_s_low=found.seconds * (1 - _BAND),
+        step_s_high=found.seconds * (1 + _BAND),
+        memory_bytes=_allocated(found, cluster),
+        fitted=True,
+        assumed=assumed,
+    )
+
+
+def _allocated(found: Replay, cluster: Cluster) -> float | None:
+    """Returns what a GPU's allocator holds, as records have it; on a CPU they have the process's, as estimates do."""
+    if cluster.device.is_cpu:
+        return None
+    return float(found.total_memory - found.memory["framework"] + _WORKSPACES)
+
+
+def plain_start(command: Sequence[str]) -> list[str]:
+    """Returns the arguments of a Python that runs a module with its arguments."""
+    return ["-m", *command]
+
+
+class Background:
+    """A dry run beside a run. ``result`` is asked for when the run is done.
+
+    ``cores`` are those that the ranks share: it counts them, and runs on them. None given: those of the process that
+    it is started from. ``start`` makes the arguments of the Python that runs a module and its arguments: a process of
+    its own, unless somebody has one to fork it from.
+    """
+
+    def __init__(
+        self,
+        config_yaml: str,
+        *,
+        threads: int | None = None,
+        cores: Sequence[int] = (),
+        entry: Path | None = None,
+        start: Callable[[Sequence[str]], list[str]] = plain_start,
+    ) -> None:
+        command = [_MODULE, "--config", config_yaml]
+        command += [] if threads is None else ["--threads", str(threads)]
+        command += ["--cores", ",".join(map(str, cores))] if cores else []
+        command += [] if entry is None else ["--entry", str(entry.absolute())]
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):  # no process to be had: the formulas have said something
+            self._process = subprocess.Popen(
+                [sys.executable, *start(command)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+
+    def result(self, timeout_s: float = 10.0) -> Expectation:
+        """Returns what came out: figures, or the reason why there are none; waits so long at most."""
+        if self._process is None:
+            return Expectation(reason="there was no process to be had for a dry run")
+        try:
+            text, _ = self._process.communicate(timeout=timeout_s)
+            return Expectation.of_text(text.decode())
+        except subprocess.TimeoutExpired:
+            return Expectation(reason=f"no dry run was done {timeout_s:g} s after the run: the machine was busy")
+        except (ValueError, OSError):
+            return Expectation(reason="the dry run failed: paceline predict says why")
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends it, whether it is done or not. Safe to call twice."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+            self._process = None
+
+
+def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectation | None:
+    """Returns the dry run's figures where there are any; memory that it does not tell stays the estimate's.
+
+    Where neither has any, both reasons are told.
+    """
+    if dry is None or formula is None:
+        return dry or formula
+    if dry.step_s is None:
+        reasons = dict.fromkeys(filter(None, (formula.reason, dry.reason)))
+        return formula if formula.step_s is not None else replace(formula, reason="; ".join(reasons))
+    return dry if dry.memory_bytes is not None else replace(dry, memory_bytes=formula.memory_bytes)
+
+
+def main() -> None:
+    """Predicts the run whose config comes in."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--cores", type=lambda text: [int(word) for word in text.split(",")], default=[])
+    parser.add_argument("--entry", type=Path)
+    arguments = parser.parse_args()
+    _step_back(arguments.cores)
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
+    config = config_from_dict(parse_document(arguments.config, "--config").values, "--config")
+    import torch  # which takes seconds
+
+    torch.set_num_threads(1)
+    machine = detect_machine(with_gpus=config.parallel.device == "cuda")
+    found = expect_by_dry_run(config, machine, threads=arguments.threads, entry=arguments.entry)
+    sys.stdout.write(found.to_text())
+
+
+def _step_back(cores: Sequence[int]) -> None:
+    """Leaves the processors to the ranks: where the system can, this process gets only what nobody else wants.
+
+    Of the run's cores: a rank that started it may keep to its own, and what is outside of these is not the run's.
+    Linux shares the cores out among sessions first, if each is a group of its own; so this process gets a session, and
+    the session the least share.
+    """
+    if sys.platform == "linux":
+        if cores:
+            with contextlib.suppress(OSError):  # taken away meanwhile
+                os.sched_setaffinity(0, cores)
+        with contextlib.suppress(OSError):  # it leads one already
+            os.setsid()
+        with contextlib.suppress(OSError):  # no such groups
+            Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            return
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the launcher is gone: nobody will ask for its result."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

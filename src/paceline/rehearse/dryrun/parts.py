@@ -1,0 +1,148 @@
+"""What a step without values is made of: the model on meta, the engine that would train it, its optimizer, a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from paceline.cluster.measured import read_table
+from paceline.comm.algorithms.communicator import placement
+from paceline.comm.algorithms.topology import from_names
+from paceline.comm.base import Communicator
+from paceline.comm.compress import Compressor
+from paceline.comm.dry.algorithms import DryAlgorithmCommunicator
+from paceline.comm.dry.communicator import META, DryCommunicator
+from paceline.config import Config, config_batch
+from paceline.data.loader import StepBatch
+from paceline.data.registry import DataSplits, build_data
+from paceline.engines.engine import Engine
+from paceline.models.registry import build_model, model_context
+from paceline.rehearse.dryrun.functions import NoValues
+from paceline.rehearse.dryrun.held import HeldMemory
+from paceline.train.assemble import build_compressor, build_engine, build_policy
+from paceline.train.ema import WeightAverage
+from paceline.train.loss import Loss, build_loss
+from paceline.train.optim import build_optimizer
+from paceline.train.scaler import LossScaler, make_scaler
+from paceline.train.step import StepPolicy
+
+_FEW = 16  # samples of data whose values nobody looks at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a step is made of."""
+
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    batch: StepBatch
+    loss: Loss
+    policy: StepPolicy
+    scaler: LossScaler | None
+    compressor: Compressor | None
+    average: WeightAverage | None
+
+
+def few_data(config: Config) -> DataSplits:
+    """Makes the data; of random data only a few samples, since their shape is all that counts."""
+    data = config.data
+    if hasattr(data, "samples"):
+        data = data.model_copy(update={"samples": min(data.samples, _FEW), "eval_fraction": 0.0})
+    seed = config.train.seed if config.data.seed is None else config.data.seed
+    return build_data(data, model_context(config.model), seed)
+
+
+def empty_model(config: Config, data: DataSplits) -> nn.Module:
+    """Builds the model without values."""
+    with torch.device(META), NoValues():
+        model = build_model(config.model, data.shape)
+    return model.to(device=META, dtype=getattr(torch, config.train.dtype))
+
+
+def build_parts(
+    config: Config,
+    model: nn.Module,
+    data: DataSplits,
+    comm: DryCommunicator,
+    memory: HeldMemory,
+    node_ranks: int | None,
+) -> Parts:
+    """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
+    if comm.stands_for == "cpu":  # which is the host: engines offload nothing there
+        plain = plain.model_copy(update={"memory": plain.memory.model_copy(update={"offload": ()})})
+    compressor = build_compressor(_past_plain_steps(config))
+    engine = build_engine(plain, model, _through(config, comm, node_ranks), node_ranks, compressor)
+    batch = config_batch(config, comm.size)
+    microbatch = tree_map(lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, _batch(data, 1))
+    microbatch = tree_map(
+        lambda value: value.new_empty((batch.microbatch, *value.shape[1:])) if value.ndim else value, microbatch
+    )
+    step = StepBatch(
+        position=0,
+        next_position=batch.global_batch,
+        epoch=0,
+        global_samples=batch.global_batch,
+        microbatches=[microbatch] * batch.accumulate,
+        local_samples=[batch.microbatch] * batch.accumulate,
+    )
+    return Parts(
+        engine=engine,
+        optimizer=_optimizer(config, engine, memory),
+        batch=step,
+        loss=build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory"),
+        policy=build_policy(config),
+        scaler=make_scaler(engine.precision, META, config.train.loss_scale),
+        compressor=compressor,
+        average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
+    )
+
+
+def _past_plain_steps(config: Config) -> Config:
+    """Returns the config without the first steps, in which gradients travel whole: a step later on is told of."""
+    compression = config.comm.compression.model_copy(update={"plain_steps": 0})
+    return config.model_copy(update={"comm": config.comm.model_copy(update={"compression": compression})})
+
+
+def _through(config: Config, comm: DryCommunicator, node_ranks: int | None) -> Communicator:
+    """Returns what the engine talks through: by the algorithm that the config asks for."""
+    asked = config.comm.algorithm
+    if asked == "native" or comm.size == 1:
+        return comm
+    hosts = config.parallel.node_ranks or node_ranks or comm.size
+    topology = from_names([rank // hosts for rank in range(comm.size)])
+    path = config.comm.algorithm_table
+    table = None if path is None else read_table(Path(path), placement(topology))
+    return DryAlgorithmCommunicator(comm, asked, topology, table=table)
+
+
+def _batch(data: DataSplits, count: int) -> Any:
+    return default_collate([data.train[0]] * count)
+
+
+def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.optim.Optimizer:
+    """Makes the optimizer as a device has it: torch's own is fused there, and its state is made in the first step.
+
+    On meta tensors torch refuses to fuse, and looks when it makes the state; so that is there before. One that updates
+    parameters on the host leaves it to the host whether to step at all.
+    """
+    optimizer = build_optimizer(config.optim, engine.named_parameters())
+    if config.optim.kind not in ("adamw", "sgd"):
+        return optimizer
+    is_hosted = any(memory.is_on_host(each) for each in engine.parameters())
+    vars(optimizer).update(_step_supports_amp_scaling=not is_hosted, _need_device_dtype_check_for_fused=False)
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+        for parameter in group["params"] if config.optim.kind == "adamw" else ():
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=META),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    return optimizer

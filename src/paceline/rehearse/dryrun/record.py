@@ -1,0 +1,273 @@
+"""``record``: one rank of a world runs a training step without values; what it did comes back as a ``Program``.
+
+    model of the config, on meta --parallelize--> the real engine --train_step--> once to warm up, once written down
+
+The first step differs from all later ones: engines learn the order of gradients, optimizers make their state. Nothing
+is computed, so a model of any size is recorded on any machine; time and memory go with the number of its operators.
+Blocks that a run would compile are recorded as they are: what a compiler makes of them is a matter of pricing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from paceline.comm.arguments import check_peer
+from paceline.comm.dry.communicator import DryWorld
+from paceline.config import Config, config_batch
+from paceline.engines.precision import precision_named
+from paceline.errors import PacelineError, UsageError
+from paceline.models.registry import model_blocks
+from paceline.predict.replay.compose import repeat
+from paceline.predict.replay.program import Event, Program, Run, Turn
+from paceline.predict.replay.turns import counted, is_playable
+from paceline.rehearse.dryrun.calls import KnownCalls
+from paceline.rehearse.dryrun.claims import claim_states, claiming_gradients, watch_gradients
+from paceline.rehearse.dryrun.functions import MetaFunctions
+from paceline.rehearse.dryrun.hosted import told_apart
+from paceline.rehearse.dryrun.operators import dtype_name
+from paceline.rehearse.dryrun.parts import Parts, build_parts, empty_model, few_data
+from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
+from paceline.rehearse.dryrun.turns import enough_microbatches, order_of, pipeline_of, with_marks
+from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
+from paceline.train.step import train_step
+
+_KEPT = 3  # microbatches of a step that are run
+
+
+def record(
+    config: Config,
+    *,
+    ranks: int,
+    rank: int = 0,
+    node_ranks: int | None = None,
+    is_whole: bool = False,
+    calls: KnownCalls | None = None,
+) -> Program:
+    """Runs one rank of ``ranks`` on meta tensors and returns its step.
+
+    ``node_ranks`` is how many ranks share a host; None: all. Of many microbatches without a pipeline three are run, and
+    the second stands for all but the first and the last; with ``is_whole`` each of them is. A stage of a pipeline
+    learns its inputs from the stages before, which are run too. ``calls`` are what is known of operators from other
+    recordings. Raises UsageError for a model that cannot be traced or does not fit its data, and for what has no price.
+    """
+    recording = _Recording(config, ranks, node_ranks, calls)
+    width = ranks // config.parallel.pipeline  # ranks of a stage
+    chain = range(rank % width, rank, width)
+    first = () if rank % width == 0 or config.parallel.pipeline == 1 else (0,)  # tells all where the model is cut
+    for earlier in (*first, *chain):
+        recording.program(earlier)
+    return recording.program(rank, is_whole=is_whole)
+
+
+def record_stages(
+    config: Config,
+    *,
+    ranks: int,
+    rank: int = 0,
+    node_ranks: int | None = None,
+    is_whole: bool = False,
+    calls: KnownCalls | None = None,
+) -> tuple[Program, ...]:
+    """Returns the steps of the ranks that pass their results to one another, one a stage: those of ``rank``.
+
+    Of a model that is not cut, that is the rank alone. All else is as in ``record``.
+    """
+    recording = _Recording(config, ranks, node_ranks, calls)
+    check_peer("a dry run of", rank, ranks)
+    each = ranks // config.parallel.pipeline
+    first = rank % each
+    if first and config.parallel.pipeline > 1:  # rank 0 tells all where the model is cut
+        recording.program(0)
+    return tuple(recording.program(number, is_whole=is_whole) for number in range(first, ranks, each))
+
+
+class _Recording:
+    """Some ranks of a world that run the same config: what one has learnt of operators the others know."""
+
+    def __init__(self, config: Config, ranks: int, node_ranks: int | None, calls: KnownCalls | None) -> None:
+        _check(config)
+        self._config = config
+        self._world = DryWorld(ranks, "cpu" if config.parallel.device == "cpu" else "cuda")
+        self._node_ranks = node_ranks
+        self._calls = KnownCalls() if calls is None else calls
+        self._data = few_data(config)
+
+    def program(self, rank: int, *, is_whole: bool = False) -> Program:
+        """Runs a rank; those of earlier stages come first."""
+        config, world = self._config, self._world
+        recorder = Recorder(self._calls)
+        autocast = precision_named(config.train.precision).autocast_dtype
+        functions = MetaFunctions(recorder, autocast, fuses_norms=config.parallel.device != "cpu")
+        comm = world.rank(rank, recorder)
+        model = empty_model(config, self._data)
+        recorder.watch(model_blocks(model), functions)
+        if config.parallel.strategy in ("ddp", "zero1"):  # else whole gradients are there for a moment only
+            watch_gradients(recorder.memory, model)
+        with self._telling(model), _without_collections(), recorder, functions:
+            parts = build_parts(config, model, self._data, comm, recorder.memory, self._node_ranks)
+            claim_states(recorder.memory, parts)
+            recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
+            with recorder.at_rest():  # these steps teach; ddp makes buckets in both
+                for _ in range(2 if config.parallel.strategy == "ddp" else 1):
+                    _run(recorder, functions, parts, 1)
+            done, order = _recorded(recorder, functions, parts, rank, is_whole=is_whole)
+        return self._told(rank, parts, done, order)
+
+    @contextlib.contextmanager
+    def _telling(self, model: nn.Module) -> Iterator[None]:
+        """Tells of what the user's own model, data or loss raise as such."""
+        try:
+            yield
+        except PacelineError:
+            raise
+        except Exception as error:
+            place = raised_at(error, model) if is_users(self._config) else None
+            if place is None:
+                raise
+            if needs_values(error):
+                raise no_answer(f"{type(error).__name__}: {first_line(error)}", place) from error
+            made = made_at(self._config)
+            raise misfit(error, "the model cannot be traced", self._data, place, made=made) from error
+
+    def _told(self, rank: int, parts: Parts, done: Recorded, order: tuple[Turn, ...]) -> Program:
+        config, ranks = self._config, self._world.size
+        plan = config_batch(config, ranks)
+        return Program(
+            name=config.name,
+            rank=rank,
+            ranks=ranks,
+            strategy=config.parallel.strategy,
+            events=done.events,
+            resident=done.resident,
+            samples=plan.global_batch,
+            elements=plan.global_batch * (parts.loss.elements_per_sample or 1.0),
+            element="tokens" if self._data.shape.kind == "tokens" else "samples",
+            model_flops=_model_flops(counted(done.events, order)),
+            dtype=_compute_dtype(config),
+            is_compiled=config.model.compile,
+            stage=rank // (ranks // config.parallel.pipeline),
+            stages=config.parallel.pipeline,
+            order=order,
+        )
+
+
+def _recorded(
+    recorder: Recorder, functions: MetaFunctions, parts: Parts, rank: int, *, is_whole: bool
+) -> tuple[Recorded, tuple[Turn, ...]]:
+    """Runs the step that is told of: with few microbatches, where these tell of all."""
+    count = len(parts.batch.microbatches)
+    few = count if is_whole else _enough(parts)
+    done = _told_apart(_run(recorder, functions, parts, few), recorder, rank)
+    events, order = _compose(parts, done, few, count)
+    if order and not is_playable(events, order):
+        events, order = _run(recorder, functions, parts, count).events, ()  # pipelines offload nothing
+    return replace(done, events=events), order
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python from looking for garbage: a graph has a great many objects, and when it looks is by chance."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _run(recorder: Recorder, functions: MetaFunctions, parts: Parts, microbatches: int) -> Recorded:
+    """Runs a step with so many microbatches."""
+    batch = replace(parts.batch, microbatches=parts.batch.microbatches[:microbatches])
+    pipeline = pipeline_of(parts.engine)
+    if pipeline is not None:
+        pipeline.journal = []
+        recorder.memory.act = lambda: len(pipeline.journal)
+    recorder.start()
+    laps = _Laps(recorder, functions)
+    with claiming_gradients(recorder.memory, parts):
+        train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, laps, parts.scaler)
+        if parts.average is not None:
+            parts.average.update()
+    claim_states(recorder.memory, parts)
+    return recorder.finish()
+
+
+def _told_apart(done: Recorded, recorder: Recorder, rank: int) -> Recorded:
+    """Returns a step with what the host does itself, where an engine offloads."""
+    host = recorder.memory.host_storages
+    if not host:
+        return done
+    events, starts = told_apart(done.events, host, recorder.places(), rank)
+    return replace(done, events=events, laps=tuple(starts[lap] for lap in done.laps))
+
+
+def _enough(parts: Parts) -> int:
+    """Returns how many microbatches must be run to tell of all."""
+    count, pipeline = len(parts.batch.microbatches), pipeline_of(parts.engine)
+    return min(count, _KEPT) if pipeline is None else enough_microbatches(pipeline, count)
+
+
+def _compose(parts: Parts, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
+    """Returns the events of a step of ``count`` microbatches, or of few and the order in which they come again."""
+    pipeline = pipeline_of(parts.engine)
+    if few == count:
+        return done.events, ()
+    if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
+        return repeat(done.events, done.laps[1], done.laps[3], 1 + count - few), ()
+    marked = with_marks(done.events, done.acts, pipeline.program(few).actions)
+    return marked, order_of(pipeline.program(count), few)
+
+
+def _check(config: Config) -> None:
+    problems = []
+    if config.parallel.strategy == "auto":
+        problems.append(
+            "parallel.strategy = auto in a dry run\n  it runs one strategy\n"
+            "  name it, or let paceline plan find the fastest"
+        )
+    if config.comm.compression.policy == "threshold":
+        problems.append(
+            "comm.compression.policy = threshold in a dry run\n"
+            "  how much it sends follows from values, and a dry run has none\n"
+            "  take topk with the ratio that you expect, or paceline simulate, which has values"
+        )
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+class _Laps:
+    """Tells the recorder of the phases of a step."""
+
+    def __init__(self, recorder: Recorder, functions: MetaFunctions) -> None:
+        self._recorder = recorder
+        self._functions = functions
+
+    def lap(self, phase: str) -> None:
+        """Ends a phase."""
+        self._recorder.lap(phase)
+        self._functions.forget_copies()
+
+
+# What is said of it.
+
+
+def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
+    """Three times what forward takes, attention in full; of events, and how often each of them is done."""
+    found = 0.0
+    for event, times in events:
+        if isinstance(event, Run) and event.operation.phase == "forward":
+            kernel = event.operation
+            found += times * kernel.flops * (2.0 if kernel.family == "attention" and kernel.is_causal else 1.0)
+    return 3.0 * found
+
+
+def _compute_dtype(config: Config) -> str:
+    precision = precision_named(config.train.precision)
+    return dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32)

@@ -1,0 +1,314 @@
+"""Writes down what a rank does: every kernel, every operation of its communicator, all memory that it takes.
+
+A block's kernels are known by where they come from: in forward by the module that is being called, in backward by the
+node of the graph, whose number lies between those at the beginning and the end of the block's forward.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.cluster.operations import Operation
+from paceline.comm.dry.communicator import DryOperation
+from paceline.errors import UsageError
+from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
+from paceline.rehearse.dryrun.calls import Call, KnownCalls, updates
+from paceline.rehearse.dryrun.functions import MetaFunctions
+from paceline.rehearse.dryrun.held import HOST, HeldMemory
+from paceline.train.model_errors import first_line
+
+_ROOMS = tuple(f"{Path(__file__).parents[2] / room}" for room in ("engines", "train", "comm"))
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A step that was written down: its events, bytes that were there all the time, and where its phases end.
+
+    ``acts``: where each action of a pipeline begins, and what comes behind the last one.
+    """
+
+    events: tuple[Event, ...]
+    resident: dict[str, int]
+    laps: tuple[int, ...]
+    acts: tuple[int, ...] = ()
+
+
+class _Kernel(NamedTuple):
+    """A kernel whose phase is not over: its ``kind``, and the tensors that this one goes through."""
+
+    kind: Operation
+    reads: tuple[tuple[int, int], ...]
+    writes: tuple[tuple[int, int], ...]
+    block: str
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what is run inside; ``start`` forgets what came before."""
+
+    def __init__(self, calls: KnownCalls) -> None:
+        """Takes what is known of operators: ranks that run the same model may share it."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = HeldMemory()
+        self._calls = calls
+        self._places: dict[tuple[int, int], int] = {}
+        self._events: list[_Kernel | Issue | Wait | OnHost] = []
+        self._acts: list[int] = []
+        self._phases: list[str] = []
+        self._laps: list[int] = []
+        self._again: set[int] = set()
+        self._block = ""
+        self._starts: list[int] = []  # numbers of graph nodes at which the owner changes
+        self._owners: list[str] = []
+        self._rests = False
+        self._kinds: dict[int, str] = {}  # of operators, by their identity
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Says that nobody compiles what is recorded: torch need not load its compiler, and ask it at each operator."""
+        return False
+
+    # What happens.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator on tensors without values, and notes the kernel that a device would run."""
+        del types
+        kwargs = kwargs or {}
+        kind = self._kinds.get(id(func))  # a model calls the same ones again and again; torch keeps all operators
+        if kind is None:
+            kind = self._kinds[id(func)] = _kind(func)
+        if kind == "view":
+            return func(*args, **kwargs)
+        if kind == "reads":
+            value = self._read(func, args, kwargs)
+            if value is not None:
+                return value
+        call = updates(args, kwargs) if kind == "fused" else self._call(func, args, kwargs)
+        if call.known is not None or any(tensor.is_meta for tensor in call.tensors):
+            if not self._rests:
+                self._note(self._calls.kernels(func, args, kwargs, call), call.tensors)
+            self.memory.note(call.returned)
+            if kwargs.get("pin_memory"):
+                self.memory.claim(call.returned, HOST)
+        return call.result
+
+    def attention(self, tensors: list[torch.Tensor], *, is_causal: bool, is_back: bool) -> None:
+        """Notes an attention kernel."""
+        self._note((self._calls.attention(tensors, is_causal=is_causal, is_back=is_back),), tensors)
+
+    def issue(self, operation: DryOperation) -> None:
+        """Notes an operation of the communicator."""
+        self._add(
+            Issue(
+                number=operation.number,
+                kind=operation.kind,
+                num_bytes=operation.num_bytes,
+                ranks=operation.ranks,
+                lane=operation.lane,
+                tag=operation.tag,
+                algorithm=operation.parcel.algorithm,
+                share=operation.parcel.share,
+                messages=operation.parcel.messages,
+            )
+        )
+
+    def wait(self, number: int) -> None:
+        """Notes a wait."""
+        self._add(Wait(number))
+
+    def lap(self, phase: str) -> None:
+        """Ends a phase: what was noted since the last one belongs to it."""
+        self._phases += [phase] * (len(self._events) - len(self._phases))
+        self._laps.append(len(self._events))
+
+    # What surrounds it.
+
+    def watch(self, blocks: Sequence[nn.Module], functions: MetaFunctions) -> None:
+        """Notes when blocks begin and end."""
+        for index, block in enumerate(blocks):
+            # Not by hooks: a block that is computed again is not called, but its forward is.
+            block.forward = functools.partial(self._call_block, f"block {index}", block.forward, functions)
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Notes no kernels inside, for steps that nobody wants to know of; memory is followed all the same."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = False
+
+    def start(self) -> None:
+        """Begins a step."""
+        self._events, self._acts, self._phases, self._laps, self._again = [], [], [], [], set()
+        self._starts, self._owners = [], []
+        self.memory.start()
+
+    def finish(self) -> Recorded:
+        """Ends a step; of one that nobody wants to know of there is nothing to tell."""
+        self.memory.look()
+        if self._rests:
+            return Recorded(events=(), resident={}, laps=())
+        self.lap("optimizer")
+        lying: dict[int, list[int]] = {}
+        for (storage, _), tensor in self._places.items():
+            lying.setdefault(storage, []).append(tensor)
+        changes, resident = self.memory.events(self._phases, self._again, lying)
+        rows: list[tuple[tuple[int, int, bool], Event]] = [((act, place, False), each) for act, place, each in changes]
+        for place, (event, phase) in enumerate(zip(self._events, self._phases, strict=True)):
+            rows.append(((self._acts[place], place, True), _in_phase(event, phase)))
+        rows.sort(key=lambda row: row[0])
+        places = [row[0][1] for row in rows]
+        acts = [row[0][0] for row in rows]
+        return Recorded(
+            events=tuple(event for _, event in rows),
+            resident=resident,
+            laps=tuple(bisect.bisect_left(places, lap) for lap in self._laps),
+            acts=tuple(bisect.bisect_left(acts, act) for act in range(1 + max(acts, default=0))),
+        )
+
+    def _call_block(
+        self, label: str, forward: Callable[..., Any], functions: MetaFunctions, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._enter(label)
+        try:
+            with functions.back_on():
+                return forward(*args, **kwargs)
+        finally:
+            if torch._C._current_graph_task_id() != -1:  # computed again: copies of parameters belong to this graph
+                functions.forget_copies()
+            self._enter("")
+
+    def _enter(self, label: str) -> None:
+        self._block = label
+        if torch._C._current_graph_task_id() == -1:
+            self._starts.append(torch._C._autograd._get_sequence_nr())
+            self._owners.append(label)
+
+    def _owner(self) -> str:
+        """Returns the block that the present kernel belongs to."""
+        if torch._C._current_graph_task_id() == -1:
+            return self._block
+        node = torch._C._current_autograd_node()
+        if node is None or torch.is_grad_enabled():  # a hook of the engine; or a block that is computed again
+            return self._block if torch.is_grad_enabled() else ""
+        place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._owners[place] if 0 <= place < len(self._owners) else ""
+
+    def _note(self, kernels: Sequence[Operation], tensors: Sequence[torch.Tensor]) -> None:
+        """Notes the kernels of a call, which know tensors by their places; all memory is taken before the first."""
+        numbered = [
+            _Kernel(
+                kernel,
+                tuple([(self._number(tensors[place]), size) for place, size in kernel.reads]),
+                tuple([(self._number(tensors[place]), size) for place, size in kernel.writes]),
+                self._owner(),
+            )
+            for kernel in kernels
+        ]
+        is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        for each in numbered:
+            if is_again:
+                self._again.add(len(self._events))
+            self._add(each)
+
+    def _add(self, event: _Kernel | Issue | Wait | OnHost) -> None:
+        self._events.append(event)
+        self._acts.append(self.memory.act())
+        self.memory.place = len(self._events)
+
+    def places(self) -> dict[int, int]:
+        """Returns the storages in which the tensors of kernels lie."""
+        return {tensor: storage for (storage, _), tensor in self._places.items()}
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """Returns a number for what a tensor lies in: parts of one buffer are different things."""
+        key = (self.memory.number(tensor), int(tensor.storage_offset()))
+        return self._places.setdefault(key, len(self._places))
+
+    # What has no answer.
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
+        try:
+            return self._calls.call(func, args, kwargs)
+        except NotImplementedError as error:
+            raise no_answer(
+                f"torch cannot run {func} without values: {first_line(error)}", f"at {_asker()[1]}"
+            ) from error
+
+    def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Answers who asks for a value: an engine gets 0; a model is refused."""
+        name = func._overloadpacket.__name__
+        if name == "_local_scalar_dense":
+            is_read = args[0].is_meta
+        else:
+            device = kwargs.get("device") if name == "_to_copy" else None
+            is_read = device is not None and args[0].is_meta and torch.device(device).type != "meta"
+        if not is_read:
+            return None
+        if not _asked_by_engine():
+            raise no_answer(f"it reads a value of a tensor ({func})", f"at {_asker()[1]}")
+        tensor: torch.Tensor = args[0]
+        if self.memory.has_host:  # a host that works itself is not ahead of the device: it waits here
+            self._add(OnHost("read", 0, reads=True))
+        if name == "_to_copy":
+            return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype, device="cpu")
+        return 0.0 if tensor.is_floating_point() else 0
+
+
+def _kind(func: Any) -> str:
+    """Says what is special about an operator: a view touches nothing and makes no memory."""
+    name = func._overloadpacket.__name__
+    if name in ("_local_scalar_dense", "_to_copy"):
+        return "reads"
+    if name.startswith("_fused_") and name.endswith("_"):  # optimizers of CUDA: torch has none on meta
+        return "fused"
+    returns = func._schema.returns
+    is_view = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return "view" if is_view and name != "lift_fresh" else "plain"
+
+
+def _in_phase(event: _Kernel | Issue | Wait | OnHost, phase: str) -> Event:
+    if isinstance(event, _Kernel):
+        return Run(replace(event.kind, reads=event.reads, writes=event.writes, phase=phase), event.block)
+    return replace(event, phase=phase)
+
+
+def _asked_by_engine() -> bool:
+    """Says whether the code that asks is an engine: flags of what this rank did not use, nor did any that is alike."""
+    return _asker()[0].startswith(_ROOMS)
+
+
+def _asker() -> tuple[str, str]:
+    """Returns the file that asks, and what to call the place."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OURS, _TORCH, "<")):
+            return file, f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "", "code that cannot be told"
+
+
+def no_answer(what: str, place: str) -> UsageError:
+    """Returns what to say of a model that asks for what a dry run does not have; ``place`` is where it does."""
+    return UsageError(
+        f"the model cannot be traced: {what}, {place}\n"
+        "  a dry run has shapes and no values: .item(), .tolist(), if tensor.sum() > 0, tensor[mask] and operators\n"
+        "  without a meta kernel have no answer there\n"
+        "  compute with masks (torch.where) in the place of branches, or register a meta kernel (torch.library);\n"
+        "  paceline simulate runs such a model with values, on virtual ranks"
+    )

@@ -1,0 +1,159 @@
+"""Records of a simulated rank: those of a real one, with the times of its clock.
+
+A record's ``time`` counts seconds since the ranks began; ``memory_bytes`` is what the plan expects of a rank, since the
+process holds all of them, and 0 where nobody has described the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from paceline import __version__
+from paceline.comm.traced import Trace
+from paceline.comm.virtual.clock import VirtualClock
+from paceline.config import Config
+from paceline.errors import RunFolderError
+from paceline.records.meter import StepFacts, StepMeter
+from paceline.records.records import Record, RunRecord, StepRecord
+from paceline.records.sinks import JsonlSink, Sink
+from paceline.train.trainer import Trainer
+
+
+@dataclass(slots=True)
+class Memory:
+    """A sink that keeps what it is given."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def write(self, *records: Record) -> None:
+        """Keeps records."""
+        self.records += records
+
+    def flush(self) -> None:
+        """Nothing waits to be written."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class ClockSink:
+    """Passes records on with the time of a rank's clock."""
+
+    def __init__(self, inner: Sink, clock: VirtualClock) -> None:
+        self._inner = inner
+        self._clock = clock
+
+    def write(self, *records: Record) -> None:
+        """Dates records and passes them on."""
+        now_s = self._clock.now_s
+        self._inner.write(*(replace(each, time=each.time if _is_dated(each) else now_s) for each in records))
+
+    def flush(self) -> None:
+        """Hands over what was kept."""
+        self._inner.flush()
+
+    def close(self) -> None:
+        """Closes the place that records go to."""
+        self._inner.close()
+
+
+def _is_dated(record: Record) -> bool:
+    return isinstance(record, StepRecord)  # by the meter, with the moment at which the step ended
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """From when to when a step lasted, on one rank's clock."""
+
+    step: int
+    start_s: float
+    end_s: float
+
+
+class ClockMeter(StepMeter):
+    """Takes a step apart as any meter does, on a rank's clock, whose compute it names by phase."""
+
+    def __init__(self, device: torch.device, trace: Trace, clock: VirtualClock, memory_bytes: int) -> None:
+        super().__init__(device, trace)
+        self.steps: list[StepBounds] = []
+        self._clock = clock
+        self._expected_bytes = memory_bytes
+        self._began_s = clock.take()
+
+    def start(self) -> None:
+        """Begins a step now; what was computed since the last one was something else, such as an evaluation."""
+        super().start()
+        self._clock.name("evaluation")
+        self._began_s = self._clock.now_s
+
+    def lap(self, phase: str) -> None:
+        """Ends a phase of the step."""
+        super().lap(phase)
+        self._clock.name(phase)
+
+    def finish(self, facts: StepFacts) -> bool:
+        """Ends the step. Always time to drain: how often must not depend on the time of this machine."""
+        super().finish(facts)
+        self.steps.append(StepBounds(facts.step, self._began_s, self._clock.now_s))
+        self._began_s = self._clock.now_s
+        return True
+
+    def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
+        """Yields the records of finished steps."""
+        ends = {bounds.step: bounds.end_s for bounds in self.steps[-2:]}
+        for record in super().drain(wait=wait):
+            now_s = ends.get(record.step, self._clock.now_s)
+            yield replace(record, memory_bytes=self._expected_bytes, time=now_s)
+
+
+def run_record(config: Config, trainer: Trainer, rank: int, device: str, host: str) -> RunRecord:
+    """Makes the first record of a rank. Nothing in it tells this process from another one."""
+    plan = trainer.parts.plan
+    return RunRecord(
+        rank=rank,
+        world_size=trainer.parts.engine.world.size,
+        local_rank=rank,
+        device=device,
+        host=host,
+        pid=0,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        paceline=__version__,
+        num_parameters=trainer.parts.engine.num_parameters,
+        strategy=_strategy_name(config, plan.strategy),
+        backend="virtual",
+        global_batch=plan.batch.global_batch,
+        microbatch=plan.batch.microbatch,
+        accumulate=plan.batch.accumulate,
+        total_steps=plan.total_steps,
+        time=0.0,
+    )
+
+
+def write_records(records: Sequence[Sequence[Record]], folder: Path) -> None:
+    """Writes the records of all ranks where a run has them. Raises RunFolderError if some are there already."""
+    if any(folder.glob("records/rank-*.jsonl")):
+        raise RunFolderError(
+            f"{folder} has records of another run\n  a run never overwrites another\n  give another folder"
+        )
+    for rank, own in enumerate(records):
+        try:
+            with contextlib.closing(JsonlSink(folder / "records" / f"rank-{rank}.jsonl")) as sink:
+                sink.write(*own)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write records in {folder}: {error.strerror or error}\n  give a folder that can be written"
+            ) from error
+
+
+def _strategy_name(config: Config, strategy: str) -> str:
+    """Names the strategy, and the mesh where the model is spread: ``pipeline 2 x zero1``."""
+    parallel = config.parallel
+    degrees = [f"{name} {size}" for name in ("pipeline", "tensor") if (size := getattr(parallel, name)) > 1]
+    return " x ".join([*degrees, strategy])

@@ -1,0 +1,232 @@
+"""A training on virtual ranks with clocks: real losses, and the times of the machine that was asked for.
+
+    found = simulate(prepare(config, ranks=4), Conditions(cluster=load_cluster("4x a100-sxm")))
+    found.records[0]        what rank 0 of a real run would have written
+    found.summary           steps, throughput, exposed and hidden communication, idle time
+
+One step is the step of ``paceline train``: the same code, on the same engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import torch
+
+from paceline.cluster.detect import usable_cores
+from paceline.cluster.devices import Cluster
+from paceline.comm.traced import TracedCommunicator
+from paceline.comm.virtual.clock import VirtualClock, VirtualTime
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
+from paceline.config import Config, check_ranks
+from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
+from paceline.records.records import EndRecord, Record
+from paceline.records.sinks import Fanout, Sink
+from paceline.rehearse.simulate.compute import KernelPrices, PricedCompute, Rates
+from paceline.rehearse.simulate.network import network_cost
+from paceline.rehearse.simulate.recording import ClockMeter, ClockSink, Memory, StepBounds, run_record
+from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
+from paceline.train.assemble import build_trainer
+from paceline.train.hooks import EvaluateHook
+from paceline.train.threads import compute_threads
+from paceline.train.trainer import Every, Trainer
+
+ComputeKind: TypeAlias = Literal["measured", "modelled"]
+COMPUTE_KINDS: tuple[ComputeKind, ...] = ("measured", "modelled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Where a simulated run takes place.
+
+    ``cluster`` is whose wires the ranks talk over; None: processes of one host. ``compute`` is measured here, or
+    modelled for the cluster's device (without a cluster: for one core), which gives the same times on every machine.
+    ``slow`` multiplies the compute of ranks, ``slow_links`` the cost of operations that ranks take part in.
+    """
+
+    cluster: Cluster | None = None
+    compute: ComputeKind = "measured"
+    slow: Mapping[int, float] = field(default_factory=dict)
+    slow_links: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def rates(self) -> Rates | KernelPrices:
+        """The rates that modelled compute is priced by."""
+        return Rates() if self.cluster is None else KernelPrices(self.cluster.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What a simulated run did: records, clocks and the bounds of steps, by rank."""
+
+    config: Config
+    conditions: Conditions
+    records: tuple[tuple[Record, ...], ...]
+    clocks: tuple[VirtualClock, ...]
+    steps: tuple[tuple[StepBounds, ...], ...]
+    summary: SimulationSummary
+
+
+def prepare(config: Config, *, ranks: int | None = None, device: str | None = None, source: str = "config") -> Config:
+    """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks.
+
+    ``source`` is what messages call the config: the name of its file.
+    """
+    asked = config.parallel
+    count = ranks if ranks is not None else (asked.ranks if isinstance(asked.ranks, int) else 4)
+    if count < 1:
+        raise UsageError(f"{count} ranks\n  a run has one at least\n  give --ranks 4")
+    where = device or ("cpu" if asked.device == "auto" else asked.device)
+    if where not in ("cpu", "cuda"):
+        raise UsageError(f"device = {where}\n  virtual ranks share a CPU, or one GPU\n  take cpu or cuda")
+    if where == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device = cuda, and there is no CUDA device here\n  virtual ranks share one\n  take cpu")
+    update = {"ranks": count, "device": where}
+    settled = config.model_copy(
+        update={
+            "parallel": asked.model_copy(update=update),
+            "comm": config.comm.model_copy(update={"backend": "virtual"}),
+        }
+    )
+    problems = check_ranks(settled, count, asked.node_ranks)
+    if problems:
+        raise ConfigError(problems, source=source)
+    return settled
+
+
+def simulate(
+    config: Config,
+    conditions: Conditions | None = None,
+    *,
+    view: Sink | None = None,
+    watch: Callable[[int, Trainer], None] | None = None,
+) -> Simulation:
+    """Trains on virtual ranks, as many as the config (see ``prepare``) says, and tells what each rank's clock saw.
+
+    Rank 0's records also go to ``view``, as they come. ``watch(rank, trainer)`` is called on each rank when its
+    training is over. Raises what a rank raised.
+    """
+    where = conditions or Conditions()
+    check_conditions(config, where)
+    ranks, timing = _timing(config, where)
+    places = [_Place(config, where, rank, view if rank == 0 else None) for rank in range(ranks)]
+    try:
+        with compute_threads(config.parallel.threads or _share_of_cores(ranks)):
+            run_virtual(
+                lambda comm: places[comm.rank].run(comm, watch),
+                ranks,
+                device=config.parallel.device,
+                timeout_s=config.comm.timeout_s,
+                timing=timing,
+            )
+    except RankFailedError as error:
+        if isinstance(error.__cause__, PacelineError):
+            raise error.__cause__ from error
+        raise
+    steps = tuple(tuple(place.steps) for place in places)
+    return Simulation(
+        config=config,
+        conditions=where,
+        records=tuple(tuple(place.kept.records) for place in places),
+        clocks=tuple(timing.clocks),
+        steps=steps,
+        summary=summarize_clocks([place.kept.records for place in places], timing.clocks, steps),
+    )
+
+
+def check_conditions(config: Config, conditions: Conditions) -> None:
+    """Raises UsageError where a config's ranks (see ``prepare``) cannot run so: before anything does."""
+    if conditions.compute not in COMPUTE_KINDS:
+        raise UsageError(f"compute = {conditions.compute!r}\n  it is one of {', '.join(COMPUTE_KINDS)}")
+    if conditions.compute == "modelled" and config.model.compile:
+        raise UsageError(
+            "model.compile = true with modelled compute\n  operations inside a compiled block are not seen one by one\n"
+            "  set model.compile = false, or take measured compute"
+        )
+    ranks, timing = _timing(config, conditions)
+    timing.start(ranks, torch.device("cpu"))
+
+
+def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
+    """Returns the number of ranks, and what they are told about time."""
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    return ranks, VirtualTime(
+        cost=network_cost(conditions.cluster, ranks, config.parallel.node_ranks),
+        measures=conditions.compute == "measured",
+        slow=conditions.slow,
+        slow_links=conditions.slow_links,
+    )
+
+
+def _share_of_cores(ranks: int) -> int:
+    """Returns how many threads a rank of a real run on this machine has: the numbers, and the times, are its own."""
+    return max(1, len(usable_cores()) // ranks)
+
+
+class _Place:
+    """One rank's part in a simulated run."""
+
+    def __init__(self, config: Config, conditions: Conditions, rank: int, view: Sink | None) -> None:
+        self.kept = Memory()
+        self.steps: Sequence[StepBounds] = ()
+        self._config = config
+        self._conditions = conditions
+        self._rank = rank
+        self._view = view
+
+    def run(self, comm: VirtualCommunicator, watch: Callable[[int, Trainer], None] | None) -> None:
+        """Trains this rank's share and writes its records."""
+        clock = comm.clock
+        assert clock is not None
+        config = self._config
+        hooks = [Every(config.train.eval_every, EvaluateHook())]
+        trainer = build_trainer(config, comm, hooks=hooks, node_ranks=config.parallel.node_ranks)
+        meter = self._put_on_clock(trainer, comm, clock)
+        comm.barrier()  # set-up is over everywhere: the run begins
+        clock.name("set-up")
+        began_s = clock.take()
+        with contextlib.closing(self._open_sinks(clock)) as trainer.sink:
+            assert trainer.sink is not None
+            trainer.sink.write(run_record(config, trainer, self._rank, self._device(comm), self._host()))
+            with self._pricing(clock):
+                trainer.run()
+            clock.name("evaluation")
+            seconds = clock.take() - began_s
+            trainer.sink.write(EndRecord(status="done", step=trainer.step, seconds=seconds, message="", time=0.0))
+        self.steps = meter.steps
+        if watch is not None:
+            with clock.paused():
+                watch(self._rank, trainer)
+
+    def _put_on_clock(self, trainer: Trainer, comm: VirtualCommunicator, clock: VirtualClock) -> ClockMeter:
+        traced = trainer.parts.engine.world
+        assert isinstance(traced, TracedCommunicator)
+        memory = trainer.parts.plan.memory
+        meter = ClockMeter(comm.device, traced.trace, clock, 0 if memory is None else memory.device_bytes)
+        trainer.parts = replace(trainer.parts, meter=meter)
+        return meter
+
+    def _open_sinks(self, clock: VirtualClock) -> ClockSink:
+        sinks: list[Sink] = [self.kept]
+        if self._view is not None:
+            sinks.append(self._view)
+        return ClockSink(Fanout(sinks), clock)
+
+    def _pricing(self, clock: VirtualClock) -> contextlib.AbstractContextManager[object]:
+        if self._conditions.compute == "measured":
+            return contextlib.nullcontext()
+        return PricedCompute(self._conditions.rates, clock.spend)
+
+    def _device(self, comm: VirtualCommunicator) -> str:
+        if self._conditions.compute == "modelled":
+            return self._conditions.rates.name
+        return torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu"
+
+    def _host(self) -> str:
+        cluster = self._conditions.cluster
+        node_ranks = self._config.parallel.node_ranks if cluster is None else cluster.node.devices
+        return "virtual-0" if node_ranks is None else f"virtual-{self._rank // node_ranks}"

@@ -1,0 +1,1 @@
+"""Starting, watching and restarting ranks."""

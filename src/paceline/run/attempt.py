@@ -1,0 +1,172 @@
+"""One rank's part in one attempt at a run: set-up, training, records, and what is left when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from paceline.errors import PreemptedError
+from paceline.run.codes import DONE, FAILED, PREEMPTED, REFUSED
+from paceline.run.failure import Failure, describe_error, is_refusal, write_failure
+from paceline.run.folder import settle_config
+from paceline.run.progress import StepNote
+from paceline.run.rank_process import leave_process, node_ranks, use_threads
+from paceline.run.rank_records import run_record, write_settings, write_trace
+from paceline.run.rank_recovery import (
+    NoteStep,
+    find_faults,
+    find_together,
+    load_checkpoint,
+    make_hooks,
+    prepare_recovery,
+)
+from paceline.run.requests import note_preemption
+from paceline.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Communicator
+    from paceline.config import Config
+    from paceline.records.records import RunRecord
+    from paceline.records.sinks import Sink
+    from paceline.train.trainer import Trainer
+
+
+class Attempt:
+    """One rank's part in one attempt at a run, from its set-up to its last record or its failure."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        *,
+        restart: dict[str, Any] | None = None,
+        request: StopRequest | None = None,
+    ) -> None:
+        self.request = request or StopRequest()
+        self._folder = folder
+        self._rank = rank
+        self._restart = restart
+        self._trainer: Trainer | None = None
+        self._is_built = False
+        self._first_step = 0
+
+    def of_rank(self, rank: int) -> Attempt:
+        """Returns the part of another rank in this process, which hears the same signals."""
+        return Attempt(self._folder, rank, restart=self._restart, request=self.request)
+
+    def run(
+        self, config: Config, comm: Communicator, *, resume: str | Path | None = None, view: Sink | None = None
+    ) -> None:
+        """Trains this rank's share and writes its records. Until set-up has worked, the folder stays as it is."""
+        from paceline.run.watch import keep_ledger
+        from paceline.train.assemble import build_trainer
+
+        use_threads(config)
+        comm = keep_ledger(comm, self._folder)
+        started = time.time()
+        try:
+            faults = find_faults(config, self._folder, self._rank)
+            hooks = make_hooks(config, self._folder, self.request, None if faults is None else faults.storage())
+            trainer = self._trainer = build_trainer(config, comm, hooks=hooks, node_ranks=node_ranks(config))
+            checkpoint = find_together(config, comm, self._folder, resume)
+            if checkpoint is not None:
+                load_checkpoint(trainer, checkpoint)
+            prepare_recovery(config, trainer, self._folder)
+            if faults is not None:
+                faults.attach(trainer)
+        except BaseException as error:
+            if not self._is_refusal(error):
+                self._write_start(run_record(config, comm, None))
+            raise
+        self._is_built, self._first_step = True, trainer.step
+        if self._rank == 0:
+            settle_config(self._folder)
+            text = json.dumps(trainer.parts.plan.to_json(), indent=2)
+            (self._folder / "plan.json").write_text(text + "\n", encoding="utf-8")
+        trainer.sink = self._open_sinks(config, view)
+        trainer.hooks.append(NoteStep(StepNote(self._folder, self._rank, trainer.step)))
+        try:
+            with contextlib.closing(trainer.sink):
+                trainer.sink.write(run_record(config, comm, trainer))
+                write_settings(config, trainer)
+                self._train(config, trainer, checkpoint, started)
+        except PreemptedError:
+            comm.barrier()  # the first to leave ends the others, who may still be writing
+            raise
+        comm.ledger.finish()
+
+    def describe(self, error: BaseException) -> Failure:
+        """Tells how this rank failed."""
+        return describe_error(self._rank, error, is_refusal=self._is_refusal(error))
+
+    def leave(self, error: BaseException) -> NoReturn:
+        """Ends this process with an error, which it leaves to the launcher and in its log."""
+        if isinstance(error, PreemptedError):
+            # An agent that restarts by itself takes every other code for a failure.
+            restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+            note_preemption(self._folder)
+            leave_process(DONE if restarts else PREEMPTED)
+        failure = self.describe(error)
+        try:
+            write_failure(self._folder, failure)
+        finally:
+            traceback.print_exception(error)
+            leave_process(REFUSED if failure.is_refusal else FAILED)
+
+    def _is_refusal(self, error: BaseException) -> bool:
+        has_trained = self._is_built and self._trainer is not None and self._trainer.step > self._first_step
+        return is_refusal(error, is_built=self._is_built, has_trained=has_trained)
+
+    def _train(self, config: Config, trainer: Trainer, resume: Path | None, started: float) -> None:
+        from paceline.records.records import EndRecord, EventRecord
+
+        assert trainer.sink is not None
+        try:
+            if self._restart is not None:
+                trainer.sink.write(
+                    EventRecord(name="restart", step=trainer.step, detail=self._restart, time=time.time())
+                )
+            if resume is not None:
+                detail = {"checkpoint": str(resume)}
+                trainer.sink.write(EventRecord(name="resume", step=trainer.step, detail=detail, time=time.time()))
+            trainer.run()
+            write_trace(config, trainer, self._folder)
+        except PreemptedError as error:
+            trainer.flush(wait=True)
+            now, text = time.time(), str(error)
+            end = EndRecord(status="stopped", step=trainer.step, seconds=now - started, message=text, time=now)
+            trainer.sink.write(end)
+            raise
+        except BaseException:
+            for record in trainer.parts.meter.drain():  # steps that were finished before the one that failed
+                trainer.sink.write(record)
+            raise
+        now = time.time()
+        trainer.sink.write(EndRecord(status="done", step=trainer.step, seconds=now - started, message="", time=now))
+
+    def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
+        from paceline.records.sinks import Fanout, JsonlSink, SpaceSink, Strided, TensorBoardSink
+
+        goes_on = config.recovery.on_full_disk == "warn"
+        sinks: list[Sink] = [JsonlSink(self._records, waits_for_space=goes_on)]
+        if config.monitor.tensorboard and self._rank == 0:
+            board = TensorBoardSink(self._folder / "tensorboard")
+            sinks.append(Strided(SpaceSink(board) if goes_on else board, config.monitor.log_every))
+        if view is not None:
+            sinks.append(view)
+        return Fanout(sinks)
+
+    def _write_start(self, record: RunRecord) -> None:
+        from paceline.records.sinks import JsonlSink
+
+        with contextlib.suppress(OSError), contextlib.closing(JsonlSink(self._records)) as sink:
+            sink.write(record)
+
+    @property
+    def _records(self) -> Path:
+        return self._folder / "records" / f"rank-{self._rank}.jsonl"

@@ -1,0 +1,117 @@
+"""Which rank is late where ranks are on several hosts: every host leaves its times at the store, and one compares.
+
+    every period      each host leaves the last operations before a common moment, and what its steps took
+    half a period on  the host of rank 0 reads what all left, and compares (``health/lateness.py``)
+
+The moments are common because clocks are compared at the start, by texts to and fro through the store: of some rounds
+the fastest counts, as half of it is what may be wrong. From then on the hosts' time services keep them. A text has some
+kilobytes. No rank waits for any of it: it is done in a thread of one rank a host.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from paceline.comm.side_channel import SideChannel
+from paceline.errors import CommunicationError
+from paceline.health.lateness import Lateness, LatenessPolicy, RankLook
+from paceline.health.ledger_text import looks_from_text, looks_to_text
+from paceline.health.straggler import Straggler
+
+_ROUNDS = 5
+_LAST = 16  # operations of a rank that are compared
+
+TakeLooks = Callable[[], list[RankLook]]
+
+
+def clock_ahead(
+    channel: SideChannel, host: str, hosts: Sequence[str], now: Callable[[], float] = time.time
+) -> float | None:
+    """Returns how far this host's time of day is ahead of the first one's; None where they could not be compared.
+
+    One thread of every host calls it, at about the same time. Costs ``2 x rounds`` texts a host, one after the other.
+    """
+    first, *others = hosts
+    best = (math.inf, 0.0)
+    try:
+        if host == first:
+            for name in [f"clock/{other}/{number}" for other in others for number in range(_ROUNDS)]:
+                channel.wait_for(f"{name}/asked")
+                channel.publish(f"{name}/told", repr(now()))
+            return 0.0
+        for number in range(_ROUNDS):
+            start = now()
+            channel.publish(f"clock/{host}/{number}/asked", "what time is it")
+            told = float(channel.wait_for(f"clock/{host}/{number}/told"))
+            end = now()
+            best = min(best, (end - start, (start + end) / 2 - told))
+    except CommunicationError:
+        return None
+    return best[1]
+
+
+class LateHosts:
+    """One host's part in it; that of rank 0 finds who is late."""
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        host: str,
+        hosts: Sequence[str],
+        take: TakeLooks,
+        *,
+        period_s: float,
+        policy: LatenessPolicy,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """``hosts`` begins with that of rank 0; ``take`` looks at the ranks of this one, with all that they keep."""
+        self._channel = channel
+        self._host = host
+        self._hosts = tuple(hosts)
+        self._take = take
+        self._time_of_day = now
+        self._period_s = period_s
+        self._lateness = Lateness(policy)
+        self._ahead_s: float | None = None
+        self._moment = 0.0
+        self._own = ""
+        self._is_compared = True
+
+    def compare_clocks(self) -> None:
+        """Finds out how far this host's clock is ahead."""
+        self._ahead_s = clock_ahead(self._channel, self._host, self._hosts, self._time_of_day)
+
+    def look(self) -> Straggler | None:
+        """Does what is due; raises CommunicationError when the store is gone."""
+        now = self._time_of_day() - (self._ahead_s or 0.0)
+        moment = now // self._period_s * self._period_s
+        if moment != self._moment:
+            self._moment, self._is_compared = moment, False
+            self._own = json.dumps([moment, looks_to_text(self._looks(now, moment))])
+            if self._host != self._hosts[0]:
+                self._channel.publish(f"times/{self._host}", self._own)
+        if self._host != self._hosts[0] or self._is_compared or now < moment + self._period_s / 2:
+            return None
+        self._is_compared = True
+        texts = [self._own, *(self._channel.read(f"times/{host}") for host in self._hosts[1:])]
+        found = [json.loads(text) for text in texts if text]
+        if len(found) < len(self._hosts) or any(each[0] != moment or not each[1] for each in found):
+            return None
+        return self._lateness.look([look for _, text in found for look in looks_from_text(text)])
+
+    def _looks(self, now: float, moment: float) -> list[RankLook]:
+        """Returns the ranks of this host, with the last operations before a moment."""
+        if self._ahead_s is None:
+            looks = self._take()
+            return [replace(look, view=replace(look.view, entries=()), ahead_s=None) for look in looks]
+        ahead_s = time.perf_counter() - now  # of the clock that ledgers are written by
+        kept = []
+        for look in self._take():
+            entries = [entry for entry in look.view.entries if entry.issued_s - ahead_s <= moment]
+            view = replace(look.view, entries=tuple(entries[-_LAST:]), host=self._host)
+            kept.append(replace(look, view=view, ahead_s=ahead_s))
+        return kept

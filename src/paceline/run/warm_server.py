@@ -1,0 +1,203 @@
+"""A process with torch loaded that forks ranks: a rank is there in milliseconds, and a restart too.
+
+    python -m paceline.run.warm_server ADDRESS LISTENER MODULE [MODULE ...]      loads the modules, then forks ranks
+
+LISTENER is the descriptor of a socket that listens at ADDRESS: clients may come before this process is ready. A client
+(``warm_client.py``) connects for each rank; it sends the command with environment and folder, and its standard output
+and error. The server forks, and sends back how the rank ended. A byte from the client is a signal for the rank: SIGKILL
+ends its whole group. A client that goes takes its rank with it, and when the launcher goes (end of input on standard
+input) the server ends all ranks and itself.
+
+It computes nothing and has no CUDA context: a process may be forked only as long as that is so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+_LENGTH = struct.Struct("!I")
+_STATUS = struct.Struct("!i?")  # how a rank ended, and whether that was asked for
+PARENT = "PACELINE_PARENT"
+
+
+class WarmServer:
+    """Ranks by process number, each with the client that asked for it."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._clients: dict[int, socket.socket] = {}
+        self._ended: set[int] = set()  # by their clients
+        self._wakeup, wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        wakeup.setblocking(False)
+        self._wakeup_sender = wakeup
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wakeup is written
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Forks a rank for each client; returns its request in the rank, and None here when the launcher is gone."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj == 0:
+                    if not os.read(0, 1):
+                        self._end_all()
+                        return None
+                elif key.fileobj is self._listener:
+                    request = self._accept()
+                    if request is not None:
+                        return request
+                elif key.fileobj is self._wakeup:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wakeup.recv(4096)
+                    self._reap()
+                else:
+                    self._obey(key.data)
+
+    def _accept(self) -> dict[str, Any] | None:
+        client, _ = self._listener.accept()
+        try:
+            head, output, _, _ = socket.recv_fds(client, _LENGTH.size, 2)
+            content = _receive(client, _LENGTH.unpack(head)[0])
+        except (OSError, EOFError, struct.error):
+            client.close()  # ended before it had said what it wants
+            return None
+        pid = os.fork()
+        if pid == 0:
+            self._become_rank(client, output)
+            request: dict[str, Any] = json.loads(content)
+            return request
+        for descriptor in output:
+            os.close(descriptor)
+        self._clients[pid] = client
+        self._selector.register(client, selectors.EVENT_READ, data=pid)
+        return None
+
+    def _become_rank(self, client: socket.socket, output: list[int]) -> None:
+        """Leaves everything of the server behind: its sockets, its signals, its group."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        self._selector.close()
+        for each in (self._listener, self._wakeup, self._wakeup_sender, client, *self._clients.values()):
+            each.close()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for descriptor, place in ((nothing, 0), (output[0], 1), (output[1], 2)):
+            os.dup2(descriptor, place)
+            os.close(descriptor)
+
+    def _obey(self, pid: int) -> None:
+        """Hands on a signal that a client sends; its end ends the rank."""
+        client = self._clients.get(pid)
+        if client is None:
+            return
+        try:
+            numbers = client.recv(64)
+        except OSError:
+            numbers = b""
+        if not numbers:
+            self._selector.unregister(client)
+            self._clients.pop(pid).close()
+        if not numbers or signal.SIGKILL in numbers:
+            self._reap()  # whoever is dead by now was not ended by this
+            self._ended.update({pid} & self._clients.keys())
+        for number in numbers or bytes([signal.SIGKILL]):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            client = self._clients.pop(pid, None)
+            if client is not None:
+                self._selector.unregister(client)
+                with contextlib.suppress(OSError), client:
+                    client.sendall(_STATUS.pack(os.waitstatus_to_exitcode(status), pid in self._ended))
+            self._ended.discard(pid)
+
+    def _end_all(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for pid in self._clients:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """Serves until the launcher is gone; in a rank, runs what was asked for."""
+    address, descriptor, *modules = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they are for the launcher
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+    with socket.socket(fileno=int(descriptor)) as listener:
+        listener.set_inheritable(False)
+        for name in modules:
+            with contextlib.suppress(ImportError):  # a rank that needs it says so
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # so that collections in ranks do not write to pages that all of them share
+        server = os.getpid()
+        request = WarmServer(listener).serve()
+    if request is not None:
+        _run(request, server)
+    with contextlib.suppress(OSError):  # a launcher that was killed cannot clear up
+        Path(address).unlink()
+        Path(address).parent.rmdir()
+
+
+def _run(request: dict[str, Any], server: int) -> NoReturn:
+    """Runs a rank's module in this process, as ``python -m`` would."""
+    gc.unfreeze()
+    os.environ.clear()
+    os.environ.update(request["environment"], **{PARENT: str(server)})
+    os.chdir(request["folder"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    _use_threads(os.environ.get("OMP_NUM_THREADS"))
+    name, *arguments = request["command"]
+    sys.argv = [name, *arguments]
+    module: ModuleType = importlib.import_module(name)
+    module.main()
+    sys.exit(0)
+
+
+def _use_threads(number: str | None) -> None:
+    """Obeys a variable that libraries read when they are loaded, which was in the server."""
+    torch = sys.modules.get("torch")
+    if torch is not None and number is not None and number.isdecimal():
+        torch.set_num_threads(int(number))
+
+
+def _receive(client: socket.socket, length: int) -> bytes:
+    content = bytearray()
+    while len(content) < length:
+        piece = client.recv(length - len(content))
+        if not piece:
+            raise EOFError
+        content += piece
+    return bytes(content)
+
+
+if __name__ == "__main__":
+    main()

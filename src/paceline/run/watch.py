@@ -1,0 +1,363 @@
+"""Watches ranks from outside: when they stop making progress, says why, and ends them.
+
+A thread looks at the ledgers of the ranks some times a second. What it finds is judged by ``health/verdict.py``; the
+ranks are asked where they stand; the verdict goes to ``verdict.json`` and ``verdict.txt`` of the run's folder, to the
+log of every rank, and to the failures that the launcher tells; then the ranks are killed.
+
+A look costs microseconds a rank; the operations themselves are read every two seconds, or when a rank stands still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from paceline.comm.ledger.file import NUM_RECORDS, LedgerReader, ledger_path
+from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator, ledger_clock
+from paceline.health.lateness import Lateness, LatenessPolicy, RankLook
+from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
+from paceline.health.straggler import Straggler
+from paceline.health.verdict import Limits, Verdict, judge
+from paceline.run.failure import Failure, read_failures, write_failure
+from paceline.run.looking import looking
+from paceline.run.records import note_straggler
+from paceline.run.stacks import ask_for_stacks, dump_stacks_into, line_of_thread, stack_path
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Communicator
+    from paceline.config import Config
+
+_STILL_S = 0.5  # a rank that has not moved for so long may be in a mismatch
+_LOOK_AT_ALL_S = 2.0
+_DEAD_S = 3.0  # the agent tells of dead ranks itself, and sooner
+_STEP_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
+_PATIENT = 3.0  # times the longest standstill that ended by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchPolicy:
+    """How long ranks may stand still; see ``Limits``. ``every_s`` is how often they are looked at.
+
+    ``compare_s`` is how often the times of ranks are compared, and ``late`` says when one is told to be late.
+    """
+
+    limits: Limits
+    every_s: float = 0.2
+    compare_s: float = 2.0
+    late: LatenessPolicy = field(default_factory=LatenessPolicy)
+
+
+def watch_policy(config: Config) -> WatchPolicy | None:
+    """Returns how the ranks of a config are watched; None where it says not to."""
+    if config.monitor.hang_s is None:
+        return None
+    return WatchPolicy(limits=Limits(step_s=config.monitor.hang_s, setup_s=config.monitor.hang_setup_s))
+
+
+def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
+    """Lets a rank write down what it does, and where it stands when asked; one that does already is left alone."""
+    if isinstance(comm, LedgerCommunicator):
+        return comm
+    rank = comm.ranks[comm.rank]
+    dump_stacks_into(stack_path(folder, os.getpid()))
+    ledger = Ledger(rank=rank, world=comm.size, path=ledger_path(folder, rank), now=ledger_clock(comm))
+    return LedgerCommunicator(comm, ledger)
+
+
+class _Rank:
+    """What the watch knows of one rank."""
+
+    def __init__(self, reader: LedgerReader, now: float) -> None:
+        self.reader = reader
+        self.pulse = reader.pulse()
+        self.changed_s = now
+        self.gone_s: float | None = None
+
+    def look(self, now: float) -> float:
+        """Notes whether anything changed; returns how long it had not, if so."""
+        pulse = self.reader.pulse()
+        if pulse == self.pulse:
+            return 0.0
+        still_s, self.pulse, self.changed_s = now - self.changed_s, pulse, now
+        return still_s
+
+    def state(self, now: float) -> State:
+        """Says whether its process runs; a rank that left its ledger open is dead after a while."""
+        if self.pulse.is_finished or _is_alive(self.reader.pid):
+            self.gone_s = None
+            return "running"
+        self.gone_s = now if self.gone_s is None else self.gone_s
+        return "dead" if now - self.gone_s >= _DEAD_S else "running"
+
+
+class Watch:
+    """Looks at the ledgers of some ranks, and finds a verdict at most once."""
+
+    def __init__(self, folder: Path, ranks: Iterable[int], policy: WatchPolicy) -> None:
+        self._folder = folder
+        self._numbers = tuple(ranks)
+        self._policy = policy
+        self._ranks: dict[int, _Rank] = {}
+        self._looked_at_all_s = self._compared_s = 0.0
+        self.lateness: Lateness | None = Lateness(policy.late)  # None: somebody else compares, by ``rank_looks``
+        self.straggler: Straggler | None = None  # found by the last look
+        self._longest_s = 0.0
+        self._suspect: Verdict | None = None
+        self.last_views: list[LedgerView] = []  # with the lines where ranks stand, once there was a verdict
+        self._host = socket.gethostname()
+
+    def look(self) -> Verdict | None:
+        """Looks once. A verdict is found only where two looks agree: a record may have been half written."""
+        now = time.monotonic()
+        self._find_ledgers(now)
+        for rank in self._ranks.values():
+            was_in_step = rank.pulse.phase in _STEP_PHASES and rank.pulse.step > 0
+            still_s = rank.look(now)
+            if was_in_step:
+                self._longest_s = max(self._longest_s, still_s)
+        is_still = any(now - rank.changed_s >= _STILL_S for rank in self._ranks.values())
+        self.straggler = None
+        is_due = now - self._compared_s >= self._policy.compare_s
+        if not is_still and not is_due and now - self._looked_at_all_s < _LOOK_AT_ALL_S:
+            return None
+        self._looked_at_all_s = now
+        views = self.views(now)
+        if is_due:
+            self._compared_s = now
+            self._compare(views)
+        found = judge(views, now, self._limits())
+        suspect, self._suspect = self._suspect, found
+        if found is None or suspect is None or suspect.kind != found.kind:
+            return None
+        return self._with_lines(found, now)
+
+    def views(self, now: float) -> list[LedgerView]:
+        """Returns what all ranks say now."""
+        return [
+            rank.reader.view(state=rank.state(now), changed_s=rank.changed_s, host=self._host)
+            for rank in self._ranks.values()
+        ]
+
+    def rank_looks(self) -> list[RankLook]:
+        """Returns what is needed to compare ranks, with all operations that their ledgers keep; none before all run."""
+        return self._looks([rank.reader.view(last=NUM_RECORDS) for rank in self._ranks.values()])
+
+    def stands_still(self, now: float) -> bool:
+        """Says whether no rank has moved since the last look."""
+        return all(rank.reader.pulse() == rank.pulse and rank.changed_s < now for rank in self._ranks.values())
+
+    def heartbeats(self) -> dict[int, int]:
+        """Returns how often each rank's own watch has looked, where ranks have one."""
+        self._find_ledgers(time.monotonic())
+        return {number: rank.reader.heartbeat for number, rank in self._ranks.items()}
+
+    def processes(self) -> dict[int, int]:
+        """Returns the process of each rank that was seen."""
+        return {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
+
+    def _limits(self) -> Limits:
+        """Returns the limits, longer where steps have shown to be long."""
+        asked = self._policy.limits
+        return Limits(step_s=max(asked.step_s, _PATIENT * self._longest_s), setup_s=asked.setup_s)
+
+    def _compare(self, views: list[LedgerView]) -> None:
+        """Looks whether a rank is late, once all have been seen."""
+        looks = self._looks(views)
+        if looks and self.lateness is not None:
+            self.straggler = self.lateness.look(looks)
+
+    def _looks(self, views: list[LedgerView]) -> list[RankLook]:
+        if len(views) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
+            return []
+        return [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in views]
+
+    def _find_ledgers(self, now: float) -> None:
+        for number in self._numbers:
+            if number not in self._ranks:
+                reader = LedgerReader.open(ledger_path(self._folder, number))
+                if reader is not None:
+                    self._ranks[number] = _Rank(reader, now)
+
+    def _with_lines(self, found: Verdict, now: float) -> Verdict:
+        """Asks the ranks where they stand, and judges again."""
+        processes = {rank.reader.pid for rank in self._ranks.values()}  # virtual ranks share one
+        texts = ask_for_stacks((pid, stack_path(self._folder, pid)) for pid in sorted(processes))
+        views = []
+        for view in self.views(now):
+            text = texts.get(view.pid, "")
+            line = line_of_thread(text, self._ranks[view.rank].reader.thread)
+            if view.phase == DATA and view.waits_in is None:
+                line = self._line_of_worker(view) or line
+            views.append(view.standing_at(line))
+        self.last_views = views
+        return judge(views, now, self._limits()) or found
+
+    def _line_of_worker(self, view: LedgerView) -> str:
+        """Returns where a loader worker of a rank stands in the user's code, if one was forked from it."""
+        path = stack_path(self._folder, view.pid)
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(view.pid).children():
+                texts = ask_for_stacks([(child.pid, path)], patience_s=0.3)
+                line = line_of_thread(texts.get(child.pid, ""), -1)
+                if line and not line.startswith("paceline/"):
+                    return line
+        return ""
+
+
+@contextlib.contextmanager
+def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> Iterator[None]:
+    """Watches ranks that this process started, as long as it is in here; None: not at all.
+
+    Where they hang, they are killed, and have left a failure with the verdict for their launcher.
+    """
+    numbers = tuple(ranks)
+    forget_health(folder, numbers)
+    if policy is None:
+        yield
+        return
+    watch = Watch(folder, numbers, policy)
+    with following(
+        watch,
+        policy,
+        on_verdict=lambda verdict: end_ranks(folder, verdict, watch.processes()),
+        on_straggler=lambda found: note_straggler(folder, min(numbers), found),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def following(
+    watch: Watch,
+    policy: WatchPolicy,
+    *,
+    on_verdict: Callable[[Verdict], None],
+    on_straggler: Callable[[Straggler], None],
+) -> Iterator[None]:
+    """Looks again and again, in a thread, until there is a verdict or the block is left."""
+
+    def look(is_left: threading.Event) -> bool:
+        verdict = watch.look()
+        if watch.straggler is not None:
+            on_straggler(watch.straggler)
+        if verdict is None or is_left.is_set():
+            return False
+        on_verdict(verdict)
+        return True
+
+    with looking(look, every_s=policy.every_s, name="watch", patience_s=10.0):
+        yield
+
+
+def end_ranks(folder: Path, verdict: Verdict, processes: Mapping[int, int]) -> None:
+    """Tells a verdict everywhere, and kills the ranks.
+
+    They are stopped first: none is to fail in its own words because another one is gone.
+    """
+    own = {os.getpid(), os.getpgrp()}
+    groups = {pid for pid in processes.values() if pid not in own}
+    _signal(groups, signal.SIGSTOP)
+    tell_verdict(folder, verdict, processes)
+    for rank in processes:
+        write_failure(folder, failure_of(verdict, rank, folder))
+    _signal(groups, signal.SIGKILL)
+
+
+def tell_verdict(folder: Path, verdict: Verdict, ranks: Iterable[int]) -> None:
+    """Writes a verdict into the run's folder and into the log of every rank; a disk that is full is left alone."""
+    told = {**verdict.to_json(), "time": time.time(), "host": socket.gethostname()}
+    with contextlib.suppress(OSError):
+        _write(folder / "verdict.txt", verdict.to_text())
+        _write(folder / "verdict.json", json.dumps(told, indent=2) + "\n")
+    for rank in ranks:
+        with contextlib.suppress(OSError), (folder / "logs" / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
+            log.write(f"paceline: {verdict.to_text()}")
+
+
+def failure_of(verdict: Verdict, rank: int, folder: Path) -> Failure:
+    """Returns how a rank failed that had no part in it but to be there: that of the blamed ones comes first."""
+    is_later = bool(verdict.ranks) and rank not in verdict.ranks
+    return Failure(
+        rank=rank,
+        cause="stuck",
+        message=f"{verdict.sentence}\n  what every rank does is in {folder / 'verdict.txt'}",
+        time=time.time() + is_later,
+        kind="hang",
+    )
+
+
+def note_mismatch(folder: Path, ranks: Iterable[int]) -> Verdict | None:
+    """Looks at the ledgers of ranks that failed: where they had called different operations, that is why."""
+    if any(failure.kind == "hang" for failure in read_failures(folder)):
+        return None  # it is told already
+    readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in ranks}
+    now = time.monotonic()
+    views = [reader.view(changed_s=now) for reader in readers.values() if reader is not None]
+    verdict = judge(views, now, Limits(step_s=math.inf, setup_s=math.inf))  # however long they stood
+    if verdict is not None:
+        known = [view.rank for view in views]
+        tell_verdict(folder, verdict, known)
+        for rank in known:
+            write_failure(folder, failure_of(verdict, rank, folder))
+    return verdict
+
+
+def note_deaths(folder: Path, failures: Iterable[Failure]) -> list[Failure]:
+    """Adds to the failures of ranks that were killed or left without a word where they were, as their ledgers say."""
+    return [_with_last_words(folder, each) if each.cause in ("killed", "died") else each for each in failures]
+
+
+def _with_last_words(folder: Path, failure: Failure) -> Failure:
+    reader = LedgerReader.open(ledger_path(folder, failure.rank))
+    if reader is None:
+        return failure
+    view = reader.view(last=1)
+    last = f", after {view.entries[-1].call} at {view.entries[-1].site}" if view.entries else ""
+    head, *rest = failure.message.split("\n")
+    where = f"in phase {view.phase}, {view.step} steps after its start{last}"
+    verdict = Verdict(kind="dead", ranks=(failure.rank,), sentence=f"rank {failure.rank} {head} {where}")
+    tell_verdict(folder, verdict, ())
+    return replace(failure, message="\n".join([head, f"  it was {where}", *rest]))
+
+
+def forget_health(folder: Path, ranks: Iterable[int]) -> None:
+    """Removes what an earlier attempt left: its ledgers and stacks."""
+    for path in [*(ledger_path(folder, rank) for rank in ranks), *folder.glob("health/process-*.stack")]:
+        path.unlink(missing_ok=True)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _signal(leaders: Iterable[int], number: int) -> None:
+    """Signals processes, with the groups that they lead."""
+    for pid in leaders:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

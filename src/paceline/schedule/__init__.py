@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: made, printed, parsed, checked, measured. No torch."""

@@ -1,0 +1,250 @@
+"""Whether a schedule can run: all of the work, each piece once, on its rank, in an order that never gets stuck.
+
+Every message points at the cell: the rank (a row), the slot (a column) and the action there. The checks go from cells
+to the whole, so that the first thing wrong is the one that is named:
+
+    cells       the stage and microbatch exist, the stage is on this rank, nothing is there twice
+    complete    every stage runs every microbatch: F, and then B, or I and W
+    order       on one rank: nothing before what it needs
+    messages    where the schedule has its own: each between two ranks, once, after what it carries, and received in the
+                order in which it was sent
+    deadlock    the program is walked, and each use of a message waits for its send; ranks that wait in a circle are
+                named
+
+Cost: O(actions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from paceline.errors import UsageError
+from paceline.schedule.grid import Action, Kind, Needs, Schedule, compute_needs, walk
+from paceline.schedule.lowering import messages_of, user_of
+
+_Cells = dict[Action, tuple[int, int]]
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raises UsageError, which names the cell, unless the schedule is complete, in order and free of deadlock."""
+    _check_shape(schedule)
+    cells = _check_cells(schedule)
+    _check_complete(schedule, cells)
+    _check_order(schedule, cells)
+    _check_reduces(schedule, cells)
+    if schedule.has_messages:
+        _check_messages(schedule, cells)
+    _check_deadlock(schedule, cells)
+
+
+def _check_shape(schedule: Schedule) -> None:
+    if not schedule.rows or not schedule.placement or schedule.microbatches < 1:
+        raise UsageError(
+            f"schedule {schedule.name!r} has {schedule.ranks} ranks, {schedule.stages} stages and "
+            f"{schedule.microbatches} microbatches\n  there must be at least one of each"
+        )
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < schedule.ranks:
+            raise UsageError(
+                f"schedule {schedule.name!r} places stage {stage} on rank {rank}, and has {schedule.ranks} ranks\n"
+                "  placement is the rank of each stage"
+            )
+
+
+def _refuse(schedule: Schedule, cell: tuple[int, int], action: Action, what: str, *rest: str) -> NoReturn:
+    rank, slot = cell
+    lines = [f"schedule {schedule.name!r}, rank {rank}, slot {slot}: {action} {what}", *rest]
+    raise UsageError("\n  ".join(lines))
+
+
+def _check_cells(schedule: Schedule) -> _Cells:
+    cells: _Cells = {}
+    for cell, action in _filled(schedule):
+        if not 0 <= action.stage < schedule.stages:
+            _refuse(
+                schedule,
+                cell,
+                action,
+                f"is of stage {action.stage}, and there are stages 0 to {schedule.stages - 1}",
+                "each stage has a rank in the placement",
+            )
+        if action.kind != "R" and not 0 <= action.microbatch < schedule.microbatches:
+            _refuse(
+                schedule,
+                cell,
+                action,
+                f"is of microbatch {action.microbatch}, and there are microbatches 0 to {schedule.microbatches - 1}",
+                "remove it, or give the schedule more microbatches",
+            )
+        if schedule.placement[action.stage] != cell[0]:
+            right = schedule.placement[action.stage]
+            _refuse(
+                schedule,
+                cell,
+                action,
+                f"is on the wrong rank: stage {action.stage} is on rank {right}",
+                f"move it to row {right}",
+            )
+        if action in cells:
+            _refuse(schedule, cell, action, f"is there twice: first in slot {cells[action][1]}", "remove one of them")
+        cells[action] = cell
+    return cells
+
+
+def _filled(schedule: Schedule) -> Iterator[tuple[tuple[int, int], Action]]:
+    for rank, row in enumerate(schedule.rows):
+        for slot, action in enumerate(row):
+            if action is not None:
+                yield (rank, slot), action
+
+
+def _check_complete(schedule: Schedule, cells: _Cells) -> None:
+    for stage, rank in enumerate(schedule.placement):
+        for microbatch in range(schedule.microbatches):
+            forward, whole, inputs, weights = (Action(kind, stage, microbatch) for kind in ("F", "B", "I", "W"))
+            if whole in cells and (both := next((each for each in (inputs, weights) if each in cells), None)):
+                _refuse(
+                    schedule,
+                    cells[both],
+                    both,
+                    f"is part of {whole}, which is in slot {cells[whole][1]}",
+                    "a backward is either whole (B) or in two parts (I and W)",
+                )
+            is_split = whole not in cells and (inputs in cells or weights in cells)
+            wanted = (forward, inputs, weights) if is_split else (forward, whole)
+            if missing := next((each for each in wanted if each not in cells), None):
+                raise UsageError(
+                    f"schedule {schedule.name!r}, rank {rank}: {missing} is missing\n"
+                    "  every stage runs every microbatch forward, and backward: B, or I and W\n"
+                    f"  add {missing} to row {rank}"
+                )
+
+
+def _check_order(schedule: Schedule, cells: _Cells) -> None:
+    """On one rank, slots are the order; across ranks it is the deadlock check that decides."""
+    needs = compute_needs((cells,), schedule.stages)
+    for cell, action in _filled(schedule):
+        for before in needs(action):
+            if cells[before][0] == cell[0] and cells[before][1] > cell[1]:
+                _refuse(
+                    schedule,
+                    cell,
+                    action,
+                    f"comes before {before}, which is in slot {cells[before][1]}",
+                    f"{action} needs what {before} makes: move {before} to an earlier slot",
+                )
+
+
+def _check_reduces(schedule: Schedule, cells: _Cells) -> None:
+    for action, cell in cells.items():
+        if action.kind == "R":
+            ends = (each for each in cells if each.stage == action.stage and each.kind in ("B", "W"))
+            last = max(ends, key=lambda each: cells[each][1])
+            if cells[last][1] > cell[1]:
+                _refuse(
+                    schedule,
+                    cell,
+                    action,
+                    f"comes before {last}, which is in slot {cells[last][1]}",
+                    f"gradients are reduced when all are there: move it behind {last}, or leave it out",
+                )
+
+
+def _check_messages(schedule: Schedule, cells: _Cells) -> None:
+    wanted: dict[Action, Action] = {}
+    for action in [each for each in cells if each.is_compute]:
+        if messages := messages_of(action, schedule.placement):
+            _check_message(schedule, cells, action, *messages)
+            wanted[messages[0]], wanted[messages[1]] = messages[1], messages[0]
+    for action, cell in cells.items():
+        if not action.is_compute and action.kind != "R" and action not in wanted:
+            _refuse(
+                schedule,
+                cell,
+                action,
+                "has no other side on another rank",
+                "there is a message only between neighbouring stages on two ranks: remove it",
+            )
+    _check_message_order(schedule, cells, wanted)
+
+
+def _check_message(schedule: Schedule, cells: _Cells, maker: Action, send: Action, receive: Action) -> None:
+    for each in (send, receive):
+        if each not in cells:
+            raise UsageError(
+                f"schedule {schedule.name!r}, rank {schedule.placement[each.stage]}: {each} is missing\n"
+                f"  {send} carries what {maker} makes, and {receive} takes it\n"
+                f"  add {each}, or leave all messages out: they are then placed for you"
+            )
+    pairs = [(maker, send), (receive, user_of(receive, cells))]
+    if receive.kind == "RB":  # the output says how large its gradient will be
+        pairs.append((Action("F", receive.stage, receive.microbatch), receive))
+    for first, then in pairs:
+        if cells[first][1] > cells[then][1]:
+            _refuse(
+                schedule,
+                cells[then],
+                then,
+                f"comes before {first}, which is in slot {cells[first][1]}",
+                f"move {first} to an earlier slot",
+            )
+
+
+def _check_message_order(schedule: Schedule, cells: _Cells, other_side: dict[Action, Action]) -> None:
+    """The messages of one way across one boundary must be received in the order in which they are sent."""
+    sent: dict[tuple[Kind, int], list[Action]] = {}
+    for _, action in _filled(schedule):
+        if action.kind in ("SF", "SB"):
+            sent.setdefault((action.kind, action.stage), []).append(action)
+    for sends in sent.values():
+        receives = sorted((other_side[send] for send in sends), key=lambda each: cells[each][1])
+        for send, receive in zip(sends, receives, strict=True):
+            if other_side[send] != receive:
+                _refuse(
+                    schedule,
+                    cells[receive],
+                    receive,
+                    f"comes before {other_side[send]}, and {send} is sent before {other_side[receive]}",
+                    "from one stage to another, messages are received in the order in which they are sent",
+                )
+
+
+def _check_deadlock(schedule: Schedule, cells: _Cells) -> None:
+    """A program whose messages ``lower`` places gets stuck only where its compute actions do."""
+    orders = schedule.orders() if schedule.has_messages else schedule.compute_orders()
+    compute = compute_needs(orders, schedule.stages)
+
+    def needs(action: Action) -> tuple[Action, ...]:
+        found = []
+        for each in compute(action):
+            messages = messages_of(each, schedule.placement) if schedule.has_messages else None
+            comes_here = messages is not None and messages[1].stage == action.stage
+            found.append(messages[0] if messages and comes_here else each)
+        return tuple(found)
+
+    _walk_or_refuse(schedule, cells, orders, needs)
+
+
+def _walk_or_refuse(schedule: Schedule, cells: _Cells, orders: Sequence[Sequence[Action]], needs: Needs) -> None:
+    done = walk(orders, needs)
+    if not done.is_stuck(orders):
+        return
+    lines = []
+    stuck = [order[position] for order, position in zip(orders, done.positions, strict=True) if position < len(order)]
+    for action in stuck:
+        missing = next(each for each in needs(action) if each not in done.times)
+        lines.append(
+            f"rank {cells[action][0]}, slot {cells[action][1]}: {action} waits for {missing} "
+            f"(rank {cells[missing][0]}, slot {cells[missing][1]})"
+        )
+    raise UsageError(
+        f"schedule {schedule.name!r} deadlocks: "
+        + "\n  ".join(
+            [
+                lines[0],
+                *lines[1:],
+                "ranks that wait in a circle wait for ever: move one of these actions to a later slot",
+            ]
+        )
+    )

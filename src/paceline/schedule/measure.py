@@ -1,0 +1,142 @@
+"""How long a schedule takes, how much of that is idle, and how much it holds: a small event simulation.
+
+Each rank runs its actions in order, each as soon as what it needs is there. With p ranks, v chunks a rank, m
+microbatches and equal stages (a rank's share of the model takes 1 forward and 2 backward, in parts 1 and 1; a chunk
+takes a v-th of that):
+
+    makespan = work + idle            bubble = idle / makespan        overhead = idle / work
+
+                                      bubble                          overhead
+    gpipe, 1f1b                       (p-1) / (m + p-1)               (p-1) / m
+    interleaved, m >= p               (p-1) / (v m + p-1)             (p-1) / (v m)
+    zb-h1, m >= p                     (p-1) / (3 m + p-1)             (p-1) / (3 m)
+    zb-v, m >= 1.5 p                  (p-1) / (6 m + p-1)             (p-1) / (6 m)
+
+So it is the overhead that the chunks divide by v; ``bubble``, the idle share of the makespan over all ranks, is what a
+user sees as time lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+from paceline.schedule.grid import Action, Kind, Schedule, Times, compute_needs, walk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """How long one microbatch takes in one stage, in any unit. A whole backward takes both parts."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+    def of(self, kind: Kind) -> float:
+        """Returns the duration of F, B, I or W."""
+        match kind:
+            case "F":
+                return self.forward
+            case "B":
+                return self.backward_input + self.backward_weight
+            case "I":
+                return self.backward_input
+            case _:
+                return self.backward_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleCosts:
+    """The cost of every stage, and what a message between two ranks takes: that long, nobody computes for it."""
+
+    stages: tuple[StageCost, ...]
+    communication: float = 0.0
+
+
+def equal_costs(schedule: Schedule) -> ScheduleCosts:
+    """A rank's whole share of the model takes 1 forward and 2 backward; its chunks take equal parts of that."""
+    part = schedule.ranks / schedule.stages
+    stage = StageCost(forward=part, backward_input=part, backward_weight=part)
+    return ScheduleCosts(stages=(stage,) * schedule.stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleMeasure:
+    """What a schedule comes to, in the unit of its costs.
+
+    ``in_flight`` is, by rank, the largest number of activations held at once: of one microbatch in one stage each, from
+    the start of F to the end of B or W. ``in_flight_share`` counts them in whole shares of the model: with v chunks on
+    a rank, each is a v-th of what the rank would hold of a microbatch.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    in_flight: tuple[int, ...]
+    in_flight_share: tuple[float, ...]
+    times: Times
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which ranks are idle, over all ranks."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
+
+    @property
+    def overhead(self) -> float:
+        """The idle time relative to the work, over all ranks: how much longer than with ranks that never wait."""
+        return len(self.busy) * self.makespan / sum(self.busy) - 1 if self.makespan else 0.0
+
+
+def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> ScheduleMeasure:
+    """Runs a valid schedule against a clock; with no costs given, all stages are equal.
+
+    Messages that the schedule has of its own do not count as actions: a message is on its way right after what it
+    carries was made. Raises UsageError when the costs do not fit the schedule.
+    """
+    costs = equal_costs(schedule) if costs is None else costs
+    check_costs(schedule, costs)
+    orders = schedule.compute_orders()
+    placement = schedule.placement
+    times = walk(
+        orders,
+        compute_needs(orders, schedule.stages),
+        lambda action: costs.stages[action.stage].of(action.kind),
+        lambda before, after: 0.0 if placement[before.stage] == placement[after.stage] else costs.communication,
+    ).times
+    peaks = tuple(_peak_in_flight(order) for order in orders)
+    chunks = [max(1, placement.count(rank)) for rank in range(schedule.ranks)]
+    return ScheduleMeasure(
+        makespan=max(end for _, end in times.values()),
+        busy=tuple(sum(times[action][1] - times[action][0] for action in order) for order in orders),
+        in_flight=peaks,
+        in_flight_share=tuple(peak / count for peak, count in zip(peaks, chunks, strict=True)),
+        times=times,
+    )
+
+
+def check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
+    """Raises UsageError unless there is a cost for each stage, and none is negative."""
+    if len(costs.stages) != schedule.stages:
+        raise UsageError(
+            f"there are costs for {len(costs.stages)} stages, and schedule {schedule.name!r} has {schedule.stages}\n"
+            "  each stage has a cost of its own, chunks too"
+        )
+    for stage, cost in enumerate(costs.stages):
+        numbers = (cost.forward, cost.backward_input, cost.backward_weight, costs.communication)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not cost.forward:
+            raise UsageError(
+                "stage {} takes {} forward, {} and {} for the parts of backward, {} for a message".format(
+                    stage, *numbers
+                )
+                + "\n  a forward takes some time, and nothing takes less than none, or for ever"
+            )
+
+
+def _peak_in_flight(order: Sequence[Action]) -> int:
+    held = peak = 0
+    for action in order:
+        held += action.kind == "F"
+        peak = max(peak, held)
+        held -= action.kind in ("B", "W")
+    return peak

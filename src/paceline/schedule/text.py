@@ -1,0 +1,209 @@
+"""Schedules as text: a CSV file that people can edit, and a grid for the terminal.
+
+The file has one line a rank and one cell a slot; an empty cell is idleness. A first line that starts with # says what
+the rows alone do not, and may be left out: then a stage is on the rank that has most of its actions, and there are as
+many microbatches as the highest number says.
+
+    # schedule=mine placement=0,1 microbatches=2
+    F0.0,F0.1,    ,B0.0,    ,B0.1
+        ,F1.0,B1.0,F1.1,B1.1,
+
+Messages (SF, RF, SB, RB) and reduces (R) may be in the rows; without them they are placed by ``lower``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.schedule.grid import Action, Schedule, parse_action
+from paceline.schedule.measure import ScheduleMeasure, measure_schedule
+
+_HEADER_KEYS = ("schedule", "placement", "microbatches")
+_PAIR = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|$)")
+
+
+def write_csv(schedule: Schedule, path: Path) -> None:
+    """Writes a schedule to a file that ``read_csv`` reads back as it was."""
+    path.write_text(format_csv(schedule), encoding="utf-8")
+
+
+def format_csv(schedule: Schedule) -> str:
+    """Returns the lines of the file: the header, then one row a rank, with its cells below one another."""
+    cells = [[str(action or "") for action in row] for row in schedule.rows]
+    width = max((len(cell) for row in cells for cell in row), default=0)
+    placement = ",".join(map(str, schedule.placement))
+    header = f"# schedule={schedule.name} placement={placement} microbatches={schedule.microbatches}"
+    return "\n".join([header, *(",".join(cell.ljust(width) for cell in row).rstrip() for row in cells)]) + "\n"
+
+
+def read_csv(path: Path) -> Schedule:
+    """Reads a schedule from a file; raises UsageError, which names the cell, for what is no schedule.
+
+    Whether the schedule can run is for ``check_schedule`` to say.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as a schedule: {error}\n  it must be a CSV file, in UTF-8") from error
+    return parse_csv(text, source=str(path))
+
+
+def parse_csv(text: str, *, source: str = "schedule") -> Schedule:
+    """Returns the schedule that the lines of such a file say. ``source`` is its name, and goes into messages."""
+    lines = text.lstrip("\ufeff").splitlines()
+    header = _read_header([line for line in lines if line.startswith("#")], source)
+    # Blank lines at the end are no ranks; one in between is a rank that does nothing, and is found as such.
+    body = "\n".join(line for line in lines if not line.startswith("#")).rstrip().splitlines()
+    if not body:
+        raise UsageError(
+            f"{source} has no rows\n  a schedule has one line a rank, with cells such as F0.3, and commas between"
+        )
+    rows = [_read_row(line, rank, source) for rank, line in enumerate(body)]
+    slots = max(map(len, rows))
+    padded = tuple((*row, *[None] * (slots - len(row))) for row in rows)
+    actions = [action for row in rows for action in row if action]
+    return Schedule(
+        name=header.get("schedule", Path(source).stem),
+        rows=padded,
+        placement=_numbers(header["placement"], "placement", source)
+        if "placement" in header
+        else _placement(rows, source),
+        microbatches=_numbers(header["microbatches"], "microbatches", source)[0]
+        if "microbatches" in header
+        else 1 + max((action.microbatch for action in actions), default=-1),
+    )
+
+
+def _read_header(lines: Sequence[str], source: str) -> dict[str, str]:
+    found = dict(pair for line in lines for pair in _PAIR.findall(line.rstrip()))
+    if unknown := set(found) - set(_HEADER_KEYS):
+        raise UsageError(
+            f"{source}: the line that starts with # sets {', '.join(sorted(unknown))}\n"
+            f"  it may set {', '.join(_HEADER_KEYS)}"
+        )
+    return found
+
+
+def _numbers(text: str, what: str, source: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"{source}: {what}={text} is not made of whole numbers\n  write {what}=0,1,2, say") from error
+
+
+def _read_row(line: str, rank: int, source: str) -> list[Action | None]:
+    row: list[Action | None] = []
+    for slot, cell in enumerate(line.split(",")):
+        try:
+            row.append(parse_action(cell) if cell.strip() else None)
+        except UsageError as error:
+            raise UsageError(f"{source}, rank {rank}, slot {slot}: {error}") from error
+    while row and row[-1] is None:
+        row.pop()
+    return row
+
+
+def _placement(rows: Sequence[Sequence[Action | None]], source: str) -> tuple[int, ...]:
+    """Each stage is where most of its actions are, so that a single one elsewhere is found to be on the wrong rank."""
+    votes: dict[int, Counter[int]] = {}
+    for rank, row in enumerate(rows):
+        for action in filter(None, row):
+            votes.setdefault(action.stage, Counter())[rank] += 1
+    missing = next((stage for stage in range(len(votes)) if stage not in votes), None)
+    if missing is not None:
+        raise UsageError(
+            f"{source}: no rank runs stage {missing}, and there is a stage {max(votes)}\n"
+            "  stages are numbered from 0, without gaps"
+        )
+    return tuple(votes[stage].most_common(1)[0][0] for stage in range(len(votes)))
+
+
+_Spans = dict[Action, tuple[int, int]]
+
+
+def render_text(schedule: Schedule, measure: ScheduleMeasure | None = None, *, width: int = 120) -> str:
+    """Returns a grid of who does what when, and a line a rank with its idle time and what it holds.
+
+    A column is a unit of time where all durations are multiples of the shortest, and else a slot. Grids wider than
+    ``width`` are cut into several, one below another.
+    """
+    measure = measure or measure_schedule(schedule)
+    unit, spans = _columns(schedule, measure)
+    blocks = [_heading(schedule, unit), "", *_grid(schedule, spans, width), *_table(schedule, measure)]
+    return "\n".join([*blocks, _verdict(measure)])
+
+
+def _heading(schedule: Schedule, unit: float | None) -> str:
+    label = "F3 is the forward of microbatch 3"
+    labels = label if _is_plain(schedule) else f"F1.{label[1:]} in stage 1"
+    parts = "I and W are the two parts of a backward" if schedule.splits_backward else "B is a backward"
+    return (
+        f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches\n"
+        f"{labels}, {parts}; a column is {'a slot' if unit is None else f'{unit:g} of time'}"
+    )
+
+
+def _is_plain(schedule: Schedule) -> bool:
+    """Whether rank r holds stage r alone, so that a label need not name the stage."""
+    return schedule.placement == tuple(range(schedule.ranks))
+
+
+def _grid(schedule: Schedule, spans: _Spans, width: int) -> list[str]:
+    labels = {action: f"{action.kind}{action.microbatch}" if _is_plain(schedule) else str(action) for action in spans}
+    cell = max(map(len, labels.values()), default=1) + 1
+    num_columns = max(end for _, end in spans.values())
+    lines = [["."] * num_columns for _ in range(schedule.ranks)]
+    for action, (start, end) in spans.items():
+        line = lines[schedule.placement[action.stage]]
+        line[start:end] = [
+            labels[action].ljust(cell - 1, "-" if end - start > 1 else " "),
+            *["-" * (cell - 1)] * (end - start - 1),
+        ]
+    # An action over several columns is one bar: the gap after a column is filled unless the action ends there.
+    ends = {(schedule.placement[action.stage], end) for action, (_, end) in spans.items()}
+    per_block = max(1, (width - 9) // cell)
+    output: list[str] = []
+    for first in range(0, num_columns, per_block):
+        columns = range(first, min(first + per_block, num_columns))
+        output.append("column".ljust(9) + "".join(str(column).ljust(cell) for column in columns).rstrip())
+        for rank, line in enumerate(lines):
+            texts = [line[c] + ("-" if line[c] != "." and (rank, c + 1) not in ends else " ") for c in columns]
+            output.append(f"rank {rank}".ljust(9) + "".join(text.ljust(cell) for text in texts).rstrip())
+        output.append("")
+    return output
+
+
+def _columns(schedule: Schedule, measure: ScheduleMeasure) -> tuple[float | None, _Spans]:
+    """Returns the time that a column is (None: it is a slot), and each action's first column and its end."""
+    unit = min((end - start for start, end in measure.times.values() if end > start), default=1.0)
+    in_units = {action: (start / unit, end / unit) for action, (start, end) in measure.times.items()}
+    rounded = {action: (round(start), round(end)) for action, (start, end) in in_units.items()}
+    is_whole = all(
+        max(abs(first - start), abs(last - end)) < 1e-6 and last > first
+        for (first, last), (start, end) in zip(rounded.values(), in_units.values(), strict=True)
+    )
+    if is_whole:
+        return unit, rounded
+    rows = [[action for action in row if action is None or action.is_compute] for row in schedule.rows]
+    return None, {action: (slot, slot + 1) for row in rows for slot, action in enumerate(row) if action}
+
+
+def _table(schedule: Schedule, measure: ScheduleMeasure) -> list[str]:
+    lines = ["         stages      idle     in flight at most"]
+    for rank in range(schedule.ranks):
+        stages = ",".join(str(stage) for stage, home in enumerate(schedule.placement) if home == rank)
+        idle = 1 - measure.busy[rank] / measure.makespan
+        lines.append(f"rank {rank:<4}{stages:<12}{idle:<9.1%}{measure.in_flight[rank]}")
+    return [*lines, ""]
+
+
+def _verdict(measure: ScheduleMeasure) -> str:
+    work = sum(measure.busy) / len(measure.busy)
+    return (
+        f"makespan {measure.makespan:g} for {work:g} of work a rank\n"
+        f"bubble   {measure.bubble:.1%} of the makespan is idle, {measure.overhead:.1%} relative to the work"
+    )

@@ -1,0 +1,1 @@
+"""The best layout: candidates, the search, the plan that follows. No torch."""

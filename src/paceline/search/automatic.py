@@ -1,0 +1,161 @@
+"""``parallel.strategy: auto`` and ``train.microbatch: auto`` by predicted time, where this machine can be priced.
+
+Memory is judged as always (``search/choice.py``). Of the candidates that fit, in their order from simple to costly,
+one is taken over those before it where a step of it is predicted to take at most 98 % as long: what differs by less is
+not told apart, and the simpler one stays. Where nothing can be priced, the order alone decides, and the choice says so.
+
+With an open microbatch, a candidate is timed with the largest that the estimate finds room for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from paceline.cluster.detect import Machine
+from paceline.cluster.devices import Cluster
+from paceline.config import Config
+from paceline.errors import ConfigError, UsageError
+from paceline.plan.workload import Layout, ModelShape, Sharding
+from paceline.predict.formulas.engine_costs import price
+from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.memory import largest_microbatch, setting_of
+from paceline.search.candidates import Candidate, Task, Tuning, workload_of
+from paceline.search.choice import Candidate as Judged
+from paceline.search.choice import Choice
+from paceline.search.expect import present_cluster
+from paceline.search.from_config import RECOMPUTES, task_of
+
+ENOUGH = 0.98  # of the time of a simpler candidate
+_SHARDINGS: dict[str, Sharding] = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "fsdp": "fsdp", "hybrid": "fsdp"}
+
+
+def choose_by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine) -> Choice:
+    """Returns the choice with predicted seconds, and with the fastest candidate in the place of the first that fits."""
+    room = choice.room
+    try:
+        cluster = _known_cluster(config, machine, ranks=room.ranks, node_ranks=room.node_ranks)
+        task = task_of(_settled(config), room.ranks, facts=model)
+        ladder = tuple(
+            each
+            if each.rejected
+            else dataclasses.replace(each, seconds=_seconds(each, choice, config, model, task, cluster))
+            for each in choice.ladder
+        )
+    except (UsageError, ConfigError) as error:
+        return dataclasses.replace(choice, untimed=_first_line(error))
+    chosen = _fastest([each for each in ladder if not each.rejected])
+    if chosen is None:
+        return dataclasses.replace(choice, untimed="none of these ways is priced")
+    return dataclasses.replace(choice, ladder=ladder, chosen=chosen, machine=cluster.name)
+
+
+def first_microbatch(
+    config: Config, model: ModelFacts, machine: Machine, sizes: Sequence[int], *, ranks: int, node_ranks: int
+) -> int | None:
+    """Returns the size of ``sizes`` that is predicted to be fastest: where trials begin. None where none is priced.
+
+    All of them fit by the estimate. Of those that are within 2 % of the fastest, it is the largest.
+    """
+    parallel, memory = config.parallel, config.memory
+    if parallel.pipeline * parallel.tensor > 1 or memory.checkpoint_activations not in RECOMPUTES:
+        return None
+    strategy = "fsdp" if parallel.strategy == "zero3" else parallel.strategy
+    group = 1 if strategy == "ddp" else (parallel.shard_ranks or node_ranks) if strategy == "hybrid" else ranks
+    way, checkpoint, offload = (strategy, group), memory.checkpoint_activations, tuple(memory.offload)
+    try:
+        cluster = _known_cluster(config, machine, ranks=ranks, node_ranks=node_ranks)
+        task = task_of(_settled(config), ranks, facts=model)
+        seconds = {size: price(_whole(task, ranks, way, size, checkpoint, offload), cluster).seconds for size in sizes}
+    except (UsageError, ConfigError):
+        return None
+    least = min(seconds.values(), default=0.0)
+    return max((size for size, each in seconds.items() if each * ENOUGH <= least), default=None)
+
+
+def _known_cluster(config: Config, machine: Machine, *, ranks: int, node_ranks: int) -> Cluster:
+    """Returns this machine as a cluster. Raises UsageError for what no prediction knows of."""
+    if node_ranks < ranks:
+        raise UsageError(f"the network between {-(-ranks // node_ranks)} hosts is not known")
+    if config.comm.backend == "virtual":
+        raise UsageError("virtual ranks take turns in one process")
+    if config.comm.compression.policy != "none":
+        raise UsageError(f"comm.compression.policy = {config.comm.compression.policy} is not priced")
+    return present_cluster(config, machine, ranks, None)[0]
+
+
+def _settled(config: Config) -> Config:
+    """Returns the config with a batch that can be read before strategy and microbatch are decided."""
+    changes = {"strategy": "ddp", "sharding_strategy": "manual", "pipeline": 1, "tensor": 1, "shard_ranks": None}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+
+
+def _seconds(
+    each: Judged, choice: Choice, config: Config, model: ModelFacts, task: Task, cluster: Cluster
+) -> float | None:
+    """Predicts a step of a candidate; None where that cannot be priced."""
+    if each.checkpoint not in RECOMPUTES:
+        return None
+    if each.pipeline * each.tensor == 1:
+        size = each.microbatch
+        if config.train.microbatch == "auto":
+            size = _largest(each, choice, config, model, task)
+        way = (each.strategy, each.group)
+        return price(_whole(task, choice.room.ranks, way, size, each.checkpoint, each.offload), cluster).seconds
+    if not isinstance(task.model, ModelShape):
+        return None  # a model known by its samples is not priced in parts
+    parallel = config.parallel
+    layout = Layout(
+        devices=choice.room.ranks,
+        data=each.data,
+        tensor=each.tensor,
+        pipeline=each.pipeline,
+        sharding=_SHARDINGS[each.strategy],
+        sequence_parallel=parallel.sequence_parallel and each.tensor > 1,
+    )
+    workload = workload_of(task, layout, each.microbatch, RECOMPUTES[each.checkpoint])
+    return price(Candidate(workload=workload, strategy=each.strategy, shard=each.group), cluster).seconds
+
+
+def _largest(each: Judged, choice: Choice, config: Config, model: ModelFacts, task: Task) -> int:
+    """Returns the largest microbatch that divides a rank's samples and has room by the estimate."""
+    setting = dataclasses.replace(
+        setting_of(config, group=each.group, microbatch=1, device=choice.room.device),
+        strategy=each.strategy,
+        checkpoint=each.checkpoint,
+        offload=each.offload,
+    )
+    most = largest_microbatch(model, setting, choice.budget_bytes)
+    local = max(1, task.global_batch // choice.room.ranks)
+    return max(size for size in range(1, local + 1) if local % size == 0 and size <= max(1, most))
+
+
+def _whole(
+    task: Task, ranks: int, way: tuple[str, int], microbatch: int, checkpoint: str, offload: tuple[str, ...]
+) -> Candidate:
+    """Returns a way to train a model that is not split, in the terms of the prediction."""
+    strategy, group = way
+    is_hybrid = strategy == "hybrid"
+    layout = Layout(devices=ranks, data=ranks, sharding=_SHARDINGS[strategy], shard_group=group if is_hybrid else 0)
+    shard = 1 if strategy == "ddp" else group
+    return Candidate(
+        workload=workload_of(task, layout, microbatch, RECOMPUTES[checkpoint]),
+        strategy=strategy,
+        shard=shard,
+        tuning=Tuning(offload=offload),
+    )
+
+
+def _fastest(candidates: Sequence[Judged]) -> Judged | None:
+    best: Judged | None = None
+    for each in candidates:
+        if each.seconds is None:
+            continue
+        if best is None or best.seconds is None or each.seconds < ENOUGH * best.seconds:
+            best = each
+    return best
+
+
+def _first_line(error: Exception) -> str:
+    text = error.problems[0].what if isinstance(error, ConfigError) else str(error)
+    return text.partition("\n")[0]

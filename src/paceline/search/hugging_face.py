@@ -1,0 +1,271 @@
+"""A model from the ``config.json`` of a Hugging Face repository, read as plain JSON: its shape, and a config for it.
+
+Llama, Mistral and Qwen shapes, GPT-2 and BERT, and mixtures of experts as Mixtral, Qwen 2 and Qwen 3 have them. What a
+config of this package cannot say (experts, BERT's attention in both directions, heads whose size is not width / heads)
+is planned all the same, but has no YAML.
+
+A mixture's parameters, for E experts of width f in each of L' layers, a shared one of width s, and L - L' layers with
+a dense MLP of width d:  attention and ends  +  L' (3 h (E f + s) + h E)  +  (L - L') 3 h d
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.entries import near_names
+from paceline.config import Config
+from paceline.config.known_data import known_shape
+from paceline.errors import UsageError
+from paceline.plan.workload import ModelShape
+
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+_KINDS = (*_LLAMA_LIKE, "gpt2", "bert", *_MIXTURES)
+# What each family calls them.
+_NAMES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "vocab": "vocab_size",
+    "context": "max_position_embeddings",
+}
+_GPT2_NAMES = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "width": "n_embd",
+    "vocab": "vocab_size",
+    "context": "n_positions",
+}
+_MIXTURE_NAMES = {
+    "mixtral": {"experts": "num_local_experts", "active": "num_experts_per_tok"},
+    "qwen2_moe": {"experts": "num_experts", "active": "num_experts_per_tok", "expert": "moe_intermediate_size"},
+    "qwen3_moe": {"experts": "num_experts", "active": "num_experts_per_tok", "expert": "moe_intermediate_size"},
+}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+_TOKENS_OF_A_BATCH = 2**22
+_SAMPLES = 2**16
+_LONGEST = 4096  # of a sample, where nothing is said: many models allow more than they are trained with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceModel:
+    """What a file says: the shape, the sections of a config for it, and why it has no YAML.
+
+    ``window``: tokens that attention looks back; 0: all.
+    """
+
+    name: str
+    shape: ModelShape
+    sections: dict[str, dict[str, Any]]
+    window: int = 0
+    no_config: str = ""
+
+    @property
+    def overrides(self) -> list[str]:
+        """The sections as ``section.key=value``, which overrides of the user's own may follow."""
+        values = [
+            f"{section}.{key}={json.dumps(value)}"
+            for section, content in self.sections.items()
+            for key, value in content.items()
+        ]
+        return [f"name={self.name}", *values]
+
+    def assumed(self, config: Config, said: Iterable[str]) -> tuple[str, ...]:
+        """Returns in words what a config of it has that neither the file nor ``said``, keys of the user's, tells."""
+        train, context = config.train, known_shape(config.data).context or 0
+        texts = {
+            "train.global_batch": f"a step of {train.global_batch} sequences (train.global_batch)",
+            "data.context": f"sequences of {context} tokens (data.context)",
+            "train.precision": f"{train.precision} (train.precision)",
+        }
+        found = [text for key, text in texts.items() if key not in said]
+        told = [", ".join(found)] if found else []
+        if 0 < self.window < context:
+            told.append(f"attention looks back {context} tokens, where the model's looks back {self.window}")
+        return tuple(told)
+
+
+def read_hugging_face(source: Path | Mapping[str, Any]) -> HuggingFaceModel:
+    """Reads a model from a file, or from what is in one.
+
+    Raises UsageError for what is no JSON or no transformer known here, and with all fields that are missing or odd.
+    """
+    is_given = isinstance(source, Mapping)
+    name = "the config" if is_given else str(source)
+    values = _flat(dict(source) if isinstance(source, Mapping) else _read(source))
+    kind = values.get("model_type")
+    if kind is None and "hidden_size" in values and "num_hidden_layers" in values:
+        raise UsageError(
+            f"{name} lacks model_type\n  it says how the other fields are read\n  add one of {_list(_KINDS)}"
+        )
+    if kind is None:
+        raise UsageError(
+            f"{name} lacks model_type: it is not the config.json of a Hugging Face model\n"
+            "  a transformer's has model_type, hidden_size, num_hidden_layers and others\n"
+            "  name the config.json of the model's repository"
+        )
+    if kind not in _KINDS:
+        near = near_names(str(kind), _KINDS)
+        hint = f"did you mean {near[0]}?" if near else "describe it as model.kind: gpt in a config"
+        raise UsageError(
+            f"{name}: model_type {kind!r} is not known\n"
+            f"  plans are for transformers with the shapes of {_list(_KINDS)}\n  {hint}"
+        )
+    return _of_kind(name, kind, values)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        told = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"{path} cannot be read: {told}\n  name the config.json of a Hugging Face model") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}\n  name the config.json of a Hugging Face model") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} holds a {type(values).__name__}\n  a config.json is an object with fields")
+    return values
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Models of text and images keep the transformer in a part of its own."""
+    text = values.get("text_config")
+    return {**values, **text} if isinstance(text, dict) else values
+
+
+def _of_kind(source: str, kind: str, values: dict[str, Any]) -> HuggingFaceModel:
+    fields = _Fields(source, values)
+    sizes = fields.sizes((_GPT2_NAMES if kind == "gpt2" else _NAMES) | _MIXTURE_NAMES.get(kind, {}))
+    kv_heads = fields.optional("num_key_value_heads") or sizes["heads"]
+    head_dim = fields.optional("head_dim")
+    heads, width = sizes["heads"], sizes["width"]
+    mlp_width = sizes.get("mlp_width") or fields.optional("n_inner") or 4 * width
+    if experts := [name for name in _EXPERTS if values.get(name) and kind not in _MIXTURES]:
+        fields.problems.append(f"{experts[0]} = {values[experts[0]]}: a {kind} has no mixture of experts")
+    if not head_dim and width % heads:
+        fields.problems.append(f"{heads} heads do not divide a width of {width}")
+    if heads % kv_heads:
+        fields.problems.append(f"{kv_heads} heads of keys and values do not divide {heads} heads")
+    fields.check()
+    is_classic = kind in ("gpt2", "bert")
+    shape = ModelShape(
+        layers=sizes["layers"],
+        hidden=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=mlp_width,
+        vocab=sizes["vocab"],
+        gated=not is_classic,
+        tied=bool(values.get("tie_word_embeddings", is_classic)),
+        causal=kind != "bert",
+        head_dim=head_dim if head_dim != width // heads else 0,
+    )
+    if kind in _MIXTURES:
+        shape = _mixture(shape, sizes, fields)
+        fields.check()
+    return _model(kind, shape, min(sizes["context"], _LONGEST), is_classic, _window(values))
+
+
+def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields) -> ModelShape:
+    """Returns the shape with experts, a shared one counted as so many of the others."""
+    width = sizes.get("expert", dense.ffn)
+    shared = fields.optional("shared_expert_intermediate_size")
+    every = fields.optional("decoder_sparse_step") or 1
+    if sizes["active"] > sizes["experts"]:
+        fields.problems.append(f"num_experts_per_tok = {sizes['active']} of {sizes['experts']} experts")
+    without = set(fields.values.get("mlp_only_layers") or ())
+    sparse = sum((each + 1) % every == 0 and each not in without for each in range(dense.layers))
+    of_mixture = 3 * dense.hidden * (sizes["experts"] * width + shared) + dense.hidden * sizes["experts"]
+    of_dense = 3 * dense.hidden * dense.ffn
+    total = dense.layers * dense.attention_params + dense.end_params
+    return replace(
+        dense,
+        ffn=width,
+        experts=sizes["experts"],
+        active_experts=sizes["active"] + round(shared / width),
+        total_params=float(total + sparse * of_mixture + (dense.layers - sparse) * of_dense),
+    )
+
+
+def _window(values: dict[str, Any]) -> int:
+    """Tokens that attention looks back; 0: all."""
+    window = values.get("sliding_window")
+    is_used = values.get("use_sliding_window", True)
+    return window if isinstance(window, int) and is_used else 0
+
+
+def _model(kind: str, shape: ModelShape, context: int, is_classic: bool, window: int) -> HuggingFaceModel:
+    batch = max(1, _TOKENS_OF_A_BATCH // context)
+    no_config = "its attention looks in both directions" if kind == "bert" else ""
+    if shape.head_dim:
+        no_config = f"its heads have {shape.head_dim} features, and width / heads is {shape.hidden / shape.heads:g}"
+    if shape.experts:
+        no_config = f"it is a mixture of {shape.experts} experts"
+    samples = max(_SAMPLES, 4 * batch)
+    # Of which as many are evaluated as a step has.
+    data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab, "context": context, "samples": samples}
+    sections = {
+        "model": _model_section(shape, is_classic),
+        "data": data | {"eval_fraction": round(batch / samples, 4)},
+        "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
+    }
+    return HuggingFaceModel(name=kind, shape=shape, sections=sections, window=window, no_config=no_config)
+
+
+def _model_section(shape: ModelShape, is_classic: bool) -> dict[str, Any]:
+    return {
+        "kind": "gpt",
+        "layers": shape.layers,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "width": shape.hidden,
+        "mlp_width": shape.ffn,
+        "vocab_size": shape.vocab,
+        "norm": "layer" if is_classic else "rms",
+        "mlp": "gelu" if is_classic else "swiglu",
+        "positions": "learned" if is_classic else "rotary",
+        "tied": shape.tied,
+    }
+
+
+class _Fields:
+    """Whole numbers of a file, and what is wrong with them; where one is, 1 stands for it until all are told."""
+
+    def __init__(self, source: str, values: dict[str, Any]) -> None:
+        self.source, self.values = source, values
+        self.problems: list[str] = []
+
+    def sizes(self, names: dict[str, str]) -> dict[str, int]:
+        """Returns those that must be there, by our names."""
+        lacking = [name for name in names.values() if self.values.get(name) is None]
+        if lacking:
+            self.problems.append(f"lacks {_list(lacking)}")
+        return {ours: self.optional(name) or 1 for ours, name in names.items()}
+
+    def optional(self, name: str) -> int:
+        """Returns one that may be missing, or null: 0 then."""
+        value = self.values.get(name)
+        if value is None:
+            return 0
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.problems.append(f"{name} = {value!r} is no whole number above 0")
+            return 1
+        return value
+
+    def check(self) -> None:
+        """Raises UsageError with all that is wrong."""
+        if self.problems:
+            told = "; ".join(dict.fromkeys(self.problems))
+            raise UsageError(
+                f"{self.source}: {told}\n  the shape of a transformer is read from these fields\n"
+                "  take the whole config.json of the model"
+            )
+
+
+def _list(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,215 @@
+"""Whether a run has room, before it starts: what it needs by the estimate of memory, and what there is.
+
+    GPUs            what the rank that holds most takes           the memory of the smallest GPU
+    CPU ranks       what all of them hold; torch counts once      the host's memory, or the limit of its container
+    virtual ranks   states of all, and the activations of one     that of the one GPU, or of the host
+
+Torch is loaded once on a host, in the process that ranks are forked from, and the pages of its code are shared in any
+case. Virtual ranks take turns: at least one has its activations. So what is above the limit cannot run, and what is
+near it may.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from paceline.config import Config, config_batch, config_from_dict, shard_group
+from paceline.errors import ConfigError, UsageError
+from paceline.predict.memory.activations import describe_model
+from paceline.predict.memory.memory import MemoryEstimate, estimate_ranks, setting_of, spread_of
+from paceline.units import format_bytes
+
+if TYPE_CHECKING:
+    from paceline.cluster.detect import Machine
+    from paceline.cluster.devices import Cluster
+    from paceline.search.result import PlanResult
+    from paceline.search.search import Change, Ranked
+
+NEAR = 0.9  # of the memory there is: allocators lose some, and estimates are estimates
+_WORKING = ("activations", "temporary")
+_TOLD = 3  # categories, the largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes by category of those who share one memory, and who these are."""
+
+    who: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def largest(self) -> str:
+        """Returns the categories that take most, in words."""
+        ordered = sorted(self.parts.items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {format_bytes(value)}" for name, value in ordered[:_TOLD] if value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is needed beside what there is: ``has_bytes`` of ``where``, of which ``free_bytes`` are free now."""
+
+    need: Need
+    where: str
+    has_bytes: float
+    free_bytes: float
+
+    @property
+    def kind(self) -> Literal["fits", "near", "too large"]:
+        """Memory that others hold may come back: only what there is in all refuses."""
+        if self.need.total > self.has_bytes:
+            return "too large"
+        return "fits" if self.need.total <= min(NEAR * self.has_bytes, self.free_bytes) else "near"
+
+    def __str__(self) -> str:
+        has = format_bytes(self.has_bytes)
+        free = f", of which {format_bytes(self.free_bytes)} are free" if self.free_bytes < NEAR * self.has_bytes else ""
+        return (
+            f"{self.need.who} {format_bytes(self.need.total)} of memory by estimate ({self.need.largest()}), and "
+            f"{self.where} has {has}{free}"
+        )
+
+
+def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]:
+    """Estimates what a rank of each pipeline stage holds, for a config whose device and ranks are settled.
+
+    Empty where that is not known beforehand: a microbatch or strategy that is found later, a model of the user's own
+    code, a schedule of the user's own, or a model that cannot be cut so.
+    """
+    parallel, ranks = config.parallel, config.parallel.ranks
+    assert isinstance(ranks, int)
+    if "auto" in (config.train.microbatch, parallel.strategy, parallel.sharding_strategy):
+        return ()
+    try:
+        batch = config_batch(config, ranks)
+        model = describe_model(config, parallel.device)
+        spread = None if model is None else spread_of(config, model, batch.accumulate)
+        if model is None or spread is None:
+            return ()
+        group = shard_group(parallel, ranks, parallel.node_ranks or ranks // hosts)
+        setting = setting_of(config, group=group, microbatch=batch.microbatch, device=parallel.device, spread=spread)
+        return estimate_ranks(model, setting)
+    except (UsageError, ConfigError):
+        return ()
+
+
+def needed(config: Config) -> Need | None:
+    """Returns what the ranks of one host need of the memory that they share; None where that is not known.
+
+    A GPU is not shared: of several, the one that needs most counts.
+    """
+    if config.comm.backend == "virtual":
+        return None
+    stages, ranks = rank_estimates(config), config.parallel.ranks
+    assert isinstance(ranks, int)
+    if not stages:
+        return None
+    if config.parallel.device == "cuda":
+        most = max(stages, key=lambda each: each.device_bytes)
+        return Need(who="a rank needs", parts=_parts([most]))
+    parts = _times(_parts(stages), ranks // len(stages)) | {"framework": stages[0].framework}
+    return Need(who=_who(ranks, "rank"), parts=parts)
+
+
+def needed_in_turns(config: Config) -> Need | None:
+    """Returns the least that virtual ranks need, all of them in one process; None where that is not known."""
+    stages, ranks = rank_estimates(config), config.parallel.ranks
+    assert isinstance(ranks, int)
+    if not stages:
+        return None
+    working = max(({name: getattr(each, name) for name in _WORKING} for each in stages), key=lambda x: sum(x.values()))
+    parts = _times(_parts(stages), ranks // len(stages)) | {"framework": stages[0].framework} | working
+    return Need(who=_who(ranks, "virtual rank"), parts=parts)
+
+
+def _who(ranks: int, name: str) -> str:
+    return f"1 {name} needs" if ranks == 1 else f"{ranks} {name}s need"
+
+
+def _parts(estimates: Sequence[MemoryEstimate]) -> dict[str, int]:
+    names = [field.name for field in dataclasses.fields(MemoryEstimate) if field.name != "host"]
+    return {name: sum(getattr(each, name) for each in estimates) for name in names}
+
+
+def _times(parts: dict[str, int], number: int) -> dict[str, int]:
+    return {name: number * value for name, value in parts.items()}
+
+
+def ways_out(config: Config, verdict: Verdict, machine: Machine, entry: Path | None = None) -> list[str]:
+    """Returns what makes a run fit that does not: the smallest changes, the fastest by prediction first.
+
+    Where nothing fits, what comes nearest; where this machine cannot be priced, why. ``entry`` is a file that
+    ``paceline calibrate`` wrote.
+    """
+    from paceline.search.expect import present_cluster
+    from paceline.search.request import request_for
+    from paceline.search.result import plan_for
+
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    try:
+        cluster = _with_memory(present_cluster(config, machine, ranks, None, entry)[0], config, verdict)
+        request = request_for(config, cluster)
+        if config.parallel.device == "cuda":
+            request = dataclasses.replace(request, host_memory=machine.memory_bytes)
+        found = plan_for(request)
+    except (UsageError, ConfigError) as error:
+        why = error.problems[0].what if isinstance(error, ConfigError) else str(error)
+        return [
+            f"which changes fit is not known: {why.splitlines()[0]}",
+            "parallel.strategy=auto takes the first way that fits, where one does",
+        ]
+    fitting = [each for each in _changes(found) if each.ranked and _has_room(config, each.ranked, cluster, verdict)]
+    fitting.sort(key=lambda each: each.ranked.seconds if each.ranked else 0.0)
+    if fitting:
+        return [f"fits with {each}" for each in fitting]
+    lines = [f"would fit with {each}" for each in found.changes if found.winner is None]
+    if found.found.nearest is not None:
+        candidate, least = found.found.nearest
+        lines.insert(
+            0,
+            f"nothing fits here: of {found.found.looked_at} ways to train it {candidate} needs least, "
+            f"{format_bytes(least)} of a rank",
+        )
+    return [*lines, "take a smaller model or context, or look for another machine: paceline plan CONFIG --cluster NAME"]
+
+
+def _with_memory(cluster: Cluster, config: Config, verdict: Verdict) -> Cluster:
+    """Returns the cluster whose devices have what there is: CPU ranks share it."""
+    share = 1 if config.parallel.device == "cuda" else cluster.devices
+    device = dataclasses.replace(cluster.device, memory_bytes=verdict.has_bytes / share)
+    return dataclasses.replace(cluster, node=dataclasses.replace(cluster.node, device=device))
+
+
+def _changes(found: PlanResult) -> list[Change]:
+    """Returns the changes that a plan knows; for a config that is not priced as it is written, its first plan."""
+    from paceline.search.search import Change
+
+    if found.winner is None or found.changes:
+        return list(found.changes) if found.winner else []
+    config, settings = found.request.config, found.winner.candidate.settings
+    return [Change(keys={key: to for key, to in settings.items() if _value(config, key) != to}, ranked=found.winner)]
+
+
+def _value(config: Config, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _has_room(config: Config, ranked: Ranked, cluster: Cluster, verdict: Verdict) -> bool:
+    """Whether the changed config fits by the estimate that has refused this one, which counts all that it says."""
+    from paceline.search.from_config import planned_values
+
+    try:
+        changed = config_from_dict(planned_values(config, ranked.candidate, cluster), "plan")
+    except ConfigError:
+        return False
+    parallel = changed.parallel.model_copy(update={"device": config.parallel.device})
+    need = needed(changed.model_copy(update={"parallel": parallel}))
+    return need is not None and need.total <= verdict.has_bytes

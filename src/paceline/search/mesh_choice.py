@@ -1,0 +1,162 @@
+"""``parallel.sharding_strategy: auto``: how a number of ranks is spread over pipeline, tensor and data, and why.
+
+Whole models are cheapest, so the ladder of ``choice.py`` comes first, and models are split before it ends in what
+costs most: computing the whole forward again, and the host's memory. The order:
+
+    1  whole models         checkpoint none, matmuls
+    2  split models         checkpoint none, matmuls; the least overhead first
+    3  whole, split         checkpoint full
+    4  whole models         offload
+
+The overhead of a split model is the time of a step beside computing, in parts of computing. For p stages, m
+microbatches, T tensor ranks and D data ranks, a part of P bytes, L blocks in it, and a stream of B bytes:
+
+    bubble        (p - 1) / m                   equally, (p-1)/(m+p-1) of the step
+    recompute     0, 0.1, 1/3                   none, matmuls, full
+    tensor        8 B L m (T-1)/T bytes         inside a host always
+    pipeline      2 B m bytes
+    data          2 P (D-1)/D bytes for ddp and zero1; (m + 1) P for zero2 and 3 m P for fsdp, each microbatch anew
+
+A byte that is sent inside a host counts as long as 128 operations, one between hosts as eight times that. This is a
+rule of thumb for an order, not a prediction: nothing overlaps, and no link is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from paceline.config import Config, config_batch, run_checks
+from paceline.errors import ConfigError, UsageError
+from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.memory import Setting, setting_of
+from paceline.predict.memory.parts import Spread, stage_bounds
+from paceline.search.choice import (
+    Candidate,
+    Choice,
+    Room,
+    checkpoints_for,
+    data_settings,
+    judge,
+    take_first,
+)
+
+_KEY = "parallel.sharding_strategy"
+_INSIDE = 128.0  # operations in the time in which a byte is sent inside a host
+_BETWEEN = 8 * _INSIDE
+_RECOMPUTED = {"none": 0.0, "matmuls": 0.1, "full": 1 / 3}
+_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+
+
+def choose_mesh(config: Config, model: ModelFacts, room: Room) -> Choice:
+    """Takes the cheapest mesh, strategy and checkpointing that fit. What ``memory`` says itself is kept as it is.
+
+    Raises ConfigError where nothing fits, or the batch divides among no number of data ranks.
+    """
+    left_out: list[str] = []
+    whole = list(_whole(config, model, room, left_out))
+    split = list(_split(config, model, room, left_out))
+    split.sort(key=lambda candidate: candidate.overhead)  # stable: the simpler strategy first, where all is equal
+    ladder = [
+        *(each for each in whole if not each.offload and each.checkpoint != "full"),
+        *(each for each in split if each.checkpoint != "full"),
+        *(each for each in whole if not each.offload and each.checkpoint == "full"),
+        *(each for each in split if each.checkpoint == "full"),
+        *(each for each in whole if each.offload),
+    ]
+    if not ladder:
+        config_batch(_spread_config(config, room, 1, 1), room.ranks)  # says what is wrong with the batch
+    return take_first(ladder, model, room, key=_KEY, left_out=tuple(left_out))
+
+
+def _whole(config: Config, model: ModelFacts, room: Room, left_out: list[str]) -> Iterator[Candidate]:
+    try:
+        batch = config_batch(_spread_config(config, room, 1, 1), room.ranks)
+    except ConfigError as error:
+        left_out.append(f"data {room.ranks}: {error.problems[0].what}")
+        return
+    microbatch = 1 if config.train.microbatch == "auto" else batch.microbatch
+    group = config.parallel.shard_ranks or 1
+    asked = setting_of(config, group=group, microbatch=microbatch, device=room.device)
+    for setting in data_settings(model, asked, room, frozenset(config.memory.model_fields_set)):
+        yield judge(model, setting, room)
+
+
+def _split(config: Config, model: ModelFacts, room: Room, left_out: list[str]) -> Iterator[Candidate]:
+    if room.ranks == 1:
+        return
+    if not model.layers:
+        left_out.append("pipeline and tensor parallelism: only the model's own code knows its layers")
+        return
+    can_share = any(layer.split_parameters for layer in model.layers)
+    if not can_share:
+        left_out.append(f"tensor parallelism: there is no plan of what to split for model.kind = {config.model.kind}")
+    tensors = [size for size in _divisors(room.node_ranks) if room.ranks % size == 0] if can_share else [1]
+    for tensor in tensors:
+        for pipeline in _divisors(room.ranks // tensor):
+            if pipeline * tensor > 1:
+                yield from _of_degrees(config, model, room, (pipeline, tensor), left_out)
+
+
+def _of_degrees(
+    config: Config, model: ModelFacts, room: Room, degrees: tuple[int, int], left_out: list[str]
+) -> Iterator[Candidate]:
+    """Iterates over strategies and checkpointing for one mesh; says why if it cannot be."""
+    pipeline, tensor = degrees
+    asked = _spread_config(config, room, pipeline, tensor)
+    try:
+        problems = run_checks(asked)
+        if problems:
+            raise ConfigError(problems, source="config")
+        batch = config_batch(asked, room.ranks)
+        bounds = stage_bounds(model, pipeline) if pipeline > 1 else None
+    except (ConfigError, UsageError) as error:
+        what = error.problems[0].what if isinstance(error, ConfigError) else str(error).partition("\n")[0]
+        left_out.append(f"pipeline {pipeline} x tensor {tensor}: {what}")
+        return
+    microbatch = 1 if config.train.microbatch == "auto" else batch.microbatch
+    spread = Spread(pipeline=pipeline, tensor=tensor, microbatches=batch.samples_per_rank // microbatch, bounds=bounds)
+    base = setting_of(asked, group=1, microbatch=microbatch, device=room.device, spread=spread)
+    for checkpoint in checkpoints_for(model, base, frozenset(config.memory.model_fields_set)):
+        for strategy in _STRATEGIES if batch.ranks > 1 else _STRATEGIES[:1]:
+            group = 1 if strategy == "ddp" else batch.ranks
+            setting = dataclasses.replace(base, strategy=strategy, group=group, checkpoint=checkpoint)
+            yield judge(model, setting, room, overhead_of(model, setting, room))
+
+
+def overhead_of(model: ModelFacts, setting: Setting, room: Room) -> float:
+    """Returns the time of a step beside computing, in parts of computing, by the rule of thumb above."""
+    spread = setting.spread
+    pipeline, tensor, count = spread.pipeline, spread.tensor, spread.microbatches
+    data = room.ranks // (pipeline * tensor)
+    operations = 3 * sum(layer.operations for layer in model.layers)
+    computing = operations * setting.microbatch * count / (pipeline * tensor)
+    stream = setting.microbatch * max(layer.input_bytes for layer in model.layers)
+    part = model.parameters * setting.itemsize / (pipeline * tensor)
+    trips = {"ddp": 2, "zero1": 2, "zero2": count + 1}.get(setting.strategy, 3 * count)
+    inside = 8 * stream * count * len(model.blocks) / pipeline * (tensor - 1) / tensor
+    averaged = trips * part * (data - 1) / data
+    sent = 2 * stream * count if pipeline > 1 else 0.0
+    time = _INSIDE * inside
+    time += (_INSIDE if data * tensor <= room.node_ranks else _BETWEEN) * averaged
+    time += (_INSIDE if room.ranks <= room.node_ranks else _BETWEEN) * sent
+    return (pipeline - 1) / count + _RECOMPUTED.get(setting.checkpoint, 1 / 3) + time / max(computing, 1.0)
+
+
+def _spread_config(config: Config, room: Room, pipeline: int, tensor: int) -> Config:
+    """Returns the config as it would be with these degrees, and a strategy that goes with all of them."""
+    parallel = config.parallel.model_copy(
+        update={
+            "strategy": "ddp",
+            "sharding_strategy": "manual",
+            "shard_ranks": None,
+            "ranks": room.ranks,
+            "pipeline": pipeline,
+            "tensor": tensor,
+        }
+    )
+    return config.model_copy(update={"parallel": parallel})
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

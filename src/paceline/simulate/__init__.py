@@ -1,1 +1,0 @@
-"""The same program on virtual clocks: a training of N ranks in one process, with the times of another machine."""

@@ -1,0 +1,1 @@
+"""What happens when a step or a rank goes wrong."""

@@ -1,0 +1,196 @@
+"""Saving a run: when, in the background or at once, and what is kept.
+
+The saver is a hook. It saves every n steps, every so many minutes of rank 0's clock, at the end, and when it is asked
+to. What a save took goes to the records when it has come to its end: how long training stood still, and how long it
+was under way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from paceline.checkpoint.find import spots_in
+from paceline.checkpoint.line import Spot, line_from
+from paceline.checkpoint.retention import Retention
+from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.writer import CheckpointWriter
+from paceline.config import CheckpointConfig
+from paceline.records.records import EventRecord
+from paceline.train.run_state import collect_state
+from paceline.train.trainer import StepResult, Trainer
+
+_AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end
+_WORTH_BYTES = 2**25  # what is smaller is written before a copy of it would pay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePolicy:
+    """When a run is saved, and how. ``ask_every``: steps after which ranks ask rank 0's clock.
+
+    ``in_background`` None: where a rank writes 32 MiB or more. One that is smaller is there before training goes on.
+    """
+
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    at_end: bool = True
+    in_background: bool | None = False
+    ask_every: int = 10
+    retention: Retention = field(default_factory=Retention)
+
+
+def save_policy(config: CheckpointConfig, *, ask_every: int = 10) -> SavePolicy:
+    """Returns what a config asks for."""
+    usual: Literal["min", "max"] = "max" if config.best_metric == "eval_accuracy" else "min"
+    retention = Retention(
+        last=config.keep,
+        every=config.keep_every,
+        best=config.keep_best,
+        metric=config.best_metric,
+        mode=config.best_mode or usual,
+    )
+    return SavePolicy(
+        every_steps=config.every_steps,
+        every_seconds=None if config.every_minutes is None else config.every_minutes * 60.0,
+        at_end=config.at_end,
+        in_background=None if config.asynchronous == "auto" else config.asynchronous,
+        ask_every=ask_every,
+        retention=retention,
+    )
+
+
+class Saver:
+    """Saves a trainer's state into a folder. All ranks call it at the same steps."""
+
+    def __init__(
+        self,
+        folder: Path,
+        policy: SavePolicy,
+        about: Mapping[str, Any] | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        """``about`` is what the run is, for whoever looks at a checkpoint: JSON values; ``storage`` None: as usual."""
+        self.folder = folder
+        self.policy = policy
+        self.last_saved: int | None = None
+        self._about = dict(about or {})
+        self._storage = storage
+        self._writer: CheckpointWriter | None = None
+        self._clock = time.monotonic()
+        self._trainer: Trainer | None = None
+        self._is_in_background = False
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Saves if it is time to, and tells of what has been written since."""
+        if self.last_saved is not None and result.step < self.last_saved:
+            self.last_saved = None  # the run went back
+        if self._writer is None and self._saves_on_the_way and not result.is_last:
+            self._prepare(trainer)
+        reason = self._reason(trainer, result)
+        if reason:
+            self.save(trainer, reason)
+        if result.is_last:
+            self.finish()
+        self._tell(trainer)
+
+    def save(self, trainer: Trainer, reason: str) -> None:
+        """Saves the state after the last step, once a step; at once where the process may end after it.
+
+        Called by all ranks after the same step. Raises CheckpointError on all of them if one could not write this one,
+        or the one before; older checkpoints are intact.
+        """
+        self._trainer = trainer
+        if self.last_saved == trainer.step:
+            if reason in _AT_ONCE:
+                self.finish()
+            return
+        trainer.parts.meter.enter("checkpoint")
+        writer, state = self._writer or self._prepare(trainer), trainer.state()
+        self._note_best(trainer)
+        values = {**state.values, "best": trainer.best}
+        state = dataclasses.replace(state, values=values, about={**self._about, "reason": reason})
+        writer.save(state, in_background=self._is_in_background and reason not in _AT_ONCE)
+        self.last_saved = trainer.step
+        self._tell(trainer)
+        trainer.parts.meter.start()
+
+    def save_now(self, trainer: Trainer) -> None:
+        """Saves for a process that is about to end, and waits until it is written."""
+        self.save(trainer, "preempted")
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits for what is being written. Raises CheckpointError on all ranks if one of them could not."""
+        if self._writer is not None:
+            self._writer.finish()
+            if self._trainer is not None:
+                self._tell(self._trainer)
+
+    @property
+    def _saves_on_the_way(self) -> bool:
+        policy = self.policy
+        return policy.in_background is not False and (policy.every_steps or policy.every_seconds) is not None
+
+    def _prepare(self, trainer: Trainer) -> CheckpointWriter:
+        """Makes the writer, and room to save in the background. All ranks call it when the optimizer has its state."""
+        world, policy = trainer.parts.engine.world, self.policy
+        self._writer = CheckpointWriter(self.folder, world, policy.retention, self._storage)
+        self._take_line(trainer)
+        if self._saves_on_the_way:
+            worth = _WORTH_BYTES if policy.in_background is None else 0
+            self._is_in_background = self._writer.reserve(collect_state(trainer), worth)
+        return self._writer
+
+    def _reason(self, trainer: Trainer, result: StepResult) -> str:
+        policy, reason = self.policy, ""
+        if policy.every_steps is not None and result.step % policy.every_steps == 0:
+            reason = "steps"
+        if policy.every_seconds is not None and result.step % policy.ask_every == 0 and self._is_time(trainer):
+            self._clock = time.monotonic()
+            reason = "minutes"
+        return "end" if policy.at_end and result.is_last else reason
+
+    def _is_time(self, trainer: Trainer) -> bool:
+        """Asks rank 0's clock, so that all ranks are told the same."""
+        comm, seconds = trainer.parts.engine.world, self.policy.every_seconds
+        assert seconds is not None
+        due = torch.tensor([float(time.monotonic() - self._clock >= seconds)], device=comm.device)
+        comm.broadcast(due).wait()
+        return bool(due.item())  # sync point, once in ask_every steps
+
+    def _take_line(self, trainer: Trainer) -> None:
+        """Goes on with the trainer's line, or a new one where later steps lie that it did not come along."""
+        if trainer.parts.engine.world.rank == 0:
+            here = None if trainer.line is None else Spot(line=trainer.line, step=trainer.step)
+            trainer.line = line_from(here, list(spots_in(self.folder, self._storage).values()))
+
+    def _note_best(self, trainer: Trainer) -> None:
+        """Keeps the best value of the metric so far, and its step."""
+        policy = self.policy.retention
+        value = trainer.metrics.get(policy.metric)
+        known = trainer.best
+        if value is None or value != value:
+            return
+        is_other = known is None or known["metric"] != policy.metric
+        if is_other or (value < known["value"] if policy.mode == "min" else value > known["value"]):  # type: ignore[index]
+            trainer.best = {"metric": policy.metric, "value": value, "step": trainer.step}
+
+    def _tell(self, trainer: Trainer) -> None:
+        """Writes the records of saves that have come to their end."""
+        for report in [] if self._writer is None else self._writer.reports():
+            if trainer.sink is None:
+                continue
+            detail = {
+                "folder": str(self.folder),
+                "seconds": round(report.total_s, 4),
+                "stall_seconds": round(report.stall_s, 4),
+                "bytes": report.num_bytes,
+                "background": report.is_background,
+            }
+            trainer.sink.write(EventRecord(name="checkpoint", step=report.step, detail=detail, time=time.time()))

@@ -1,0 +1,1 @@
+"""Is the distributed run the run of one process?"""

@@ -1,0 +1,159 @@
+"""How far two runs are apart, and how far they may be.
+
+In float64 the measure is the largest *absolute* difference: sums in another order differ by 1e-15, a mistake by far
+more than 1e-10.
+
+In mixed precision it is *relative*: the norm of the difference of two tensors over the norm of the expected one, since
+a single element may sit on the edge between two half-precision numbers and take the other one. A tensor whose gradient
+nearly cancels is nothing but rounding, so no norm counts for less than a share, the *floor*, of that of all tensors.
+Parameters are measured by how far the step moved them: against their size, a missing update would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from paceline.verify.settings import Settings
+from paceline.verify.values import StepValues
+
+TOLERANCE = 1e-10
+
+Tensors = Mapping[str, torch.Tensor | None]
+Measure = Callable[[Tensors, Tensors, Tensors], dict[str, float]]
+"""Takes what was computed, what was expected and what it is measured by; returns the error of each name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """The largest differences found, by what was compared."""
+
+    loss: float = 0.0
+    gradients: float = 0.0
+    norm: float = 0.0
+    parameters: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def largest(self) -> float:
+        """The largest of all."""
+        return max(self.loss, self.gradients, self.norm, self.parameters, self.buffers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """How far two runs may be apart, and why; with a ``floor`` differences are relative, without one absolute."""
+
+    tolerance: float
+    reason: str
+    floor: float | None = None
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether differences are relative to what was expected."""
+        return self.floor is not None
+
+    def measure(self, ours: Tensors, expected: Tensors, scale: Tensors) -> dict[str, float]:
+        """Returns the error of each expected tensor, in terms of ``scale`` where it has one of that name."""
+        return absolute(ours, expected, scale) if self.floor is None else relative(ours, expected, scale, self.floor)
+
+
+def bound_for(settings: Settings, pieces: int, tolerance: float | None = None) -> Bound:
+    """Returns the bound for a run that is compared with one process on batches of ``pieces``.
+
+    Let u be half the distance of two half-precision numbers: 2^-8 of their size in bf16, 2^-11 in fp16. A gradient of a
+    piece of the batch is rounded once to half precision and added up in float32. With the same pieces both runs round
+    the same numbers, and differ by the float32 sums (1e-7 each) and by the few elements that another order of sums
+    inside a product pushes over an edge; if one in 256 takes the other side, that is u / 16. Gradients that travel in
+    half precision are off by 0.4 u, shares weighed wrongly by tens of u.
+
+    With other pieces the two runs round different numbers: u for each side, and as much again where pieces partly
+    cancel. An element at an edge may also switch a ReLU, which is much for a tensor of few elements; so there the floor
+    is the norm of all tensors.
+    """
+    if settings.is_exact:
+        return Bound(tolerance=tolerance or TOLERANCE, reason="sums in another order, in float64")
+    half = settings.policy.autocast_dtype or settings.policy.param_dtype
+    assert half is not None
+    name = str(half).removeprefix("torch.")
+    unit = torch.finfo(half).eps / 2
+    if pieces == settings.accumulate * settings.ranks:
+        reason = f"the same roundings to {name} on both sides, and one element in 256 on the other side of an edge"
+        return Bound(tolerance=tolerance or unit / 16, reason=reason, floor=0.01)
+    reason = f"gradients of other pieces of the batch, rounded to {name} on both sides"
+    return Bound(tolerance=tolerance or unit * 4, reason=reason, floor=1.0)
+
+
+def compare(ours: StepValues, expected: StepValues, measure: Measure | None = None) -> Errors:
+    """Returns the largest differences of one step on one rank."""
+    measure = measure or absolute
+    return Errors(
+        loss=worst(measure({"": ours.loss}, {"": expected.loss}, {})),
+        gradients=worst(measure(ours.gradients, expected.gradients, {})),
+        norm=worst(measure({"": ours.norm}, {"": expected.norm}, {})),
+        parameters=worst(measure(ours.parameters, expected.parameters, movement(expected))),
+        buffers=max((worst(measure(ours.buffers, {n: b}, {})) for n, b in expected.buffers.items()), default=0.0),
+    )
+
+
+def worst(errors: Mapping[str, float]) -> float:
+    """Returns the largest error."""
+    return max(errors.values(), default=0.0)
+
+
+def merge(errors: Iterable[Errors]) -> Errors:
+    """Returns the largest of each."""
+    found = list(errors)
+    names = [field.name for field in dataclasses.fields(Errors)]
+    return Errors(**{name: max((getattr(error, name) for error in found), default=0.0) for name in names})
+
+
+def movement(expected: StepValues) -> dict[str, torch.Tensor]:
+    """Returns how far a step moved the parameters."""
+    start = expected.start
+    return {name: value - start[name] for name, value in expected.parameters.items() if name in start}
+
+
+def absolute(ours: Tensors, expected: Tensors, scale: Tensors) -> dict[str, float]:
+    """Returns the largest absolute difference of each tensor."""
+    del scale
+    return {name: difference(ours.get(name), tensor) for name, tensor in expected.items()}
+
+
+def relative(ours: Tensors, expected: Tensors, scale: Tensors, floor: float) -> dict[str, float]:
+    """Returns the norm of each tensor's difference over that of ``scale``, by default of the expected tensor.
+
+    That norm is at least ``floor`` times the norm of all together.
+    """
+    sizes = {name: _norm(scale.get(name, tensor)) for name, tensor in expected.items()}
+    least = floor * math.hypot(*sizes.values())
+    errors = {}
+    for name, tensor in expected.items():
+        found = ours.get(name)
+        error = difference(found, tensor)
+        if found is not None and tensor is not None and 0.0 < error < math.inf:
+            size = max(sizes[name], least)
+            error = _norm(found.double() - tensor.double()) / size if size else math.inf
+        errors[name] = error
+    return errors
+
+
+def difference(ours: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """Returns the largest absolute difference; infinite if only one exists, or if they differ in being finite."""
+    if ours is None or expected is None:
+        return 0.0 if ours is expected else math.inf
+    if ours.shape != expected.shape:
+        return math.inf
+    if not ours.numel():
+        return 0.0
+    value = float((ours.double() - expected.double()).abs().max())
+    same = torch.equal(torch.nan_to_num(ours, nan=1.5e300), torch.nan_to_num(expected, nan=1.5e300))
+    return (0.0 if same else math.inf) if value != value else value
+
+
+def _norm(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None else float(tensor.double().norm())

@@ -1,0 +1,91 @@
+"""The trainer of virtual ranks and the analyzer: the usage that scripts have, and what they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+from paceline.classic.analysis import TrainingMetrics
+from paceline.config import config_from_dict
+from paceline.errors import RunFolderError, UsageError
+
+
+def small(**settings: object) -> paceline.DistributedConfig:
+    return paceline.DistributedConfig(dataset_size=60, batch_size=16, model_dim=16, epochs=2, **settings)
+
+
+def test_the_usual_script_runs(tmp_path: Path) -> None:
+    config = small()
+    config.world_size = 2
+
+    trainer = paceline.MockDistributedTrainer(config)
+    trainer.setup_model_and_data()
+    metrics = trainer.train()
+
+    analyzer = paceline.DistributedTrainingAnalyzer(metrics)
+    figure = analyzer.plot_training_metrics()
+    report = analyzer.generate_performance_report()
+
+    assert metrics["epoch"] == [1, 2]
+    assert all(0 <= (value or 0) <= 1 for value in metrics["accuracy"])
+    assert (metrics["train_loss"][1] or 9) < (metrics["train_loss"][0] or 0)
+    assert len(figure.axes) == 4
+    assert (report.ranks, report.epochs, report.steps) == (2, 2, 6)
+    assert report.final_accuracy == metrics["accuracy"][-1]
+    assert 0 < report.scaling_efficiency <= 1
+    assert "ddp on 2 ranks: 2 epochs, 6 steps" in str(report)
+    analyzer.plot_training_metrics(tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+def test_training_leaves_its_values_in_the_model_and_repeats(tmp_path: Path) -> None:
+    trainer = paceline.SimulatedTrainer(small(world_size=2), compute="modelled", slow={1: 2.0})
+    with pytest.raises(UsageError, match="no model yet"):
+        _ = trainer.model
+    with pytest.raises(UsageError, match="no time line"):
+        trainer.write_trace(tmp_path / "trace.json")
+    first = trainer.train(tmp_path / "run")
+    values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    assert dict(trainer.train()) == dict(first)
+    assert all(torch.equal(value, values[name]) for name, value in trainer.model.state_dict().items())
+    trainer.write_trace(tmp_path / "trace.json")
+    assert (tmp_path / "trace.json").is_file()
+    again = paceline.DistributedTrainingAnalyzer(tmp_path / "run").metrics
+    assert dict(again) == dict(first)
+
+
+def test_ranks_do_not_change_what_is_learned() -> None:
+    curves = [
+        paceline.SimulatedTrainer(_without_dropout(ranks), compute="modelled").train()["train_loss"] for ranks in (1, 4)
+    ]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+def _without_dropout(ranks: int):  # noqa: ANN202
+    values = small(world_size=ranks).to_config().model_dump(mode="json", exclude_unset=True)
+    values["model"]["dropout"] = 0.0
+    return config_from_dict(values, source="test")
+
+
+def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="config is of type dict"):
+        paceline.SimulatedTrainer({"world_size": 4})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no cluster is called 'dgx-h1000'"):
+        paceline.SimulatedTrainer(small(), cluster="4x dgx-h1000")
+    with pytest.raises(UsageError, match=r"slow = \{9: 2\}"):
+        paceline.SimulatedTrainer(small(world_size=4), slow={9: 2.0})
+    with pytest.raises(UsageError, match=r"slow_links = \{1: 0\}"):
+        paceline.SimulatedTrainer(small(world_size=4), slow_links={1: 0.0})
+    with pytest.raises(UsageError, match="4 ranks on 1x a100-sxm-80gb"):
+        paceline.SimulatedTrainer(small(world_size=4), cluster="1x a100-sxm-80gb")
+    with pytest.raises(UsageError, match="compute = 'guessed'"):
+        paceline.SimulatedTrainer(small(), compute="guessed")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="metrics is of type list"):
+        paceline.DistributedTrainingAnalyzer([])  # type: ignore[arg-type]
+    with pytest.raises(RunFolderError, match="no run in"):
+        paceline.DistributedTrainingAnalyzer(tmp_path)
+    with pytest.raises(UsageError, match="no steps"):
+        TrainingMetrics.from_records([[], []])

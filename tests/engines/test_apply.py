@@ -1,0 +1,81 @@
+"""From a module to an engine: the strategy that fits, and engines that leave nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from covering import covering
+from torch import nn
+
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.virtual.communicator import run_virtual
+from paceline.engines import automatic
+from paceline.engines.apply import parallelize
+from paceline.engines.engine import Engine
+from paceline.models.gpt import GPT, gpt_config
+from paceline.search.choice import MARGIN, Choice
+
+CPU = torch.device("cpu")
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(gpt_config("gpt-nano", context=16, vocab_size=32))
+
+
+def train(engine: Engine, steps: int = 2) -> None:
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3, fused=True)
+    tokens = torch.arange(16)[None]
+    for _ in range(steps):
+        F.cross_entropy(engine(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@covering(
+    always={"ranks": [2]},
+    strategy=["ddp", "zero1", "zero2", "fsdp"],
+    precision=["fp32", "bf16_master"],
+    ranks=[2, 1],
+)
+def test_an_engine_that_nobody_holds_is_freed(strategy: str, precision: str, ranks: int) -> None:
+    """Hooks of torch refer to the engine where the collector cannot look: a cycle there would stay."""
+
+    def work(comm: Communicator) -> weakref.ref[Engine]:
+        engine = parallelize(make_model(), comm, strategy, precision=precision)
+        train(engine)
+        return weakref.ref(engine)
+
+    for reference in run_virtual(work, ranks=ranks):
+        gc.collect()
+        assert reference() is None
+
+
+def test_auto_takes_data_parallelism_where_it_fits() -> None:
+    engine = parallelize(make_model(), SoloCommunicator(CPU), "auto")
+    assert type(engine).__name__ == "DataParallel"
+    train(engine, 1)
+
+
+def test_auto_shards_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less room than data parallelism needs, and more than full sharding does, the ranks share the model out."""
+    monkeypatch.setattr(automatic, "_FOR_ACTIVATIONS", 0.0)
+
+    def choose() -> list[Choice]:
+        return run_virtual(lambda comm: automatic.choose_for_module(make_model(), comm), ranks=4)
+
+    needs = {each.label: each.memory.device_bytes for each in choose()[0].ladder}
+    room = round((needs["ddp"] + needs["fsdp"]) / 2 / (1 - MARGIN))
+    measure = automatic.measure_room
+    monkeypatch.setattr(
+        automatic, "measure_room", lambda *where: dataclasses.replace(measure(*where), device_bytes=room)
+    )
+    assert {each.chosen.label for each in choose()} <= {"zero1", "zero2", "fsdp"}
+    engines = run_virtual(lambda comm: type(parallelize(make_model(), comm, "auto")).__name__, ranks=4)
+    assert set(engines) <= {"ZeroParallel", "FullySharded"}

@@ -1,0 +1,364 @@
+"""Activation checkpointing: the same gradients to the bit, from as little as each policy says."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from covering import covering
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paceline.engines.checkpointing import POLICIES, checkpoint_blocks
+from paceline.errors import UsageError
+from paceline.models.gpt import GPT, gpt_config
+from paceline.models.registry import model_blocks
+from paceline.models.resnet import ResNet
+
+BATCH, WIDTH, HIDDEN, LAYERS = 6, 8, 32, 4
+ACTIVE = [policy for policy in POLICIES if policy != "none"]
+
+
+class Block(nn.Module):
+    """Two products, a norm, a dropout and a residual: small enough to know all that it saves."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int = LAYERS, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dropout=dropout) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return x
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.relu(self.norm(self.conv(x)))
+
+
+class ConvStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(ConvBlock(3), ConvBlock(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def make(factory: Callable[[], nn.Module], policy: str = "none") -> nn.Module:
+    torch.manual_seed(4)
+    model = factory()
+    checkpoint_blocks(model_blocks(model), policy)
+    return model
+
+
+def gpt(dropout: float = 0.1) -> nn.Module:
+    return GPT(gpt_config(layers=4, heads=2, width=16, context=8, vocab_size=11, dropout=dropout))
+
+
+def resnet() -> nn.Module:
+    return ResNet(18, num_classes=3, in_channels=1, width=4, norm="batch", stem="small")
+
+
+def inputs_of(factory: Callable[[], nn.Module]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(9)
+    if factory is gpt:
+        return torch.randint(0, 11, (2, 8), generator=generator)
+    if factory is resnet:
+        return torch.randn(4, 1, 8, 8, generator=generator)
+    if factory is ConvStack:
+        return torch.randn(5, 3, 4, 4, generator=generator)
+    return torch.randn(BATCH, WIDTH, generator=generator)
+
+
+def train(model: nn.Module, x: torch.Tensor, *, autocast: bool = False, passes: int = 2) -> dict[str, torch.Tensor]:
+    """Returns gradients, buffers and the last loss."""
+    torch.manual_seed(17)
+    for _ in range(passes):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x).float().pow(2).mean()
+        loss.backward()
+    found = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**found, **dict(model.named_buffers()), "loss": loss.detach(), "random": torch.rand(1)}
+
+
+def check_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different
+
+
+# The same results.
+
+
+@covering(always={"factory": [Stack]}, factory=[Stack, gpt, resnet, ConvStack], policy=ACTIVE)
+def test_gradients_and_statistics_are_the_same_to_the_bit(factory: Callable[[], nn.Module], policy: str) -> None:
+    x = inputs_of(factory)
+    check_bits(train(make(factory, policy), x), train(make(factory), x))
+
+
+@pytest.mark.parametrize("policy", ACTIVE)
+def test_dropout_and_autocast_come_back_in_the_second_run(policy: str) -> None:
+    def factory() -> nn.Module:
+        return Stack(dropout=0.5)
+
+    x = inputs_of(Stack)
+    plain = train(make(factory), x, autocast=True)
+    check_bits(train(make(factory, policy), x, autocast=True), plain)
+    assert not torch.equal(plain["loss"], train(make(factory), x)["loss"]), "autocast must matter for this test"
+
+
+@pytest.mark.parametrize("policy", ["full", "every_2"])
+def test_a_graph_may_be_walked_twice(policy: str) -> None:
+    def walk(model: nn.Module) -> dict[str, torch.Tensor]:
+        loss = model(inputs_of(ConvStack)).pow(2).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return {**{n: p.grad for n, p in model.named_parameters()}, **dict(model.named_buffers())}
+
+    check_bits(walk(make(ConvStack, policy)), walk(make(ConvStack)))
+
+
+@pytest.mark.parametrize("policy", ACTIVE)
+def test_frozen_and_evaluated_layers(policy: str) -> None:
+    def factory() -> nn.Module:
+        model = ConvStack()
+        model.layers[0].requires_grad_(False)
+        model.layers[1].norm.eval()
+        return model
+
+    x = inputs_of(ConvStack)
+    check_bits(train(make(factory, policy), x), train(make(factory), x))
+
+
+# What is stored.
+
+
+class LiveBytes(TorchDispatchMode):
+    """Knows every storage that was made, as long as somebody holds it; counts operators by name."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+        self._there_anyway = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in self._there_anyway:
+                self._made[leaf.untyped_storage()] = leaf.untyped_storage().nbytes()
+        return result
+
+    @property
+    def alive(self) -> int:
+        return sum(self._made.values())
+
+
+def saved_outside(model: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
+    """Returns the shapes of what autograd saves, without parameters; what a checkpoint packs away is not seen."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    shapes = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return shapes
+
+
+def test_autograd_saves_only_the_inputs_of_checkpointed_blocks() -> None:
+    x = inputs_of(Stack)
+    one_block = saved_outside(make(lambda: Stack(1)), x)
+    assert len(one_block) > 4
+    expected = {"none": LAYERS, "full": 0, "matmuls": 0, "every_2": 2, "every_3": 2, "every_4": 3}
+    for policy, plain_blocks in expected.items():
+        shapes = saved_outside(make(Stack, policy), x)
+        inputs = [(BATCH, WIDTH)] * (LAYERS - plain_blocks)
+        assert sorted(shapes) == sorted(plain_blocks * one_block + inputs), policy
+
+
+def held_after_forward(policy: str, layers: int) -> int:
+    model = make(lambda: Stack(layers), policy)
+    x = inputs_of(Stack)
+    with LiveBytes(model) as live:
+        output = model(x)
+    held = live.alive
+    del output
+    return held
+
+
+def test_bytes_held_for_backward_are_those_of_the_table() -> None:
+    """The difference that one more block makes, counted by storage."""
+    stream, hidden = 4 * BATCH * WIDTH, 4 * BATCH * HIDDEN
+    per_block = {policy: held_after_forward(policy, 3) - held_after_forward(policy, 2) for policy in POLICIES}
+    assert per_block["full"] == stream  # its output: the next one's input
+    assert per_block["matmuls"] == stream + (hidden + stream)  # the outputs of its two products besides
+    assert per_block["none"] > per_block["matmuls"]
+    plain = held_after_forward("none", 4)
+    assert held_after_forward("every_2", 4) == plain - 2 * (per_block["none"] - stream)
+    assert held_after_forward("every_3", 4) == plain - 2 * (per_block["none"] - stream)
+    assert held_after_forward("every_4", 4) == plain - (per_block["none"] - stream)
+
+
+@pytest.mark.parametrize(
+    ("policy", "products", "others"),
+    [("none", 0, 0), ("full", 2 * LAYERS, LAYERS), ("matmuls", 0, LAYERS), ("every_2", LAYERS, LAYERS // 2)],
+)
+def test_what_runs_again_in_backward(policy: str, products: int, others: int) -> None:
+    model = make(Stack, policy)
+    loss = model(inputs_of(Stack)).sum()
+    with LiveBytes() as live:
+        loss.backward()
+    again = live.calls["addmm"]
+    # The last product of a block is not needed again: its gradients come from its inputs, and the second run stops.
+    assert again == products - (products // 2)
+    assert live.calls["gelu"] == others
+
+
+def test_attention_is_kept_with_the_products() -> None:
+    def calls(policy: str) -> Counter[str]:
+        loss = make(lambda: gpt(dropout=0.0), policy)(inputs_of(gpt)).sum()
+        with LiveBytes() as live:
+            loss.backward()
+        return live.calls
+
+    def attention(counts: Counter[str]) -> int:
+        return sum(n for name, n in counts.items() if "attention" in name and "backward" not in name)
+
+    assert attention(calls("full")) == 4
+    assert attention(calls("matmuls")) == 0
+    assert calls("matmuls")["mm"] == calls("none")["mm"] < calls("full")["mm"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_gradients_nothing_is_added(policy: str) -> None:
+    def operators(model: nn.Module) -> Counter[str]:
+        with torch.no_grad(), LiveBytes() as live:
+            model(inputs_of(gpt))
+        return live.calls
+
+    assert operators(make(gpt, policy).eval()) == operators(make(gpt).eval())
+
+
+# How it fits in.
+
+
+@pytest.mark.parametrize("policy", ACTIVE)
+def test_names_and_state_stay_as_they_are(policy: str) -> None:
+    plain, checkpointed = make(resnet), make(resnet, policy)
+    assert list(checkpointed.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in checkpointed.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert [type(module) for module in checkpointed.modules()] == [type(module) for module in plain.modules()]
+
+
+def test_hooks_on_a_block_run_outside_once_a_forward() -> None:
+    model = make(Stack, "full")
+    seen: list[str] = []
+    for block in model_blocks(model):
+        block.register_forward_pre_hook(lambda *_: seen.append("before"))
+        block.register_forward_hook(lambda *_: seen.append("after"))
+    model(inputs_of(Stack)).sum().backward()
+    assert seen == ["before", "after"] * LAYERS
+
+
+def test_a_copy_runs_its_own_blocks() -> None:
+    model = make(Stack, "full")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    x = inputs_of(Stack)
+    assert torch.equal(twin(x), x)
+    twin(x).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.parametrize(("factory", "policy"), [(Stack, "matmuls"), (ConvStack, "full")])
+def test_blocks_are_compiled_on_top(factory: Callable[[], nn.Module], policy: str) -> None:
+    def held(policy: str) -> tuple[dict[str, torch.Tensor], int]:
+        torch._dynamo.reset()
+        model = make(factory, policy)
+        for block in model_blocks(model):
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        num_saved = sum(map(_numel, saved_outside(model, inputs_of(factory))))
+        return train(model, inputs_of(factory)), num_saved
+
+    expected, num_plain = held("none")
+    found, num_saved = held(policy)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+    if "layers.0.norm.num_batches_tracked" in expected:
+        assert found["layers.0.norm.num_batches_tracked"] == 3  # one pass to count, two to train
+    assert num_saved < num_plain
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def test_a_block_used_twice_is_wrapped_once() -> None:
+    block = Block()
+    checkpoint_blocks([block, block], "full")
+    x = inputs_of(Stack).requires_grad_()
+    block(block(x)).sum().backward()
+    plain = copy.deepcopy(block)
+    plain.forward = Block.forward.__get__(plain)  # type: ignore[method-assign]
+    other = x.detach().clone().requires_grad_()
+    plain.zero_grad()
+    plain(plain(other)).sum().backward()
+    assert torch.equal(x.grad, other.grad)
+
+
+# Bad input.
+
+
+def test_bad_input_is_explained() -> None:
+    with pytest.raises(UsageError, match=r"'most' is unknown.*\n.*every_4"):
+        checkpoint_blocks([Block()], "most")
+    with pytest.raises(UsageError, match=r"(?s)no blocks.*method blocks\(\)"):
+        checkpoint_blocks(model_blocks(nn.Linear(3, 3)), "full")
+    checkpoint_blocks([], "none")
+    model = make(Stack, "every_2")
+    with pytest.raises(UsageError, match="already"):
+        checkpoint_blocks([model], "full")
+    x = inputs_of(Stack)
+    check_bits(train(model, x), train(make(Stack), x))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()

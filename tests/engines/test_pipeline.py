@@ -1,0 +1,430 @@
+"""Pipelines compute what one process does: every schedule, with data and tensor parallelism, ragged and tied."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from torch import nn
+
+from paceline.comm.base import Communicator
+from paceline.comm.virtual.communicator import run_virtual
+from paceline.engines.apply import parallelize
+from paceline.engines.combined import CombinedParallel
+from paceline.engines.composition import Parallelism
+from paceline.errors import PacelineError, RankFailedError
+from paceline.models.gpt import GPT, gpt_config
+from paceline.schedule.schedules import Action, Schedule, make_schedule, measure_schedule
+from paceline.search.choice import Room
+from paceline.train.loss import LossValue
+from paceline.verify.case import FunctionCase
+from paceline.verify.certificate import certify
+from paceline.verify.measure import absolute, compare
+from paceline.verify.reference import run_reference
+from paceline.verify.runs import run_distributed
+from paceline.verify.settings import Settings, complete
+
+exhaustive = pytest.mark.exhaustive
+LAYERS = 5
+CONTEXT, VOCABULARY = 6, 20
+
+
+def make_gpt() -> nn.Module:
+    return make_gpt_of(LAYERS)
+
+
+def make_gpt_of(layers: int) -> nn.Module:
+    sizes = {"layers": layers, "heads": 4, "kv_heads": 2, "width": 16, "context": CONTEXT, "vocab_size": VOCABULARY}
+    return GPT(gpt_config(None, **sizes, tied=True))
+
+
+def make_tokens(samples: int, step: int) -> Any:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (samples, CONTEXT + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+class Tokens:
+    """Batches of so many samples. An object, not a closure: it goes to other processes."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __call__(self, step: int) -> Any:
+        return make_tokens(self.samples, step)
+
+
+def token_loss(logits: Any, targets: torch.Tensor) -> tuple[torch.Tensor, float]:
+    if not isinstance(logits, torch.Tensor):  # split over tensor ranks
+        return logits.cross_entropy(targets), float(targets.numel())
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, float(targets.numel())
+
+
+def settings_of(ranks: int, microbatches: int, strategy: str = "ddp", steps: int = 3, **spread: Any) -> Settings:
+    return complete(
+        Settings(strategy=strategy, ranks=ranks, steps=steps, accumulate=microbatches, spread=Parallelism(**spread))
+    )
+
+
+def check(settings: Settings, samples: int | None = None, layers: int = LAYERS) -> None:
+    """Verifies on virtual ranks; one sample too many makes the microbatches ragged."""
+    size = samples or 2 * settings.data_ranks * settings.accumulate + 1
+    make = functools.partial(make_gpt_of, layers)
+    found = certify(FunctionCase(model=make, batch=Tokens(size), loss=token_loss), settings)
+    assert found.passed, found
+    assert found.max_abs_error < 1e-10
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"),
+    [
+        pytest.param(ranks, number, marks=() if (ranks, number) in ((2, 1), (3, 3), (2, 5)) else exhaustive)
+        for ranks in (2, 3, 4)
+        for number in (1, 2, 3, 5, 9)
+    ],
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_computes_what_one_process_does(schedule: str, ranks: int, microbatches: int) -> None:
+    check(
+        settings_of(ranks, microbatches, steps=5, pipeline=ranks, schedule=schedule), layers=max(LAYERS, 2 * ranks - 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schedule"),
+    [
+        ("ddp", "1f1b"),
+        ("zero1", "zb-h1"),
+        ("zero1", "interleaved"),
+        ("zero2", "1f1b"),
+        ("zero2", "zb-v"),
+        ("fsdp", "1f1b"),
+        ("fsdp", "interleaved"),
+        pytest.param("ddp", "gpipe", marks=exhaustive),
+        pytest.param("zero1", "1f1b", marks=exhaustive),
+        pytest.param("zero1", "gpipe", marks=exhaustive),
+        pytest.param("zero2", "gpipe", marks=exhaustive),
+        pytest.param("fsdp", "gpipe", marks=exhaustive),
+    ],
+)
+def test_stages_share_the_batch_by_any_strategy(strategy: str, schedule: str) -> None:
+    check(settings_of(4, 3, strategy, pipeline=2, schedule=schedule))
+
+
+def test_hybrid_sharding_inside_a_pipeline() -> None:
+    check(settings_of(8, 2, "hybrid", pipeline=2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "spread"),
+    [
+        ("zero1", {"schedule": "1f1b"}),
+        ("ddp", {"schedule": "zb-v", "sequence": True}),
+        pytest.param("zero2", {"schedule": "zb-h1"}, marks=exhaustive),
+        pytest.param("fsdp", {"schedule": "interleaved"}, marks=exhaustive),
+    ],
+)
+def test_three_dimensions(strategy: str, spread: dict[str, Any]) -> None:
+    check(settings_of(8, 3, strategy, pipeline=2, tensor=2, data=2, **spread))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_tensor_parallelism_alone(strategy: str) -> None:
+    check(settings_of(4, 2, strategy, tensor=2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_ranks_without_samples_in_some_microbatches(strategy: str) -> None:
+    check(settings_of(4, 4, strategy, pipeline=2), samples=3)
+
+
+@pytest.mark.parametrize(("strategy", "schedule"), [("zero1", "zb-h1"), ("fsdp", "1f1b")])
+def test_stages_may_compute_their_activations_again(strategy: str, schedule: str) -> None:
+    settings = settings_of(4, 2, strategy, pipeline=2, schedule=schedule)
+    found = certify(
+        FunctionCase(model=make_gpt, batch=Tokens(9), loss=token_loss),
+        complete(Settings(**{**_fields(settings), "checkpoint_activations": "full"})),
+    )
+    assert found.passed, found
+
+
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16_master", marks=exhaustive)])
+def test_mixed_precision_in_a_pipeline(precision: str) -> None:
+    settings = settings_of(2, 2, pipeline=2, schedule="zb-h1")
+    case = FunctionCase(model=make_gpt, batch=Tokens(5), loss=token_loss)
+    found = certify(case, complete(Settings(**{**_fields(settings), "precision": precision})))
+    assert found.passed, found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "spread"),
+    [
+        (2, "ddp", {"pipeline": 2, "schedule": "zb-v"}),
+        (4, "zero1", {"pipeline": 2, "schedule": "1f1b"}),
+        pytest.param(4, "fsdp", {"pipeline": 2, "schedule": "gpipe"}, marks=exhaustive),
+        (4, "ddp", {"pipeline": 2, "tensor": 2}),
+    ],
+)
+def test_the_same_on_real_ranks(gloo_pool: GlooPool, ranks: int, strategy: str, spread: dict[str, Any]) -> None:
+    settings = settings_of(ranks, 3, strategy, **spread)
+    case = FunctionCase(model=make_gpt, batch=Tokens(2 * settings.data_ranks * 3 + 1), loss=token_loss)
+    expected = run_reference(case, settings).steps
+    for history in gloo_pool.run(run_distributed, case, settings, ranks=ranks, timeout_s=150.0):
+        for step, values in enumerate(history):
+            assert compare(values, expected[step], absolute).largest < 1e-10
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+
+
+# What was done, and held.
+
+
+def train_once(comm: Communicator, schedule: str | Schedule, microbatches: int, **spread: Any) -> CombinedParallel:
+    torch.manual_seed(0)
+    engine = parallelize(make_gpt(), comm, parallel=Parallelism(pipeline=comm.size, schedule=schedule, **spread))
+    assert isinstance(engine, CombinedParallel)
+    engine.run_microbatches([make_tokens(2, number) for number in range(microbatches)], summed_loss)
+    return engine
+
+
+def summed_loss(model: Callable[..., Any], batch: Any) -> LossValue:
+    total, count = token_loss(model(batch[0]), batch[1])
+    return LossValue(total, count)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_do_what_the_schedule_says_and_the_bubble_is_that_of_the_formula(schedule: str) -> None:
+    ranks, microbatches = 3, 6
+    planned = make_schedule(schedule, ranks, microbatches)
+    engines = run_virtual(lambda comm: train_once(comm, schedule, microbatches), ranks)
+    done = tuple(tuple(a for a in engine.pipeline.journal if a.is_compute) for engine in engines)
+    assert done == planned.compute_orders()
+    ran = Schedule(name="ran", rows=done, placement=planned.placement, microbatches=microbatches)
+    per_step = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 3, "zb-v": 6}[schedule]
+    assert measure_schedule(ran).overhead == pytest.approx((ranks - 1) / (per_step * microbatches))
+
+
+def test_one_forward_one_backward_holds_no_more_microbatches_than_stages() -> None:
+    engines = run_virtual(lambda comm: train_once(comm, "1f1b", 8), 3)
+    assert [engine.pipeline.peak_in_flight for engine in engines] == [3, 2, 1]
+    engines = run_virtual(lambda comm: train_once(comm, "gpipe", 8), 3)
+    assert [engine.pipeline.peak_in_flight for engine in engines] == [8, 8, 8]
+
+
+def test_a_schedule_of_ones_own() -> None:
+    # Two microbatches forward, then backward in the order of their forward: neither GPipe nor 1F1B.
+    rows = tuple(
+        tuple(Action(kind, stage, number) for kind in ("F", "B") for number in range(2))  # type: ignore[arg-type]
+        for stage in range(2)
+    )
+    own = Schedule(name="own", rows=rows, placement=(0, 1), microbatches=2)
+    check(settings_of(2, 2, pipeline=2, schedule=own))
+    with pytest.raises(RankFailedError, match="3 microbatches with a schedule of 2"):
+        run_virtual(lambda comm: train_once(comm, own, 3), 2)
+
+
+# States.
+
+
+def trained(comm: Communicator, strategy: str, steps: int, **spread: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    engine = parallelize(make_gpt(), comm, strategy, parallel=spread)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    train(engine, optimizer, range(steps))
+    return engine, optimizer
+
+
+def train(engine: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Trains with the whole batch on every rank that shares it: their mean is the same whatever their number."""
+    for step in steps:
+        batch = make_tokens(2, step)
+        if isinstance(engine, CombinedParallel) and engine.has_pipeline:
+            engine.run_microbatches([batch], summed_loss, 1 / batch[1].numel())
+        else:
+            value = summed_loss(engine, batch)
+            (value.total / value.count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+MESHES: list[tuple[int, str, dict[str, Any]]] = [
+    (1, "ddp", {}),
+    (2, "fsdp", {}),
+    (2, "ddp", {"pipeline": 2, "schedule": "zb-v"}),
+    (4, "zero1", {"pipeline": 2}),
+    (4, "zero2", {"tensor": 2}),
+    (8, "fsdp", {"pipeline": 2, "tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(
+            MESHES[i], MESHES[j], marks=() if (i, j) in ((0, 3), (5, 2), (3, 4), (2, 5), (5, 1)) else exhaustive
+        )
+        for i in range(6)
+        for j in range(6)
+    ],
+    ids=str,
+)
+def test_a_state_of_one_mesh_goes_on_in_another(
+    before: tuple[int, str, dict[str, Any]], after: tuple[int, str, dict[str, Any]]
+) -> None:
+    def save(comm: Communicator) -> Any:
+        engine, optimizer = trained(comm, before[1], 2, **before[2])
+        state = engine.full_state_dict(rank0_only=True), engine.full_optimizer_state(optimizer, rank0_only=True)
+        train(engine, optimizer, range(2, 4))
+        return state, engine.full_state_dict()
+
+    saved, *_ = run_virtual(save, before[0])
+    (model, optimizer_state), expected = saved
+
+    def load(comm: Communicator) -> dict[str, torch.Tensor]:
+        engine, optimizer = trained(comm, after[1], 1, **after[2])
+        engine.load_full_state_dict(model)
+        engine.load_full_optimizer_state(optimizer, optimizer_state)
+        train(engine, optimizer, range(2, 4))
+        found: dict[str, torch.Tensor] = engine.full_state_dict()
+        return found
+
+    for found in run_virtual(load, after[0]):
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_every_rank_gets_the_output_of_an_inference() -> None:
+    tokens = make_tokens(3, 0)[0]
+    torch.manual_seed(0)
+    model = make_gpt()
+    expected = model(tokens)
+
+    def infer(comm: Communicator) -> torch.Tensor:
+        torch.manual_seed(0)
+        engine = parallelize(make_gpt(), comm, parallel={"pipeline": 3, "schedule": "interleaved"})
+        with torch.no_grad():
+            output: torch.Tensor = engine(tokens)
+        return output
+
+    for output in run_virtual(infer, 3):
+        torch.testing.assert_close(output, expected)
+
+
+class Head(nn.Module):
+    """Returns a nested tree: tensors with and without a gradient, a number, a name, nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return {"features": (y, y.relu()), "rows": torch.arange(len(x)), "scale": 0.5, "name": "a", "nothing": None}
+
+
+class Tail(nn.Module):
+    """Uses some of it: the second tensor's gradient comes from nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, tree: Any) -> torch.Tensor:
+        first, _ = tree["features"]
+        assert (tree["name"], tree["nothing"]) == ("a", None)
+        return self.linear(first) * tree["scale"] + tree["rows"].unsqueeze(1)
+
+
+def make_nested() -> nn.Module:
+    return nn.Sequential(Head(), Tail())
+
+
+def make_rows(step: int) -> Any:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(5, 3, generator=generator), torch.randn(5, 1, generator=generator)
+
+
+def squared(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return (outputs - targets).square().sum(), float(len(targets))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_stages_may_hand_on_nested_trees(schedule: str) -> None:
+    case = FunctionCase(model=make_nested, batch=make_rows, loss=squared)
+    # One microbatch: the number of a row is that within its microbatch.
+    found = certify(case, settings_of(2, 1, pipeline=2, schedule=schedule))
+    assert found.passed, found
+
+
+def test_an_automatic_cut_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(comm: Communicator) -> list[str]:
+        engine = parallelize(make_gpt(), comm, "zero1", parallel={"pipeline": 2, "data": 1})
+        assert isinstance(engine, CombinedParallel)
+        return [layer.name for stage in engine.stages.values() for layer in stage.module.layers]
+
+    whole = sum(p.numel() for p in make_gpt().parameters()) * 16
+    assert [len(names) for names in run_virtual(cut, 2)] in ([4, 3], [3, 4])  # seven layers
+    small = Room(device="cpu", device_bytes=whole // 4, host_bytes=whole, ranks=2, node_ranks=2)
+    monkeypatch.setattr("paceline.engines.composition.measure_room", lambda *_: small)
+    with pytest.raises(PacelineError, match="2 stages"):
+        run_virtual(cut, 2)
+
+
+# Bad input.
+
+
+def refusal(model: Callable[[], nn.Module], ranks: int = 2, strategy: str = "ddp", **spread: Any) -> str:
+    with pytest.raises(PacelineError) as refused:
+        run_virtual(lambda comm: parallelize(model(), comm, strategy, parallel=spread), ranks)
+    return str(refused.value)
+
+
+def test_what_cannot_be_spread_is_refused_with_the_reason() -> None:
+    assert "pipeline = 3 and tensor = 1 on 2 ranks" in refusal(make_gpt, pipeline=3)
+    assert "data = 2 with pipeline = 2" in refusal(make_gpt, pipeline=2, data=2)
+    assert "parallel has no 'pipelines'" in refusal(make_gpt, pipelines=2)
+    assert "there is no schedule '1f1d'" in refusal(make_gpt, pipeline=2, schedule="1f1d")
+    text = refusal(make_gpt, strategy="fsdp", pipeline=2, schedule="zb-h1")
+    assert "full sharding frees the weights between them\n  take strategy = 'zero2', or schedule = '1f1b'" in text
+    assert "stages of a model with 7 layers" in refusal(make_gpt, ranks=9, pipeline=9)
+    assert "has no method pipeline_layers()" in refusal(lambda: nn.Bilinear(2, 2, 2), pipeline=2)
+
+
+class Odd(nn.Module):
+    """Returns something that no stage can send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x), object()
+
+
+def test_a_layer_that_returns_what_cannot_be_sent_is_named() -> None:
+    def work(comm: Communicator) -> None:
+        engine = parallelize(nn.Sequential(Odd(), nn.Linear(2, 2)), comm, parallel={"pipeline": 2})
+        assert isinstance(engine, CombinedParallel)
+        engine.run_microbatches([(torch.ones(1, 2), torch.zeros(1))], summed_loss)
+
+    with pytest.raises(RankFailedError, match="stage 0 returns a object, which cannot be sent to stage 1"):
+        run_virtual(work, 2)
+
+
+def test_a_forward_with_gradients_is_refused() -> None:
+    def work(comm: Communicator) -> None:
+        parallelize(make_gpt(), comm, parallel={"pipeline": 2})(make_tokens(1, 0)[0])
+
+    with pytest.raises(PacelineError, match="run_microbatches"):
+        run_virtual(work, 2)

@@ -1,0 +1,172 @@
+"""Tensor parallelism of Hugging Face models, unchanged, against one plain process. Needs the extra ``hf``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
+from paceline.engines.tensor.apply import apply_tensor_parallel
+from paceline.engines.tensor.loss import SplitLogits
+from paceline.engines.tensor.plan import GPT2_PLAN, LLAMA_PLAN, plan_for
+from paceline.errors import UsageError
+
+TOLERANCE = 1e-10
+STEPS = 5
+VOCABULARY = 37
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+LLAMA = {
+    **TOKENS,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 22,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+GPT2 = {
+    **TOKENS,
+    "vocab_size": VOCABULARY,
+    "n_positions": 16,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+Values = dict[str, torch.Tensor]
+
+
+def build(kind: str, config: str, **options: Any) -> nn.Module:
+    library = pytest.importorskip("transformers")  # here: to load it takes seconds, which every worker would pay
+    model: nn.Module = getattr(library, kind)(getattr(library, config)(**options))
+    return model
+
+
+def llama(**options: Any) -> nn.Module:
+    return build("LlamaForCausalLM", "LlamaConfig", **{**LLAMA, **options})
+
+
+def gpt2(**options: Any) -> nn.Module:
+    return build("GPT2LMHeadModel", "GPT2Config", **{**GPT2, **options})
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "llama, tied, biases": lambda: llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama, a key head a query head": lambda: llama(num_key_value_heads=4),
+    "qwen3": lambda: build("Qwen3ForCausalLM", "Qwen3Config", **LLAMA, head_dim=8),
+    "qwen2": lambda: build("Qwen2ForCausalLM", "Qwen2Config", **LLAMA),
+    "mistral": lambda: build("MistralForCausalLM", "MistralConfig", **LLAMA),
+    "gpt2": gpt2,
+    "gpt2, untied": lambda: gpt2(tie_word_embeddings=False),
+}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(5)
+    model = MODELS[name]().double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (3, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(model: nn.Module) -> tuple[list[float], Values]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        tokens, targets = batch(step)
+        logits = model(input_ids=tokens).logits
+        if isinstance(logits, SplitLogits):
+            loss = logits.cross_entropy(targets)
+        else:
+            loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return losses, gradients
+
+
+@pytest.mark.parametrize("is_sequence", [False, True])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("llama", 2),
+        ("llama, tied, biases", 2),
+        ("llama, a key head a query head", 4),
+        ("qwen3", 2),
+        ("qwen2", 2),
+        ("mistral", 2),
+        ("gpt2", 4),
+        ("gpt2, untied", 2),
+    ],
+)
+def test_a_model_trains_as_on_one_process(name: str, ranks: int, is_sequence: bool) -> None:
+    plain = make(name)
+    config = plain.config.to_dict()
+    losses, gradients = train(plain)
+    expected = plain.state_dict()
+
+    def work(comm: VirtualCommunicator) -> tuple[list[float], Values, Values]:
+        model = make(name)
+        layout = apply_tensor_parallel(model, comm, sequence=is_sequence, gathers_logits=name == "gpt2, untied")
+        found, own = train(model)
+        assert model.config.to_dict() == config  # a config may belong to other models too
+        whole = {key: layout.full(key, value, comm) for key, value in model.state_dict().items()}
+        return found, whole, {key: layout.full(key, value, comm) for key, value in own.items()}
+
+    for found, whole, own in run_virtual(work, ranks):
+        torch.testing.assert_close(found, losses, rtol=0, atol=TOLERANCE)
+        assert list(whole) == list(expected)
+        assert list(own) == list(gradients)
+        for values, others in ((whole, expected), (own, gradients)):
+            for key, value in values.items():
+                torch.testing.assert_close(value, others[key], rtol=0, atol=TOLERANCE, msg=lambda m, k=key: f"{k} {m}")
+
+
+def test_a_model_computes_its_own_loss_from_gathered_logits() -> None:
+    tokens, _ = batch(0)
+    plain = make("llama")
+    expected = plain(input_ids=tokens, labels=tokens).loss
+
+    def work(comm: VirtualCommunicator) -> torch.Tensor:
+        model = make("llama")
+        apply_tensor_parallel(model, comm, gathers_logits=True)
+        return model(input_ids=tokens, labels=tokens).loss
+
+    for loss in run_virtual(work, 2):
+        torch.testing.assert_close(loss, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_the_ready_plans_are_found() -> None:
+    assert plan_for(make("qwen3")) is LLAMA_PLAN
+    assert plan_for(make("gpt2")) is GPT2_PLAN
+
+
+def test_heads_that_do_not_divide() -> None:
+    models = [make("gpt2") for _ in range(3)]
+
+    def work(comm: VirtualCommunicator) -> None:
+        with pytest.raises(
+            UsageError,
+            match=r"h\.0\.attn\.c_attn has 4 heads of 4 features, which do not divide by the tensor degree 3",
+        ):
+            apply_tensor_parallel(models[comm.rank], comm)
+
+    run_virtual(work, 3)

@@ -1,0 +1,86 @@
+"""The calibrated domain: what lies inside, and why something lies outside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster.devices import load_cluster
+from paceline.plan.workload import Framework, Layout, ModelShape, Running, Workload
+from paceline.predict.formulas.domain import (
+    calibrated_domain,
+    domain_of,
+    format_domain,
+    kind_of,
+    outside_of,
+    parse_domain,
+)
+from paceline.predict.formulas.predict import predict
+from paceline.predict.scored.known_models import known_samples, known_transformer
+
+SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
+RUN = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16")
+INSIDE = Workload(model=SHAPE, layout=Layout(devices=8, data=8, sharding="fsdp"), run=RUN)
+AMPERE, HOPPER, BLACKWELL = (load_cluster(name) for name in ("8x a100-sxm-80gb", "8x h100-sxm", "8x b200"))
+
+
+def test_what_rows_cover_is_inside() -> None:
+    found = predict(INSIDE, AMPERE)
+    assert found.outside == ()
+    assert found.fitted
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"micro_batch": 1, "seq_len": 32}, "sequences of 32 tokens, where those runs have"),
+        ({"micro_batch": 1024}, "2,097,152 tokens in a microbatch, where those runs have"),
+        ({"compute": "fp32"}, "fp32, where those runs are in bf16"),
+    ],
+)
+def test_sizes_and_precisions_that_no_row_has_are_outside(changes: dict[str, object], told: str) -> None:
+    found = predict(replace(INSIDE, run=replace(RUN, **changes)), AMPERE)  # type: ignore[arg-type]
+    assert any(reason.startswith(told) for reason in found.outside), found.outside
+    assert not found.fitted
+
+
+def test_a_tiny_model_is_outside_by_its_width() -> None:
+    tiny = replace(SHAPE, hidden=64, heads=2, kv_heads=2, ffn=256)
+    assert any("a width of 64" in reason for reason in predict(replace(INSIDE, model=tiny), AMPERE).outside)
+
+
+def test_models_of_a_kind_that_was_not_fitted_are_outside() -> None:
+    image = known_samples("ResNet-50")
+    assert image is not None
+    run = Running(global_batch=1024, micro_batch=128, seq_len=1, compute="fp16")
+    work = Workload(model=image, layout=Layout(devices=8, data=8, sharding="ddp"), run=run)
+    assert predict(work, AMPERE).outside == ()
+    assert "no model of this kind (convolution)" in predict(work, HOPPER).outside[0]
+    experts = known_transformer("Mixtral 8x7B")
+    assert experts is not None
+    assert "mixture of experts" in predict(replace(INSIDE, model=experts), AMPERE).outside[0]
+
+
+@pytest.mark.parametrize("framework", ["eager", "compiled", "megatron"])
+def test_constants_composed_of_others_are_outside(framework: Framework) -> None:
+    found = predict(replace(INSIDE, run=replace(RUN, framework=framework)), BLACKWELL)
+    assert found.outside == (
+        f"no constants were fitted for blackwell devices under {framework} frameworks: they are composed of others",
+    )
+
+
+def test_a_factor_of_two_is_inside() -> None:
+    low, high = calibrated_domain()["ampere", "eager", "transformer"].sizes["width"]
+    for width, count in ((low / 2, 0), (low / 2 - 64, 1), (high * 2, 0), (high * 2 + 64, 1)):
+        work = replace(INSIDE, model=replace(SHAPE, hidden=int(width), heads=1, kv_heads=1))
+        assert len(outside_of(work, AMPERE, is_fitted=True)) == count
+
+
+def test_a_domain_is_written_and_read_back() -> None:
+    key = ("ampere", "eager", kind_of(INSIDE))
+    found = domain_of({key: [INSIDE, replace(INSIDE, run=replace(RUN, seq_len=4096, compute="fp16"))]})
+    assert found[key].precisions == ("bf16", "fp16")
+    assert found[key].sizes["length"] == (2048, 4096)
+    assert parse_domain(format_domain(found)) == found
+    assert parse_domain(format_domain(calibrated_domain())) == calibrated_domain()

@@ -1,0 +1,84 @@
+"""Blocks of measured shapes: known ones take what they took, others what the formulas say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster.devices import load_cluster
+from paceline.plan.workload import Layout, ModelShape, Running, Workload
+from paceline.predict.formulas.constants import Constants, ConstantSets, constants_for, fitted_constants
+from paceline.predict.formulas.measured_blocks import Factors, format_blocks, parse_blocks, shape_of
+from paceline.predict.formulas.predict import predict
+
+CLUSTER = load_cluster("4x a100-sxm-80gb")
+WORK = Workload(
+    model=ModelShape(layers=20, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=50304),
+    layout=Layout(devices=4, data=2, pipeline=2),
+    run=Running(
+        global_batch=16,
+        micro_batch=2,
+        seq_len=1024,
+        compute="fp16",
+        recompute="full",
+        framework="megatron",
+        fused_attention=False,
+    ),
+)
+KEY = ("ampere", "megatron")
+
+
+def knowing(factors: Factors) -> ConstantSets:
+    shape = shape_of(WORK)
+    assert shape is not None
+    return {KEY: Constants(blocks={shape: factors})}
+
+
+def seconds(sets: ConstantSets, work: Workload = WORK) -> float:
+    return predict(work, CLUSTER, sets).seconds
+
+
+def test_a_known_block_takes_as_many_times_as_long() -> None:
+    plain, twice = seconds({KEY: Constants()}), seconds(knowing(Factors(2.0, 2.0)))
+    step = predict(WORK, CLUSTER, {KEY: Constants()}).step
+    fixed = step.exposed + step.optimizer
+    assert twice - fixed == pytest.approx(2 * (plain - fixed), rel=0.02)
+
+
+def test_blocks_and_heads_have_factors_of_their_own() -> None:
+    plain = seconds({KEY: Constants()})
+    block, head = (seconds(knowing(each)) - plain for each in (Factors(1.1, 1.0), Factors(1.0, 1.1)))
+    assert block > 2 * head > 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(WORK, run=replace(WORK.run, micro_batch=4)),
+        replace(WORK, run=replace(WORK.run, recompute="none")),
+        replace(WORK, layout=replace(WORK.layout, data=1, tensor=2)),
+        replace(WORK, model=replace(WORK.model, hidden=4096)),  # type: ignore[type-var]
+    ],
+)
+def test_other_shapes_are_left_to_the_formulas(other: Workload) -> None:
+    assert seconds(knowing(Factors(2.0, 2.0)), other) == seconds({KEY: Constants()}, other)
+
+
+def test_the_depth_is_not_part_of_a_shape() -> None:
+    deeper = replace(WORK, model=replace(WORK.model, layers=40))  # type: ignore[type-var]
+    assert shape_of(deeper) == shape_of(WORK)
+
+
+def test_sets_that_were_not_fitted_know_no_blocks() -> None:
+    sets = fitted_constants()
+    assert sets[KEY].blocks
+    for generation in ("hopper", "blackwell"):
+        composed, fitted = constants_for(sets, generation, "megatron")
+        assert not fitted
+        assert not composed.blocks
+
+
+def test_the_shipped_blocks_are_written_and_read_back() -> None:
+    known = {key: each.blocks for key, each in fitted_constants().items() if each.blocks}
+    assert parse_blocks(format_blocks(known)) == known

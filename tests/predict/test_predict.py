@@ -1,0 +1,226 @@
+"""Predictions: what must hold whatever the constants are, and what cannot fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster.devices import Cluster, load_cluster
+from paceline.cluster.kernels import memory_seconds
+from paceline.cluster.nccl import Group, collective_seconds, group_of
+from paceline.plan.workload import Layout, ModelShape, Recompute, Running, Sharding, Workload
+from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
+from paceline.predict.formulas.constants import (
+    Constants,
+    constants_for,
+    fitted_constants,
+    format_constants,
+    parse_constants,
+)
+from paceline.predict.formulas.predict import predict
+from paceline.predict.memory.footprint import footprint
+from paceline.units import GIB
+
+SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
+SETS = {("ampere", "eager"): Constants(), ("ampere", "megatron"): Constants(launch_us=30.0)}
+
+
+def cluster(devices: int = 8) -> Cluster:
+    return load_cluster(f"{devices}x a100-sxm-80gb")
+
+
+def workload(
+    data: int = 8, tensor: int = 1, pipeline: int = 1, sharding: Sharding = "fsdp", recompute: Recompute = "none"
+) -> Workload:
+    devices = data * tensor * pipeline
+    layout = Layout(devices=devices, data=data, tensor=tensor, pipeline=pipeline, sharding=sharding)
+    run = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16", recompute=recompute)
+    return Workload(model=SHAPE, layout=layout, run=run)
+
+
+def test_parts_add_up_to_the_step() -> None:
+    step = predict(workload(), cluster(), SETS).step
+    parts = (
+        step.compute,
+        step.tensor_wait,
+        step.launch_wait,
+        step.bubble,
+        step.exposed,
+        step.contention,
+        step.slowest,
+        step.optimizer,
+    )
+    assert step.total == pytest.approx(sum(parts))
+    assert all(part >= 0 for part in parts)
+
+
+def test_no_step_is_faster_than_the_device() -> None:
+    found = predict(workload(), cluster(), SETS)
+    flops = 6 * SHAPE.active_matmul_params * 64 * 2048
+    assert found.seconds > flops / (8 * 312e12)
+
+
+def test_recomputing_takes_longer_and_holds_less() -> None:
+    plain, full = (predict(workload(recompute=each), cluster(), SETS) for each in ("none", "full"))
+    assert full.seconds > plain.seconds
+    assert full.memory.activations < plain.memory.activations / 2
+
+
+def test_sharding_cuts_what_a_rank_holds() -> None:
+    whole, cut = (predict(workload(sharding=each), cluster(), SETS).memory for each in ("ddp", "fsdp"))
+    assert cut.states == pytest.approx(whole.states / 8)
+
+
+def test_a_pipeline_has_a_bubble_and_tensor_ranks_wait() -> None:
+    piped = predict(workload(data=2, pipeline=4, sharding="none"), cluster(), SETS).step
+    split = predict(workload(data=2, tensor=4, sharding="none"), cluster(), SETS).step
+    assert piped.bubble > 0
+    assert piped.tensor_wait == split.bubble == 0
+    assert split.tensor_wait > 0
+
+
+def test_a_fused_loss_passes_over_the_logits_once() -> None:
+    base = workload(sharding="zero1")
+    run = replace(base.run, framework="megatron")
+    apart, fused = (
+        predict(replace(base, run=replace(run, fused_loss=each)), cluster(), SETS).step.compute
+        for each in (False, True)
+    )
+    logits = 64 / 8 * 2048 * SHAPE.vocab
+    saved = (PASSES["megatron"].logits - FUSED_LOGITS) * logits
+    assert apart - fused == pytest.approx(memory_seconds(cluster().device, Constants().rates, saved))
+
+
+def test_megatron_without_sharding_reduces_all_gradients_at_once() -> None:
+    base = workload(sharding="none")
+    one = predict(replace(base, run=replace(base.run, framework="megatron")), cluster(), SETS).step
+    num_bytes = (24 * SHAPE.layer_params + SHAPE.end_params) * 4
+    alone = collective_seconds("all_reduce", num_bytes, group_of(cluster(), 8), cluster())
+    assert (one.exposed, one.hidden) == (pytest.approx(alone + CALL_S), 0.0)
+    two = predict(
+        replace(workload(data=16, sharding="none"), run=replace(base.run, framework="megatron")), cluster(16), SETS
+    ).step
+    across = collective_seconds("all_reduce", num_bytes, group_of(cluster(16), 16), cluster(16))
+    assert two.exposed == pytest.approx((across + CALL_S) * Constants().slowdown)
+
+
+def test_messages_across_nodes_are_waited_for_and_those_inside_hide() -> None:
+    base = replace(workload(data=4, pipeline=2, sharding="none").run, framework="megatron")
+    waits = []
+    for data in (4, 8):
+        work = workload(data=data, pipeline=2, sharding="none")
+        few, many = (
+            predict(replace(work, run=replace(base, global_batch=2 * count * data)), cluster(2 * data), SETS).step
+            for count in (4, 64)
+        )
+        waits.append((many.bubble + many.launch_wait) - (few.bubble + few.launch_wait))
+    message = collective_seconds("send", 2 * 2048 * SHAPE.hidden * 2, Group(2, 2), cluster(16)) + CALL_S
+    assert waits[1] - waits[0] == pytest.approx(60 * 2 * message * Constants().slowdown)
+
+
+def test_small_work_waits_for_the_host() -> None:
+    base = workload(sharding="ddp")
+    tiny = replace(
+        base,
+        model=replace(SHAPE, hidden=128, ffn=512, heads=2, kv_heads=2),
+        run=replace(base.run, micro_batch=1, seq_len=64),
+    )
+    step = predict(tiny, cluster(), SETS).step
+    assert step.launch_wait > step.compute
+
+
+def test_a_slower_network_exposes_more() -> None:
+    fast, slow = load_cluster("4x dgx-a100"), load_cluster("4x dgx-a100 over ethernet-100g")
+    spread = workload(data=32)
+    assert predict(spread, slow, SETS).step.exposed > predict(spread, fast, SETS).step.exposed
+
+
+def test_what_does_not_fit_is_said() -> None:
+    large = replace(
+        workload(), model=ModelShape(layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocab=51200)
+    )
+    found = predict(large, cluster(), SETS)
+    assert not found.fits
+    assert found.memory.total > 80 * GIB
+
+
+def test_megatron_keeps_eighteen_bytes_a_parameter() -> None:
+    one = workload(data=1, tensor=8, sharding="none")
+    run = replace(one.run, framework="megatron", compute="fp16", fused_attention=False)
+    states = predict(replace(one, run=run), cluster(), SETS).memory.states
+    assert states == pytest.approx(18 * SHAPE.params / 8)
+
+
+def test_a_block_keeps_the_published_bytes_a_token() -> None:
+    """Korthikanti and others (arXiv 2205.05198): 34 h with the attention recomputed, 5 a s more without."""
+    one = workload(data=1, sharding="none")
+    run = replace(one.run, framework="megatron", compute="fp16", fused_attention=False, micro_batch=1, global_batch=1)
+    tokens = 2048 * SHAPE.layers
+    kept = predict(replace(one, run=replace(run, recompute="attention")), cluster(1), SETS).memory.activations
+    whole = predict(replace(one, run=run), cluster(1), SETS).memory.activations
+    assert kept == pytest.approx(34 * SHAPE.hidden * tokens)
+    assert whole == pytest.approx((34 * SHAPE.hidden + 5 * SHAPE.heads * 2048) * tokens)
+
+
+def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
+    """Where every block is computed again, logits count as far as they take more than such a block."""
+    one = workload(data=1, sharding="none", recompute="full")
+    totals = [
+        footprint(replace(one, model=replace(SHAPE, vocab=vocab))).total - 16 * vocab * SHAPE.hidden
+        for vocab in (128, 1024, 512000)
+    ]
+    assert totals[0] == pytest.approx(totals[1])
+    assert totals[2] > 1.2 * totals[1]
+    kept = replace(one, run=replace(one.run, recompute="none"))
+    small, large = (footprint(replace(kept, model=replace(SHAPE, vocab=vocab))).temporary for vocab in (128, 1024))
+    assert large == pytest.approx(8 * small)
+
+
+def test_states_of_experts_are_cut_by_the_ranks_that_hold_the_same_ones() -> None:
+    model = replace(SHAPE, gated=True, experts=8, active_experts=2)
+    layout = replace(workload(data=8, sharding="fsdp").layout, expert=8)
+    found = footprint(Workload(model=model, layout=layout, run=workload().run))
+    assert found.states == pytest.approx(16 * model.params / 8)
+    ends = replace(layout, sharding="zero1", data=16, devices=16)
+    spread = footprint(Workload(model=model, layout=ends, run=workload().run))
+    assert spread.optimizer == pytest.approx(8 * model.params / 16)
+
+
+def test_gathered_parameters_are_waited_for_where_nothing_hides_them() -> None:
+    run = replace(workload().run, framework="megatron")
+    waits = []
+    for devices in (16, 512):
+        many = replace(workload(data=devices, sharding="zero1"), run=replace(run, global_batch=2 * devices))
+        waits.append(predict(many, cluster(devices), SETS).step.exposed)
+    assert 0 < waits[0] < waits[1]
+
+
+def test_sets_that_were_not_fitted_are_composed() -> None:
+    found, fitted = constants_for(SETS, "hopper", "megatron")
+    assert not fitted
+    assert found.launch_us == 30.0
+    assert constants_for(SETS, "ampere", "eager") == (Constants(), True)
+
+
+def test_many_rows_weigh_more_in_a_composed_set() -> None:
+    few, many = Constants(matmul=0.9, rows=4), Constants(matmul=0.6, rows=64)
+    found, _ = constants_for({("hopper", "eager"): many, ("hopper", "compiled"): few}, "hopper", "megatron")
+    assert found.matmul == pytest.approx(0.6 ** (8 / 10) * 0.9 ** (2 / 10))
+
+
+def test_constants_are_written_and_read_back() -> None:
+    sets = fitted_constants()
+    assert ("ampere", "eager") in sets
+    assert parse_constants(format_constants(sets)) == {key: replace(each, blocks={}) for key, each in sets.items()}
+
+
+def test_a_band_is_wider_where_nothing_was_fitted() -> None:
+    fitted = predict(workload(), cluster(), SETS)
+    composed = predict(workload(), load_cluster("8x h100-sxm"), SETS)
+    widths = [(found.band[1] - found.band[0]) / found.seconds for found in (fitted, composed)]
+    assert 0 < widths[0] < widths[1]
+
+
+def test_the_same_input_gives_the_same_prediction() -> None:
+    assert predict(workload(), cluster()) == predict(workload(), cluster())

@@ -1,0 +1,58 @@
+"""Steps of models known by what a sample costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster.devices import load_cluster
+from paceline.plan.workload import Compute, Layout, Running, SampleModel, Workload
+from paceline.predict.formulas.constants import Constants
+from paceline.predict.formulas.samples import sample_step
+from paceline.predict.scored.known_models import known_samples
+
+CONSTANTS = Constants()
+ONE = load_cluster("1x a100-sxm-80gb")
+
+
+def work(name: str, batch: float, compute: Compute = "fp16", ranks: int = 1) -> Workload:
+    model = known_samples(name)
+    assert isinstance(model, SampleModel)
+    run = Running(global_batch=batch * ranks, micro_batch=batch, seq_len=1, compute=compute)
+    return Workload(model=model, layout=Layout(devices=ranks, data=ranks, sharding="ddp"), run=run)
+
+
+@pytest.mark.parametrize("name", ["ResNet-50", "EfficientNet-B0", "SSD300 ResNet-50", "GNMT v2", "Transformer-big"])
+def test_sixteen_bits_are_faster_and_no_step_beats_the_memory(name: str) -> None:
+    narrow, wide = (sample_step(work(name, 4096, each), ONE, CONSTANTS) for each in ("fp16", "tf32"))
+    assert narrow.total < wide.total
+    model = known_samples(name)
+    assert model is not None
+    assert narrow.total > 4096 * model.activations * 2 / ONE.device.memory_bandwidth
+
+
+def test_small_batches_wait_for_the_host() -> None:
+    step = sample_step(work("EfficientNet-B4", 1), ONE, CONSTANTS)
+    assert step.launch_wait > step.compute
+
+
+def test_a_recurrence_reads_its_weights_for_every_token_of_a_sentence() -> None:
+    few, many = (sample_step(work("GNMT v2", count * 50), ONE, CONSTANTS).compute for count in (32, 1024))
+    assert many / few < 32 * 0.6
+
+
+def test_planes_cost_more_than_channels_last_in_sixteen_bits_alone() -> None:
+    base = work("SSD300 ResNet-50", 64)
+    assert isinstance(base.model, SampleModel)
+    last = replace(base, model=replace(base.model, kind="convolution"))
+    assert sample_step(base, ONE, CONSTANTS).compute > sample_step(last, ONE, CONSTANTS).compute
+    wide = [replace(each, run=replace(each.run, compute="tf32")) for each in (base, last)]
+    assert sample_step(wide[0], ONE, CONSTANTS) == sample_step(wide[1], ONE, CONSTANTS)
+
+
+def test_the_slowest_of_many_ranks_sets_the_pace() -> None:
+    clusters = {ranks: load_cluster(f"{ranks}x a100-sxm-80gb") for ranks in (1, 8, 64)}
+    steps = {ranks: sample_step(work("GNMT v2", 6400, ranks=ranks), clusters[ranks], CONSTANTS) for ranks in clusters}
+    assert steps[1].slowest == steps[64].bubble == 0
+    assert 0 < steps[8].slowest < steps[64].slowest < steps[8].compute / 2

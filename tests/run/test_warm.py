@@ -1,0 +1,155 @@
+"""Ranks that are forked: they look to the agent as if it had started them, and nobody is left when somebody goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gone_processes import wait_until_gone
+
+from paceline.run.warm import WarmRanks, warm_ranks
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone"),
+    pytest.mark.timeout(300),
+]
+
+RANK = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+def main():
+    deed, *details = sys.argv[1:]
+    if deed == "leave":
+        print("so long", os.environ["COLOUR"], Path.cwd().name, os.getpgrp() == os.getpid(), flush=True)
+        sys.exit(int(details[0]))
+    if deed == "kill":
+        os.kill(os.getpid(), int(details[0]))
+    if deed == "hear":
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+        Path("ready").touch()
+    if deed == "wait":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path("pids.partial").write_text(f"{os.getpid()} {child.pid}")
+        Path("pids.partial").rename("pids")
+    while deed != "return":
+        time.sleep(600)
+"""
+Client = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmRanks]:
+    (tmp_path / "deeds.py").write_text(RANK)
+    monkeypatch.chdir(tmp_path)
+    with warm_ranks(["deeds", "no_such_module"]) as found:
+        assert found is not None
+        yield found
+
+
+@pytest.fixture
+def client(warm: WarmRanks) -> Iterator[Client]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*deed: str) -> subprocess.Popen[str]:
+        command = [sys.executable, *warm.arguments(["deeds", *deed])]
+        environment = {**os.environ, "COLOUR": "green"}
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def test_a_rank_has_its_own_environment_output_folder_and_code(client: Client, tmp_path: Path) -> None:
+    process = client("leave", "3")
+    assert process.communicate(timeout=240)[0] == f"so long green {tmp_path.name} True\n"
+    assert process.returncode == 3
+    returned = client("return")
+    assert returned.wait(240) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_client_ends_as_its_rank_ends(client: Client, number: signal.Signals) -> None:
+    assert client("kill", str(int(number))).wait(240) == -number
+
+
+def test_signals_reach_the_rank(client: Client, tmp_path: Path) -> None:
+    process = client("hear")
+    wait_for(tmp_path / "ready")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(240) == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_client_that_is_ended_takes_the_rank_and_its_children_along(
+    client: Client, tmp_path: Path, number: signal.Signals
+) -> None:
+    process = client("wait")
+    pids = wait_for(tmp_path / "pids")
+    process.send_signal(number)
+    assert process.wait(240) == -number
+    wait_until_gone([*map(int, pids.split())])
+
+
+def test_a_rank_that_was_dead_before_its_client_was_ended_has_ended_by_itself(client: Client, tmp_path: Path) -> None:
+    process = client("wait")
+    rank, child = map(int, wait_for(tmp_path / "pids").split())
+    server = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(server, signal.SIGSTOP)  # so that it learns of both at once
+    try:
+        os.kill(rank, signal.SIGKILL)
+        process.send_signal(signal.SIGTERM)
+        while "SigPnd:\t0000000000000000" not in Path(f"/proc/{process.pid}/status").read_text():
+            time.sleep(0.01)
+        time.sleep(0.2)  # until it has asked for the rank's end
+    finally:
+        os.kill(server, signal.SIGCONT)
+    assert process.wait(240) == -signal.SIGKILL
+    wait_until_gone([rank, child])
+
+
+def test_the_end_of_the_launcher_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deeds.py").write_text(RANK)
+    monkeypatch.chdir(tmp_path)
+    with warm_ranks([]) as found:
+        assert found is not None
+        process = subprocess.Popen([sys.executable, *found.arguments(["deeds", "wait"])])
+        pids = wait_for(tmp_path / "pids")
+    wait_until_gone([*map(int, pids.split())])
+    assert process.wait(240) != 0
+
+
+def test_libraries_are_told_how_many_threads_there_will_be_before_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "library.py").write_text("import os\nthreads = os.environ.get('OMP_NUM_THREADS')\n")
+    (tmp_path / "deeds.py").write_text("import library\ndef main() -> None:\n    print(library.threads)\n")
+    monkeypatch.chdir(tmp_path)
+    with warm_ranks(["library"], threads=3) as found:
+        assert found is not None
+        done = subprocess.run(
+            [sys.executable, *found.arguments(["deeds"])], stdout=subprocess.PIPE, text=True, timeout=240, check=True
+        )
+    assert done.stdout == "3\n"
+
+
+def test_nothing_is_started_that_is_not_wanted() -> None:
+    with warm_ranks(["deeds"], is_wanted=False) as found:
+        assert found is None

@@ -1,0 +1,52 @@
+"""Where trials of a microbatch begin, by predicted time."""
+
+from __future__ import annotations
+
+from paceline.cluster.detect import Machine
+from paceline.config import Config, config_from_dict
+from paceline.predict.memory.activations import describe_model
+from paceline.predict.memory.facts import ModelFacts
+from paceline.search.automatic import first_microbatch
+
+MACHINE = Machine(processor="any", cores=2, memory_bytes=16e9, gpus=("NVIDIA H100 80GB HBM3",) * 2)
+
+
+def make_config(**sections: dict[str, object]) -> Config:
+    values: dict[str, dict[str, object]] = {
+        "model": {"kind": "gpt", "size": "gpt-124m", "vocab_size": 50304},
+        "data": {"kind": "synthetic_tokens", "vocab_size": 50304, "context": 1024},
+        "train": {"global_batch": 128, "microbatch": "auto", "precision": "bf16", "steps": 2},
+        "parallel": {"device": "cuda", "strategy": "ddp"},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return config_from_dict(values)
+
+
+def facts_of(config: Config) -> ModelFacts:
+    facts = describe_model(config, "cuda")
+    assert facts is not None
+    return facts
+
+
+def first(config: Config, sizes: list[int], ranks: int = 2, node_ranks: int = 2) -> int | None:
+    return first_microbatch(config, facts_of(config), MACHINE, sizes, ranks=ranks, node_ranks=node_ranks)
+
+
+def test_trials_begin_with_what_is_predicted_to_be_fastest() -> None:
+    config = make_config()
+    sizes = [1, 2, 4, 8, 16, 32, 64]
+    found = first(config, sizes)
+    assert found in sizes[2:]  # one sample leaves the device waiting for its host
+    assert first(config, [1, 2]) == 2
+    assert first(config, sizes) == found
+
+
+def test_without_a_price_the_estimate_alone_says_where_to_begin() -> None:
+    assert first(make_config(), []) is None
+    assert first(make_config(), [1, 2], ranks=4) is None  # two hosts
+    assert first(make_config(comm={"backend": "virtual"}), [1, 2]) is None
+    assert first(make_config(memory={"checkpoint_activations": "every_2"}), [1, 2]) is None
+    unknown = Machine(processor="any", cores=2, memory_bytes=16e9, gpus=("An unknown card",))
+    config = make_config()
+    assert first_microbatch(config, facts_of(config), unknown, [1], ranks=1, node_ranks=1) is None

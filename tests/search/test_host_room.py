@@ -1,0 +1,64 @@
+"""What ranks offload must fit into the host that they share, all of it, before any of them starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.cli.train import check_host
+from paceline.config import Config, load_config
+from paceline.errors import ConfigError
+from paceline.predict.memory.activations import describe_model
+from paceline.predict.memory.memory import estimate_memory, setting_of
+from paceline.search.host_room import host_problems
+from paceline.units import GIB
+
+GPT = ("model={kind: gpt, size: gpt-1.1b}", "data={kind: synthetic_tokens, vocab_size: 50304, context: 2048}")
+
+
+def _config(*changes: str, ranks: int = 4) -> Config:
+    parallel = f"parallel={{strategy: fsdp, device: cuda, ranks: {ranks}}}"
+    words = [*GPT, parallel, "memory.offload=[optimizer]", f"train.global_batch={ranks}"]
+    return load_config(None, [*words, *changes])
+
+
+def _on_host(config: Config, group: int) -> int:
+    model = describe_model(config, "cuda")
+    assert model is not None
+    return estimate_memory(model, setting_of(config, group=group, microbatch=1, device="cuda")).host
+
+
+def test_all_ranks_of_a_host_count() -> None:
+    config = _config()
+    each = _on_host(config, 4)
+    assert each > 4 * GIB  # 16 bytes for a quarter of 1.1 billion parameters
+    for node_ranks in (1, 4):
+        assert host_problems(config, node_ranks=node_ranks, free_bytes=node_ranks * each) == []
+        assert len(host_problems(config, node_ranks=node_ranks, free_bytes=node_ranks * each - 1)) == 1
+
+
+def test_the_problem_tells_values_rule_and_fix() -> None:
+    (problem,) = host_problems(_config("memory.offload=[optimizer, parameters]"), node_ranks=4, free_bytes=8 * GIB)
+    assert problem.what.startswith("memory.offload = [optimizer, parameters]: 4 ranks keep ")
+    assert problem.what.endswith("each), and 8.0 GiB are free")
+    assert "share the memory of their host" in problem.rule
+    assert "parallel.strategy = auto" in problem.fix
+
+
+@pytest.mark.parametrize("changes", [["memory.offload=[]"], ["parallel.device=cpu"]])
+def test_where_nothing_moves_nothing_is_needed(changes: list[str]) -> None:
+    assert host_problems(_config(*changes), node_ranks=4, free_bytes=0) == []
+
+
+def test_copies_on_every_host_take_more_than_one_over_all() -> None:
+    over_all, on_each = _config(ranks=16), _config("parallel.strategy=hybrid", "parallel.node_ranks=4", ranks=16)
+    assert _on_host(on_each, 4) > 3 * _on_host(over_all, 16)
+    free = 4 * _on_host(over_all, 16)
+    assert host_problems(over_all, node_ranks=4, free_bytes=free) == []
+    assert len(host_problems(on_each, node_ranks=4, free_bytes=free)) == 1
+
+
+def test_a_run_is_refused_that_no_host_could_hold() -> None:
+    shape = "model={kind: gpt, layers: 200, heads: 400, width: 51200, context: 2048}"  # 100 TiB on this host
+    with pytest.raises(ConfigError, match=r"1 rank keeps .* on this host"):
+        check_host(_config(shape, ranks=1))
+    check_host(_config(shape, "memory.offload=[]", ranks=1))

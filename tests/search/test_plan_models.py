@@ -1,0 +1,355 @@
+"""Models that are planned: from a config, from a Hugging Face config.json, and back to a config that trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster.devices import load_cluster
+from paceline.config import Config, config_from_dict, load_config
+from paceline.errors import ConfigError, UsageError
+from paceline.plan.plan import make_plan
+from paceline.plan.workload import SampleModel
+from paceline.predict.memory.activations import describe_model
+from paceline.predict.memory.engine_memory import EngineMemory
+from paceline.search.from_config import candidate_of, planned_values, planned_yaml, task_of
+from paceline.search.hugging_face import HuggingFaceModel, read_hugging_face
+from paceline.search.request import request_for, request_for_hugging_face
+from paceline.search.search import Search, search, smallest_changes
+from paceline.train.resolve import measure_config
+
+CONFIG = Path(__file__).parents[2] / "configs" / "gpt_7b.yaml"
+CLUSTER = load_cluster("4x dgx-h100")
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+# As published: mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B, Qwen/Qwen3-30B-A3B.
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN2_MOE: dict[str, Any] = {
+    "model_type": "qwen2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "decoder_sparse_step": 1,
+    "vocab_size": 151936,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "n_positions": 1024,
+    "n_inner": None,
+    "vocab_size": 50257,
+}
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def found(config: Config) -> Search:
+    return search(task_of(config, 32), CLUSTER, need=EngineMemory.of(config))
+
+
+def read(folder: Path, values: object) -> HuggingFaceModel:
+    path = folder / "config.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return read_hugging_face(path)
+
+
+# Configs.
+
+
+def test_the_shape_of_a_config_is_that_of_its_size(config: Config) -> None:
+    task = task_of(config, 32)
+    assert task.model.params == pytest.approx(6.74e9, rel=0.01)
+    assert (task.global_batch, task.seq_len, task.compute, task.framework) == (256, 4096, "bf16", "compiled")
+
+
+@pytest.mark.parametrize("name", ["digits", "resnet_images"])
+def test_models_that_are_no_transformers_have_data_parallel_plans(name: str) -> None:
+    config = load_config(CONFIG.parent / f"{name}.yaml")
+    task = task_of(config, 8)
+    assert isinstance(task.model, SampleModel)
+    found = search(task, load_cluster("dgx-h100"), need=EngineMemory.of(config))
+    assert {each.candidate.strategy for each in found.ranked} == {"ddp", "zero1", "zero2", "fsdp"}
+    assert all(each.candidate.layout.data == 8 for each in found.ranked)
+    recomputed = {each.candidate.recompute for each in search(task, CLUSTER, order="memory").ranked}
+    assert recomputed == ({"none"} if name == "digits" else {"none", "selective", "full"})
+
+
+def test_what_a_sample_costs_is_what_the_model_computes() -> None:
+    """Formulas beside a count on tensors without values."""
+    config = load_config(CONFIG.parent / "resnet_images.yaml")
+    described, measured = describe_model(config, "cpu"), measure_config(config, "cpu")
+    assert described is not None
+    assert described.work is not None
+    assert measured.work is not None
+    assert measured.work.flops == described.work.flops
+    assert measured.work.written == described.work.written
+    assert measured.work.is_convolutional
+
+
+def test_a_model_whose_sizes_nobody_says_is_refused() -> None:
+    values = {"model": {"kind": "factory", "factory": "a:b"}, "data": {"kind": "factory", "factory": "c:d"}}
+    with pytest.raises(UsageError, match=r"model\.kind = factory: what a sample costs is not known"):
+        task_of(config_from_dict(values), 8)
+
+
+def test_a_context_that_nobody_says_is_asked_for() -> None:
+    model = {"kind": "gpt", "layers": 2, "heads": 2, "width": 32}
+    data = {"kind": "factory", "factory": "nothing:here"}
+    with pytest.raises(UsageError, match=r"set model\.context, or data\.context"):
+        task_of(config_from_dict({"model": model, "data": data}), 8)
+
+
+def test_every_plan_is_a_config_with_that_mesh_and_batch(config: Config, found: Search, tmp_path: Path) -> None:
+    kinds = {}
+    for each in found.ranked:
+        layout = each.candidate.layout
+        tuning = each.candidate.tuning
+        kind = (each.candidate.strategy, layout.pipeline > 1, each.candidate.schedule, layout.tensor > 1)
+        kinds.setdefault((*kind, tuning.offload, tuning.reshard, tuning.bucket_mb), each)
+    assert len(kinds) > 25
+    assert {schedule for _, _, schedule, *_ in kinds} == {"", "1f1b", "interleaved"}  # it is compiled
+    assert {offload for *_, offload, _, _ in kinds} > {(), ("optimizer",)}
+    for each in kinds.values():
+        path = tmp_path / "plan.yaml"
+        path.write_text(planned_yaml(config, each, CLUSTER))
+        planned = load_config(path)
+        plan = make_plan(planned, ranks=32, train_samples=65536, eval_samples=1, node_ranks=8)
+        axes = dict(plan.mesh.axes)
+        candidate = each.candidate
+        assert axes.get("pipeline", 1) == candidate.layout.pipeline
+        assert axes.get("tensor", 1) == candidate.layout.tensor
+        assert axes.get("shard", 1) == candidate.shard
+        assert (plan.batch.microbatch, plan.batch.accumulate) == (candidate.microbatch, candidate.accumulate)
+        assert candidate_of(planned, found.task, CLUSTER) == candidate
+
+
+def test_what_belongs_to_another_machine_is_left_out_of_a_plan(config: Config, found: Search) -> None:
+    asked = load_config(
+        CONFIG, ["parallel.threads=4", "parallel.strategy=fsdp", "parallel.prefetch=2", "memory.offload=[optimizer]"]
+    )
+    ranked = (each.candidate for each in found.ranked if not each.candidate.offload)
+    candidate = next(each for each in ranked if each.strategy == "zero1")
+    values = planned_values(asked, candidate, CLUSTER)
+    assert "threads" not in values["parallel"]
+    assert "prefetch" not in values["parallel"]
+    assert "offload" not in values["memory"]
+    assert values["model"] == config.model_dump(mode="json", exclude_unset=True)["model"]
+
+
+def test_a_plan_that_the_config_forbids_is_refused(found: Search) -> None:
+    asked = load_config(CONFIG, ["comm.compression.policy=topk"])
+    candidate = next(each.candidate for each in found.ranked if each.candidate.layout.tensor > 1)
+    with pytest.raises(ConfigError, match=r"comm\.compression\.policy = topk"):
+        planned_values(asked, candidate, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([], ["train.microbatch"]),
+        (["train.accumulate=2", "parallel.data=32"], ["train.microbatch", "train.accumulate", "parallel.data"]),
+    ],
+)
+def test_changes_that_make_a_config_fit_do_so(given: list[str], named: list[str], found: Search) -> None:
+    asked = candidate_of(load_config(CONFIG, given), found.task, CLUSTER)
+    assert asked is not None
+    changes = smallest_changes(asked, found, named=named)
+    assert changes
+    for change in changes:
+        keys = [f"{key}={str(value).lower()}" for key, value in change.keys.items()]
+        assert change.ranked is not None
+        assert candidate_of(load_config(CONFIG, [*given, *keys]), found.task, CLUSTER) == change.ranked.candidate
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallel.strategy=auto",
+        "parallel={pipeline: 2, schedule: gpipe}",
+        "train.microbatch=auto",
+        "parallel.tensor=3",
+        "memory.checkpoint_activations=every_2",
+    ],
+)
+def test_what_a_config_leaves_open_is_not_judged(override: str) -> None:
+    asked = load_config(CONFIG, [override, *(["model.heads=33", "model.width=4224"] if "tensor" in override else [])])
+    assert candidate_of(asked, task_of(asked, 32), CLUSTER) is None
+
+
+# Hugging Face.
+
+
+def test_llama_is_read(tmp_path: Path) -> None:
+    model = read(tmp_path, LLAMA)
+    assert model.shape.params == pytest.approx(8.03e9, rel=0.01)
+    assert model.no_config == ""
+    config = load_config(None, model.overrides)
+    assert task_of(config, 8).model == model.shape
+    assert config.train.global_batch == 1024
+    told = "a step of 1024 sequences (train.global_batch), sequences of 4096 tokens (data.context), bf16_master"
+    assert model.assumed(config, ())[0].startswith(told)
+    assert model.assumed(config, ("train.global_batch", "train.precision")) == (
+        "sequences of 4096 tokens (data.context)",
+    )
+    assert config.data.eval_fraction * 65536 == pytest.approx(1024, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_shapes_like_llama_are_read(kind: str, tmp_path: Path) -> None:
+    assert read(tmp_path, {**LLAMA, "model_type": kind}).shape == read(tmp_path, LLAMA).shape
+
+
+@pytest.mark.parametrize(
+    ("values", "billions"),
+    [
+        ({"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64, "tied": 1}, 1.236),
+        ({"model_type": "mistral", "vocab_size": 32000, "sliding_window": 4096}, 7.24),
+        (
+            {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+            | {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tied": 1},
+            0.494,
+        ),
+        (
+            {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+            | {"num_attention_heads": 16, "head_dim": 128, "vocab_size": 151936, "tied": 1},
+            0.596,
+        ),
+    ],
+    ids=["Llama-3.2-1B", "Mistral-7B-v0.1", "Qwen2.5-0.5B", "Qwen3-0.6B"],
+)
+def test_published_models_have_their_parameters(values: dict[str, Any], billions: float, tmp_path: Path) -> None:
+    values = {**LLAMA, "tie_word_embeddings": bool(values.pop("tied", 0)), **values}
+    assert read(tmp_path, values).shape.params == pytest.approx(billions * 1e9, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("values", "billions", "active"), [(MIXTRAL, 46.7, 12.8), (QWEN2_MOE, 14.3, 2.4), (QWEN3_MOE, 30.5, 3.0)]
+)
+def test_mixtures_of_experts_are_planned_without_a_config(
+    values: dict[str, Any], billions: float, active: float, tmp_path: Path
+) -> None:
+    model = read(tmp_path, values)
+    assert model.shape.params == pytest.approx(billions * 1e9, rel=0.005)
+    assert model.shape.active_matmul_params == pytest.approx(active * 1e9, rel=0.02)
+    assert "experts" in model.no_config
+    config = load_config(None, [*model.overrides, "train.global_batch=16"])
+    found = search(task_of(config, 16, model.shape), load_cluster("2x dgx-h100"), host_memory=1e9)
+    assert max(each.candidate.layout.expert for each in found.ranked) > 1
+
+
+def test_what_differs_from_the_model_is_said() -> None:
+    near = {**LLAMA, "model_type": "mistral", "sliding_window": 8192}
+    dgx = load_cluster("dgx-h100")
+    assert len(request_for_hugging_face(near, dgx).assumed) == 1
+    longer = request_for_hugging_face(near, dgx, ["data.context=16384"]).assumed
+    assert "a step of 1024 sequences" in longer[0]
+    assert "16384 tokens, where the model's looks back 8192" in longer[1]
+    every = {**near, "use_sliding_window": False}
+    assert len(request_for_hugging_face(every, dgx, ["data.context=16384"]).assumed) == 1
+
+
+def test_processors_are_planned_in_fp32() -> None:
+    found = request_for_hugging_face(LLAMA, load_cluster("cpu-host"))
+    assert found.config.train.precision == "fp32"
+    assert request_for_hugging_face(LLAMA, load_cluster("cpu-host"), ["train.precision=bf16"]).task.compute == "bf16"
+
+
+def test_a_vocabulary_that_only_the_text_knows_is_assumed() -> None:
+    words = ["model.kind=gpt", "model.size=gpt-nano", "data.kind=text", "data.context=64", "train.global_batch=8"]
+    dgx = load_cluster("dgx-h100")
+    assert "a vocabulary of 256" in request_for(load_config(None, words), dgx).assumed[0]
+    assert request_for(load_config(None, [*words, "model.vocab_size=512"]), dgx).assumed == ()
+
+
+def test_gpt2_is_read(tmp_path: Path) -> None:
+    model = read(tmp_path, GPT2)
+    assert model.shape.params == pytest.approx(124e6, rel=0.02)
+    assert task_of(load_config(None, model.overrides), 8).model == model.shape
+
+
+def test_what_a_config_cannot_say_is_known(tmp_path: Path) -> None:
+    bert = read(tmp_path, {**LLAMA, "model_type": "bert", "num_key_value_heads": None})
+    assert not bert.shape.causal
+    assert "both directions" in bert.no_config
+    wide = read(tmp_path, {**LLAMA, "head_dim": 256})
+    assert wide.shape.query_width == 32 * 256
+    assert "its heads have 256 features" in wide.no_config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "llama", "hidden_size": 64}, "lacks num_hidden_layers, num_attention_heads, intermediate_size"),
+        ({**LLAMA, "hidden_size": "4096"}, "hidden_size = '4096'"),
+        ({**LLAMA, "num_attention_heads": True}, "num_attention_heads = True"),
+        ({**LLAMA, "num_attention_heads": 33}, "33 heads do not divide a width of 4096"),
+        ({**LLAMA, "model_type": "lama"}, "did you mean llama"),
+        ({**LLAMA, "num_local_experts": 8}, "a llama has no mixture of experts"),
+        ({**LLAMA, "model_type": "mixtral"}, "lacks num_local_experts, num_experts_per_tok"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 8 experts"),
+        ({**LLAMA, "num_key_value_heads": 5}, "5 heads of keys and values do not divide 32 heads"),
+        ({**LLAMA, "vocab_size": 0, "hidden_size": None}, r"lacks hidden_size; vocab_size = 0 is no whole number"),
+        ({"model_type": "resnet"}, "plans are for transformers"),
+        ({name: value for name, value in LLAMA.items() if name != "model_type"}, "lacks model_type"),
+        ({"name": "other"}, "not the config.json"),
+        ([1], "holds a list"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_files_that_are_no_transformer_are_refused(values: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        read(tmp_path, values)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_hugging_face(tmp_path / "none.json")

@@ -1,0 +1,375 @@
+"""The search over ways to train: what is left out and why, what comes first, and what it would take to fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster.devices import Cluster, load_cluster
+from paceline.errors import UsageError
+from paceline.plan.workload import Layout, ModelShape
+from paceline.predict.formulas.engine_costs import engine_footprint, price, price_untuned
+from paceline.predict.formulas.predict import COMPOSED_P90, Prediction, predict
+from paceline.predict.formulas.tuning import zero_bubble_share
+from paceline.schedule.schedules import make_schedule, measure_schedule
+from paceline.search.candidates import (
+    Candidate,
+    Task,
+    Tuning,
+    Value,
+    candidates_for,
+    divisors,
+    recomputing,
+    workload_of,
+)
+from paceline.search.scaling import resized, scaling_rows
+from paceline.search.search import (
+    NO_ROOM_ON_HOST,
+    TOO_LARGE,
+    Change,
+    Search,
+    budget_of,
+    explain_against,
+    explain_winner,
+    host_bytes,
+    rank_one,
+    room_makers,
+    search,
+    smallest_changes,
+)
+
+SMALL = ModelShape(layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocab=50304)
+LARGE = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, gated=True, tied=False)
+TASK = Task(model=LARGE, global_batch=128, seq_len=4096)
+NODES = load_cluster("2x dgx-h100")
+
+
+@pytest.fixture(scope="module")
+def found() -> Search:
+    return search(TASK, NODES)
+
+
+def written(data: int = 16, strategy: str = "ddp", microbatch: int = 8) -> Candidate:
+    sharding = "ddp" if strategy == "ddp" else "fsdp"
+    layout = Layout(devices=16, data=data, sharding=sharding)  # type: ignore[arg-type]
+    workload = workload_of(TASK, layout, microbatch)
+    return Candidate(workload=workload, strategy=strategy, shard=1 if strategy == "ddp" else data)
+
+
+def test_every_candidate_is_a_mesh_of_all_devices() -> None:
+    left_out: Counter[str] = Counter()
+    candidates = list(candidates_for(TASK, NODES, left_out))
+    assert len({str(each) for each in candidates}) == len(candidates)
+    assert {each.strategy for each in candidates} == {"ddp", "zero1", "zero2", "fsdp", "hybrid"}
+    assert {each.schedule for each in candidates} == {"", "1f1b", "interleaved", "zb-h1", "zb-v"}
+    assert not any(each.zero_bubble and each.layout.sharding == "fsdp" for each in candidates)
+    for each in candidates:
+        layout = each.layout
+        assert layout.pipeline * layout.data * layout.tensor == 16
+        assert each.microbatch * each.accumulate * layout.data == 128
+        assert LARGE.kv_heads % layout.tensor == 0
+        assert layout.data % each.shard == 0
+        assert layout.pipeline == 1 or each.accumulate >= layout.pipeline
+    assert set(left_out) == {"fewer microbatches than stages"}
+
+
+def test_what_cannot_be_is_counted_by_reason() -> None:
+    left_out: Counter[str] = Counter()
+    odd = replace(TASK, model=replace(SMALL, heads=10, kv_heads=5), global_batch=24)
+    found = list(candidates_for(odd, NODES, left_out))
+    assert {each.layout.tensor for each in found} == {1}
+    assert left_out["tensor ranks do not divide the heads"] == 3
+    assert left_out["more stages than blocks"] == 1
+    assert left_out["data ranks do not divide the batch"] == 1
+
+
+def test_all_that_is_ranked_fits_and_the_fastest_is_first(found: Search) -> None:
+    seconds = [each.seconds for each in found.ranked]
+    assert seconds == sorted(seconds)
+    assert all(each.memory_bytes <= budget_of(NODES) for each in found.ranked)
+    assert found.left_out[TOO_LARGE] > 0
+    assert found.looked_at == len(found.ranked) + sum(found.left_out.values())
+    assert found.nearest is None
+    assert 0.2 < found.ranked[0].mfu < 0.8
+
+
+def test_recomputation_is_taken_only_where_less_does_not_fit(found: Search) -> None:
+    for each in found.ranked:
+        if each.candidate.recompute == "full":
+            less = recomputing(each.candidate, "selective")
+            assert engine_footprint(less.workload).total > budget_of(NODES)
+
+
+def test_another_estimate_of_memory_counts_where_it_is_larger(found: Search) -> None:
+    winner = str(found.ranked[0].candidate)
+    again = search(TASK, NODES, need=lambda each: 1e15 if str(each) == winner else 0.0)
+    assert winner not in {str(each.candidate) for each in again.ranked}
+
+
+def test_by_memory_the_smallest_is_first(found: Search) -> None:
+    smallest = search(TASK, NODES, order="memory")
+    sizes = [each.memory_bytes for each in smallest.ranked]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < min(each.memory_bytes for each in found.ranked)
+    assert smallest.ranked[0].candidate.recompute == "full"
+
+
+def test_the_same_search_finds_the_same(found: Search) -> None:
+    assert [str(each.candidate) for each in search(TASK, NODES).ranked] == [
+        str(each.candidate) for each in found.ranked
+    ]
+
+
+def test_winner_and_runners_up_are_explained(found: Search) -> None:
+    first = explain_winner(found)
+    assert str(found.ranked[0].candidate) in first
+    assert f"fastest of {len(found.ranked)} that fit: computing" in first
+    slowest = explain_against(found.ranked[0], found.ranked[-1])
+    assert "longer, with" in slowest
+    assert explain_against(found.ranked[0], found.ranked[0]).endswith("takes as long")
+
+
+def test_of_a_thousand_devices_few_candidates_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+
+    def counted(candidate: Candidate, cluster: Cluster) -> Prediction:
+        timed.append(candidate)
+        return price_untuned(candidate, cluster)
+
+    monkeypatch.setattr("paceline.search.search.price_untuned", counted)
+    large = search(replace(TASK, global_batch=1024), load_cluster("128x dgx-h100"))
+    assert len(timed) == len(large.ranked) < 2000  # each takes about a millisecond
+    assert large.looked_at > len(timed) > 200
+
+
+def test_a_batch_that_no_mesh_shares_is_refused() -> None:
+    cluster = load_cluster("8x dgx-h100")
+    odd = replace(TASK, model=replace(LARGE, layers=4, kv_heads=1, heads=1), global_batch=3)
+    with pytest.raises(UsageError, match=r"no mesh fits a batch of 3[^!]*try train.global_batch=64, or 3 devices"):
+        search(odd, cluster)
+    few = replace(TASK, model=replace(LARGE, layers=1, kv_heads=1, heads=1), global_batch=80)
+    with pytest.raises(UsageError, match="or 40 or 80 devices"):
+        search(few, cluster)
+
+
+# What the engines send beside what is predicted.
+
+
+def test_engines_pay_for_every_microbatch_where_they_do() -> None:
+    def both(strategy: str, sharding: str, pipeline: int = 1, shard: int = 0) -> tuple[float, float]:
+        data = 16 // pipeline
+        layout = Layout(devices=16, data=data, pipeline=pipeline, sharding=sharding, shard_group=shard)  # type: ignore[arg-type]
+        workload = workload_of(TASK, layout, 1)
+        candidate = Candidate(workload=workload, strategy=strategy, shard=shard or data)
+        steps = price(candidate, NODES).step, predict(workload, NODES).step
+        return steps[0].exposed + steps[0].hidden, steps[1].exposed + steps[1].hidden
+
+    for strategy, sharding, pipeline, shard in (
+        ("zero2", "zero2", 1, 0),
+        ("fsdp", "fsdp", 2, 0),
+        ("hybrid", "fsdp", 1, 8),
+    ):
+        ours, plain = both(strategy, sharding, pipeline, shard)
+        assert ours > plain, strategy
+    ours, plain = both("fsdp", "fsdp")
+    assert ours == plain
+    for strategy in ("ddp", "zero1"):  # more, and smaller, pieces than blocks
+        ours, plain = both(strategy, strategy)
+        assert plain < ours < 2 * plain, strategy
+
+
+# What is tuned.
+
+
+def whole(strategy: str, microbatch: int = 1, **tuning: object) -> Candidate:
+    sharding = "fsdp" if strategy == "hybrid" else strategy
+    layout = Layout(devices=16, data=16, sharding=sharding)  # type: ignore[arg-type]
+    return Candidate(
+        workload=workload_of(TASK, layout, microbatch),
+        strategy=strategy,
+        shard=1 if strategy == "ddp" else 16,
+        tuning=Tuning(**tuning),  # type: ignore[arg-type]
+    )
+
+
+def test_small_buckets_cost_latency_and_one_bucket_hides_nothing() -> None:
+    exposed = [price(whole("ddp", bucket_mb=size), NODES).step for size in (1, 100, 1e6)]
+    plain = price(whole("ddp"), NODES).step
+    assert plain == price(whole("ddp", bucket_mb=25), NODES).step
+    assert exposed[0].exposed + exposed[0].hidden > exposed[1].exposed + exposed[1].hidden
+    assert exposed[2].exposed > 5 * exposed[1].exposed
+    assert exposed[2].hidden == pytest.approx(0.0, abs=1e-3)
+
+
+def test_what_stays_gathered_is_sent_less_and_takes_memory() -> None:
+    usual, kept = (price(whole("fsdp", reshard=reshard), NODES) for reshard in (True, False))
+    assert kept.step.exposed + kept.step.hidden < usual.step.exposed + usual.step.hidden
+    assert kept.memory.total > usual.memory.total + LARGE.params
+    assert kept.step.compute == usual.step.compute
+
+
+def test_offload_trades_memory_for_time() -> None:
+    found = [
+        price(whole("fsdp", offload=offload), NODES) for offload in ((), ("optimizer",), ("optimizer", "parameters"))
+    ]
+    sizes, times = [each.memory.total for each in found], [each.seconds for each in found]
+    assert sizes == sorted(sizes, reverse=True)
+    assert times == sorted(times)
+    assert found[1].step.optimizer > 5 * found[0].step.optimizer
+    assert host_bytes(whole("fsdp", offload=("optimizer",))) == pytest.approx(18 * LARGE.params / 16)
+
+
+def test_an_update_on_the_host_takes_as_long_as_it_was_measured() -> None:
+    """3.4 billion parameters of one rank beside an H200, a sample of 2048 tokens: bench/results/memory-h200.json."""
+    shape = ModelShape(layers=69, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, gated=True, tied=False)
+    task = Task(model=shape, global_batch=1, seq_len=2048)
+    layout = Layout(devices=1, data=1, sharding="fsdp")
+    workload = workload_of(task, layout, 1, "full")
+    for offload, measured in ((("optimizer",), 2048 / 1569.6), (("optimizer", "parameters"), 2048 / 1024.8)):
+        candidate = Candidate(workload=workload, strategy="fsdp", shard=1, tuning=Tuning(offload=offload))
+        assert 0.5 < price(candidate, load_cluster("1x h200-sxm")).seconds / measured < 1.5
+
+
+def test_offload_is_of_whole_models_beside_devices_with_memory_of_their_own(found: Search) -> None:
+    for each in found.ranked:
+        if each.candidate.offload:
+            layout = each.candidate.layout
+            assert layout.tensor * layout.pipeline == 1
+            assert each.candidate.strategy != "ddp"
+            assert each.host_bytes > 0
+    assert all(not each.candidate.offload for each in search(TASK, NODES, host_memory=1e9).ranked)
+
+
+def test_one_device_offloads_in_every_way_and_may_be_faster_with_more_of_it() -> None:
+    task = Task(model=replace(LARGE, layers=16), global_batch=64, seq_len=4096)
+    ranked = search(task, load_cluster("1x h100-sxm")).ranked
+    ways = {(each.candidate.strategy, each.candidate.offload) for each in ranked}
+    both = ("optimizer", "parameters")
+    assert ways >= {("zero1", both[:1]), ("fsdp", both[:1]), ("fsdp", both)}
+    assert all(each.candidate.offload for each in ranked if each.candidate.strategy != "ddp")
+    # Gradients are reduced, and added up on the host, once a step and not in every microbatch.
+    assert ranked[0].candidate.strategy == "zero1"
+    same = [each for each in ranked if each.candidate.strategy == "fsdp" and each.candidate.microbatch == 1]
+    alike = {each.candidate.offload: each for each in same if each.candidate.recompute == "none"}
+    assert alike[both].seconds < alike[both[:1]].seconds
+
+
+def test_what_no_published_run_has_is_outside_and_has_the_wider_range() -> None:
+    plain, moved = (price(whole("fsdp", offload=offload), NODES) for offload in ((), ("optimizer",)))
+    assert not any("offload" in reason for reason in plain.outside)
+    assert "offloaded states: no published run has them" in moved.outside
+    assert not moved.fitted
+    assert (moved.band[1] - moved.band[0]) / moved.seconds == pytest.approx(2 * COMPOSED_P90)
+    ranked = [each for each in search(TASK, NODES).ranked if each.candidate.zero_bubble]
+    assert ranked
+    assert all("a zero-bubble schedule: no published run has one" in each.prediction.outside for each in ranked)
+    host = search(Task(model=SMALL, global_batch=8, seq_len=128, compute="fp32"), load_cluster("cpu-host"))
+    assert any("paceline predict" in reason for reason in host.ranked[0].prediction.outside)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_zero_bubbles_are_those_of_the_schedules(name: str) -> None:
+    """The share of the plain schedule's bubble that is left, beside what the executor's own schedules come to."""
+    ranks, microbatches = 4, 12
+    chunks = 2 if name == "zb-v" else 1
+    plain = make_schedule("interleaved" if chunks == 2 else "1f1b", ranks, microbatches, chunks)
+    idle = [
+        each.makespan - max(each.busy)
+        for each in (measure_schedule(make_schedule(name, ranks, microbatches, chunks)), measure_schedule(plain))
+    ]
+    assert zero_bubble_share("none") == pytest.approx(idle[0] / idle[1])
+    assert zero_bubble_share("none") < zero_bubble_share("selective") < zero_bubble_share("full") < 1
+
+
+def test_compiled_blocks_have_no_zero_bubble_schedule() -> None:
+    left_out: Counter[str] = Counter()
+    compiled = replace(TASK, framework="compiled")
+    assert not any(each.zero_bubble for each in candidates_for(compiled, NODES, left_out))
+    assert left_out["zero-bubble schedules cut the backward of compiled blocks"] > 0
+
+
+def test_experts_are_shared_inside_a_node() -> None:
+    mixture = replace(LARGE, experts=8, active_experts=2)
+    found = {each.layout.expert for each in candidates_for(replace(TASK, model=mixture), NODES, Counter())}
+    assert found == {1, 2, 4, 8}
+
+
+# What makes it fit.
+
+
+def test_changes_that_make_it_fit_come_fastest_first_and_more_of_them_are_faster(found: Search) -> None:
+    asked = written()
+    assert rank_one(asked, NODES).memory_bytes > found.budget
+    changes = smallest_changes(asked, found, most=10)
+    times = [each.ranked.seconds for each in changes if each.ranked]
+    assert len(times) == len(changes) >= 2
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(found.ranked[0].seconds)
+    decided = [sum(asked.knobs[key] != value for key, value in _knobs(each).items()) for each in changes]
+    assert decided == sorted(decided, reverse=True)
+    few = smallest_changes(asked, found, most=1)
+    assert [str(each) for each in few] == [str(changes[-1])]  # of the fewest decisions, were it the slowest
+    named = smallest_changes(asked, found, named=("train.microbatch",))
+    assert all("train.microbatch" in each.keys for each in named)
+    assert "a step" in str(named[0])
+
+
+def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> None:
+    small = load_cluster("1x g5.12xlarge")
+    nothing = search(replace(TASK, global_batch=8), small, host_memory=1e9)
+    assert nothing.left_out[NO_ROOM_ON_HOST] > 0
+    assert nothing.ranked == ()
+    assert nothing.nearest is not None
+    assert nothing.nearest[1] > nothing.budget
+    changes = room_makers(nothing, lambda _: None)
+    assert all(each.keys for each in changes)
+    assert any("devices" in each.keys for each in changes)
+    more = next(each.keys["devices"] for each in changes if "devices" in each.keys)
+    assert isinstance(more, int)
+    assert search(replace(TASK, global_batch=8), resized(small, more), host_memory=1e9).ranked
+
+
+def _knobs(change: Change) -> dict[str, Value]:
+    assert change.ranked is not None
+    return change.ranked.candidate.knobs
+
+
+# Scaling.
+
+
+def test_scaling_keeps_or_grows_the_batch() -> None:
+    task = Task(model=SMALL, global_batch=64, seq_len=1024)
+    strong = scaling_rows(task, NODES, [8, 1, 16, 16], weak=False)
+    weak = scaling_rows(task, NODES, [1, 8, 16], weak=True)
+    assert [row.devices for row in strong] == [1, 8, 16]
+    assert [row.global_batch for row in strong] == [64, 64, 64]
+    assert [row.global_batch for row in weak] == [4, 32, 64]
+    assert strong[0].efficiency == 1.0
+    assert strong[0].best is not None
+    assert strong[2].best is not None
+    assert strong[2].best.seconds < strong[0].best.seconds
+    assert strong[2].efficiency < 1.0
+
+
+def test_rows_without_a_plan_say_why() -> None:
+    rows = scaling_rows(TASK, NODES, [1, 16], weak=False, host_memory=1e9)
+    assert rows[0].best is None
+    assert rows[0].why == "out of memory"
+    assert rows[1].efficiency == 1.0
+    (odd,) = scaling_rows(replace(TASK, global_batch=8), NODES, [1], weak=True)
+    assert "no whole number on 1" in odd.why
+
+
+def test_devices_are_a_part_of_a_node_or_whole_nodes() -> None:
+    assert resized(NODES, 4).node.devices == 4
+    assert resized(NODES, 64).nodes == 8
+    for count in (0, 12):
+        with pytest.raises(UsageError, match="beyond one node they are whole nodes"):
+            resized(NODES, count)
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
