@@ -3,8 +3,7 @@
 ``bench/fit_constants.py`` writes that file from rows of the split ``calib`` alone. A set that no such row reaches is
 composed: the device's rates are the mean of the same generation's under other frameworks (else of the nearest
 generation's), what the framework adds is that of the same framework on the newest generation that has it. Beside its
-constants a fitted set knows the blocks that its rows measured (predict/formulas/measured_blocks.py); a composed one knows
-none.
+constants a fitted set knows the blocks that its rows measured (``measured_blocks.py``); a composed one knows none.
 """
 
 from __future__ import annotations
