@@ -12,7 +12,8 @@ from paceline.config.gpt_sizes import gpt_shape
 from paceline.config.known_data import known_shape
 from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression, Layout, Offload
-from paceline.plan.rules import CONFIG_KEYS, ModelOutline, Rule, rules
+from paceline.plan.rule_case import ModelOutline, Rule
+from paceline.plan.rules import CONFIG_KEYS, rules
 from paceline.schedule.text import read_csv
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
     Raises ConfigError where the batch cannot be divided, UsageError where a schedule's file cannot be read.
     """
     parallel, comm, train = config.parallel, config.comm, config.train
-    own, is_tuned = parallel.schedule_file, comm.bucket_mb == "auto"
+    own = None if parallel.pipeline == 1 else parallel.schedule_file
     strategy: Any = {"zero3": "fsdp", "auto": "ddp"}.get(parallel.strategy, parallel.strategy)
     layout = Layout(
         strategy=strategy,
@@ -41,11 +42,11 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
         **{name: getattr(parallel, name) for name in _SAME},
         bucket_mb=Layout().bucket_mb if comm.bucket_mb == "auto" else comm.bucket_mb,
         first_bucket_mb=comm.first_bucket_mb,
-        tunes_buckets=is_tuned,
+        tunes_buckets=comm.bucket_mb == "auto",
         overlap=comm.overlap,
         algorithm=comm.algorithm,
         compression=Compression(**comm.compression.model_dump()),
-        schedule=parallel.schedule if own is None or parallel.pipeline == 1 else read_csv(Path(own)),
+        schedule=parallel.schedule if own is None or not Path(own).is_file() else read_csv(Path(own)),
         chunks=parallel.chunks or 0,
         stages="estimated" if parallel.stages == "auto" else parallel.stages,
         stage_layers=parallel.stage_layers,
@@ -85,10 +86,16 @@ def outline_of(config: Config) -> ModelOutline:
 
 
 def layout_problems(
-    config: Config, ranks: int | None = None, node_ranks: int | None = None, sections: Collection[str] | None = None
+    config: Config,
+    ranks: int | None = None,
+    node_ranks: int | None = None,
+    *,
+    sections: Collection[str] | None = None,
+    only_of: str = "",
 ) -> list[Problem]:
-    """Lists what does not go together in the layout of a config; with ``sections``, by rules that read no others.
+    """Lists what does not go together in the layout of a config, by the rules that read the field ``only_of``.
 
+    With ``sections``, by rules that read no other section of the config.
     ``node_ranks`` of ``ranks`` are on a host (None: all; 0: not known yet).
     """
     parallel = config.parallel
@@ -98,10 +105,19 @@ def layout_problems(
 
     def is_wanted(rule: Rule) -> bool:
         read = {CONFIG_KEYS[name].rstrip(".") for name in rule.reads}
-        return undecided.isdisjoint(rule.reads) and (sections is None or read <= set(sections))
+        is_asked = not only_of or only_of in rule.reads
+        return is_asked and undecided.isdisjoint(rule.reads) and (sections is None or read <= set(sections))
 
     try:
         layout = layout_of(config)
-    except UsageError as error:  # a schedule's file
-        return [Problem(what=str(error))] if sections is None or "parallel" in sections else []
-    return rules(layout, ranks=ranks, node_ranks=node_ranks, model=outline_of(config), keys=CONFIG_KEYS, only=is_wanted)
+    except UsageError as error:  # of a schedule's file
+        return [Problem(what=str(error))] if not only_of and (sections is None or "parallel" in sections) else []
+    return rules(
+        layout,
+        ranks=ranks,
+        node_ranks=node_ranks,
+        model=outline_of(config),
+        keys=CONFIG_KEYS,
+        strategy=parallel.strategy,
+        only=is_wanted,
+    )
