@@ -50,10 +50,9 @@ from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.fsdp import ShardingPolicy
-from paceline.engines.offload import Offload
 from paceline.engines.precision import mixed_precision as usual_mixed_precision
 from paceline.errors import CheckpointError, MisfitError, TrainingError, UsageError
+from paceline.plan.layout import Offload
 from paceline.records.meter import peak_memory_bytes
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.scaler import make_scaler
@@ -75,7 +74,7 @@ class DistributedTrainer:
     ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the trainer writes nothing there.
     ``mixed_precision`` is bf16 where the device has it and fp16 with a dynamic loss scale where it has not, or a
     policy by its name. ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``comm`` is for ranks
-    that are connected already, virtual ones for instance, and ``sharding`` for choices about fsdp and hybrid.
+    that are connected already, virtual ones for instance, and ``shard_ranks`` for the groups of hybrid.
 
     Raises UsageError with all problems of the arguments at once.
     """
@@ -93,7 +92,7 @@ class DistributedTrainer:
         checkpoint_dir: str | Path = "./checkpoints",
         log_dir: str | Path = "./logs",
         comm: Communicator | None = None,
-        sharding: ShardingPolicy | None = None,
+        shard_ranks: int | None = None,
     ) -> None:
         problems = [
             *check_type("model", model, nn.Module, "an nn.Module"),
@@ -122,8 +121,8 @@ class DistributedTrainer:
             strategy,
             precision=precision,
             checkpoint_activations="full" if enable_activation_checkpointing else "none",
-            offload=_offload(strategy) if cpu_offload else None,
-            sharding=sharding,
+            offload=_offload(strategy) if cpu_offload else Offload(),
+            shard_ranks=shard_ranks or 0,
         )
         self.num_updates = 0
         self._scaler = make_scaler(self.engine.precision, ranks.device)

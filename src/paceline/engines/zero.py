@@ -49,9 +49,9 @@ from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state
 from paceline.engines.flat.sharded import clip_pieces, gather_state, load_state, measured_norms
 from paceline.engines.flat.shards import own_region
-from paceline.engines.offload import Offload
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
+from paceline.plan.layout import Offload
 from paceline.shards import Shard
 
 _LARGE_BYTES = 2**18  # about what a second-level cache holds

@@ -21,8 +21,9 @@ from torch import nn
 
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work, device_kind
 from paceline.engines.flat.lane import Lane
-from paceline.engines.offload import Offload, host_empty
+from paceline.engines.offload import host_empty
 from paceline.engines.precision import Precision
+from paceline.plan.layout import Offload
 from paceline.shards import FlatLayout, flat_layout, row_major
 
 _ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, whatever the dtype
