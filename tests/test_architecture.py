@@ -61,6 +61,7 @@ TORCH_FREE = (
     "predict",
     "records.records",
     "records.report",
+    "records.summary",
     "schedule",
     "search",
     "shards",
