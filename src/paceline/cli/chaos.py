@@ -21,9 +21,10 @@ import typer
 if TYPE_CHECKING:
     from paceline.chaos.faults import Fault
     from paceline.chaos.report import Report, Sameness
-    from paceline.chaos.timeline import Attempt, Command, Policies
+    from paceline.chaos.timeline import Command, Policies
     from paceline.config import Config
     from paceline.config.load import LoadedConfig
+    from paceline.records.summary import Attempt
 
 _SAVE_EVERY = 10  # steps, where a config saves nothing on the way
 _HANG_S = 5.0  # where a config says nothing: nobody wants to watch a minute
@@ -264,11 +265,11 @@ def _tell_faults(scratch: Path | None, is_over: threading.Event) -> None:
 
 def _attempts(folder: Path, ranks: int) -> list[list[Attempt]]:
     """Reads the records of every rank."""
-    from paceline.chaos.timeline import read_attempts
     from paceline.records.records import read_records
+    from paceline.records.summary import split_attempts
 
     paths = [folder / "records" / f"rank-{rank}.jsonl" for rank in range(ranks)]
-    return [read_attempts(list(read_records(path))) if path.is_file() else [] for path in paths]
+    return [split_attempts(list(read_records(path))) if path.is_file() else [] for path in paths]
 
 
 def _policies(config: Config) -> Policies:

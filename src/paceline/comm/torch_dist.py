@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from paceline.comm.exchange import Scratch, exchange_pieces, exchange_slices, ex
 from paceline.comm.member import GroupMember
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Named all_gather_single and reduce_scatter_single since torch 2.13; the older names warn there.
@@ -33,6 +33,7 @@ _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 Backend = Literal["auto", "nccl", "gloo", "shared_memory"]
+Group: TypeAlias = Communicator | dist.ProcessGroup
 
 
 def connect(
@@ -63,6 +64,37 @@ def connect(
         with contextlib.suppress(CommunicationError):  # too little of it, on all ranks alike: Gloo does as well
             return share_memory(comm, timeout_s=timeout_s)
     return comm
+
+
+def communicator_of(group: Group | None, device: torch.device, *, timeout_s: float = 300.0) -> Communicator:
+    """Returns a torch process group as a communicator; None: all ranks. A communicator is returned as it is.
+
+    Raises UsageError for what is no group, and on a rank that is not a member of it.
+    """
+    if is_outside(group):
+        raise UsageError(
+            "this rank is not a member of the group\n  only members call a collective\n  leave the call out here"
+        )
+    if group is None:
+        if not dist.is_initialized():
+            return connect(device=device)
+        group = dist.group.WORLD
+        assert group is not None
+    if not isinstance(group, dist.ProcessGroup):
+        if not isinstance(group, Communicator):
+            raise UsageError(
+                f"a {type(group).__name__} is no group\n"
+                "  give a communicator, as paceline.connect() and its split() make, or a torch process group"
+            )
+        return group
+    if dist.get_world_size(group) == 1:
+        return SoloCommunicator(device, world_rank=dist.get_rank())
+    return TorchCommunicator(group, device, timeout_s=timeout_s)
+
+
+def is_outside(group: object) -> bool:
+    """Says whether a group is what torch gives to ranks that are not in the group that they made."""
+    return group is not None and group is dist.GroupMember.NON_GROUP_MEMBER
 
 
 def backend_of(comm: Communicator) -> str:

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.links.theory import Way
-from paceline.bench.links.turns import Arm
 from paceline.cluster.costs import Placement
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import state_topology
@@ -21,6 +19,8 @@ from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.models.gpt import GPT, gpt_config
 from paceline.shards import flat_layout
+from slow_links.theory import Way
+from slow_links.turns import Arm
 
 ALPHA = "one element"
 BUCKETED, ONE_BY_ONE, IN_FLIGHT = "bucketed", "per parameter, one by one", "per parameter, all in flight"
