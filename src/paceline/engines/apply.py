@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator, GradientCompression, takes_real_time
+from paceline.comm.base import Communicator, GradientCompression
 from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.automatic import choose_for_module
 from paceline.engines.batchnorm import synchronise_batchnorm
@@ -155,7 +155,7 @@ def _prepare_blocks(model: nn.Module, comm: Communicator, strategy: str, options
 
 def _replicate(model: nn.Module, comm: Communicator, strategy: str, options: _Options, offload: Offload) -> Engine:
     """Makes an engine whose ranks compute with whole parameters."""
-    tunes = options.bucket_mb == "auto" and comm.size > 1 and takes_real_time(comm)
+    tunes = options.bucket_mb == "auto" and comm.size > 1 and comm.takes_real_time
     buckets = _default_buckets(options.bucket_mb, options.first_bucket_mb)
     if strategy == "ddp":
         replicas = DDPPolicy(buckets=buckets, buffers=options.buffers, overlap=options.overlap, tunes_buckets=tunes)

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from paceline.cluster.measured import read_table
-from paceline.comm.algorithms.communicator import placement
 from paceline.comm.algorithms.topology import from_names
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
@@ -75,7 +74,7 @@ def build_parts(
 ) -> Parts:
     """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
     plain = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
-    if comm.stands_for == "cpu":  # which is the host: engines offload nothing there
+    if comm.device_kind == "cpu":  # which is the host: engines offload nothing there
         plain = plain.model_copy(update={"memory": plain.memory.model_copy(update={"offload": ()})})
     compressor = build_compressor(_past_plain_steps(config))
     engine = build_engine(plain, model, _through(config, comm, node_ranks), node_ranks, compressor)
@@ -118,7 +117,7 @@ def _through(config: Config, comm: DryCommunicator, node_ranks: int | None) -> C
     hosts = config.parallel.node_ranks or node_ranks or comm.size
     topology = from_names([rank // hosts for rank in range(comm.size)])
     path = config.comm.algorithm_table
-    table = None if path is None else read_table(Path(path), placement(topology))
+    table = None if path is None else read_table(Path(path), topology.placement)
     return DryAlgorithmCommunicator(comm, asked, topology, table=table)
 
 
