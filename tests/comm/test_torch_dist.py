@@ -16,7 +16,7 @@ from rank_functions import groups_in_any_order
 from paceline.comm.base import Communicator
 from paceline.comm.shared.segment import FOLDER
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.torch_dist import Backend, TorchCommunicator, backend_of, connect, disconnect
+from paceline.comm.torch_dist import Backend, TorchCommunicator, connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CommunicationError, UsageError
 
@@ -153,7 +153,7 @@ def ways_to_talk(comm: Communicator) -> dict[str, tuple[str, float]]:
         made = connect(backend, device="cpu")
         assert made.ranks == comm.ranks
         made.all_reduce(tensor := torch.ones(1)).wait()
-        found[backend] = backend_of(made), tensor.item()
+        found[backend] = made.backend, tensor.item()
     return found
 
 

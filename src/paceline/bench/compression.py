@@ -17,14 +17,14 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
-from paceline.comm.base import BucketShape, Communicator, ReduceOp, Work
+from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress import Compression, Compressor
-from paceline.comm.traced import TracedCommunicator
+from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
@@ -103,7 +103,6 @@ def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int)
 def _train(config: Config, comm: Communicator, steps: int) -> _Run:
     trainer = build_trainer(config, comm)
     traced = trainer.parts.engine.comm
-    assert isinstance(traced, TracedCommunicator)
     losses, norm, first_bytes, counted_from = [], 0.0, 0.0, max(1, config.comm.compression.plain_steps)
     for number, result in enumerate(trainer.steps(), start=1):
         losses.append((float(result.outcome.loss_sum), float(result.outcome.count)))
@@ -126,8 +125,9 @@ def _train(config: Config, comm: Communicator, steps: int) -> _Run:
     )
 
 
-def sent_bytes(comm: TracedCommunicator) -> float:
+def sent_bytes(comm: Communicator) -> float:
     """Returns what this rank sent so far, by the bandwidth-optimal collectives."""
+    assert comm.trace is not None
     share = (comm.size - 1) / comm.size
     return sum(share * factor * comm.trace.num_bytes[kind] for kind, factor in _FACTORS.items())
 
@@ -194,32 +194,16 @@ def _time_steps(settings: Compression, run: _Run, comm: Communicator) -> float:
     return statistics.median(taken[1:])
 
 
-class _TimedCommunicator:
+class _TimedCommunicator(WrappedCommunicator):
     """Passes on the verbs that policies use, and adds up the processor time that they take."""
 
     def __init__(self, inner: Communicator) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.seconds = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Takes the time of an all-reduce."""
+    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
         start = time.thread_time()
-        return self._timed(self._inner.all_reduce(tensor, op), start)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Takes the time of an all-gather."""
-        start = time.thread_time()
-        return self._timed(self._inner.all_gather(output, tensor), start)
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Takes the time of an all-to-all."""
-        start = time.thread_time()
-        return self._timed(self._inner.all_to_all(output, tensor), start)
-
-    def _timed(self, work: Work, start: float) -> Work:
+        work = super()._pass_on(kind, whole, verb, *arguments)
         self.seconds += time.thread_time() - start
         return _TimedWork(work, self)
 

@@ -16,10 +16,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
-from paceline.comm.base import Communicator, ReduceOp, Work, takes_real_time
-from paceline.comm.exchange import Scratch, exchange_pieces, exchange_slices, exchange_whole
-from paceline.comm.member import GroupMember
+from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.gloo import Scratch, exchange_pieces, exchange_slices, exchange_whole
+from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CommunicationError, UsageError
@@ -95,19 +94,6 @@ def communicator_of(group: Group | None, device: torch.device, *, timeout_s: flo
 def is_outside(group: object) -> bool:
     """Says whether a group is what torch gives to ranks that are not in the group that they made."""
     return group is not None and group is dist.GroupMember.NON_GROUP_MEMBER
-
-
-def backend_of(comm: Communicator) -> str:
-    """Returns by what name the ranks of ``connect()`` talk; ``none`` for a world of one."""
-    while (inner := getattr(comm, "inner", None)) is not None:
-        comm = inner
-    if isinstance(comm, SharedMemoryCommunicator):
-        return "shared_memory"
-    if not takes_real_time(comm):
-        return "virtual"
-    if comm.size == 1:
-        return "none"
-    return "nccl" if comm.device.type == "cuda" else "gloo"
 
 
 def disconnect() -> None:
@@ -214,23 +200,18 @@ class TorchCommunicator(GroupMember):
     """A ``torch.distributed`` process group behind the communicator protocol."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
-        super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), device, backend=backend)
         self._group = group
-        self._device = device
         self._timeout_s = timeout_s
         self._exchanges = dist.get_backend(group) == "gloo" and device.type == "cpu"
         self._scratch = Scratch()
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        return self._device
-
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks."""
         if self._exchanges and self.size == 2 and _is_small(tensor, op):
-            arguments = (self._rank, _flat(tensor), op, self._timeout_s)
+            arguments = (self.rank, _flat(tensor), op, self._timeout_s)
             return self._exchange("all_reduce", exchange_whole, *arguments)
         # The group's own method: the module-level function costs 40 us more, on every bucket of every step.
         try:
@@ -243,7 +224,7 @@ class TorchCommunicator(GroupMember):
         """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         if self._exchanges and output.numel() and output.is_floating_point():
-            arguments = (self._rank, _flat(output), _flat(tensor), op, self._timeout_s, self._scratch)
+            arguments = (self.rank, _flat(output), _flat(tensor), op, self._timeout_s, self._scratch)
             return self._exchange("reduce_scatter", exchange_slices, *arguments)
         return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
 
@@ -251,7 +232,7 @@ class TorchCommunicator(GroupMember):
         """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         if self._exchanges and output.numel():
-            arguments = (self._rank, _flat(output), _flat(tensor), self._timeout_s)
+            arguments = (self.rank, _flat(output), _flat(tensor), self._timeout_s)
             return self._exchange("all_gather", exchange_pieces, *arguments)
         return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
 
@@ -280,31 +261,31 @@ class TorchCommunicator(GroupMember):
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``. NCCL has no tags: there, order alone matches."""
         check_peer("send to", to, self.size)
-        kind = f"send to rank {self._ranks[to]}"
+        kind = f"send to rank {self.ranks[to]}"
         return self._attempt(kind, dist.isend, tensor.detach(), tag=tag, group_dst=to)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
-        kind = f"recv from rank {self._ranks[source]}"
+        kind = f"recv from rank {self.ranks[source]}"
         return self._attempt(kind, dist.irecv, tensor.detach(), tag=tag, group_src=source)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        where = {"device_ids": [self._device.index]} if self._device.type == "cuda" else {}
+        where = {"device_ids": [self.device.index]} if self.device.type == "cuda" else {}
         self._issue("barrier", dist.barrier, **where).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes the subgroup of ``ranks``; only its members call."""
-        check_split(ranks, self._rank, self.size)
-        members = [self._ranks[r] for r in ranks]
+        check_split(ranks, self.rank, self.size)
+        members = [self.ranks[r] for r in ranks]
         if len(members) == 1:
-            return SoloCommunicator(self._device, world_rank=members[0])
+            return SoloCommunicator(self.device, world_rank=members[0])
         try:
             group = _new_group(members, self._timeout_s)
         except RuntimeError as error:
             raise CommunicationError(self._explain(f"split({list(ranks)})", error)) from error
-        return TorchCommunicator(group, self._device, timeout_s=self._timeout_s)
+        return TorchCommunicator(group, self.device, timeout_s=self._timeout_s)
 
     def _issue(self, kind: str, verb: Any, *tensors: torch.Tensor, **arguments: Any) -> Work:
         return self._attempt(kind, verb, *tensors, **arguments, async_op=True)
@@ -326,7 +307,7 @@ class TorchCommunicator(GroupMember):
     def _explain(self, kind: str, error: Exception) -> str:
         text = str(error)
         first = text.splitlines()[0] if text else type(error).__name__
-        head = f"rank {self._ranks[self._rank]}: {kind} in group {list(self._ranks)} failed"
+        head = f"rank {self.ranks[self.rank]}: {kind} in group {list(self.ranks)} failed"
         if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
             return f"{head}: another rank is gone (its connection closed)\n  {first}"
         if "timed out" in text.lower() or "timeout" in text.lower():

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator, GradientCompression, takes_real_time
+from paceline.comm.base import Communicator, GradientCompression
 from paceline.comm.compress import Compressor
 from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.automatic import choose_for_module
@@ -175,7 +175,7 @@ def _replicate(
     compressor: GradientCompression | None,
 ) -> Engine:
     """Makes an engine whose ranks compute with whole parameters."""
-    tunes = layout.tunes_buckets and comm.size > 1 and takes_real_time(comm)
+    tunes = layout.tunes_buckets and comm.size > 1 and comm.takes_real_time
     buckets = BucketPolicy(bucket_bytes=layout.bucket_bytes, first_bucket_bytes=layout.first_bucket_bytes)
     if layout.strategy == "ddp":
         replicas = DDPPolicy(buckets=buckets, buffers=layout.buffers, overlap=layout.overlap, tunes_buckets=tunes)

@@ -11,12 +11,11 @@ from torch import nn
 
 from paceline.cluster.detect import detect_machine
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
-from paceline.comm.algorithms.tables import share_table
-from paceline.comm.algorithms.topology import detect_topology
+from paceline.comm.algorithms.topology import detect_topology, share_table
 from paceline.comm.algorithms.two_levels import TwoLevelCommunicator, join_hosts
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
-from paceline.comm.ledger.ledger import LedgerCommunicator, ledger_of
+from paceline.comm.ledger.ledger import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, layout_of, peak_learning_rate, shard_group
 from paceline.data.datasets import check_enough
@@ -119,7 +118,7 @@ def build_trainer(
         loss=loss,
         schedule=build_schedule(config, plan),
         policy=build_policy(config),
-        meter=StepMeter(comm.device, trace, ledger_of(comm)),
+        meter=StepMeter(comm.device, trace, comm.ledger),
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=config.train.microbatch == "auto"),
         compressor=compressor,
@@ -146,7 +145,7 @@ def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: in
     if config.comm.algorithm == "hierarchical" and config.comm.backend != "gloo":
         local = join_hosts(comm, topology, timeout_s=config.comm.timeout_s)
         if local is not None:
-            ledger = ledger_of(comm)
+            ledger = comm.ledger
             kept = local if ledger is None else LedgerCommunicator(local, ledger)
             made = TwoLevelCommunicator(traced, topology, TracedCommunicator(kept, trace))
     return TracedCommunicator(made, trace, counts=False)

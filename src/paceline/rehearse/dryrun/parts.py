@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from paceline.cluster.measured import read_table
-from paceline.comm.algorithms.communicator import placement
 from paceline.comm.algorithms.topology import from_names
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
@@ -79,7 +78,7 @@ def build_parts(
     layout = layout_of(config, comm.size, node_ranks)
     # Compiled blocks cannot be seen into; in the first plain steps gradients travel whole, and a later step is meant.
     layout = replace(layout, compile=False, compression=replace(layout.compression, plain_steps=0))
-    if comm.stands_for == "cpu":  # which is the host: engines offload nothing there
+    if comm.device_kind == "cpu":  # which is the host: engines offload nothing there
         layout = replace(layout, offload=Offload())
     compressor = build_compressor(layout)
     engine = parallelize(model, _through(config, comm, node_ranks), layout=layout, compressor=compressor)
@@ -116,7 +115,7 @@ def _through(config: Config, comm: DryCommunicator, node_ranks: int | None) -> C
     hosts = config.parallel.node_ranks or node_ranks or comm.size
     topology = from_names([rank // hosts for rank in range(comm.size)])
     path = config.comm.algorithm_table
-    table = None if path is None else read_table(Path(path), placement(topology))
+    table = None if path is None else read_table(Path(path), topology.placement)
     return DryAlgorithmCommunicator(comm, asked, topology, table=table)
 
 

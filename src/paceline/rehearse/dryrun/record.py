@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from paceline.comm.arguments import check_peer
 from paceline.comm.dry.communicator import DryWorld
+from paceline.comm.group import check_peer
 from paceline.config import Config, config_batch
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
