@@ -21,11 +21,10 @@ from paceline.engines.batchnorm import synchronise_batchnorm
 from paceline.engines.buckets.buckets import BucketPolicy
 from paceline.engines.buckets.choice import choose_for_link
 from paceline.engines.buckets.tuner import probe_link
-from paceline.engines.buffers import BufferPolicy
 from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.composition import Parallelism, combine, parallelism_of
 from paceline.engines.ddp import DataParallel, DDPPolicy
-from paceline.engines.engine import Engine
+from paceline.engines.engine import BufferPolicy, Engine
 from paceline.engines.flat.materialize import build_units
 from paceline.engines.flat.partition import choose_units
 from paceline.engines.fsdp import FullySharded, Groups, ShardingPolicy
