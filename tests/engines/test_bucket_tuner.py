@@ -193,7 +193,7 @@ def test_a_pass_that_is_forgotten_begins_the_measuring_anew() -> None:
         engine, has_choice = wide(comm), []
         for number in range(NUM_PASSES + 3):
             if number == 3:
-                engine.forget_order()
+                engine.forget_pass()
             step(engine)
             has_choice.append(engine.bucket_choice is not None)
         assert replicas_are_equal(engine)
@@ -208,7 +208,7 @@ def test_a_choice_outlasts_what_is_learned_again() -> None:
         for _ in range(NUM_PASSES):
             step(engine)
         before = engine.bucket_choice
-        engine.forget_order()
+        engine.forget_pass()
         for _ in range(2):
             step(engine)
         return engine.bucket_choice is before is not None and len(engine._buckets) == before.num_buckets

@@ -205,7 +205,7 @@ def test_a_failed_pass_that_runs_again_leaves_no_trace() -> None:
                 F.cross_entropy(engine(x[:5]), y[:5]).backward()
                 for parameter in engine.parameters():
                     parameter.grad = None
-                engine.forget_order()  # type: ignore[attr-defined]
+                engine.forget_pass()  # type: ignore[attr-defined]
             engine.module.zero_grad()
             F.cross_entropy(engine(x), y).backward()
         return engine.full_gradients()

@@ -241,7 +241,7 @@ def train(engine: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Trains with the whole batch on every rank that shares it: their mean is the same whatever their number."""
     for step in steps:
         batch = make_tokens(2, step)
-        if isinstance(engine, CombinedParallel) and engine.has_pipeline:
+        if isinstance(engine, CombinedParallel) and engine.pipeline is not None:
             engine.run_microbatches([batch], summed_loss, 1 / batch[1].numel())
         else:
             value = summed_loss(engine, batch)

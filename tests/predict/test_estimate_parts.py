@@ -180,7 +180,7 @@ def held(comm: Communicator, config: Config) -> tuple[int, dict[str, int]]:
     own = {t.untyped_storage()._cdata for module in modules for t in [*module.parameters(), *module.buffers()]}
     saved, loss = Saved(own), CrossEntropy(float(TOKENS))
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
-        if engine.has_pipeline:
+        if engine.pipeline is not None:
             engine.run_microbatches(batches, loss)
         else:
             loss(engine, batches[0]).total.backward()  # type: ignore[no-untyped-call]

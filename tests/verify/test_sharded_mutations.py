@@ -42,8 +42,8 @@ from torch import nn
 from paceline.comm.base import DONE
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.buffers import SharedBuffers
 from paceline.engines.checkpointing import Replay
+from paceline.engines.engine import SharedBuffers
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.sharded import clip_pieces

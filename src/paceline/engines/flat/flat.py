@@ -114,6 +114,11 @@ class FlatGroup:
             return True
         return self.comm.size > 1 and not self._is_in_place
 
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether the memory of ``full`` is freed and allocated again as training goes on."""
+        return self.has_copy and not self._is_in_place
+
     def keep_slice(self, *, in_place: bool = False) -> None:
         """Makes this rank's master and pieces from the values in ``full``. Once, when these are final.
 
@@ -213,8 +218,8 @@ class FlatGroup:
             return self._resident
         return master if self._staged is None else self._staged
 
-    def note_change(self) -> None:
-        """Takes note that the master has new values."""
+    def mark_changed(self) -> None:
+        """Tells the group that the master has new values."""
         self._seen_version = -1
 
     def _may_have_changed(self) -> bool:
