@@ -280,8 +280,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 def _checkout(text: str) -> Path:
     path = Path(text).resolve()
-    if not (path / "src" / "paceline").is_dir():
-        raise argparse.ArgumentTypeError(f"{text} has no src/paceline; give the root of a checkout")
+    if not (path / "src" / "paceline" / "__init__.py").exists():  # an installed Paceline would run in its place
+        raise argparse.ArgumentTypeError(f"{text} has no src/paceline/__init__.py; give the root of a checkout")
     return path
 
 
@@ -340,7 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes = run_cases(cases, checkouts, (given.keep or Path(temporary)).resolve(), given.jobs)
     if given.record:
         _write(Path(given.folders[1]), {name: asdict(outcome) for name, outcome in outcomes[0].items()})
-        outcomes = [outcomes[0], outcomes[0]]  # shows what failed, which is no good base for a comparison
+        failed = [f"{name}: {outcome.crash}" for name, outcome in outcomes[0].items() if outcome.crash]
+        print(f"{len(cases) - len(failed)} of {len(cases)} cases recorded", *failed, sep="\n")
+        return 1 if failed else 0
     if given.against:
         outcomes.insert(0, _read_kept(given.against, cases))
     before, after = outcomes
