@@ -150,8 +150,7 @@ def _find(value: Any, key: str) -> Any:
 
 def run_facts(folder: Path, stdout: str, *, is_modelled: bool) -> Facts:
     """Returns what a run printed as JSON and left in its folder."""
-    summary = json.loads(stdout)
-    facts = flatten(summary if is_modelled else {key: summary.get(key) for key in SUMMARY_FIELDS}, "summary")
+    facts: Facts = {}
     for run in sorted(folder.glob("runs/*")):
         for path in sorted(run.glob("records/rank-*.jsonl")):
             facts |= record_facts(path.stem, _json_lines(path))
@@ -165,7 +164,8 @@ def run_facts(folder: Path, stdout: str, *, is_modelled: bool) -> Facts:
             facts[name] = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
     if (trace := folder / "trace.json").exists():
         facts |= timeline_facts(json.loads(trace.read_text())["traceEvents"])
-    return facts
+    summary = json.loads(stdout)  # last: the first difference then names the step that it began with
+    return facts | flatten(summary if is_modelled else {key: summary.get(key) for key in SUMMARY_FIELDS}, "summary")
 
 
 # ---- running
