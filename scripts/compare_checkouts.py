@@ -117,12 +117,20 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def record_facts(rank: str, records: Iterable[dict[str, Any]]) -> Facts:
-    """Returns what a rank recorded, without its measured times."""
+    """Returns what a rank recorded, without its measured times.
+
+    Records are named by kind and step, as the last step may be written before or after its evaluation.
+    """
     facts: Facts = {}
-    for number, record in enumerate(each for each in records if each.get("name") not in TIMED_EVENTS):
-        kind = record["type"]
-        where = f"{rank} record {number} {kind}" + (f" {record['step']}" if "step" in record else "")
-        facts |= flatten({field: record.get(field) for field in RECORD_FIELDS.get(kind, ())}, where)
+    seen: Counter[str] = Counter()
+    for record in records:
+        if record.get("name") in TIMED_EVENTS:
+            continue
+        where = " ".join(str(record[key]) for key in ("type", "name", "step") if key in record)
+        seen[where] += 1
+        attempt = f" attempt {seen[where]}" if seen[where] > 1 else ""
+        values = {field: record.get(field) for field in RECORD_FIELDS.get(record["type"], ())}
+        facts |= flatten(values, f"{rank} {where}{attempt}")
     return facts
 
 

@@ -37,6 +37,13 @@ def test_measured_times_are_no_facts(script: ModuleType) -> None:
     assert facts == script.record_facts("rank-0", [_step(step_s=9.0, time=7.0, memory_bytes=1)])
 
 
+def test_the_last_step_may_be_written_after_its_evaluation(script: ModuleType) -> None:
+    evaluation = {"type": "eval", "step": 1, "loss": 2.0, "accuracy": None, "samples": 4}
+    before, after = (script.record_facts("rank-0", each) for each in ([_step(), evaluation], [evaluation, _step()]))
+    assert before == after
+    assert script.record_facts("rank-0", [_step(), _step()]) != script.record_facts("rank-0", [_step()])
+
+
 @pytest.mark.parametrize(
     "changes", [{"loss": math.nextafter(2.5, 3)}, {"lr": 0.2}, {"grad_norm": None}, {"samples": 7}]
 )
