@@ -43,15 +43,24 @@ def connect(
 ) -> Communicator:
     """Joins the ranks that a launcher started, or makes a world of one where none did.
 
-    ``auto`` takes NCCL where this rank has a GPU to itself; else shared memory, if all ranks are on one host and there
-    is room for it, or Gloo. Raises CommunicationError when the launcher's environment is incomplete, the others cannot
-    be reached within ``timeout_s``, or the ranks cannot share the memory that was asked for.
+    Returns on no rank before all have joined, so that a rank with little to do may leave at once. ``auto`` takes
+    NCCL where this rank has a GPU to itself; else shared memory, if all ranks are on one host and there is room for it,
+    or Gloo. Raises CommunicationError when the launcher's environment is incomplete, the others do not come within
+    ``timeout_s``, or the ranks cannot share the memory that was asked for.
     """
     where = _device(device, backend)
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not dist.is_initialized():
         return SoloCommunicator(where)
-    if not dist.is_initialized():
-        _initialize("nccl" if backend in ("auto", "nccl") and where.type == "cuda" else "gloo", timeout_s)
+    if dist.is_initialized():
+        return _join(backend, where, timeout_s)
+    meeting = _Meeting(timeout_s)
+    meeting.initialize("nccl" if backend in ("auto", "nccl") and where.type == "cuda" else "gloo")
+    comm = _join(backend, where, timeout_s)
+    meeting.wait_until_all_joined()
+    return comm
+
+
+def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicator:
     group = dist.group.WORLD
     assert group is not None
     if dist.get_world_size() == 1:
@@ -125,26 +134,66 @@ def _device(device: str | torch.device | None, backend: str) -> torch.device:
     return where
 
 
-def _initialize(backend: str, timeout_s: float) -> None:
-    missing = [name for name in _ENVIRONMENT if name not in os.environ]
-    if missing:
-        raise CommunicationError(
-            f"the launcher's environment is incomplete: {', '.join(missing)} not set\n"
-            f"  ranks find one another through {', '.join(_ENVIRONMENT)}\n  start with paceline train or torchrun"
-        )
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    try:
-        with _threads_that_do_not_preempt():
-            dist.init_process_group(
-                # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world
-                # must take part, while ours are made by their members alone.
-                backend,
-                timeout=datetime.timedelta(seconds=timeout_s),
+class _Meeting:
+    """How the ranks that a launcher started find one another: through a store, at the address in the environment.
+
+    Torch makes the process group of a rank as soon as this rank is connected. The others may still be connecting, and
+    fail if this one leaves. So each says in the store that it has joined, and waits until all have.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        missing = [name for name in _ENVIRONMENT if name not in os.environ]
+        if missing:
+            raise CommunicationError(
+                f"the launcher's environment is incomplete: {', '.join(missing)} not set\n"
+                f"  ranks find one another through {', '.join(_ENVIRONMENT)}\n  start with paceline train or torchrun"
             )
-    except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
-        raise CommunicationError(_explain_start(error, rank, world, address)) from error
-    atexit.register(disconnect)
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._store: Any = None
+
+    def initialize(self, backend: str) -> None:
+        """Makes the process group."""
+        with self._explained("arrived"), _threads_that_do_not_preempt():
+            c10d: Any = dist.distributed_c10d  # whose public names torch does not declare
+            store, rank, world = next(c10d.rendezvous("env://", timeout=self._timeout))
+            store.set_timeout(self._timeout)
+            self._store = c10d.PrefixStore("default_pg", store)
+            self._store.set(f"paceline arrived {rank}", "")
+            # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
+            # take part, while ours are made by their members alone.
+            dist.init_process_group(backend, store=self._store, rank=rank, world_size=world, timeout=self._timeout)
+        atexit.register(disconnect)
+
+    def wait_until_all_joined(self) -> None:
+        """Returns when every rank has called it; on rank 0, which may hold the store, after all others."""
+        rank, world, store = dist.get_rank(), dist.get_world_size(), self._store
+        with self._explained("joined"):
+            store.set(f"paceline joined {rank}", "")
+            if store.add("paceline joined", 1) == world:
+                store.set("paceline all joined", "")
+            store.wait(["paceline all joined"], self._timeout)
+            if world > 1 and rank > 0 and store.add("paceline told", 1) == world - 1:
+                store.set("paceline all told", "")
+            if world > 1 and rank == 0:
+                store.wait(["paceline all told"], self._timeout)
+
+    @contextlib.contextmanager
+    def _explained(self, stage: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+            missing = _name_ranks(self._missing(stage))
+            raise CommunicationError(_explain_start(error, rank, world, address, missing)) from error
+
+    def _missing(self, stage: str) -> list[int]:
+        """Returns the ranks that have not come so far, if the store can still be asked."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            if self._store is not None:
+                world = range(int(os.environ["WORLD_SIZE"]))
+                return [rank for rank in world if not self._store.check([f"paceline {stage} {rank}"])]
+        return []
 
 
 @contextlib.contextmanager
@@ -165,15 +214,22 @@ def _threads_that_do_not_preempt() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def _explain_start(error: Exception, rank: str, world: str, address: str) -> str:
+def _explain_start(error: Exception, rank: str, world: str, address: str, missing: str) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "already in use" in text.lower():
         return (
             f"rank {rank} cannot listen on {address}: the port is in use\n  choose another MASTER_PORT, or end its user"
         )
     if "timed out" in text.lower() or "timeout" in text.lower():
-        return f"rank {rank} of {world} waited in vain for the others at {address}\n  {text.splitlines()[0]}"
+        return f"rank {rank} of {world} waited in vain for {missing} at {address}\n  {text.splitlines()[0]}"
     return f"rank {rank} of {world} cannot join at {address}\n  {text.splitlines()[0]}"
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    if not ranks:
+        return "the others"
+    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
 
 
 class _TorchWork:
