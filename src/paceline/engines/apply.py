@@ -26,7 +26,7 @@ from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.composition import combine
 from paceline.engines.ddp import DataParallel, DDPPolicy
-from paceline.engines.engine import BufferPolicy, Engine
+from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units
 from paceline.engines.flat.partition import choose_units
 from paceline.engines.fsdp import FullySharded, Groups, ShardingPolicy
