@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from paceline.engines.apply import parallelize as parallelize
     from paceline.models.mlp import MLPClassifier as MLPClassifier
     from paceline.rehearse.planning import plan as plan
-    from paceline.run.beside import watch as watch
+    from paceline.run.self_watch import watch as watch
     from paceline.verify.certificate import verify as verify
 
 _HOMES = {
     "connect": "paceline.comm.torch_dist",
     "run_virtual": "paceline.comm.virtual.communicator",
     "parallelize": "paceline.engines.apply",
-    "watch": "paceline.run.beside",
+    "watch": "paceline.run.self_watch",
     "verify": "paceline.verify.certificate",
     "plan": "paceline.rehearse.planning",
     "DistributedConfig": "paceline.classic.trainer",

@@ -10,32 +10,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.health.diagnosis import FailedAttempt, Incident, Restart, RestartPolicy, Stop, after_failure, num_stalled
+from paceline.health.failure import FailureKind
 from paceline.train.survive.recovery import (
-    Attempt,
     GoBack,
     GoOn,
-    Incident,
-    Kind,
     LossPolicy,
-    Restart,
-    RestartPolicy,
     Spike,
-    Stop,
-    after_failure,
     find_spike,
-    num_stalled,
     on_bad_steps,
     on_full_disk,
     on_spike,
 )
 
 
-def attempt(kind: Kind = "killed", step: int = 5, *, first: int = 0, message: str = "", rank: int = 1) -> Attempt:
+def attempt(
+    kind: FailureKind = "killed", step: int = 5, *, first: int = 0, message: str = "", rank: int = 1
+) -> FailedAttempt:
     text = message or f"rank {rank} was killed by SIGKILL"
-    return Attempt(first_step=first, incident=Incident(kind=kind, rank=rank, step=step, message=text))
+    return FailedAttempt(first_step=first, incident=Incident(kind=kind, rank=rank, step=step, message=text))
 
 
-def decide(*attempts: Attempt, **settings: Any) -> Restart | Stop:
+def decide(*attempts: FailedAttempt, **settings: Any) -> Restart | Stop:
     return after_failure(RestartPolicy(**settings), attempts)
 
 
@@ -76,7 +72,7 @@ def test_a_run_must_get_further() -> None:
         ("hang", {"on_hang": "stop"}, "recovery.on_hang = stop"),
     ],
 )
-def test_what_a_restart_does_not_help_against(kind: Kind, settings: dict[str, Any], text: str) -> None:
+def test_what_a_restart_does_not_help_against(kind: FailureKind, settings: dict[str, Any], text: str) -> None:
     decision = decide(attempt(kind), **settings)
     assert isinstance(decision, Stop)
     assert text in decision.reason

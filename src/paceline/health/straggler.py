@@ -20,11 +20,34 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, Entry, GroupName, LedgerView
-from paceline.records.records import StepRecord
 from paceline.units import format_seconds
+
+
+class TimedStep(Protocol):
+    """What a rank's step took: as a whole, and the rank's own time in each phase."""
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+
+    @property
+    def data_s(self) -> float:
+        """Waiting for the batch."""
+
+    @property
+    def forward_s(self) -> float:
+        """The forward passes."""
+
+    @property
+    def backward_s(self) -> float:
+        """The backward passes, without exposed communication."""
+
+    @property
+    def optimizer_s(self) -> float:
+        """The update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +86,8 @@ class Straggler:
         )
 
 
-def find_straggler(
-    steps: Sequence[Mapping[int, StepRecord]], policy: StragglerPolicy | None = None
-) -> Straggler | None:
-    """Finds the rank that the others wait for in most steps: ``steps`` has the records of each, by rank."""
+def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPolicy | None = None) -> Straggler | None:
+    """Finds the rank that the others wait for in most steps: ``steps`` has the times of each, by rank."""
     rule = policy or StragglerPolicy()
     warm = [ranks for ranks in steps[max(1, len(steps) // 10) :] if len(ranks) > 1]
     if len(warm) < rule.min_steps:
@@ -91,7 +112,7 @@ def find_straggler(
     )
 
 
-def _phases(record: StepRecord) -> dict[str, float]:
+def _phases(record: TimedStep) -> dict[str, float]:
     return {
         DATA: record.data_s,
         FORWARD: record.forward_s,
@@ -100,7 +121,7 @@ def _phases(record: StepRecord) -> dict[str, float]:
     }
 
 
-def _slow_phase(rank: int, steps: Sequence[Mapping[int, StepRecord]]) -> str:
+def _slow_phase(rank: int, steps: Sequence[Mapping[int, TimedStep]]) -> str:
     """Returns the phase in which a rank takes most more than the others, in the median step."""
     excess: dict[str, list[float]] = defaultdict(list)
     for ranks in steps:

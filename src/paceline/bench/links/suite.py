@@ -27,7 +27,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.compress import Compression
 from paceline.comm.torch_dist import TorchCommunicator
 from paceline.errors import LaunchError
-from paceline.run.processes import Place, run_processes
+from paceline.run.processes import RankHost, run_processes
 
 KIB, MIB = 2**10, 2**20
 GIGABIT, FAST_ETHERNET = 10**9, 10**8
@@ -79,7 +79,9 @@ def measure(where: Placement, schedule: Schedule) -> list[Row]:
         Meeting.prepare(meeting, where.ranks)
         task = Task(network=network, where=where, schedule=schedule, meeting=meeting)
         places = [
-            Place(enter=partial(enter, network.host(where.host(rank))), meet_at=network.address(0), interface=INTERFACE)
+            RankHost(
+                enter=partial(enter, network.host(where.host(rank))), meet_at=network.address(0), interface=INTERFACE
+            )
             for rank in range(where.ranks)
         ]
         by_rank = run_processes(measure_on_rank, where.ranks, args=(task,), places=places, timeout_s=_TIMEOUT_S)
