@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from paceline.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -71,8 +75,6 @@ def verify(
 
       paceline verify configs/digits.yaml --backend gloo --ranks 2 --json
     """
-    import json
-
     from paceline.verify.case import ConfigCase
     from paceline.verify.certificate import certify
     from paceline.verify.settings import check_settings, complete
@@ -81,20 +83,11 @@ def verify(
     name = model or config or ("gpt" if is_spread else "mlp")
     roomy = _with_room(name, pipeline or 1, tensor or 1, schedule or "", chunks)
     loaded = _load(name, [*roomy, *(overrides or [])])
-    settings = complete(
-        _settings(
-            loaded,
-            strategy=strategy or loaded.parallel.strategy,
-            ranks=ranks,
-            steps=steps,
-            accumulate=accumulate,
-            clip=_clip_norm(clip),
-            precision=precision,
-            shard_ranks=shard_ranks,
-            checkpoint=checkpoint_policy or ("full" if checkpoint_activations else None),
-            spread=_spread(loaded, pipeline, tensor, data, schedule, chunks, sequence_parallel),
-        )
-    )
+    values: dict[str, Any] = {"ranks": ranks, "steps": steps, "accumulate": accumulate, "clip": _clip_norm(clip)}
+    values |= {"strategy": strategy or loaded.parallel.strategy, "precision": precision}
+    values["spread"] = _spread(loaded, pipeline, tensor, data, schedule, chunks, sequence_parallel)
+    checkpoint = checkpoint_policy or ("full" if checkpoint_activations else None)
+    settings = complete(_settings(loaded, shard_ranks=shard_ranks, checkpoint=checkpoint, **values))
     check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
     size = batch or 2 * settings.data_ranks * accumulate + 1  # one over: no two shares weigh the same
     case = ConfigCase(loaded, batch=size, layers_as_blocks=name in BUILT_IN)
@@ -152,8 +145,6 @@ def _spread(
     sequence: bool,
 ) -> Parallelism:
     """Puts the options on top of how the config spreads the model."""
-    from dataclasses import replace
-
     from paceline.schedule.schedules import read_csv
     from paceline.train.assemble import build_parallelism
 
@@ -173,7 +164,6 @@ def _spread(
 
 
 def _clip_norm(text: str) -> float | None:
-    from paceline.errors import UsageError
 
     if text == "none":
         return None
@@ -215,7 +205,6 @@ def _with_overrides(values: dict[str, Any], overrides: list[str], source: str) -
     import yaml
 
     from paceline.config import load_config
-    from paceline.errors import ConfigError
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.yaml"
