@@ -20,7 +20,7 @@ from pathlib import Path
 from paceline.chaos.faults import Fault, check_faults, parse_faults, place_faults, random_faults
 from paceline.chaos.notes import VARIABLE, Fired, Passed, Started, read_notes, read_plan, write_plan
 from paceline.chaos.report import Report, Sameness, compare_steps, make_report
-from paceline.chaos.timeline import Attempt, Command, Notes, Policies, handle, read_attempts, straggler_verdict
+from paceline.chaos.timeline import Command, Notes, Policies, handle, straggler_verdict
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.find import read_manifest
 from paceline.checkpoint.tools.samples import check_samples
@@ -30,6 +30,7 @@ from paceline.config.load import LoadedConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.health.exit_codes import DONE, MEANINGS, REFUSED
 from paceline.records.records import read_records
+from paceline.records.summary import Attempt, split_attempts
 
 _SAVE_EVERY = 10  # steps, where a config saves nothing on the way
 _HANG_S = 5.0  # where a config says nothing: nobody wants to watch a minute
@@ -260,7 +261,7 @@ def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event)
 def _attempts(folder: Path, ranks: int) -> list[list[Attempt]]:
     """Reads the records of every rank."""
     paths = [folder / "records" / f"rank-{rank}.jsonl" for rank in range(ranks)]
-    return [read_attempts(list(read_records(path))) if path.is_file() else [] for path in paths]
+    return [split_attempts(list(read_records(path))) if path.is_file() else [] for path in paths]
 
 
 def _policies(config: Config) -> Policies:

@@ -26,28 +26,14 @@ from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, Entr
 from paceline.units import format_seconds
 
 
-class TimedStep(Protocol):
-    """What a rank's step took: as a whole, and the rank's own time in each phase."""
+class StepSeconds(Protocol):
+    """The seconds of one rank's step and of its phases, as a step record has them."""
 
-    @property
-    def step_s(self) -> float:
-        """The whole step."""
-
-    @property
-    def data_s(self) -> float:
-        """Waiting for the batch."""
-
-    @property
-    def forward_s(self) -> float:
-        """The forward passes."""
-
-    @property
-    def backward_s(self) -> float:
-        """The backward passes, without exposed communication."""
-
-    @property
-    def optimizer_s(self) -> float:
-        """The update."""
+    step_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +72,10 @@ class Straggler:
         )
 
 
-def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPolicy | None = None) -> Straggler | None:
-    """Finds the rank that the others wait for in most steps: ``steps`` has the times of each, by rank."""
+def find_straggler(
+    steps: Sequence[Mapping[int, StepSeconds]], policy: StragglerPolicy | None = None
+) -> Straggler | None:
+    """Finds the rank that the others wait for in most steps: ``steps`` has the records of each, by rank."""
     rule = policy or StragglerPolicy()
     warm = [ranks for ranks in steps[max(1, len(steps) // 10) :] if len(ranks) > 1]
     if len(warm) < rule.min_steps:
@@ -112,7 +100,7 @@ def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPo
     )
 
 
-def _phases(record: TimedStep) -> dict[str, float]:
+def _phases(record: StepSeconds) -> dict[str, float]:
     return {
         DATA: record.data_s,
         FORWARD: record.forward_s,
@@ -121,7 +109,7 @@ def _phases(record: TimedStep) -> dict[str, float]:
     }
 
 
-def _slow_phase(rank: int, steps: Sequence[Mapping[int, TimedStep]]) -> str:
+def _slow_phase(rank: int, steps: Sequence[Mapping[int, StepSeconds]]) -> str:
     """Returns the phase in which a rank takes most more than the others, in the median step."""
     excess: dict[str, list[float]] = defaultdict(list)
     for ranks in steps:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.links.arms import ALPHA, BUCKETED, COMPUTE, ONE_BY_ONE, PLAIN, make_model, name_of
-from paceline.bench.links.suite import TOP_1
-from paceline.bench.links.theory import latency_bound
+from slow_links.arms import ALPHA, BUCKETED, COMPUTE, ONE_BY_ONE, PLAIN, make_model, name_of
+from slow_links.suite import TOP_1
+from slow_links.theory import latency_bound
 
 Row = dict[str, Any]
 

@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.links.arms import COMPUTE
-from paceline.bench.links.table import place_of
+from slow_links.arms import COMPUTE
+from slow_links.table import place_of
 
 Row = dict[str, Any]
 

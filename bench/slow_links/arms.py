@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.links.theory import Way
-from paceline.bench.links.turns import Arm
 from paceline.cluster.costs import Placement
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import state_topology
@@ -21,6 +19,8 @@ from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.models.gpt import GPT, gpt_config
 from paceline.shards import flat_layout
+from slow_links.theory import Way
+from slow_links.turns import Arm
 
 ALPHA = "one element"
 BUCKETED, ONE_BY_ONE, IN_FLIGHT = "bucketed", "per parameter, one by one", "per parameter, all in flight"
@@ -98,7 +98,9 @@ class Workbench:
     ) -> Arm:
         traced, model = self._wrap(way), make_model()
         compressor = None if compression is None else Compressor(compression)
-        engine: Engine = parallelize(model, traced, bucket_mb=bucket_mb, compression=compressor)
+        engine: Engine = parallelize(
+            model, traced, bucket_mb=bucket_mb, first_bucket_mb=min(bucket_mb, 1.0), compressor=compressor
+        )
         step = _Step(engine, list(engine.parameters()), self._comm.rank)
 
         def alone() -> None:
@@ -145,7 +147,7 @@ def name_of(policy: Compression) -> str:
         case "topk" | "randomk":
             return f"{policy.policy} {policy.ratio:.1%}"
         case "powersgd":
-            return f"powersgd rank {policy.rank}"
+            return f"powersgd rank {policy.factor_rank}"
         case "threshold":
             return f"threshold {policy.threshold:g}"
         case name:

@@ -17,17 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.links.arms import COMPUTE, Workbench
-from paceline.bench.links.meeting import Meeting
-from paceline.bench.links.network import INTERFACE, Network, enter, hosts
-from paceline.bench.links.theory import Way, least_seconds, link_bytes
-from paceline.bench.links.turns import Arm, LinkTimer, Sample, Turns, median_and_spread, slowest_rank
 from paceline.cluster.costs import ALGORITHMS, Placement
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compression
-from paceline.comm.torch_dist import TorchCommunicator
 from paceline.errors import LaunchError
 from paceline.run.processes import RankHost, run_processes
+from slow_links.arms import COMPUTE, Workbench
+from slow_links.meeting import Meeting
+from slow_links.network import INTERFACE, Network, enter, hosts
+from slow_links.theory import Way, least_seconds, link_bytes
+from slow_links.turns import Arm, LinkTimer, Sample, Turns, median_and_spread, slowest_rank
 
 KIB, MIB = 2**10, 2**20
 GIGABIT, FAST_ETHERNET = 10**9, 10**8
@@ -62,8 +61,8 @@ QUICK = Schedule(sizes={GIGABIT: (64 * KIB, 8 * MIB)}, rounds=1, policies=(TOP_1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What a rank is told."""
+class Assignment:
+    """What one rank is to measure, where, and on which network."""
 
     network: Network
     where: Placement
@@ -77,14 +76,14 @@ def measure(where: Placement, schedule: Schedule) -> list[Row]:
         _tell(f"{_named(where)}: hosts are up, ranks start")
         meeting = Path(folder) / "meeting"
         Meeting.prepare(meeting, where.ranks)
-        task = Task(network=network, where=where, schedule=schedule, meeting=meeting)
+        assignment = Assignment(network=network, where=where, schedule=schedule, meeting=meeting)
         places = [
             RankHost(
                 enter=partial(enter, network.host(where.host(rank))), meet_at=network.address(0), interface=INTERFACE
             )
             for rank in range(where.ranks)
         ]
-        by_rank = run_processes(measure_on_rank, where.ranks, args=(task,), places=places, timeout_s=_TIMEOUT_S)
+        by_rank = run_processes(measure_on_rank, where.ranks, args=(assignment,), places=places, timeout_s=_TIMEOUT_S)
     return [_row(where, samples) for samples in zip(*by_rank, strict=True)]
 
 
@@ -98,35 +97,35 @@ class Measured:
     sample: Sample
 
 
-def measure_on_rank(comm: Communicator, task: Task) -> list[Measured]:
+def measure_on_rank(comm: Communicator, assignment: Assignment) -> list[Measured]:
     """Measures everything on one rank, which has been put on its host."""
-    if not isinstance(comm, TorchCommunicator):  # shared memory knows no hosts: nothing would use the links
+    if comm.backend not in ("gloo", "nccl"):  # shared memory knows no hosts: nothing would use the links
         raise LaunchError(f"ranks on separate hosts got a {type(comm).__name__}, and not Gloo")
-    meeting = Meeting(task.meeting, comm.rank, comm.size)
-    host = task.where.host(comm.rank)
-    timer = LinkTimer(meeting, task.network, host)
+    meeting = Meeting(assignment.meeting, comm.rank, comm.size)
+    host = assignment.where.host(comm.rank)
+    timer = LinkTimer(meeting, assignment.network, host)
     found: list[Measured] = []
-    for speed in task.schedule.sizes:
-        if comm.rank % task.where.node_ranks == 0:
-            task.network.shape(host, speed)
+    for speed in assignment.schedule.sizes:
+        if comm.rank % assignment.where.node_ranks == 0:
+            assignment.network.shape(host, speed)
         meeting()
-        for part, size, arms, expected_s in _arms(Workbench(comm, task.where), task, speed):
+        for part, size, arms, expected_s in _arms(Workbench(comm, assignment.where), assignment, speed):
             repeats = min(max(int(_TURN_S / expected_s), 1), _MOST_REPEATS)
-            turns = Turns(rounds=task.schedule.rounds, repeats=repeats, warm_up=3 if part == "training" else 1)
+            turns = Turns(rounds=assignment.schedule.rounds, repeats=repeats, warm_up=3 if part == "training" else 1)
             start = time.perf_counter()
             samples = timer.measure(arms, turns)
             found += [Measured(part=part, bits_per_second=speed, size_bytes=size, sample=each) for each in samples]
             if comm.rank == 0:
                 what = part if size is None else f"{part} of {size / MIB:g} MiB"
                 seconds = time.perf_counter() - start
-                _tell(f"{_named(task.where)}, {speed / 1e6:g} Mbit/s: {what} ({seconds:.0f} s)")
+                _tell(f"{_named(assignment.where)}, {speed / 1e6:g} Mbit/s: {what} ({seconds:.0f} s)")
     return found
 
 
-def _arms(bench: Workbench, task: Task, speed: int) -> list[tuple[str, int | None, list[Arm], float]]:
+def _arms(bench: Workbench, assignment: Assignment, speed: int) -> list[tuple[str, int | None, list[Arm], float]]:
     """Lists what takes turns: the part, the size, the arms, and about how long one run takes."""
-    schedule, found = task.schedule, list[tuple[str, int | None, list[Arm], float]]()
-    ways = [way for way in WAYS if way != "hierarchical" or task.where.hosts > 1]
+    schedule, found = assignment.schedule, list[tuple[str, int | None, list[Arm], float]]()
+    ways = [way for way in WAYS if way != "hierarchical" or assignment.where.hosts > 1]
     if "all_reduce" in schedule.parts:
         for size in schedule.sizes[speed]:
             found.append(("all_reduce", size, bench.all_reduces(size, ways), 16 * size / speed))

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.bench.links.meeting import Meeting
-from paceline.bench.links.network import Counters, Network
-from paceline.bench.links.theory import Way
 from paceline.comm.traced import Trace
+from slow_links.meeting import Meeting
+from slow_links.network import Counters, Network
+from slow_links.theory import Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
