@@ -87,6 +87,7 @@ def find_faults(config: Config, folder: Path, rank: int) -> Injector | None:
     where = os.environ.get(VARIABLE)
     if where is None:
         return None
+    from paceline.chaos.inject import Injector
 
     return Injector(Path(where), rank, _checkpoint_folder(config, folder))
 
