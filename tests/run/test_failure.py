@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import signal
 import sys
@@ -25,7 +24,6 @@ from paceline.errors import (
     TrainingError,
     UsageError,
 )
-from paceline.health.diagnosis import first_cause
 from paceline.health.exit_codes import FAILED
 from paceline.health.failure import Failure, describe_error, is_refusal, silent_failure, user_traceback
 from paceline.imports import import_from_path
@@ -175,7 +173,7 @@ def test_of_long_output_the_end_is_shown(tmp_path: Path) -> None:
     assert "line 79" not in text
 
 
-# Who is to blame
+# What the user is told
 
 
 CONSEQUENCES = [
@@ -188,21 +186,6 @@ CAUSES = [
     Failure(rank=2, cause="raised", message="ValueError", time=9.0),
     Failure(rank=3, cause="died", message="left with exit code 7", time=9.0),
 ]
-
-
-@pytest.mark.parametrize("cause", [*CAUSES, *CONSEQUENCES], ids=lambda failure: failure.cause)
-def test_a_consequence_is_never_the_cause_however_early(cause: Failure) -> None:
-    later = CONSEQUENCES[CONSEQUENCES.index(cause) + 1 :] if cause in CONSEQUENCES else CONSEQUENCES
-    for order in itertools.permutations([cause, *later]):
-        assert first_cause(order) is cause
-
-
-def test_of_equal_causes_the_first_counts() -> None:
-    first, second = (Failure(rank=rank, cause="raised", message="", time=time) for rank, time in ((3, 1.5), (0, 1.6)))
-    assert first_cause([second, first]) is first
-
-
-# What the user is told
 
 
 def test_a_failure_names_rank_cause_traceback_and_log(tmp_path: Path) -> None:

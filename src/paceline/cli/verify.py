@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,10 +32,16 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 _EXACT = {"dtype": "float64", "precision": "fp32"}
 
 
-def verify(
-    config: str = typer.Argument(
-        None, help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors."
+_Case = Annotated[
+    str | None,
+    typer.Argument(
+        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors."
     ),
+]
+
+
+def verify(
+    config: _Case = None,
     overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
     strategy: str = typer.Option(None, help="ddp, zero1, zero2, zero3, fsdp or hybrid; by default the config's."),
     ranks: int = typer.Option(4, help="How many ranks."),
@@ -82,20 +88,16 @@ def verify(
     name = model or config or ("gpt" if is_spread else "mlp")
     roomy = _with_room(name, pipeline or 1, tensor or 1, schedule or "", chunks)
     loaded = _load(name, [*roomy, *(overrides or [])])
-    layout = _layout(
-        loaded,
-        strategy=strategy,
-        accumulate=accumulate,
-        precision=precision,
-        shard_ranks=shard_ranks,
-        checkpoint_activations=checkpoint_policy or ("full" if checkpoint_activations else None),
-        pipeline=pipeline,
-        tensor=tensor,
-        data=data or 0,
-        schedule=schedule,
-        chunks=chunks,
-        sequence_parallel=sequence_parallel or None,
-    )
+    options: dict[str, Any] = {
+        "pipeline": pipeline,
+        "tensor": tensor,
+        "data": data or 0,
+        "schedule": schedule,
+        "chunks": chunks,
+    }
+    options |= {"sequence_parallel": sequence_parallel or None, "accumulate": accumulate, "precision": precision}
+    options["checkpoint_activations"] = checkpoint_policy or ("full" if checkpoint_activations else None)
+    layout = _layout(loaded, strategy=strategy, shard_ranks=shard_ranks, **options)
     settings = complete(Settings(layout=layout, ranks=ranks, steps=steps, clip=_clip_norm(clip)))
     check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
     size = batch or 2 * settings.data_ranks * accumulate + 1  # one over: no two shares weigh the same
