@@ -30,7 +30,7 @@ from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
 from paceline.shards import flat_layout
 from paceline.train.assemble import build_compressor, build_trainer
-from paceline.train.threads import compute_threads
+from paceline.train.randomness import compute_threads
 
 _FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0}  # of (N-1)/N of the bytes; see comm/base.py
 _REPEATS = 5

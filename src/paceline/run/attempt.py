@@ -26,7 +26,7 @@ from paceline.run.rank_recovery import (
     prepare_recovery,
 )
 from paceline.run.requests import note_preemption
-from paceline.train.stop import StopRequest
+from paceline.train.survive.recovery import StopRequest
 
 if TYPE_CHECKING:
     from paceline.comm.base import Communicator

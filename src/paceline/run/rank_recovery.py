@@ -12,7 +12,7 @@ from paceline.chaos.notes import VARIABLE
 from paceline.errors import CheckpointError
 from paceline.run.progress import StepNote
 from paceline.run.rank_records import name_strategy
-from paceline.train.stop import StopRequest
+from paceline.train.survive.recovery import StopRequest
 
 if TYPE_CHECKING:
     from paceline.chaos.inject import Injector
@@ -26,12 +26,9 @@ if TYPE_CHECKING:
 
 def make_hooks(config: Config, folder: Path, request: StopRequest, storage: Storage | None = None) -> list[Hook]:
     """Returns what happens behind each step: evaluation, saving, and a common word about stopping and losses."""
-    from paceline.train.hooks import EvaluateHook
-    from paceline.train.survive.full_disk import ForgivingSaver
-    from paceline.train.survive.go_back import SpikeListener
-    from paceline.train.survive.preemption import ConsensusHook, Listener, StopWhenAsked
-    from paceline.train.survive.saving import Saver, save_policy
-    from paceline.train.trainer import Every
+    from paceline.train.survive.consensus import ConsensusHook, Listener, SpikeListener, StopWhenAsked
+    from paceline.train.survive.saving import ForgivingSaver, Saver, save_policy
+    from paceline.train.trainer import EvaluateHook, Every
 
     hooks: list[Hook] = [Every(config.train.eval_every, EvaluateHook())]
     policy = save_policy(config.checkpoint, ask_every=config.monitor.log_every)
@@ -80,10 +77,10 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
 
 def prepare_recovery(config: Config, trainer: Trainer, folder: Path) -> None:
     """Tells the trainer what to do about losses, and the way back to the last checkpoint."""
-    from paceline.train.survive.go_back import CheckpointReturn
+    from paceline.train.trainer import WayBack
 
     trainer.losses = _loss_policy(config)
-    trainer.way_back = CheckpointReturn(lambda: _newest(config, folder, trainer.line), load_checkpoint)
+    trainer.way_back = WayBack(lambda: _newest(config, folder, trainer.line), load_checkpoint)
 
 
 def find_faults(config: Config, folder: Path, rank: int) -> Injector | None:

@@ -1,6 +1,6 @@
 """Signals that ask a rank to make room: SIGTERM (Kubernetes, Slurm), SIGUSR1 and SIGUSR2 (what users ask Slurm for).
 
-The first asks the loop to save and leave; all ranks do so after the same step (``train/survive/preemption.py``). One
+The first asks the loop to save and leave; all ranks do so after the same step (``train/survive/consensus.py``). One
 that comes a second or more after it ends the rank at once, and so does the end of the grace time. What comes within
 that second is the same request: schedulers signal every process of a job, and launchers hand signals on.
 """

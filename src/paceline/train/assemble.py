@@ -41,16 +41,14 @@ from paceline.schedule.schedules import read_csv
 from paceline.search.automatic import first_microbatch
 from paceline.train.batch_search import microbatch_sizes
 from paceline.train.ema import WeightAverage
-from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
 from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_bytes
-from paceline.train.optim import build_optimizer
+from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
 from paceline.train.resolve import resolve_together
-from paceline.train.schedule import Schedule
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
-from paceline.train.trainer import Hook, Trainer, TrainerParts
+from paceline.train.trainer import BucketHook, Hook, Trainer, TrainerParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,11 +234,11 @@ def build_policy(config: Config) -> StepPolicy:
     )
 
 
-def build_schedule(config: Config, plan: Plan) -> Schedule:
+def build_schedule(config: Config, plan: Plan) -> RateSchedule:
     """Makes the learning-rate schedule; without a length of its own it spans the run."""
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
-    return Schedule(
+    return RateSchedule(
         kind=asked.kind,
         unit=asked.unit,
         warmup=asked.warmup,

@@ -38,6 +38,17 @@ MISTAKES: Final = frozenset(
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 
 
+@dataclass(slots=True)
+class StopRequest:
+    """What a signal leaves for the loop: its number, 0 before one came."""
+
+    signal: int = 0
+
+    def ask(self, number: int) -> None:
+        """Asks for a stop. Safe in a signal handler."""
+        self.signal = number
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
     """What ended an attempt: its kind, on which rank, after how many steps, and the first line that tells of it."""
