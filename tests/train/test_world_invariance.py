@@ -142,7 +142,7 @@ def trace(overrides: Sequence[str], ranks: int, accumulate: int) -> Trace:
 def recorded_data(monkeypatch: pytest.MonkeyPatch) -> None:
     original = assemble.build_workload
 
-    def build_workload(config: Config) -> assemble.Workload:
+    def build_workload(config: Config) -> assemble.DataAndModel:
         work = original(config)
         data = dataclasses.replace(work.data, train=Recorded(work.data.train))
         return dataclasses.replace(work, data=data)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.chaos.timeline import Command, Policies
     from paceline.config import Config
     from paceline.config.load import LoadedConfig
-    from paceline.records.summary import Attempt
+    from paceline.records.summary import RankAttempt
 
 _SAVE_EVERY = 10  # steps, where a config saves nothing on the way
 _HANG_S = 5.0  # where a config says nothing: nobody wants to watch a minute
@@ -263,7 +263,7 @@ def _tell_faults(scratch: Path | None, is_over: threading.Event) -> None:
             return
 
 
-def _attempts(folder: Path, ranks: int) -> list[list[Attempt]]:
+def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
     """Reads the records of every rank."""
     from paceline.records.records import read_records
     from paceline.records.summary import split_attempts
@@ -310,7 +310,7 @@ def audit_samples(folder: Path) -> str:
     return f"{state['count']:,} up to step {manifest.step}, {once}: {state['hash'][:12]}"
 
 
-def _compare(setting: Setting, attempts: list[list[Attempt]], faults: Sequence[Fault]) -> Sameness:
+def _compare(setting: Setting, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> Sameness:
     """Trains the same config undisturbed, and compares."""
     from paceline.chaos.report import compare_steps
 

@@ -52,14 +52,14 @@ from paceline.train.trainer import BucketHook, Hook, Trainer, TrainerParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class DataAndModel:
     """The data and the model of a config, before any rank is involved."""
 
     data: DataSplits
     model: nn.Module
 
 
-def build_workload(config: Config) -> Workload:
+def build_workload(config: Config) -> DataAndModel:
     """Builds data and model; the weights depend on ``train.seed`` alone."""
     seed = config.train.seed
     data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
@@ -69,7 +69,7 @@ def build_workload(config: Config) -> Workload:
     is_late = is_late and not is_split(config.parallel)  # cut into parts first, and those would draw other numbers
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
         model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
-    return Workload(data=data, model=model)
+    return DataAndModel(data=data, model=model)
 
 
 def build_trainer(

@@ -116,7 +116,7 @@ class SpikeListener:
 
 
 @dataclass(slots=True)
-class _Sum:
+class _PendingSum:
     """A sum on its way."""
 
     step: int
@@ -132,7 +132,7 @@ class ConsensusHook:
     request: StopRequest
     listeners: Sequence[Listener]
     needs_losses: bool = False
-    _pending: _Sum | None = None
+    _pending: _PendingSum | None = None
     _next_step: int = 0
     _num_sums: int = 0
     _last_time: float = field(default_factory=time.perf_counter)
@@ -162,17 +162,17 @@ class ConsensusHook:
                 self._pending = None
             raise
 
-    def _issue(self, trainer: Trainer, result: StepResult, seconds: float) -> _Sum:
+    def _issue(self, trainer: Trainer, result: StepResult, seconds: float) -> _PendingSum:
         comm, outcome = trainer.parts.engine.world, result.outcome
         values = torch.tensor([float(bool(self.request.signal)), seconds, 0.0, 0.0], dtype=torch.float64)
         values = values.to(comm.device, non_blocking=True)
         if self.needs_losses:  # they stay on the device
             values[_LOSS] = outcome.loss_sum.detach()
             values[_COUNT] = outcome.count
-        return _Sum(result.step, result.position, values, comm.all_reduce(values))
+        return _PendingSum(result.step, result.position, values, comm.all_reduce(values))
 
 
-def _read(pending: _Sum, ranks: int) -> Common:
+def _read(pending: _PendingSum, ranks: int) -> Common:
     pending.work.wait()
     values = pending.values.tolist()  # sync point on CUDA, with the step before the last one issued
     return Common(
