@@ -25,8 +25,9 @@ SOURCE = Path(paceline.__file__).parent
 
 LEVELS = (
     ("errors", "units", "imports"),
-    ("config", "cluster", "mesh", "shards", "schedule"),
-    ("plan",),
+    ("mesh", "shards", "schedule"),
+    ("plan",),  # below config: the rules of a layout run while a config is loaded, and the defaults stand there
+    ("config", "cluster"),
     ("predict",),
     ("search", "health"),
     ("clock", "free_memory"),

@@ -98,7 +98,9 @@ class Workbench:
     ) -> Arm:
         traced, model = self._wrap(way), make_model()
         compressor = None if compression is None else Compressor(compression)
-        engine: Engine = parallelize(model, traced, bucket_mb=bucket_mb, compression=compressor)
+        engine: Engine = parallelize(
+            model, traced, bucket_mb=bucket_mb, first_bucket_mb=min(bucket_mb, 1.0), compressor=compressor
+        )
         step = _Step(engine, list(engine.parameters()), self._comm.rank)
 
         def alone() -> None:
@@ -145,7 +147,7 @@ def name_of(policy: Compression) -> str:
         case "topk" | "randomk":
             return f"{policy.policy} {policy.ratio:.1%}"
         case "powersgd":
-            return f"powersgd rank {policy.rank}"
+            return f"powersgd rank {policy.factor_rank}"
         case "threshold":
             return f"threshold {policy.threshold:g}"
         case name:

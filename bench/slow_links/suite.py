@@ -20,7 +20,6 @@ from typing import Any
 from paceline.cluster.costs import ALGORITHMS, Placement
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compression
-from paceline.comm.torch_dist import TorchCommunicator
 from paceline.errors import LaunchError
 from paceline.run.processes import Place, run_processes
 from slow_links.arms import COMPUTE, Workbench
@@ -98,7 +97,7 @@ class Measured:
 
 def measure_on_rank(comm: Communicator, assignment: Assignment) -> list[Measured]:
     """Measures everything on one rank, which has been put on its host."""
-    if not isinstance(comm, TorchCommunicator):  # shared memory knows no hosts: nothing would use the links
+    if comm.backend not in ("gloo", "nccl"):  # shared memory knows no hosts: nothing would use the links
         raise LaunchError(f"ranks on separate hosts got a {type(comm).__name__}, and not Gloo")
     meeting = Meeting(assignment.meeting, comm.rank, comm.size)
     host = assignment.where.host(comm.rank)

@@ -20,7 +20,7 @@ from paceline.config import (
 )
 from paceline.config.checks import CHECKS, Check, gpt_heads_fit
 from paceline.config.gpt_sizes import GPT_SIZES
-from paceline.config.sharding import check_sharding
+from paceline.config.layout import layout_problems
 from paceline.errors import ConfigError
 
 # A test asserts no timing: a busy machine must not fail a law.
@@ -224,7 +224,7 @@ def test_suggested_groups_fit(ranks: int, size: int) -> None:
     def problems(ranks: int, size: int) -> list[Any]:
         parallel = {"strategy": "hybrid", "shard_ranks": size}
         base = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}}
-        return check_sharding(Config.model_validate({**base, "parallel": parallel}), ranks)
+        return layout_problems(Config.model_validate({**base, "parallel": parallel}), ranks)
 
     for problem in problems(ranks, size):
         divisor, multiple = (int(part.split(" = ")[1]) for part in problem.fix.split(", or "))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import Config, config_batch, config_from_dict, shard_group
+from paceline.config import Config, config_batch, config_from_dict, layout_of, shard_group
 from paceline.data.shape import DataShape
 from paceline.engines.apply import parallelize
 from paceline.engines.stages.bounds import choose_bounds
@@ -23,7 +23,6 @@ from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import MemoryEstimate, estimate_memory, estimate_ranks, setting_of, spread_of
 from paceline.predict.memory.parts import Spread, num_in_flight, part_of, parts_of, stage_bounds, stages_of
 from paceline.schedule.schedules import make_schedule, measure_schedule
-from paceline.train.assemble import build_parallelism
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
 
@@ -173,7 +172,7 @@ def held(comm: Communicator, config: Config) -> tuple[int, dict[str, int]]:
     """Trains one step; returns the rank's stage, and what it held, by storage."""
     torch.manual_seed(0)
     model = build_model(config.model, DataShape(kind="tokens", vocab_size=VOCABULARY, context=TOKENS))
-    engine: Any = parallelize(model, comm, config.parallel.strategy, parallel=build_parallelism(config))
+    engine: Any = parallelize(model, comm, layout=layout_of(config, comm.size))
     optimizer = build_optimizer(config.optim, engine.named_parameters())
     batch = config_batch(config, comm.size)
     batches = [(torch.randint(VOCABULARY, (batch.microbatch, TOKENS)),) * 2 for _ in range(batch.accumulate)]
@@ -181,7 +180,7 @@ def held(comm: Communicator, config: Config) -> tuple[int, dict[str, int]]:
     own = {t.untyped_storage()._cdata for module in modules for t in [*module.parameters(), *module.buffers()]}
     saved, loss = Saved(own), CrossEntropy(float(TOKENS))
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
-        if engine.has_pipeline:
+        if engine.pipeline is not None:
             engine.run_microbatches(batches, loss)
         else:
             loss(engine, batches[0]).total.backward()  # type: ignore[no-untyped-call]

@@ -527,7 +527,7 @@ BUGS: dict[str, Bug] = {
         case=known(Remembers),
         shows="gradient",
         step=1,
-        settings=dataclasses.replace(SETTINGS, accumulate=1),
+        settings=SETTINGS.with_layout(accumulate=1),
     ),
     "an update lost on one rank": Bug(
         plant=lambda m: m.setattr("paceline.verify.runs.train_step", update_lost(steps.train_step)),

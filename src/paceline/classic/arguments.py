@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from paceline.config.suggest import nearest
-from paceline.engines.apply import STRATEGIES
+from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
 from paceline.engines.precision import PRECISIONS
 from paceline.errors import Problem, UsageError
 

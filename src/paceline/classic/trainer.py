@@ -53,10 +53,9 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
-from paceline.engines.fsdp import ShardingPolicy
-from paceline.engines.offload import Offload
 from paceline.engines.precision import mixed_precision as usual_mixed_precision
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
+from paceline.plan.layout import Offload
 from paceline.records.meter import peak_memory_bytes
 from paceline.train.loss import Loss, LossValue
 from paceline.train.randomness import capture_random_states, restore_random_states
@@ -77,7 +76,7 @@ class TrainerOptions:
     ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``checkpoint_dir`` is where
     ``save_checkpoint`` writes; ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the
     trainer writes nothing there. ``comm`` is for ranks that are connected already, virtual ones for instance, and
-    ``sharding`` for choices about fsdp and hybrid.
+    ``shard_ranks`` for the groups of hybrid.
     """
 
     enable_activation_checkpointing: bool = False
@@ -85,7 +84,7 @@ class TrainerOptions:
     checkpoint_dir: str | Path = "./checkpoints"
     log_dir: str | Path = "./logs"
     comm: Communicator | None = None
-    sharding: ShardingPolicy | None = None
+    shard_ranks: int = 0
 
     def problems(self, strategy: Any) -> list[Problem]:
         """Lists what is wrong with them."""
@@ -145,8 +144,8 @@ class DistributedTrainer:
             strategy,
             precision=precision,
             checkpoint_activations="full" if more.enable_activation_checkpointing else "none",
-            offload=_offload(strategy) if more.cpu_offload else None,
-            sharding=more.sharding,
+            offload=_offload(strategy) if more.cpu_offload else Offload(),
+            shard_ranks=more.shard_ranks,
         )
         self.num_updates = 0
         self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)

@@ -10,40 +10,26 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config.algorithm import algorithm_fits, check_algorithm, table_is_asked
 from paceline.config.batch import check_batch
 from paceline.config.checkpointing import checkpoint_keys_apply
-from paceline.config.compression import compression_has_replicas, compression_keys_apply, residuals_have_one_unit
 from paceline.config.gpt_sizes import gpt_shape, head_problems, missing_dimensions
 from paceline.config.known_data import known_shape
+from paceline.config.layout import layout_problems
 from paceline.config.recovery import recovery_keys_apply, roll_back_has_checkpoints
-from paceline.config.schema import Config, GPTModelConfig, MLPModelConfig, OptimConfig, ResNetModelConfig, TrainConfig
+from paceline.config.schema import (
+    Config,
+    GPTModelConfig,
+    MLPModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ResNetModelConfig,
+    TrainConfig,
+)
 from paceline.config.setting_rules import settings_agree
-from paceline.config.sharding import (
-    check_sharding,
-    data_ranks,
-    offload_has_shards,
-    one_way_to_cut,
-    sharding_fits,
-    sharding_keys_apply,
-    units_are_names,
-)
-from paceline.config.splitting import (
-    check_split,
-    is_split,
-    mesh_is_asked_once,
-    microbatch_is_known,
-    schedule_file_fits,
-    schedule_fits,
-    split_fits,
-    split_keys_apply,
-    split_suits_the_rest,
-    stages_are_asked_once,
-    stages_fit,
-    tensor_fits,
-)
+from paceline.config.sharding import data_ranks, is_split
 from paceline.config.suggest import near_files
 from paceline.errors import Problem
+from paceline.plan.rule_case import text_of
 
 _FITTING_DATA = {
     "mlp": ("digits", "synthetic_classification", "synthetic_images", "factory"),
@@ -51,6 +37,7 @@ _FITTING_DATA = {
     "gpt": ("text", "synthetic_tokens", "factory"),
 }
 _LONGEST_NAME = 100
+_OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +50,14 @@ class Check:
 
 def run_checks(config: Config, sections: Collection[str] | None = None) -> list[Problem]:
     """Lists the problems of a config; with ``sections``, only by the rules that read no other section."""
-    return [
+    found = [
         problem
         for check in CHECKS
         if sections is None or set(check.needs) <= set(sections)
         for problem in check.run(config)
     ]
+    ranks = None if config.parallel.ranks == "auto" else config.parallel.ranks
+    return found + layout_problems(config, ranks, node_ranks=0, sections=sections)
 
 
 def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> list[Problem]:
@@ -76,12 +65,8 @@ def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> li
 
     For when ``parallel.ranks = auto`` has been resolved, and the hosts are known.
     """
-    return [
-        *check_split(config, ranks),
-        *_check_batch(config, ranks),
-        *check_sharding(config, ranks, node_ranks),
-        *check_algorithm(config, ranks, node_ranks),
-    ]
+    of_ranks = layout_problems(config, ranks, node_ranks, only_of="ranks")
+    return [*of_ranks, *_check_batch(config, ranks)]
 
 
 def plain_name(config: Config) -> list[Problem]:
@@ -265,20 +250,6 @@ def backend_suits_device(config: Config) -> list[Problem]:
     return [Problem(what=what, rule=rule, fix=f"set comm.backend = auto, or parallel.device = {other}")]
 
 
-def buckets_ordered(config: Config) -> list[Problem]:
-    """The first bucket is the small one."""
-    first, other = config.comm.first_bucket_mb, config.comm.bucket_mb
-    if other == "auto" or first <= other:
-        return []
-    return [
-        Problem(
-            what=f"comm.first_bucket_mb = {first:g} is larger than comm.bucket_mb = {other:g}",
-            rule="the first bucket is the smaller one, so that communication starts early",
-            fix=f"set comm.first_bucket_mb = {other:g}, or comm.bucket_mb = {first:g}",
-        )
-    ]
-
-
 def buckets_repeat(config: Config) -> list[Problem]:
     """A deterministic run cuts its gradients the same way every time."""
     if config.comm.bucket_mb != "auto" or not config.train.deterministic:
@@ -290,6 +261,116 @@ def buckets_repeat(config: Config) -> list[Problem]:
             fix="set comm.bucket_mb = 25, or the size that an earlier run has found",
         )
     ]
+
+
+def table_is_asked(config: Config) -> list[Problem]:
+    """A table of measured all-reduces is given to somebody who asks it."""
+    comm = config.comm
+    if comm.algorithm_table is None or comm.algorithm == "auto":
+        return []
+    return [
+        Problem(
+            what=f"comm.algorithm_table = {comm.algorithm_table} with comm.algorithm = {comm.algorithm}",
+            rule="the table says which algorithm is fastest, and here one is chosen already",
+            fix="set comm.algorithm = auto, or leave comm.algorithm_table out",
+        )
+    ]
+
+
+def strategy_can_be_chosen(config: Config) -> list[Problem]:
+    """``parallel.strategy = auto`` has a whole model to choose for, and nothing that only some strategies take."""
+    parallel, policy, problems = config.parallel, config.comm.compression.policy, list[Problem]()
+    if parallel.strategy != "auto":
+        return []
+    if policy != "none":
+        problems.append(
+            Problem(
+                what=f"comm.compression.policy = {policy} with parallel.strategy = auto",
+                rule="compression works where replicas average the same gradients: auto may choose a strategy that has "
+                "none",
+                fix="set parallel.strategy = ddp or hybrid, or comm.compression.policy = none",
+            )
+        )
+    if is_split(parallel) and parallel.sharding_strategy == "manual":
+        problems.append(
+            Problem(
+                what=f"parallel.strategy = auto with {_degrees(parallel)}",
+                rule="it chooses for models that each rank, or all ranks together, hold whole",
+                fix="set parallel.strategy = zero1 or ddp; or leave all of it to parallel.sharding_strategy = auto",
+            )
+        )
+    return problems
+
+
+def mesh_is_asked_once(config: Config) -> list[Problem]:
+    """What ``parallel.sharding_strategy = auto`` chooses is not given as well."""
+    parallel = config.parallel
+    if parallel.sharding_strategy == "manual":
+        return []
+    open_values = {name: field.default for name, field in type(parallel).model_fields.items()} | {"strategy": "auto"}
+    return [
+        Problem(
+            what=f"parallel.sharding_strategy = auto with parallel.{key} = {text_of(value)}",
+            rule="auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs",
+            fix=f"{'set parallel.strategy = auto' if key == 'strategy' else f'remove parallel.{key}'}, or set "
+            "parallel.sharding_strategy = manual",
+        )
+        for key in ("strategy", "pipeline", "tensor", "data", *_OF_A_PIPELINE, "sequence_parallel")
+        if (value := getattr(parallel, key)) != open_values[key]
+    ]
+
+
+def schedule_file_fits(config: Config) -> list[Problem]:
+    """A schedule of one's own is there, is read, and no other one is asked for."""
+    parallel = config.parallel
+    if parallel.schedule_file is None or parallel.sharding_strategy == "auto":
+        return []
+    path, problems = Path(parallel.schedule_file), list[Problem]()
+    if parallel.pipeline == 1:
+        problems.append(
+            Problem(
+                what=f"parallel.schedule_file = {parallel.schedule_file} has no effect with parallel.pipeline = 1",
+                rule="it belongs to pipeline parallelism",
+                fix="remove parallel.schedule_file, or set parallel.pipeline = 2",
+            )
+        )
+    other = {"schedule": "1f1b", "chunks": None}
+    for key in (key for key, default in other.items() if getattr(parallel, key) != default):
+        problems.append(
+            Problem(
+                what=f"parallel.schedule_file and parallel.{key} = {getattr(parallel, key)} are both given",
+                rule="the file says what each rank does, and with which stages",
+                fix=f"remove parallel.{key}, or parallel.schedule_file",
+            )
+        )
+    if not path.is_file():
+        near = near_files(path)
+        problems.append(
+            Problem(
+                what=f"parallel.schedule_file = {parallel.schedule_file!r} does not exist",
+                rule=f"it is a CSV file as paceline schedule --csv writes, and a relative path starts at {Path.cwd()}",
+                fix=f"did you mean {' or '.join(near)}?" if near else "leave it out, and set parallel.schedule",
+            )
+        )
+    return problems
+
+
+def microbatch_is_known(config: Config) -> list[Problem]:
+    """Trials of a microbatch are for a model that each rank runs by itself."""
+    if not is_split(config.parallel) or config.train.microbatch != "auto":
+        return []
+    return [
+        Problem(
+            what=f"train.microbatch = auto with {_degrees(config.parallel)}",
+            rule="a pass is one of several ranks together, so that one of them cannot try how much fits",
+            fix=f"set train.accumulate = {4 * config.parallel.pipeline}, or train.microbatch",
+        )
+    ]
+
+
+def _degrees(parallel: ParallelConfig) -> str:
+    asked = {"pipeline": parallel.pipeline, "tensor": parallel.tensor}
+    return " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
 
 
 def warmup_fits(config: Config) -> list[Problem]:
@@ -337,20 +418,6 @@ def nesterov_has_momentum(config: Config) -> list[Problem]:
             what="optim.nesterov = true with optim.momentum = 0",
             rule="Nesterov's method looks ahead along the momentum",
             fix="try optim.momentum = 0.9, or optim.nesterov = false",
-        )
-    ]
-
-
-def model_has_blocks(config: Config) -> list[Problem]:
-    """Activations are checkpointed block by block, and a perceptron has no repeated blocks."""
-    policy = config.memory.checkpoint_activations
-    if policy == "none" or config.model.kind != "mlp":
-        return []
-    return [
-        Problem(
-            what=f"memory.checkpoint_activations = {policy} with model.kind = mlp",
-            rule="it works on the repeated blocks of a model, and an mlp has none",
-            fix="remove memory.checkpoint_activations",
         )
     ]
 
@@ -421,35 +488,18 @@ CHECKS: tuple[Check, ...] = (
     Check(needs=("model", "data"), run=context_fits),
     Check(needs=("data",), run=text_exists),
     Check(needs=("parallel", "comm"), run=backend_suits_device),
-    Check(needs=("comm",), run=buckets_ordered),
     Check(needs=("comm", "train"), run=buckets_repeat),
-    Check(needs=("comm", "parallel"), run=algorithm_fits),
     Check(needs=("comm",), run=table_is_asked),
-    Check(needs=("comm", "parallel"), run=compression_has_replicas),
-    Check(needs=("comm",), run=compression_keys_apply),
     Check(needs=("comm",), run=settings_agree),
-    Check(needs=("comm", "train"), run=residuals_have_one_unit),
     Check(needs=("optim", "train"), run=warmup_fits),
     Check(needs=("optim",), run=optim_keys_apply),
     Check(needs=("optim",), run=nesterov_has_momentum),
     Check(needs=("optim",), run=rate_has_a_batch),
     Check(needs=("train",), run=precision_fits),
-    Check(needs=("parallel",), run=sharding_fits),
-    Check(needs=("parallel",), run=sharding_keys_apply),
-    Check(needs=("parallel",), run=one_way_to_cut),
-    Check(needs=("parallel",), run=units_are_names),
-    Check(needs=("parallel", "memory"), run=offload_has_shards),
-    Check(needs=("parallel",), run=split_fits),
-    Check(needs=("parallel",), run=split_keys_apply),
+    Check(needs=("parallel", "comm"), run=strategy_can_be_chosen),
     Check(needs=("parallel",), run=mesh_is_asked_once),
-    Check(needs=("parallel",), run=schedule_fits),
     Check(needs=("parallel",), run=schedule_file_fits),
-    Check(needs=("parallel",), run=stages_are_asked_once),
-    Check(needs=("model", "parallel"), run=stages_fit),
-    Check(needs=("model", "data", "parallel"), run=tensor_fits),
-    Check(needs=("parallel", "comm", "memory"), run=split_suits_the_rest),
     Check(needs=("parallel", "train"), run=microbatch_is_known),
-    Check(needs=("model", "memory"), run=model_has_blocks),
     Check(needs=("checkpoint", "train"), run=checkpoint_keys_apply),
     Check(needs=("train",), run=_average_is_kept),
     Check(needs=("recovery",), run=recovery_keys_apply),

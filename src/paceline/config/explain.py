@@ -14,8 +14,15 @@ from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.rates import peak_learning_rate
 from paceline.config.schema import Config, GPTModelConfig, TextDataConfig, TrainConfig
 from paceline.config.settings import config_settings
-from paceline.config.sharding import FULLY_SHARDED, data_ranks, shard_group
-from paceline.config.splitting import config_batch, is_split, num_chunks, num_stages
+from paceline.config.sharding import (
+    FULLY_SHARDED,
+    config_batch,
+    data_ranks,
+    is_split,
+    num_chunks,
+    num_stages,
+    shard_group,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,4 +234,4 @@ class StepTable:
     def mean_s(self, phase: str) -> float:
         """Returns the seconds of a phase, such as ``comm_s``: the mean of the ranks, added up over the steps."""
         seconds = attrgetter(phase)
-        return sum(sum(map(seconds, row.values())) / len(row) for row in self.rows)
+        return float(sum(sum(map(seconds, row.values())) / len(row) for row in self.rows))

@@ -23,7 +23,6 @@ def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> R
     import torch
 
     from paceline import __version__
-    from paceline.comm.torch_dist import backend_of
     from paceline.records.records import RunRecord
 
     plan = None if trainer is None else trainer.parts.plan
@@ -40,7 +39,7 @@ def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> R
         paceline=__version__,
         num_parameters=0 if trainer is None else trainer.parts.engine.num_parameters,
         strategy=name_strategy(config, comm.size),
-        backend=backend_of(comm),
+        backend=comm.backend,
         global_batch=config.train.global_batch or 0 if plan is None else plan.batch.global_batch,
         microbatch=0 if plan is None else plan.batch.microbatch,
         accumulate=0 if plan is None else plan.batch.accumulate,
@@ -74,10 +73,8 @@ def write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
         return
     from dataclasses import asdict
 
-    from paceline.comm.traced import TracedCommunicator
-
     comm = trainer.parts.engine.world
-    assert isinstance(comm, TracedCommunicator)
+    assert comm.trace is not None
     path = folder / "trace" / f"rank-{comm.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("w", encoding="utf-8") as file:

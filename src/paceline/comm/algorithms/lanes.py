@@ -17,44 +17,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from paceline.comm.base import ReduceOp, Work
-from paceline.comm.virtual.rounds import Message, Round
+from paceline.comm.algorithms.rounds import Message, Round
+from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.group import reduce_pair
 
 
-class Post(Protocol):
-    """What rounds need of a communicator."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors live."""
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Sends ``tensor``."""
-
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Receives into ``tensor``."""
-
-
-class Lane:
+class MessageLane:
     """A part of a tensor on its way through its rounds.
 
     Sends are awaited at the end: where one is overwritten before, it is by a sum that its receiver had a part in, so
     that it has left. Memory for what is added is taken once.
     """
 
-    def __init__(self, comm: Post, flat: torch.Tensor, rounds: Sequence[Round], op: ReduceOp, tag: int) -> None:
+    def __init__(self, comm: Communicator, flat: torch.Tensor, rounds: Sequence[Round], op: ReduceOp, tag: int) -> None:
         self.num_rounds = len(rounds)
         self._comm = comm
         self._flat = flat
@@ -140,34 +119,36 @@ class InFlight:
     """The operations that a rank has issued and not finished, in the order of issue: for a group and its subgroups."""
 
     def __init__(self) -> None:
-        self._operations: deque[Operation] = deque()
+        self._operations: deque[RoundsWork] = deque()
 
     def __len__(self) -> int:
         return len(self._operations)
 
-    def issue(self, lanes: Sequence[Lane], deliver: Callable[[], None], window: int | None = None) -> Operation:
+    def issue(self, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
         """Posts the first round of an operation; ``deliver`` puts the result where it belongs.
 
         ``window`` is how many lanes may receive at a time (None: all): see [Note: window].
         """
-        operation = Operation(self, lanes, deliver, window or len(lanes))
+        operation = RoundsWork(self, lanes, deliver, window or len(lanes))
         self._operations.append(operation)
         return operation
 
-    def newest(self) -> Operation | None:
+    def newest(self) -> RoundsWork | None:
         """Returns the operation that was issued last, if it is not finished."""
         return self._operations[-1] if self._operations else None
 
-    def finish_through(self, operation: Operation | None) -> None:
+    def finish_through(self, operation: RoundsWork | None) -> None:
         """Finishes the operations up to this one, oldest first; None: nothing."""
         while operation is not None and not operation.is_finished:
             self._operations.popleft().finish()
 
 
-class Operation:
-    """A collective in flight."""
+class RoundsWork:
+    """A collective in flight, made of rounds of messages."""
 
-    def __init__(self, in_flight: InFlight, lanes: Sequence[Lane], deliver: Callable[[], None], window: int) -> None:
+    def __init__(
+        self, in_flight: InFlight, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int
+    ) -> None:
         self.is_finished = False
         self._in_flight = in_flight
         self._lanes = list(lanes)
@@ -208,7 +189,7 @@ class Operation:
             lane.post(number + 1, receives=place < self._window)
 
 
-class Behind:
+class WorkBehind:
     """A work of the inner communicator that was issued behind operations in flight.
 
     Another rank may wait for those first: they are finished here too before this rank waits for anything else.
@@ -216,7 +197,7 @@ class Behind:
 
     __slots__ = ("_before", "_in_flight", "_work")
 
-    def __init__(self, work: Work, in_flight: InFlight, before: Operation) -> None:
+    def __init__(self, work: Work, in_flight: InFlight, before: RoundsWork) -> None:
         self._work = work
         self._in_flight = in_flight
         self._before = before
@@ -239,10 +220,6 @@ def combine(target: torch.Tensor, pieces: Sequence[torch.Tensor], op: ReduceOp, 
         target.copy_(wide)
         return
     for piece in pieces:
-        other = piece.to(target.dtype)
-        if op in ("sum", "avg"):
-            target.add_(other)
-        else:
-            (torch.minimum if op == "min" else torch.maximum)(target, other, out=target)
+        reduce_pair(target, piece.to(target.dtype), op, out=target)
     if divisor != 1:
         target.div_(divisor)

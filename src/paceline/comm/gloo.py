@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from paceline.comm.base import ReduceOp
+from paceline.comm.group import NARROW, reduce_pair
 from paceline.shards import round_up
 
 # Far from the tags of users: a reduce-scatter and a gather of two ranks are matched by tag, then by order.
@@ -25,7 +26,6 @@ _SLICE_TAG = 2**30
 _PIECE_TAG = 2**30 + 1
 _WHOLE_TAG = 2**30 + 2
 _WORD = 16  # bytes: memory of any dtype is made of whole ones
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 class Scratch:
@@ -129,7 +129,7 @@ def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp,
 
     That one is read only, until the last step: the others' are free to hold what has been summed so far.
     """
-    if output.dtype in _NARROW:  # in float32, so that the sum is rounded once
+    if output.dtype in NARROW:  # in float32, so that the sum is rounded once
         wide = [piece.float() for piece in slices]
         _combine(wide, wide[0], op, is_first=False)
         output.copy_(wide[0])
@@ -138,14 +138,7 @@ def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp,
     for place, piece in enumerate(slices[1:], start=1):
         is_last = place == len(slices) - 1
         free = slices[1] if is_first else slices[0]
-        _pair(total, piece, op, out=output if is_last else free)
+        reduce_pair(total, piece, op, out=output if is_last else free)
         total = free
     if op == "avg":
         output /= len(slices)
-
-
-def _pair(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, out: torch.Tensor) -> None:
-    if op in ("sum", "avg"):
-        torch.add(one, other, out=out)
-    else:
-        (torch.minimum if op == "min" else torch.maximum)(one, other, out=out)

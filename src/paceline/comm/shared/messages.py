@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.comm.shared.progress import Fence, Steps, Task
+from paceline.comm.shared.progress import Fence, PendingOperation, Steps
 from paceline.errors import CollectiveMismatchError, CommunicationError
 
 CELLS = 4
@@ -83,12 +83,12 @@ def send(ring: Ring, message: torch.Tensor, to: int, tag: int) -> Steps:
 
 
 @dataclass(slots=True, eq=False)
-class _Letter:
+class _ArrivingMessage:
     """A message that arrives: for a receive that was posted, or for one to come."""
 
     tag: int
     content: torch.Tensor
-    task: Task | None
+    operation: PendingOperation | None
     num_taken: int = 0
 
 
@@ -99,25 +99,25 @@ class Inbox:
         self._ring = ring
         self._source = source
         self._on_error = on_error
-        self._posted: deque[tuple[Task, torch.Tensor, int]] = deque()
-        self._kept: deque[_Letter] = deque()
-        self._arriving: _Letter | None = None
+        self._posted: deque[tuple[PendingOperation, torch.Tensor, int]] = deque()
+        self._kept: deque[_ArrivingMessage] = deque()
+        self._arriving: _ArrivingMessage | None = None
 
-    def add(self, task: Task, target: torch.Tensor, tag: int) -> None:
+    def add(self, operation: PendingOperation, target: torch.Tensor, tag: int) -> None:
         """Posts a receive into flat bytes."""
-        self._posted.append((task, target, tag))
+        self._posted.append((operation, target, tag))
 
     def pump(self) -> bool:
         """Empties the cells that are there, as long as somebody waits for a message."""
         try:
             self._hand_out()
-            while self._posted or (self._arriving is not None and self._arriving.task is not None):
+            while self._posted or (self._arriving is not None and self._arriving.operation is not None):
                 place = self._ring.full()
                 if place is None:
                     return False
                 self._empty(place)
         except BaseException as error:
-            self._on_error("recv", error)  # ends all of the group's tasks, these too
+            self._on_error("recv", error)  # ends all of the group's operations, these too
             if not isinstance(error, Exception):
                 raise
         return True
@@ -128,8 +128,8 @@ class Inbox:
 
     def fail(self, error: CommunicationError) -> None:
         """Ends all receives with an error."""
-        if self._arriving is not None and self._arriving.task is not None:
-            self._arriving.task.end(error)
+        if self._arriving is not None and self._arriving.operation is not None:
+            self._arriving.operation.end(error)
         while self._posted:
             self._posted.popleft()[0].end(error)
 
@@ -144,31 +144,31 @@ class Inbox:
         self._ring.pop()
         if letter.num_taken == letter.content.numel():
             self._arriving = None
-            if letter.task is not None:
-                letter.task.end()
+            if letter.operation is not None:
+                letter.operation.end()
             else:
                 self._kept.append(letter)
                 self._hand_out()
 
-    def _open(self, tag: int, num_bytes: int) -> _Letter:
+    def _open(self, tag: int, num_bytes: int) -> _ArrivingMessage:
         for entry in self._posted:
-            task, target, wanted = entry
+            operation, target, wanted = entry
             if wanted == tag:
                 self._check(num_bytes, target, tag)
                 self._posted.remove(entry)
-                return _Letter(tag, target, task)
-        return _Letter(tag, torch.empty(num_bytes, dtype=torch.uint8), None)
+                return _ArrivingMessage(tag, target, operation)
+        return _ArrivingMessage(tag, torch.empty(num_bytes, dtype=torch.uint8), None)
 
     def _hand_out(self) -> None:
         for letter in tuple(self._kept):
             for entry in self._posted:
-                task, target, wanted = entry
+                operation, target, wanted = entry
                 if wanted == letter.tag:
                     self._check(letter.content.numel(), target, letter.tag)
                     target.copy_(letter.content)
                     self._posted.remove(entry)
                     self._kept.remove(letter)
-                    task.end()
+                    operation.end()
                     break
 
     def _check(self, num_bytes: int, target: torch.Tensor, tag: int) -> None:

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from paceline.cluster.patterns import Tree, halving
 from paceline.comm.algorithms.topology import Topology
 
-Span: TypeAlias = tuple[int, int]
+ElementRange: TypeAlias = tuple[int, int]  # the first element, and one past the last
 _LONG = 2**15  # elements of a message whose bytes take longer than getting going
 
 
@@ -44,13 +44,13 @@ class Round:
     is_total: bool = False
 
 
-def cut(span: Span, parts: int) -> list[Span]:
+def cut(span: ElementRange, parts: int) -> list[ElementRange]:
     """Cuts a span into ``parts`` that differ in length by one at most."""
     start, length = span[0], span[1] - span[0]
     return [(start + length * part // parts, start + length * (part + 1) // parts) for part in range(parts)]
 
 
-def ring_reduce_scatter(rank: int, slices: Sequence[Span]) -> list[Round]:
+def ring_reduce_scatter(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
     """Sums slice r on rank r: it starts at the next rank and comes round."""
     size = len(slices)
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -64,7 +64,7 @@ def ring_reduce_scatter(rank: int, slices: Sequence[Span]) -> list[Round]:
     ]
 
 
-def ring_all_gather(rank: int, slices: Sequence[Span]) -> list[Round]:
+def ring_all_gather(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
     """Spreads slice r of rank r: everyone passes on what came last."""
     size = len(slices)
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -77,7 +77,7 @@ def ring_all_gather(rank: int, slices: Sequence[Span]) -> list[Round]:
     ]
 
 
-def halving_reduce_scatter(rank: int, slices: Sequence[Span]) -> list[Round]:
+def halving_reduce_scatter(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
     """Sums slice r on rank r by recursive halving. The slices lie one after another."""
     size, rounds = len(slices), []
     exchanges = halving(size)
@@ -89,12 +89,12 @@ def halving_reduce_scatter(rank: int, slices: Sequence[Span]) -> list[Round]:
     return rounds
 
 
-def doubling_all_gather(rank: int, slices: Sequence[Span]) -> list[Round]:
+def doubling_all_gather(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
     """Spreads slice r of rank r: halving backwards, with everything copied that was added there."""
     return [Round(sends=each.sums, copies=each.sends) for each in reversed(halving_reduce_scatter(rank, slices))]
 
 
-def tree_reduce(rank: int, tree: Tree, span: Span) -> list[Round]:
+def tree_reduce(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
     """Sums a span on the root. A rank that is d below it sends in round height - d."""
     rounds = [Round() for _ in range(tree.height)]
     depth = tree.depths[rank]
@@ -107,7 +107,7 @@ def tree_reduce(rank: int, tree: Tree, span: Span) -> list[Round]:
     return rounds
 
 
-def tree_broadcast(rank: int, tree: Tree, span: Span) -> list[Round]:
+def tree_broadcast(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
     """Spreads a span from the root. A rank that is d below it receives in round d - 1."""
     rounds = [Round() for _ in range(tree.height)]
     depth = tree.depths[rank]
@@ -119,7 +119,7 @@ def tree_broadcast(rank: int, tree: Tree, span: Span) -> list[Round]:
     return rounds
 
 
-def hierarchical_all_reduce(rank: int, topology: Topology, span: Span) -> list[Round]:
+def hierarchical_all_reduce(rank: int, topology: Topology, span: ElementRange) -> list[Round]:
     """Reduces inside the hosts, across them, and spreads inside the hosts.
 
     A host with more ranks than the smallest one has no slices for the others: these give and get theirs inside.
@@ -140,7 +140,7 @@ def hierarchical_all_reduce(rank: int, topology: Topology, span: Span) -> list[R
     return [inside, *across, Round(sends=inside.sums, copies=inside.sends)]
 
 
-def hierarchical_reduce_scatter(rank: int, topology: Topology, slices: Sequence[Span]) -> list[Round]:
+def hierarchical_reduce_scatter(rank: int, topology: Topology, slices: Sequence[ElementRange]) -> list[Round]:
     """Sums slice r on rank r. The j-th rank of a host adds up, inside it, the slices of the j-th ranks of all hosts.
 
     These then add up theirs in a ring. Every host has as many ranks.
@@ -157,7 +157,7 @@ def hierarchical_reduce_scatter(rank: int, topology: Topology, slices: Sequence[
     return inside + _among(owners, ring_reduce_scatter(owners.index(rank), [slices[each] for each in owners]))
 
 
-def hierarchical_all_gather(rank: int, topology: Topology, slices: Sequence[Span]) -> list[Round]:
+def hierarchical_all_gather(rank: int, topology: Topology, slices: Sequence[ElementRange]) -> list[Round]:
     """Spreads slice r of rank r: across hosts, among their j-th ranks, then inside. Hosts have as many ranks each."""
     host, place, owners = _counterparts(rank, topology)
     inside = [
@@ -177,7 +177,7 @@ def _counterparts(rank: int, topology: Topology) -> tuple[tuple[int, ...], int, 
     return host, place, [each[place] for each in topology.hosts]
 
 
-def _all_reduce_across(rank: int, size: int, span: Span) -> list[Round]:
+def _all_reduce_across(rank: int, size: int, span: ElementRange) -> list[Round]:
     """Reduces among the hosts: by halving where it is even, as its other rounds are longer than those of a ring.
 
     Long messages go in a ring: it keeps its partners, so that a link carries one even stream.
@@ -188,7 +188,7 @@ def _all_reduce_across(rank: int, size: int, span: Span) -> list[Round]:
     return halving_reduce_scatter(rank, slices) + doubling_all_gather(rank, slices)
 
 
-def _to_owners(rank: int, host: Sequence[int], slices: Sequence[Span]) -> Round:
+def _to_owners(rank: int, host: Sequence[int], slices: Sequence[ElementRange]) -> Round:
     """Slice j goes to the j-th rank of the host, all at once: each starts with its neighbour."""
     place, size = host.index(rank), len(host)
     others = [(place + step) % size for step in range(1, size)]
