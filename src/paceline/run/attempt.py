@@ -31,7 +31,7 @@ from paceline.run.rank_recovery import (
 from paceline.run.records import run_record, write_settings, write_trace
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
-from paceline.train.stop import StopRequest
+from paceline.train.survive.recovery import StopRequest
 from paceline.train.trainer import Trainer
 
 

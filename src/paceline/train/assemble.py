@@ -36,27 +36,25 @@ from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
 from paceline.train.batch_search import microbatch_sizes
 from paceline.train.ema import WeightAverage
-from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
 from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_bytes
-from paceline.train.optim import build_optimizer
+from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
 from paceline.train.resolve import resolve_together
-from paceline.train.schedule import Schedule
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
-from paceline.train.trainer import Hook, Trainer, TrainerParts
+from paceline.train.trainer import BucketHook, Hook, Trainer, TrainerParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class DataAndModel:
     """The data and the model of a config, before any rank is involved."""
 
     data: DataSplits
     model: nn.Module
 
 
-def build_workload(config: Config) -> Workload:
+def build_workload(config: Config) -> DataAndModel:
     """Builds data and model; the weights depend on ``train.seed`` alone."""
     seed = config.train.seed
     data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
@@ -66,7 +64,7 @@ def build_workload(config: Config) -> Workload:
     is_late = is_late and not is_split(config.parallel)  # cut into parts first, and those would draw other numbers
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
         model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
-    return Workload(data=data, model=model)
+    return DataAndModel(data=data, model=model)
 
 
 def build_trainer(
@@ -166,11 +164,11 @@ def build_policy(config: Config) -> StepPolicy:
     )
 
 
-def build_schedule(config: Config, plan: Plan) -> Schedule:
+def build_schedule(config: Config, plan: Plan) -> RateSchedule:
     """Makes the learning-rate schedule; without a length of its own it spans the run."""
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
-    return Schedule(
+    return RateSchedule(
         kind=asked.kind,
         unit=asked.unit,
         warmup=asked.warmup,
