@@ -126,7 +126,7 @@ def check_host(config: Config, node_ranks: int | None = None) -> None:
     """Raises ConfigError where this host cannot hold what its ranks would offload; None: it has all of them."""
     from paceline.errors import ConfigError
     from paceline.free_memory import free_host_bytes
-    from paceline.search.host_room import host_problems
+    from paceline.search.memory_verdict import host_problems
 
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)

@@ -122,9 +122,9 @@ def _share(model: nn.Module, comm: Communicator, strategy: str, options: _Option
     policy, offload, compression = options.precision, options.offload, options.compression
     if strategy == "auto":
         _check_model(model, may_be_meta=False)
-        chosen = choose_for_module(model, comm, model_blocks(model), policy.name).chosen
+        chosen = choose_for_module(model, comm, model_blocks(model), policy.name).chosen.layout
         strategy = chosen.strategy
-        offload = Offload(**dict.fromkeys(chosen.offload, True)) if chosen.offload else offload
+        offload = Offload(**dict.fromkeys(chosen.offload.parts, True)) if chosen.offload.is_any else offload
     _check_compression(strategy, compression)
     _check_model(model, may_be_meta=strategy in ("zero3", "fsdp", "hybrid") or comm.device.type == "meta")
     check_precision(policy, comm.device)
