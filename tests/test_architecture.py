@@ -62,6 +62,7 @@ TORCH_FREE = (
     "predict",
     "records.records",
     "records.report",
+    "records.summary",
     "schedule",
     "search",
     "shards",

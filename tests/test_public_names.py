@@ -16,7 +16,7 @@ HOMES = {
     "connect": "paceline.comm.torch_dist",
     "run_virtual": "paceline.comm.virtual.communicator",
     "parallelize": "paceline.engines.apply",
-    "watch": "paceline.run.beside",
+    "watch": "paceline.run.self_watch",
     "verify": "paceline.verify.certificate",
     "plan": "paceline.rehearse.planning",
     "DistributedConfig": "paceline.classic.trainer",

@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 2**16)
 
 def settings(policy: str, **changes: Any) -> Compression:
     """A policy that takes the smallest matrix."""
-    return Compression(**{"policy": policy, "min_size": 1, "rank": 1, **changes})
+    return Compression(**{"policy": policy, "min_size": 1, "factor_rank": 1, **changes})
 
 
 def shape_of(*shapes: tuple[int, ...], tail: int = 0) -> BucketShape:
@@ -115,7 +115,7 @@ def test_warm_up_steps_are_exact_and_owe_nothing(policy: str) -> None:
     def make(rank: int, step: int) -> torch.Tensor:
         return gradient(2, rank, step, 64)
 
-    found = on_ranks(3, settings(policy, warmup_steps=2, ratio=0.1, threshold=0.7), shape_of((8, 8)), make, 3)
+    found = on_ranks(3, settings(policy, plain_steps=2, ratio=0.1, threshold=0.7), shape_of((8, 8)), make, 3)
     for results, compressor in found:
         for step in range(2):
             torch.testing.assert_close(results[step], mean_of(3, make, step))
@@ -493,9 +493,9 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
         ({"policy": "zip"}, "it is one of topk, randomk"),
         ({"ratio": 0.0}, "ratio = 0\n"),
         ({"ratio": 1.5}, "ratio = 1.5\n"),
-        ({"rank": 0}, "rank = 0\n"),
+        ({"factor_rank": 0}, "factor_rank = 0\n"),
         ({"threshold": 0.0}, "threshold = 0\n"),
-        ({"warmup_steps": -1}, "warmup_steps = -1\n"),
+        ({"plain_steps": -1}, "plain_steps = -1\n"),
         ({"min_size": -1}, "min_size = -1\n"),
     ],
 )

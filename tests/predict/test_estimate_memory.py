@@ -15,7 +15,6 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, OptimConfig, config_from_dict, layout_of
 from paceline.data.shape import DataShape
 from paceline.engines.apply import parallelize
-from paceline.engines.fsdp import ShardingPolicy
 from paceline.models.registry import build_model
 from paceline.plan.layout import Compression, Layout, Offload, Strategy
 from paceline.plan.memory import MemoryEstimate
@@ -215,7 +214,7 @@ def held(comm: Communicator, config: Config) -> dict[str, int]:
         comm,
         config.parallel.strategy,
         precision=config.train.precision,
-        sharding=ShardingPolicy(shard_ranks=config.parallel.shard_ranks),
+        shard_ranks=config.parallel.shard_ranks or 0,
     )
     optimizer = build_optimizer(config.optim, engine.named_parameters())
     tokens = torch.randint(64, (1, 8))
@@ -271,10 +270,9 @@ def owed(comm: Communicator, config: Config) -> int:
     """Trains two steps, and counts what compression keeps until the third."""
     torch.manual_seed(0)
     model = build_model(config.model, DataShape(kind="tokens", vocab_size=64, context=8))
-    compressor = build_compressor(config)
+    compressor = build_compressor(layout_of(config))
     assert compressor is not None
-    sharding = ShardingPolicy(shard_ranks=config.parallel.shard_ranks)
-    engine = parallelize(model, comm, config.parallel.strategy, sharding=sharding, compression=compressor)
+    engine = parallelize(model, comm, layout=layout_of(config, comm.size), compressor=compressor)
     for _ in range(2):
         tokens = torch.randint(64, (1, 8))
         CrossEntropy(8.0)(engine, (tokens, tokens)).total.backward()  # type: ignore[no-untyped-call]

@@ -25,7 +25,6 @@ from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
 from paceline.predict.memory.parts import bounds_of, num_in_flight, part_of, parts_of, stage_bounds, stages_of
 from paceline.schedule.schedules import make_schedule, measure_schedule
-from paceline.train.assemble import build_parallelism
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
 
@@ -174,7 +173,7 @@ def held(comm: Communicator, config: Config) -> tuple[int, dict[str, int]]:
     """Trains one step; returns the rank's stage, and what it held, by storage."""
     torch.manual_seed(0)
     model = build_model(config.model, DataShape(kind="tokens", vocab_size=VOCABULARY, context=TOKENS))
-    engine: Any = parallelize(model, comm, config.parallel.strategy, parallel=build_parallelism(config))
+    engine: Any = parallelize(model, comm, layout=layout_of(config, comm.size))
     optimizer = build_optimizer(config.optim, engine.named_parameters())
     batch = config_batch(config, comm.size)
     batches = [(torch.randint(VOCABULARY, (batch.microbatch, TOKENS)),) * 2 for _ in range(batch.accumulate)]
@@ -182,7 +181,7 @@ def held(comm: Communicator, config: Config) -> tuple[int, dict[str, int]]:
     own = {t.untyped_storage()._cdata for module in modules for t in [*module.parameters(), *module.buffers()]}
     saved, loss = Saved(own), CrossEntropy(float(TOKENS))
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
-        if engine.has_pipeline:
+        if engine.pipeline is not None:
             engine.run_microbatches(batches, loss)
         else:
             loss(engine, batches[0]).total.backward()  # type: ignore[no-untyped-call]

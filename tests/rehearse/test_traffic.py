@@ -103,10 +103,10 @@ def test_rounds_but_the_first_are_waited_for_where_they_are_driven() -> None:
     journal = KeptJournal()
     comm = DryAlgorithmCommunicator(DryWorld(4).rank(1, journal), "ring", state_topology(4, 4))
     works = [comm.all_reduce(torch.empty(64, device="meta")) for _ in range(2)]
-    assert [each.parcel.share for each in journal.operations] == [1 / 6] * 2
+    assert [each.share for each in journal.operations] == [1 / 6] * 2
     assert journal.waits == []
     works[1].wait()  # carries out what was issued before, too
-    assert [each.parcel.share for each in journal.operations] == [1 / 6, 1 / 6, 5 / 6, 5 / 6]
+    assert [each.share for each in journal.operations] == [1 / 6, 1 / 6, 5 / 6, 5 / 6]
     assert journal.waits == [0, 2, 1, 3]
     works[0].wait()
     assert len(journal.operations) == 4

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.train import predict_run
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, load_config
 from paceline.predict.memory.engine_memory import EngineMemory
+from paceline.run.prediction import predict_run
 from paceline.search.expect import expect_run
 from paceline.search.expectation import Expectation, compare
 from paceline.search.from_config import task_of, workload_as_written

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cli.train import check_host
 from paceline.config import Config, layout_of, load_config
 from paceline.errors import ConfigError
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory
+from paceline.run.decide import check_host
 from paceline.search.memory_verdict import host_problems
 from paceline.units import GIB
 

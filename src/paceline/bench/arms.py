@@ -28,7 +28,6 @@ from paceline.bench.workloads import Workload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import compile_model, parallelize
-from paceline.engines.fsdp import ShardingPolicy
 from paceline.engines.precision import Precision, precision_named
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
@@ -214,8 +213,7 @@ def _wrap_ours(
 ) -> Wrapped:
     if shares_memory:
         comm = SharedMemoryCommunicator.join(comm)
-    sharding = None if shard_ranks is None else ShardingPolicy(shard_ranks=shard_ranks)
-    engine = parallelize(model, comm, strategy, precision=precision, sharding=sharding)
+    engine = parallelize(model, comm, strategy, precision=precision, shard_ranks=shard_ranks or 0)
 
     def update(optimizer: torch.optim.Optimizer) -> None:
         update_if_finite(optimizer, engine.clip_grad_norm_(math.inf), _CLIP)  # as train_step does

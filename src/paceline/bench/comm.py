@@ -18,7 +18,7 @@ import torch
 from paceline.bench.interleave import Timing, interleave
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.topology import state_topology
-from paceline.comm.base import Communicator, shared_buffer
+from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.processes import run_processes
@@ -103,7 +103,7 @@ def _repeats(num_bytes: int) -> int:
 
 
 def _step(arm: _Arm, num_bytes: int) -> Callable[[], None]:
-    tensor = shared_buffer(arm.comm, num_bytes // 4, torch.float32) if arm.in_buffer else None
+    tensor = arm.comm.shared_buffer(num_bytes // 4, torch.float32) if arm.in_buffer else None
     if tensor is None:
         tensor = torch.zeros(num_bytes // 4)
     return partial(_reduce, arm.comm, tensor, _repeats(num_bytes))

@@ -28,7 +28,6 @@ from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
-from paceline.engines.composition import Parallelism
 from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
 from paceline.run.processes import run_processes
@@ -99,8 +98,8 @@ def _train(
     inputs, targets = workload.make_batch(comm.device, 0)  # the global batch, the same on every rank
     tensors, start_rss = LiveTensors("cpu"), psutil.Process().memory_info().rss
     tensors.start()
-    spread = Parallelism(pipeline=feature.pipeline)
-    engine = parallelize(workload.make_model(comm.device), comm, feature.strategy, parallel=spread)
+    model = workload.make_model(comm.device)
+    engine = parallelize(model, comm, feature.strategy, pipeline=feature.pipeline)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
     batch = _share(engine, inputs.chunk(microbatches), targets.chunk(microbatches))
     loss, times = CrossEntropy(float(workload.context)), list[float]()

@@ -26,9 +26,9 @@ from paceline.bench.largest import Budget, Largest, Usage, find_largest
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
-from paceline.engines.offload import Offload
 from paceline.errors import TrainingError, UsageError
 from paceline.models.gpt import GPT, GPTConfig, gpt_config
+from paceline.plan.layout import Offload
 from paceline.units import GIB
 
 _NUM_STEPS = 2
@@ -197,7 +197,7 @@ def _make_engine(option: Option, model: nn.Module, device: torch.device) -> Engi
         option.strategy,
         precision=option.precision,
         checkpoint_activations=option.checkpoint_activations,
-        offload=option.offload,
+        offload=option.offload or Offload(),
     )
 
 

@@ -32,9 +32,10 @@ from paceline.cluster.entries import read_catalog, shipped
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.config import Config, config_batch, config_from_dict
+from paceline.config import Config, config_batch, config_from_dict, layout_of
 from paceline.data.loader import StepBatch
 from paceline.data.registry import build_data
+from paceline.engines.apply import parallelize
 from paceline.errors import UsageError
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model, model_context
@@ -45,7 +46,7 @@ from paceline.predict.replay.replay import replay
 from paceline.predict.replay.turns import play
 from paceline.rehearse.dryrun.record import record
 from paceline.run.processes import run_processes
-from paceline.train.assemble import build_engine, build_policy
+from paceline.train.assemble import build_policy
 from paceline.train.loss import build_loss
 from paceline.train.optim import build_optimizer
 from paceline.train.step import train_step
@@ -275,7 +276,7 @@ def measure_steps(comm: Communicator, config: Config, backend: str, steps: int) 
     torch.manual_seed(config.train.seed)
     with device:  # a GPU draws a billion weights at once
         model = build_model(config.model, data.shape)
-    engine = build_engine(config, model, comm)
+    engine = parallelize(model, comm, layout=layout_of(config, comm.size))
     optimizer = build_optimizer(config.optim, engine.named_parameters())
     loss, policy = build_loss(config.train.loss, data.shape), build_policy(config)
     batch = _batch(config, data.train, comm.size, device)

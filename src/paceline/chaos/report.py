@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from paceline.chaos.timeline import Attempt, Command, Handling, final_steps
+from paceline.chaos.timeline import Command, Handling
 from paceline.records.records import StepRecord
+from paceline.records.summary import Attempt, add_up, final_steps
 from paceline.units import format_seconds
 
 
@@ -156,10 +157,11 @@ def make_report(
     save = save_cost(attempts)
     num_failures = sum(each.how in ("restarted", "stopped") for each in handlings)
     observed = mtbf_s or (wall / num_failures if num_failures else None)
-    step_s = median(record.step_s for record in steps.values()) if steps else 0.0
+    totals = add_up(steps.values())
+    step_s = totals.median_s
     last = max(steps, default=0)
     # Steps whose records a killed rank had not written count as the median one.
-    useful = sum(record.step_s for record in steps.values()) + step_s * (last - len(steps))
+    useful = totals.step_s + step_s * (last - len(steps))
     interval = None
     if save is not None and observed is not None and step_s:
         interval = recommend(save, step_s=step_s, mtbf_s=observed, is_observed=mtbf_s is None)

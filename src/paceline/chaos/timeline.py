@@ -17,7 +17,7 @@ from typing import Literal
 from paceline.chaos.faults import ON_LOSS, WHILE_SAVING, Fault
 from paceline.chaos.notes import Fired, Passed, Started
 from paceline.health.straggler import find_straggler
-from paceline.records.records import EventRecord, Record, RunRecord, StepRecord
+from paceline.records.summary import Attempt, StepTable, final_steps
 
 How = Literal["went on", "went back", "restarted", "stopped", "not recovered", "never happened"]
 
@@ -39,15 +39,6 @@ class Notes:
     fired: tuple[Fired, ...]
     started: tuple[Started, ...]
     passed: tuple[Passed, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One start of the ranks, as a rank's records tell it: what it had not written when it was killed is not there."""
-
-    start: float
-    steps: tuple[StepRecord, ...]
-    events: tuple[EventRecord, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,29 +73,6 @@ class Handling:
     def is_right(self) -> bool:
         """Whether it was handled as the policies say."""
         return self.how in self.expected
-
-
-def read_attempts(records: Sequence[Record]) -> list[Attempt]:
-    """Cuts the records of a rank into attempts."""
-    cuts = [place for place, record in enumerate(records) if isinstance(record, RunRecord)]
-    found = []
-    for first, last in zip(cuts, [*cuts[1:], len(records)], strict=True):
-        part = records[first:last]
-        steps = tuple(each for each in part if isinstance(each, StepRecord))
-        events = tuple(each for each in part if isinstance(each, EventRecord))
-        found.append(Attempt(start=part[0].time, steps=steps, events=events))
-    return found
-
-
-def final_steps(attempts: Sequence[Attempt]) -> dict[int, StepRecord]:
-    """Returns the steps that the result is made of: of those that were done again, the last."""
-    steps: dict[int, StepRecord] = {}
-    for attempt in attempts:
-        for record in attempt.steps:
-            for later in [number for number in steps if number >= record.step]:
-                del steps[later]
-            steps[record.step] = record
-    return steps
 
 
 def expected_handling(fault: Fault, policies: Policies) -> tuple[How, ...]:
@@ -217,14 +185,9 @@ def _ends_soon(attempts: Sequence[Attempt], moment: float) -> bool:
 
 def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[Attempt]]) -> str:
     """Says which rank was the slow one in the steps of a slow rank, as every run's report does; empty if none was."""
-    fault = handling.fault
-    first = fault.step or 0
-    steps = [final_steps(attempts) for attempts in by_rank]
-    window = [
-        {rank: known[number] for rank, known in enumerate(steps) if number in known}
-        for number in range(first, first + fault.length)
-    ]
-    found = find_straggler([ranks for ranks in window if ranks])
+    first = handling.fault.step or 0
+    numbers = range(first, first + handling.fault.length)
+    found = find_straggler(StepTable.of_numbers(numbers, [final_steps(attempts) for attempts in by_rank]).rows)
     return "" if found is None else str(found)
 
 

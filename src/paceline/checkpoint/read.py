@@ -165,7 +165,7 @@ def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
     _check_names(saved, shards, holder.state_names())
     for shard in shards:
         checkpoint.fill(shard, MODEL + shard.name)
-    holder.note_filled()
+    holder.mark_loaded()
 
 
 def _check_names(saved: Mapping[str, tuple[int, ...]], shards: Iterable[Shard], known: Collection[str]) -> None:

@@ -24,8 +24,8 @@ class HasShards(Protocol):
     def state_names(self) -> Collection[str]:
         """Returns the names of all that ranks together hold."""
 
-    def note_filled(self) -> None:
-        """Takes note that the shards have new values."""
+    def mark_loaded(self) -> None:
+        """Tells the holder that the shards have new values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

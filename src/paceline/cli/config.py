@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.options import AsJson, ConfigPath, Overrides
+from paceline.errors import ConfigError
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,15 +24,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/digits.yaml.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the file.")
-]
 Ranks = Annotated[
     int | None, typer.Option("--ranks", "-n", min=1, help="The number of ranks, where parallel.ranks is auto.")
 ]
 _LADDER = "derived.strategy_ladder"
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command()
@@ -83,8 +80,6 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
 
     Example: [bold]paceline config check configs/gpt_pydoc.yaml parallel.ranks=3[/bold]
     """
-    from paceline.errors import ConfigError
-
     try:
         _check(config, overrides, ranks)
     except ConfigError as error:
@@ -136,10 +131,10 @@ def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
 
 def _decide(config: Config, ranks: int) -> tuple[Config, Choice]:
     """Decides what is open, for this machine and a number of ranks."""
-    from paceline.cli.train import resolve_config, resolve_strategy
+    from paceline.run.decide import decide_strategy, resolve_config
 
     parallel = config.parallel.model_copy(update={"ranks": ranks})
-    decided, choice = resolve_strategy(resolve_config(config.model_copy(update={"parallel": parallel})))
+    decided, choice = decide_strategy(resolve_config(config.model_copy(update={"parallel": parallel})))
     assert choice is not None
     return decided, choice
 
@@ -178,7 +173,6 @@ def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
 
 def _check(config: Path, overrides: list[str] | None, ranks: int | None) -> None:
     from paceline.config import check_ranks
-    from paceline.errors import ConfigError
 
     loaded = _load(config, overrides)
     problems = check_ranks(loaded.config, ranks) if ranks is not None else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.destination import check_file
+from paceline.cli.options import ClusterName, ConfigPath, Overrides
+from paceline.errors import UsageError
+from paceline.units import format_seconds
 
 if TYPE_CHECKING:
     from paceline.cluster.devices import Cluster
@@ -17,11 +22,9 @@ if TYPE_CHECKING:
 
 
 def predict(
-    config: Path = typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
-    overrides: list[str] = typer.Argument(None, metavar="SECTION.KEY=VALUE", help="Changes to the config."),
-    cluster: str = typer.Option(
-        ..., "--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100' or '32x h100-sxm'; see paceline cluster ls."
-    ),
+    config: ConfigPath,
+    cluster: ClusterName,
+    overrides: Overrides = None,
     ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices."),
     rank: int = typer.Option(
         None, min=0, help="The rank to tell of; else the one that computes most, of rank 0 and those it passes work to."
@@ -81,9 +84,6 @@ def predict(
 
 
 def _check_options(slow_links: dict[int, float], price: float | None) -> None:
-    import math
-
-    from paceline.errors import UsageError
 
     if slow_links:
         raise UsageError(
@@ -109,7 +109,6 @@ def _config_for(path: Path, overrides: list[str], ranks: int | None, cluster: Cl
 
 def _check_ranks(cluster: Cluster, count: int, rank: int | None, slow: dict[int, float]) -> None:
     from paceline.cluster.wires import wire_cost
-    from paceline.errors import UsageError
     from paceline.predict.replay.replay import check_slow
 
     wire_cost(cluster, count)  # refuses ranks that the cluster has no devices for
@@ -136,8 +135,6 @@ def _replay(
 
 def describe(found: Replay, batch: BatchPlan, price: float | None = None) -> list[str]:
     """Returns what there is to say about a step, line by line."""
-    from paceline.units import format_seconds
-
     low, high = found.band
     kind = ", the band of runs outside what was calibrated" if found.outside else " in nine of ten runs of this kind"
     lines = [
@@ -197,8 +194,6 @@ def _memory(found: Replay) -> list[str]:
 
 def _ways_out(found: Replay, config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
     """Says what to do about a step that does not fit."""
-    import shlex
-
     from paceline.config.sharding import FULLY_SHARDED
 
     if found.fits:

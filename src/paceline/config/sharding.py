@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.config.batch import BatchPlan, batch_plan
-from paceline.plan.layout import CHUNKS
+from paceline.schedule.schedules import CHUNKS
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config, ParallelConfig

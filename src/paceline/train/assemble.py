@@ -5,39 +5,34 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from paceline.cluster.detect import detect_machine
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
-from paceline.comm.algorithms.tables import share_table
-from paceline.comm.algorithms.topology import detect_topology
+from paceline.comm.algorithms.topology import detect_topology, share_table
 from paceline.comm.algorithms.two_levels import TwoLevelCommunicator, join_hosts
-from paceline.comm.base import Communicator, GradientCompression, clock_of
-from paceline.comm.compress import Compression, Compressor
-from paceline.comm.ledger.ledger import LedgerCommunicator, ledger_of
+from paceline.comm.base import Communicator, clock_of
+from paceline.comm.compress import Compressor
+from paceline.comm.ledger.ledger import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, layout_of, peak_learning_rate, shard_group
+from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, layout_of, peak_learning_rate
 from paceline.data.datasets import check_enough
 from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
 from paceline.engines.apply import parallelize
-from paceline.engines.composition import Parallelism
 from paceline.engines.engine import Engine
-from paceline.engines.fsdp import ShardingPolicy
-from paceline.engines.offload import Offload
 from paceline.free_memory import MemoryGauge
 from paceline.models.registry import build_model, model_context
+from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan, make_plan, with_microbatch
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
-from paceline.schedule.schedules import read_csv
 from paceline.search.automatic import first_microbatch
 from paceline.search.memory_verdict import with_memory
 from paceline.train.batch_search import microbatch_sizes
@@ -99,8 +94,10 @@ def build_trainer(
     check_enough(plan.train_samples, data_ranks(config.parallel, comm.size))
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
     seed_everything(config.train.seed)  # a model without values draws them now
-    compressor = build_compressor(config)
-    engine = build_engine(config, work.model, _build_comm(config, comm, trace, node_ranks), node_ranks, compressor)
+    layout = layout_of(config, comm.size, node_ranks)
+    compressor = build_compressor(layout)
+    talking = _build_comm(config, comm, trace, node_ranks)
+    engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     loss = build_loss(config.train.loss, work.data.shape, may_ignore=config.data.kind == "factory")
     if config.train.microbatch == "auto":
@@ -122,7 +119,7 @@ def build_trainer(
         loss=loss,
         schedule=build_schedule(config, plan),
         policy=build_policy(config),
-        meter=StepMeter(comm.device, trace, ledger_of(comm)),
+        meter=StepMeter(comm.device, trace, comm.ledger),
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=config.train.microbatch == "auto"),
         compressor=compressor,
@@ -149,82 +146,15 @@ def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: in
     if config.comm.algorithm == "hierarchical" and config.comm.backend != "gloo":
         local = join_hosts(comm, topology, timeout_s=config.comm.timeout_s)
         if local is not None:
-            ledger = ledger_of(comm)
+            ledger = comm.ledger
             kept = local if ledger is None else LedgerCommunicator(local, ledger)
             made = TwoLevelCommunicator(traced, topology, TracedCommunicator(kept, trace))
     return TracedCommunicator(made, trace, counts=False)
 
 
-def build_compressor(config: Config) -> Compressor | None:
+def build_compressor(layout: Layout) -> Compressor | None:
     """Makes what compresses this rank's gradients; None where they travel whole."""
-    asked = config.comm.compression
-    if asked.policy == "none":
-        return None
-    return Compressor(
-        Compression(
-            policy=asked.policy,
-            ratio=asked.ratio,
-            rank=asked.factor_rank,
-            threshold=asked.threshold,
-            error_feedback=asked.error_feedback,
-            warmup_steps=asked.plain_steps,
-            min_size=asked.min_size,
-            exclude=asked.exclude,
-        )
-    )
-
-
-def build_engine(
-    config: Config,
-    model: nn.Module,
-    comm: Communicator,
-    node_ranks: int | None = None,
-    compression: GradientCompression | None = None,
-) -> Engine:
-    """Parallelizes a model as a config says, whose strategy is decided."""
-    parallel, offload = config.parallel, config.memory.offload
-    return parallelize(
-        model,
-        comm,
-        parallel.strategy,
-        precision=config.train.precision,
-        bucket_mb=config.comm.bucket_mb,
-        first_bucket_mb=config.comm.first_bucket_mb,
-        buffers=config.comm.buffers,
-        overlap=config.comm.overlap,
-        compile_blocks=config.model.compile,
-        checkpoint_activations=config.memory.checkpoint_activations,
-        offload=Offload(
-            optimizer="optimizer" in offload, gradients="gradients" in offload, parameters="parameters" in offload
-        ),
-        sharding=ShardingPolicy(
-            units=parallel.units,
-            unit_mb=parallel.unit_mb,
-            reshard_after_forward=parallel.reshard_after_forward,
-            prefetch=parallel.prefetch,
-            shard_ranks=shard_group(parallel, comm.size, node_ranks) if parallel.strategy == "hybrid" else None,
-        ),
-        sync_batchnorm=parallel.sync_batchnorm,
-        compression=compression,
-        parallel=build_parallelism(config),
-    )
-
-
-def build_parallelism(config: Config) -> Parallelism:
-    """Returns how a config spreads the model itself."""
-    parallel = config.parallel
-    own = parallel.schedule_file
-    return Parallelism(
-        pipeline=parallel.pipeline,
-        tensor=parallel.tensor,
-        data=parallel.data,
-        schedule=parallel.schedule if own is None else read_csv(Path(own)),
-        chunks=parallel.chunks,
-        stages=parallel.stages,
-        stage_layers=parallel.stage_layers,
-        sequence=parallel.sequence_parallel,
-        gathers_logits=config.train.loss != "auto",  # a loss of one's own expects whole logits
-    )
+    return Compressor(layout.compression) if layout.compression.is_any else None
 
 
 def build_policy(config: Config) -> StepPolicy:

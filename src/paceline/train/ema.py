@@ -70,7 +70,7 @@ class WeightAverage:
             kept = parameter.clone()  # one tensor at a time
             parameter.copy_(average)
             average.copy_(kept)
-        self._engine.note_filled()
+        self._engine.mark_loaded()
 
 
 def _is_trained(shard: Shard) -> bool:

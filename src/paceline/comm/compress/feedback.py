@@ -23,7 +23,7 @@ import torch
 
 from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress.exchange import Exchange, Part, Task
-from paceline.comm.compress.settings import Compression, make_policy
+from paceline.comm.compress.settings import make_policy
 from paceline.comm.compress.state import (
     Piece,
     TensorSource,
@@ -32,6 +32,7 @@ from paceline.comm.compress.state import (
     read_residuals,
     residual_shards,
 )
+from paceline.plan.layout import Compression
 from paceline.shards import Shard, Slot
 
 
@@ -215,7 +216,7 @@ class _Bucket:
         """Compresses a bucket, and sends it on its way."""
         self.owner.begin()
         work = _BucketWork(self, buffer)
-        if self.parts and self.owner.step >= self.owner.settings.warmup_steps:
+        if self.parts and self.owner.step >= self.owner.settings.plain_steps:
             work.send_compressed(comm)
         else:
             work.send_whole(comm)

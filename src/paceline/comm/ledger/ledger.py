@@ -19,13 +19,12 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
-from paceline.clock import Clock
-from paceline.comm.around import AroundCommunicator
 from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.group import WrappedCommunicator
 from paceline.comm.ledger import file as layout
 from paceline.comm.ledger.call_sites import CallSites, instruction_of
 from paceline.comm.ledger.file import (
@@ -40,8 +39,10 @@ from paceline.comm.ledger.file import (
     TABLE_USED,
     WAITING,
 )
-from paceline.comm.ledger.writer import CallKey, End, Place, make_writer, work_class
+from paceline.comm.ledger.writer import CallKey, LocatedCall, NotedWork, Peer, make_writer, work_class
 from paceline.health.ledger_view import PHASES
+
+T = TypeVar("T")
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
 
@@ -66,7 +67,7 @@ class Ledger:
         self.make_work = work_class(self)
         self._sites = CallSites(lambda number, text: self._append("s", number, text))
         self.calls: dict[CallKey, int] = {}
-        self.known: dict[Place, int] = {}  # call and site; 0 where the instruction is plumbing
+        self.known: dict[LocatedCall, int] = {}  # call and site; 0 where the instruction is plumbing
         self._groups: Counter[tuple[int, ...]] = Counter()
         self._num_groups = 0
         values = {
@@ -122,7 +123,7 @@ class Ledger:
         self.calls[key] = number
         return number
 
-    def find_place(self, frame: FrameType, key: Place, known: int | None) -> int:
+    def find_place(self, frame: FrameType, key: LocatedCall, known: int | None) -> int:
         """Returns the numbers of a call and of its site, as a record has them: the site in the upper four bytes.
 
         ``known`` is what is known of ``frame``: nothing, or that it is plumbing.
@@ -154,54 +155,40 @@ class Ledger:
         return True
 
 
-class LedgerCommunicator(AroundCommunicator):
+class LedgerCommunicator(WrappedCommunicator):
     """Passes every verb on to ``inner``, and writes it down before and after; subgroups share the ledger."""
+
+    ledger: Ledger
 
     def __init__(self, inner: Communicator, ledger: Ledger, *, group: int | None = None) -> None:
         """``group`` is the number of one that the ledger knows already, and in which an operation was issued."""
         super().__init__(inner)
         self.ledger = ledger
         self._group = ledger.add_group(inner.ranks) if group is None else group
-        self._messages: Counter[tuple[str, End]] = Counter()
-        self._members = inner.ranks
+        self._messages: Counter[tuple[str, Peer]] = Counter()
         self._cells = ledger.cells
+        # Called by the verbs themselves: the line that it writes down is that of the verb's caller.
         self._write = make_writer(ledger, self._group, 0 if group is None else 1, ledger.find_place)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Writes down an all-reduce."""
         work = self._write("all_reduce", tensor.shape, tensor.dtype, op)
-        try:
-            work.inner = self.inner.all_reduce(tensor, op)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.all_reduce, tensor, op)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Writes down a reduce-scatter, with the whole input's shape."""
         work = self._write("reduce_scatter", tensor.shape, tensor.dtype, op)
-        try:
-            work.inner = self.inner.reduce_scatter(output, tensor, op)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.reduce_scatter, output, tensor, op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Writes down an all-gather, with the whole output's shape."""
         work = self._write("all_gather", output.shape, output.dtype)
-        try:
-            work.inner = self.inner.all_gather(output, tensor)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.all_gather, output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Writes down a broadcast."""
         work = self._write("broadcast", tensor.shape, tensor.dtype, "", (self._peer(source), 0))
-        try:
-            work.inner = self.inner.broadcast(tensor, source)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.broadcast, tensor, source)
 
     def all_to_all(
         self,
@@ -212,83 +199,63 @@ class LedgerCommunicator(AroundCommunicator):
     ) -> Work:
         """Writes down an all-to-all, with this rank's input."""
         work = self._write("all_to_all", tensor.shape, tensor.dtype)
-        try:
-            work.inner = self.inner.all_to_all(output, tensor, output_splits, input_splits)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.all_to_all, output, tensor, output_splits, input_splits)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Writes down a send."""
-        end = (self._peer(to), tag)
-        work = self._write("send", tensor.shape, tensor.dtype, "", end, self._count_message("send", end))
-        try:
-            work.inner = self.inner.send(tensor, to, tag)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        peer = (self._peer(to), tag)
+        work = self._write("send", tensor.shape, tensor.dtype, "", peer, self._count_message("send", peer))
+        return self._issue(work, self.inner.send, tensor, to, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Writes down a receive."""
-        end = (self._peer(source), tag)
-        work = self._write("recv", tensor.shape, tensor.dtype, "", end, self._count_message("recv", end))
-        try:
-            work.inner = self.inner.recv(tensor, source, tag)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        peer = (self._peer(source), tag)
+        work = self._write("recv", tensor.shape, tensor.dtype, "", peer, self._count_message("recv", peer))
+        return self._issue(work, self.inner.recv, tensor, source, tag)
 
     def barrier(self) -> None:
         """Writes down a barrier."""
-        number = self._write("barrier", (), None).number
-        try:
-            self.inner.barrier()
-        finally:
-            self._cells[WAITING] = 0
-        self.ledger.note_end(number)
+        self._complete(self._write("barrier", (), None), self.inner.barrier)
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes a subgroup that writes into the same ledger; making it is the subgroup's first operation."""
         if len(ranks) == 1:
             return self.inner.split(ranks)  # nobody to wait for
-        members = tuple(map(self._peer, ranks))
-        group = self.ledger.add_group(members)
-        number = self._write("split", (), None, "", None, 0, group).number
+        group = self.ledger.add_group(tuple(map(self._peer, ranks)))
+        work = self._write("split", (), None, "", None, 0, group)
         self.ledger.counts[group] = 1
+        made = self._complete(work, lambda: self.inner.split(ranks))
+        return LedgerCommunicator(made, self.ledger, group=group)
+
+    def _issue(self, work: NotedWork, verb: Callable[..., Work], *arguments: object) -> Work:
+        """Issues what was written down: until ``verb`` returns, the rank counts as waiting for it."""
         try:
-            made = self.inner.split(ranks)
+            work.inner = verb(*arguments)
         finally:
             self._cells[WAITING] = 0
-        self.ledger.note_end(number)
-        return LedgerCommunicator(made, self.ledger, group=group)
+        return work
+
+    def _complete(self, work: NotedWork, call: Callable[[], T]) -> T:
+        """Makes a call that is over when it returns."""
+        try:
+            found = call()
+        finally:
+            self._cells[WAITING] = 0
+        self.ledger.note_end(work.number)
+        return found
 
     def _peer(self, rank: int) -> int:
         """Returns a member's rank in the world; one that is not there is left to ``inner`` to refuse."""
-        return self._members[rank] if 0 <= rank < len(self._members) else rank
+        return self.ranks[rank] if 0 <= rank < self.size else rank
 
-    def _count_message(self, kind: str, end: End) -> int:
+    def _count_message(self, kind: str, peer: Peer) -> int:
         """Returns the number of a message, which goes by its kind, peer and tag."""
-        pair = (kind, end)
+        pair = (kind, peer)
         sequence = self._messages[pair]
         self._messages[pair] = sequence + 1
         return sequence
 
 
 def ledger_clock(comm: Communicator) -> Callable[[], float]:
-    """Returns the clock of a rank's operations: that of its virtual rank, if it has one, and else the host's."""
-    inmost = comm
-    while (inner := getattr(inmost, "inner", None)) is not None:
-        inmost = inner
-    clock: Clock | None = getattr(inmost, "clock", None)
-    return time.perf_counter if clock is None else cast("Callable[[], float]", clock.take)
-
-
-def ledger_of(comm: Communicator) -> Ledger | None:
-    """Returns the ledger that a communicator, or one inside it, writes into; None without one."""
-    current: Communicator | None = comm
-    while current is not None:
-        ledger: Ledger | None = getattr(current, "ledger", None)
-        if ledger is not None:
-            return ledger
-        current = getattr(current, "inner", None)
-    return None
+    """Returns the clock of a rank's operations: its virtual clock if it has one, else the host's."""
+    return time.perf_counter if comm.clock is None else cast("Callable[[], float]", comm.clock.take)

@@ -1,7 +1,7 @@
 """The few lines that every operation passes: what writes it down, and what notes its end.
 
 Each of them costs some tens of nanoseconds, and so does looking a name up in an object. So both are closures: what they
-need is at hand. ``ledger.py`` says what is written, and ``ledger_file.py`` how a reader makes sense of it.
+need is at hand. ``ledger.py`` says what is written, and ``file.py`` how a reader makes sense of it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 _REACH = NUM_RECORDS - 1  # of records that are not overwritten
 
-End = tuple[int, int]
+Peer = tuple[int, int]
 """The other end of an operation: a rank of the world, and a tag."""
 
-CallKey = tuple[str, tuple[int, ...], "torch.dtype | None", str, End | None]
-Place = tuple[int, str, tuple[int, ...], "torch.dtype | None", str, End | None]
-"""From where, and what was called."""
+CallKey = tuple[str, tuple[int, ...], "torch.dtype | None", str, Peer | None]
+LocatedCall = tuple[int, str, tuple[int, ...], "torch.dtype | None", str, Peer | None]
+"""The calling instruction, and what it called."""
 
 
 class NotedWork(Protocol):
@@ -48,22 +48,6 @@ class NotedWork(Protocol):
 
     def wait(self) -> None:
         """Waits, and notes that it does, and that it is over."""
-
-
-class Write(Protocol):
-    """Writes a record: without a ``sequence``, that of the group's next collective."""
-
-    def __call__(
-        self,
-        kind: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype | None,
-        op: str = "",
-        end: End | None = None,
-        sequence: int | None = None,
-        to: int | None = None,
-    ) -> NotedWork:
-        """Returns the work that notes the operation's end; ``to`` is another group than the writer's."""
 
 
 def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
@@ -95,11 +79,13 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
 
 
 def make_writer(
-    ledger: Ledger, group: int, first: int, find_place: Callable[[FrameType, Place, int | None], int]
-) -> Write:
-    """Makes what a group's verbs call, straight: the line told is that of the verb's caller.
+    ledger: Ledger, group: int, first: int, find_place: Callable[[FrameType, LocatedCall, int | None], int]
+) -> Callable[..., NotedWork]:
+    """Makes the function that a group's verbs call themselves: it writes down the line of the verb's caller.
 
-    ``first`` is the number of the next collective. The counters come after the record: see ``ledger_file.py``.
+    ``first`` is the number of the next collective. The counters come after the record: see ``file.py``. What is made
+    takes the kind, shape, dtype, op and peer of an operation; without a ``sequence`` it counts as the group's next
+    collective, and ``to`` is another group than the writer's.
     """
     cells, counts, buffer, known_at = ledger.cells, ledger.counts, ledger.buffer, ledger.known.get
     now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, PUT_RECORD
@@ -111,13 +97,13 @@ def make_writer(
         shape: tuple[int, ...],
         dtype: torch.dtype | None,
         op: str = "",
-        end: End | None = None,
+        peer: Peer | None = None,
         sequence: int | None = None,
         to: int | None = None,
     ) -> NotedWork:
         nonlocal count
         frame = frame_at(2)
-        key = (id(frame.f_code) + frame.f_lasti, kind, shape, dtype, op, end)  # as ``instruction_of``
+        key = (id(frame.f_code) + frame.f_lasti, kind, shape, dtype, op, peer)  # as ``instruction_of``
         known = known_at(key)
         work = make_work()
         work.number = number = next_number()

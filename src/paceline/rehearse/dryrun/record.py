@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from paceline.comm.arguments import check_peer
 from paceline.comm.dry.communicator import DryWorld
+from paceline.comm.group import check_peer
 from paceline.config import Config, config_batch
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
@@ -33,7 +33,7 @@ from paceline.rehearse.dryrun.hosted import told_apart
 from paceline.rehearse.dryrun.operators import dtype_name
 from paceline.rehearse.dryrun.parts import Parts, build_parts, empty_model, few_data
 from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
-from paceline.rehearse.dryrun.turns import enough_microbatches, order_of, pipeline_of, with_marks
+from paceline.rehearse.dryrun.turns import enough_microbatches, order_of, with_marks
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import train_step
 
@@ -185,7 +185,7 @@ def _without_collections() -> Iterator[None]:
 def _run(recorder: Recorder, functions: MetaFunctions, parts: Parts, microbatches: int) -> Recorded:
     """Runs a step with so many microbatches."""
     batch = replace(parts.batch, microbatches=parts.batch.microbatches[:microbatches])
-    pipeline = pipeline_of(parts.engine)
+    pipeline = parts.engine.pipeline
     if pipeline is not None:
         pipeline.journal = []
         recorder.memory.act = lambda: len(pipeline.journal)
@@ -210,13 +210,13 @@ def _told_apart(done: Recorded, recorder: Recorder, rank: int) -> Recorded:
 
 def _enough(parts: Parts) -> int:
     """Returns how many microbatches must be run to tell of all."""
-    count, pipeline = len(parts.batch.microbatches), pipeline_of(parts.engine)
+    count, pipeline = len(parts.batch.microbatches), parts.engine.pipeline
     return min(count, _KEPT) if pipeline is None else enough_microbatches(pipeline, count)
 
 
 def _compose(parts: Parts, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
     """Returns the events of a step of ``count`` microbatches, or of few and the order in which they come again."""
-    pipeline = pipeline_of(parts.engine)
+    pipeline = parts.engine.pipeline
     if few == count:
         return done.events, ()
     if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap

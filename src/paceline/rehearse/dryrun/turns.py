@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from paceline.engines.combined import CombinedParallel
-from paceline.engines.engine import Engine
 from paceline.engines.pipeline import Pipeline, RankProgram
 from paceline.errors import UsageError
 from paceline.predict.replay.events import END, Event, Mark, Turn
 from paceline.schedule.schedules import Action
 
 FEW = 3  # microbatches: the first, one that stands for all between, and the last
-
-
-def pipeline_of(engine: Engine) -> Pipeline | None:
-    """Returns what runs the stages of an engine that has several."""
-    return engine.pipeline if isinstance(engine, CombinedParallel) and engine.has_pipeline else None
 
 
 def enough_microbatches(pipeline: Pipeline, wanted: int) -> int:

@@ -18,7 +18,6 @@ import torch
 
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster
-from paceline.comm.traced import TracedCommunicator
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
@@ -203,10 +202,10 @@ class _Place:
                 watch(self._rank, trainer)
 
     def _put_on_clock(self, trainer: Trainer, comm: VirtualCommunicator, clock: VirtualClock) -> ClockMeter:
-        traced = trainer.parts.engine.world
-        assert isinstance(traced, TracedCommunicator)
+        trace = trainer.parts.engine.world.trace
+        assert trace is not None
         memory = trainer.parts.plan.memory
-        meter = ClockMeter(comm.device, traced.trace, clock, 0 if memory is None else memory.device_bytes)
+        meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else memory.device_bytes)
         trainer.parts = replace(trainer.parts, meter=meter)
         return meter
 

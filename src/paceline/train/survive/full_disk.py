@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.errors import CheckpointError
+from paceline.health.diagnosis import Stop
 from paceline.records.records import EventRecord
-from paceline.train.survive.recovery import Stop, on_full_disk
+from paceline.train.survive.recovery import on_full_disk
 from paceline.train.survive.saving import Saver
 from paceline.train.trainer import StepResult, Trainer
 
