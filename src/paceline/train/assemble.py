@@ -17,7 +17,7 @@ from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
 from paceline.comm.ledger.ledger import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, layout_of, peak_learning_rate, shard_group
+from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, layout_of, peak_learning_rate
 from paceline.data.datasets import check_enough
 from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from paceline.data.order import DataOrder
@@ -27,13 +27,14 @@ from paceline.engines.engine import Engine
 from paceline.free_memory import MemoryGauge
 from paceline.models.registry import build_model, model_context
 from paceline.plan.layout import Layout
-from paceline.plan.plan import Plan, make_plan, with_memory, with_microbatch
+from paceline.plan.plan import Plan, make_plan, with_microbatch
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import largest_microbatch, optimizer_slots, setting_of
+from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
+from paceline.search.memory_verdict import with_memory
 from paceline.train.batch_search import microbatch_sizes
 from paceline.train.ema import WeightAverage
 from paceline.train.loss import Loss, build_loss
@@ -186,10 +187,9 @@ def _fit_microbatch(
     slots = optimizer_slots(config.optim) + (config.train.ema_decay is not None)
     known, first = describe_model(config, device.type), 1
     if known is not None:
-        group = shard_group(config.parallel, engine.comm.size, node_ranks)
-        setting = setting_of(config, group=group, microbatch=1, device=device.type)
+        layout, states = layout_of(config, engine.comm.size, node_ranks), StateFacts.of(config, device.type)
         # Half of what there is: an estimate may be off, and the trials go up from there.
-        most = largest_microbatch(known, setting, MemoryGauge(device).limit_bytes(hosts) // 2)
+        most = largest_microbatch(known, layout, states, MemoryGauge(device).limit_bytes(hosts) // 2)
         first = _first_trial(config, known, plan, most, hosts, device.type)
     limits = TrialLimits(
         samples_per_rank=plan.batch.samples_per_rank,
