@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.batch import DEFAULT_GLOBAL_BATCH
+from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.fields import known_fields
 from paceline.config.gpt_sizes import gpt_shape
 from paceline.config.load import LoadedConfig, leaf_values
