@@ -12,19 +12,20 @@ from torch import nn
 
 from paceline.bench.compression import sent_bytes
 from paceline.comm.base import Communicator
-from paceline.comm.compress import POLICIES, Compression, Compressor
+from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import UsageError
+from paceline.plan.layout import Compression
 
 RANKS = 3
 CHOSEN = {
     "topk": {"ratio": 0.05},
     "randomk": {"ratio": 0.1},
     "threshold": {"threshold": 0.02},
-    "powersgd": {"rank": 2},
+    "powersgd": {"factor_rank": 2},
 }
 
 

@@ -12,11 +12,12 @@ from compression_states import Saved, saved
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.comm.compress import POLICIES, Compression, Compressor
+from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.fsdp import FullySharded, ShardingPolicy
+from paceline.plan.layout import Compression
 
 RANKS, SHARDS = 4, 2
 ROUNDING = {"fp16": 1e-3, "bf16": 1e-2}  # messages are added up in their own dtype, and that rounding is nobody's
@@ -44,7 +45,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compressor(policy: str, **changes: Any) -> Compressor:
-    values = {"policy": policy, "min_size": 64, "ratio": 0.1, "rank": 2, "threshold": 0.01}
+    values = {"policy": policy, "min_size": 64, "ratio": 0.1, "factor_rank": 2, "threshold": 0.01}
     return Compressor(Compression(**{**values, **changes}))
 
 

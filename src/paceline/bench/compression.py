@@ -23,11 +23,12 @@ from typing import Any, cast
 import torch
 
 from paceline.comm.base import BucketShape, Communicator, Work
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
+from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
 from paceline.train.assemble import build_compressor, build_trainer
 from paceline.train.threads import compute_threads
@@ -173,7 +174,7 @@ def setting_text(asked: CompressionConfig) -> str:
 
 def _compute_seconds(settings: Compression, run: _Run, ranks: int) -> float:
     """Times one step's compression of gradients as large as the model's, on one thread; the slowest rank counts."""
-    settings = dataclasses.replace(settings, warmup_steps=0)
+    settings = dataclasses.replace(settings, plain_steps=0)
     with compute_threads(1):  # a thread's own time is all there is then
         return max(run_virtual(lambda comm: _time_steps(settings, run, comm), ranks, timeout_s=600.0))
 

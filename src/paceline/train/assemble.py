@@ -15,7 +15,7 @@ from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import detect_topology, share_table
 from paceline.comm.algorithms.two_levels import TwoLevelCommunicator, join_hosts
 from paceline.comm.base import Communicator, GradientCompression, clock_of
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.ledger.ledger import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, peak_learning_rate, shard_group
@@ -30,6 +30,7 @@ from paceline.engines.fsdp import ShardingPolicy
 from paceline.engines.offload import Offload
 from paceline.free_memory import MemoryGauge
 from paceline.models.registry import build_model, model_context
+from paceline.plan.layout import Compression
 from paceline.plan.plan import Plan, make_plan, with_memory, with_microbatch
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
@@ -155,21 +156,8 @@ def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: in
 
 def build_compressor(config: Config) -> Compressor | None:
     """Makes what compresses this rank's gradients; None where they travel whole."""
-    asked = config.comm.compression
-    if asked.policy == "none":
-        return None
-    return Compressor(
-        Compression(
-            policy=asked.policy,
-            ratio=asked.ratio,
-            rank=asked.factor_rank,
-            threshold=asked.threshold,
-            error_feedback=asked.error_feedback,
-            warmup_steps=asked.plain_steps,
-            min_size=asked.min_size,
-            exclude=asked.exclude,
-        )
-    )
+    asked = Compression(**config.comm.compression.model_dump())
+    return Compressor(asked) if asked.is_any else None
 
 
 def build_engine(

@@ -15,11 +15,12 @@ from paceline.cluster.costs import Placement
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.base import BucketShape, Communicator
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.models.gpt import GPT, gpt_config
+from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
 
 ALPHA = "one element"
@@ -145,7 +146,7 @@ def name_of(policy: Compression) -> str:
         case "topk" | "randomk":
             return f"{policy.policy} {policy.ratio:.1%}"
         case "powersgd":
-            return f"powersgd rank {policy.rank}"
+            return f"powersgd rank {policy.factor_rank}"
         case "threshold":
             return f"threshold {policy.threshold:g}"
         case name:

@@ -24,8 +24,8 @@ from paceline.bench.links.theory import Way, least_seconds, link_bytes
 from paceline.bench.links.turns import Arm, LinkTimer, Sample, Turns, median_and_spread, slowest_rank
 from paceline.cluster.costs import ALGORITHMS, Placement
 from paceline.comm.base import Communicator
-from paceline.comm.compress import Compression
 from paceline.errors import LaunchError
+from paceline.plan.layout import Compression
 from paceline.run.processes import Place, run_processes
 
 KIB, MIB = 2**10, 2**20

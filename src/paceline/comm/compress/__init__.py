@@ -11,5 +11,4 @@ the steps before compression begins, and the state that is saved.
 from __future__ import annotations
 
 from paceline.comm.compress.feedback import Compressor as Compressor
-from paceline.comm.compress.settings import POLICIES as POLICIES
-from paceline.comm.compress.settings import Compression as Compression
+from paceline.comm.compress.policies import POLICIES as POLICIES
