@@ -65,7 +65,7 @@ def predict(
     asked, found = _replay(asked, where, count, slow_ranks, rank=rank, keeps_spans=trace is not None)
     batch = config_batch(asked, count)
     if trace is not None:
-        from paceline.predict.replay.trace import write_trace
+        from paceline.predict.replay.replayed import write_trace
 
         write_trace(found, trace)
     if as_json:
@@ -122,8 +122,7 @@ def _replay(
 ) -> tuple[Config, Replay]:
     """Returns the step, and the config with what was found for it."""
     from paceline.predict.replay.replay import replay
-    from paceline.rehearse.dryrun.microbatch import with_fitting_microbatch
-    from paceline.rehearse.dryrun.record import record_stages
+    from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
 
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": "cpu"})})
