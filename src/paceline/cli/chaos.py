@@ -285,8 +285,8 @@ def audit_samples(folder: Path) -> str:
     """Says whether the newest checkpoint of a run has consumed the right samples, each once an epoch."""
     from paceline.checkpoint import list_checkpoints
     from paceline.checkpoint.find import read_manifest
-    from paceline.checkpoint.tools.samples import check_samples
-    from paceline.checkpoint.values import decode
+    from paceline.checkpoint.tensors import decode
+    from paceline.checkpoint.tools.audit import check_samples
     from paceline.errors import CheckpointError
 
     found = list_checkpoints(folder / "checkpoints")

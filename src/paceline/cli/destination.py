@@ -68,8 +68,7 @@ def check_checkpoint_folder(where: str | None) -> None:
     """Raises UsageError or CheckpointError where ``checkpoint.folder`` cannot be written: before the run begins."""
     import errno
 
-    from paceline.checkpoint.refusals import cannot_write
-    from paceline.checkpoint.remote import is_remote, storage_of
+    from paceline.checkpoint.storage import cannot_write, is_remote, storage_of
     from paceline.run.folder import find_hindrance
 
     if where is None:

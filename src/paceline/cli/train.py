@@ -215,13 +215,13 @@ def find_place(config: Config, *, force: bool, resume: str | None) -> Place:
         check_folder(folder, force=force)
         return Place(folder=folder)
     from paceline.checkpoint import find_checkpoint
-    from paceline.checkpoint.remote import settled
+    from paceline.checkpoint.storage import absolute_path
     from paceline.errors import CheckpointError, UsageError
     from paceline.run.supervision import is_scheduled
 
     try:
         where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
-        checkpoint = settled(find_checkpoint(resume, where, config.checkpoint.verify, _tell_passed_over))
+        checkpoint = absolute_path(find_checkpoint(resume, where, config.checkpoint.verify, _tell_passed_over))
     except CheckpointError:
         if resume != "auto" or not is_scheduled():
             raise

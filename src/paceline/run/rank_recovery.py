@@ -16,15 +16,15 @@ from paceline.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from paceline.chaos.inject import Injector
-    from paceline.checkpoint.line import Line
-    from paceline.checkpoint.storage import Storage
+    from paceline.checkpoint.manifest import Line
+    from paceline.checkpoint.storage import FileStore
     from paceline.comm.base import Communicator
     from paceline.config import Config
     from paceline.train.survive.recovery import LossPolicy
     from paceline.train.trainer import Hook, StepResult, Trainer
 
 
-def make_hooks(config: Config, folder: Path, request: StopRequest, storage: Storage | None = None) -> list[Hook]:
+def make_hooks(config: Config, folder: Path, request: StopRequest, storage: FileStore | None = None) -> list[Hook]:
     """Returns what happens behind each step: evaluation, saving, and a common word about stopping and losses."""
     from paceline.train.hooks import EvaluateHook
     from paceline.train.survive.full_disk import ForgivingSaver

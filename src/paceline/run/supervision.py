@@ -14,7 +14,7 @@ from paceline.chaos.notes import VARIABLE
 from paceline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.line import Line
+    from paceline.checkpoint.manifest import Line
     from paceline.config import Config
     from paceline.run.supervise import RestartNote, StartingPoint, Surroundings
     from paceline.train.survive.recovery import RestartPolicy
@@ -125,7 +125,7 @@ def _line(first: Path | None) -> Line | None:
     if first is None:
         return None
     from paceline.checkpoint.find import read_manifest, spots_in
-    from paceline.checkpoint.line import line_from
+    from paceline.checkpoint.manifest import line_from
 
     return line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
 
@@ -133,7 +133,7 @@ def _line(first: Path | None) -> Line | None:
 def _starting_point(config: Config, folder: Path, first: Path | None, own: Line | None = None) -> StartingPoint:
     """Finds the newest checkpoint of the run's line that is whole, and tells of newer ones that are not."""
     from paceline.checkpoint import find_checkpoint, list_checkpoints
-    from paceline.checkpoint.remote import settled
+    from paceline.checkpoint.storage import absolute_path
     from paceline.run.supervise import StartingPoint
 
     where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
@@ -141,7 +141,7 @@ def _starting_point(config: Config, folder: Path, first: Path | None, own: Line 
     path: Path | None
     try:
         found = find_checkpoint("auto", where, config.checkpoint.verify, lambda each: passed.append(str(each)), own)
-        path = settled(found)
+        path = absolute_path(found)
     except CheckpointError as error:
         path = first if first is not None and _is_whole(first, config) else None
         if list_checkpoints(where / "checkpoints") or list_checkpoints(where):
