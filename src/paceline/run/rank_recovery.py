@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.chaos.notes import VARIABLE
 from paceline.checkpoint import find_checkpoint, open_checkpoint
-from paceline.checkpoint.line import Line
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.manifest import Line
+from paceline.checkpoint.storage import FileStore
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.config import Config
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.chaos.inject import Injector
 
 
-def make_hooks(config: Config, folder: Path, request: StopRequest, storage: Storage | None = None) -> list[Hook]:
+def make_hooks(config: Config, folder: Path, request: StopRequest, storage: FileStore | None = None) -> list[Hook]:
     """Returns what runs after each step: evaluation, saving, and the ranks' agreement about stopping and losses."""
     hooks: list[Hook] = [Every(config.train.eval_every, EvaluateHook())]
     policy = save_policy(config.checkpoint, ask_every=config.monitor.log_every)
