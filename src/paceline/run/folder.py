@@ -31,15 +31,15 @@ _CONFIG, _PREDICTION = "config.yaml", "prediction.json"
 
 
 class RunFolder:
-    """A folder that this process has claimed: until it lets go, no other run gets it."""
+    """A folder that this process has claimed: no other run can use it until it is released."""
 
     def __init__(self, path: Path, lock: int, *, is_new: bool) -> None:
         self.path = path
         self.is_new = is_new
         self._lock = lock
 
-    def expect(self, text: str) -> None:
-        """Writes down what is expected of the run; of a resumed one, once it has been set up."""
+    def write_prediction(self, text: str) -> None:
+        """Writes the prediction of the run; that of a resumed run waits until its set-up has worked."""
         path = self.path / _PREDICTION if self.is_new else _pending(self.path, _PREDICTION)
         path.write_text(text, encoding="utf-8")
 
@@ -77,8 +77,8 @@ def check_folder(path: Path, *, force: bool = False, resume: bool = False) -> No
         )
 
 
-def find_hindrance(folder: Path) -> OSError | None:
-    """Returns what keeps a folder from being made and written into: tried, in what is there of it; leaves nothing."""
+def find_write_error(folder: Path) -> OSError | None:
+    """Returns the error of making a folder and writing into it; None if that works. Leaves nothing behind."""
     whole = folder.absolute()
     try:
         above = next(each for each in (whole, *whole.parents) if each.exists())
@@ -110,12 +110,12 @@ def config_of(path: Path) -> Path:
 
 
 def change_config(path: Path, config_yaml: str) -> None:
-    """Gives the next attempt another config; it becomes the run's own once that is set up."""
+    """Gives the next attempt another config, which replaces the old one once the set-up has worked."""
     _pending(path, _CONFIG).write_text(config_yaml, encoding="utf-8")
 
 
-def settle_config(path: Path) -> None:
-    """Makes config and prediction of a resumed run the run's own, once it has been set up. Safe to call twice."""
+def adopt_config(path: Path) -> None:
+    """Lets config and prediction of a resumed run replace the old ones, once it is set up. Safe to call twice."""
     for name in (_CONFIG, _PREDICTION):
         with contextlib.suppress(FileNotFoundError):
             _pending(path, name).replace(path / name)

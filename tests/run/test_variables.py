@@ -10,7 +10,7 @@ import pytest
 from paceline.config import Config, load_config
 from paceline.errors import ConfigError
 from paceline.run.processes import loopback_interface
-from paceline.run.settings import rank_variables, set_variables, variables_in_effect
+from paceline.run.variables import rank_variables, set_variables, variables_in_effect
 
 
 @pytest.fixture(autouse=True)

@@ -34,12 +34,12 @@ def rank_variables(config: Config, *, uses_nccl: bool) -> dict[str, str]:
 
 
 def set_variables(config: Config, *, uses_nccl: bool) -> None:
-    """Puts them into this process's own environment, for a rank that somebody else started."""
+    """Puts the variables into this process's environment, for a rank that another launcher has started."""
     os.environ.update(rank_variables(config, uses_nccl=uses_nccl))
 
 
 def variables_in_effect(config: Config, *, uses_nccl: bool) -> dict[str, str]:
-    """Returns what this process's environment says: the config's variables, and whatever else NCCL was told."""
+    """Returns what this process's environment says: the config's variables, and all others of NCCL."""
     asked = variables_of(config.comm, uses_nccl=uses_nccl)
     told = {name for name in os.environ if uses_nccl and name.startswith("NCCL_")}
     return {name: os.environ[name] for name in sorted(asked.keys() | told) if name in os.environ}

@@ -12,13 +12,12 @@ from typing import Any
 import made_records as records
 import pytest
 
-from paceline.cli.train import predict_run
 from paceline.cluster.detect import Machine
 from paceline.config import Config, load_config
 from paceline.records.records import to_line
 from paceline.rehearse.dryrun.expected import expect_by_dry_run
-from paceline.run import foretell
-from paceline.run.foretell import Foretold
+from paceline.run import prediction
+from paceline.run.prediction import BackgroundPrediction, predict_run
 from paceline.search.expect import expect_run, expected_memory
 from paceline.search.expectation import Expectation, read_expectation
 from paceline.units import GIB
@@ -68,7 +67,7 @@ def test_what_is_owed_is_part_of_the_memory() -> None:
 def test_what_nobody_prices_has_its_reason_and_its_memory(tmp_path: Path, model: tuple[str, ...]) -> None:
     config = load_config(None, [*model, "comm.compression.policy=threshold"])
     formula = predict_run(config)
-    with Foretold(config, tmp_path, formula):
+    with BackgroundPrediction(config, tmp_path, formula):
         pass
     found = formula if model is GPT else read_expectation(tmp_path)
     assert found is not None
@@ -89,7 +88,7 @@ def test_the_microbatch_is_that_of_this_attempts_first_record(tmp_path: Path, is
     config = _config("train.steps=10", "train.microbatch=auto")
     (tmp_path / "records").mkdir()
     before = replace(records.RUN, microbatch=4, global_batch=8, time=1.0)
-    with Foretold(config, tmp_path, predict_run(config)):
+    with BackgroundPrediction(config, tmp_path, predict_run(config)):
         now = replace(before, microbatch=2, time=time.time())
         lines = [before, now] if is_known else [before]
         (tmp_path / "records" / "rank-0.jsonl").write_text("".join(to_line(each) for each in lines))
@@ -99,7 +98,7 @@ def test_the_microbatch_is_that_of_this_attempts_first_record(tmp_path: Path, is
 
 def test_nothing_is_written_of_a_run_that_failed(tmp_path: Path) -> None:
     config = load_config(None, [*MLP, "comm.compression.policy=threshold"])
-    with pytest.raises(KeyError), Foretold(config, tmp_path, None):
+    with pytest.raises(KeyError), BackgroundPrediction(config, tmp_path, None):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
@@ -126,7 +125,7 @@ def test_runs_of_real_ranks_are_predicted_kernel_by_kernel(
     model: tuple[str, ...],
     changes: list[str],
 ) -> None:
-    monkeypatch.setattr(foretell, "_PATIENCE_S", 600.0)  # it gets what nobody else wants of a machine under load
+    monkeypatch.setattr(prediction, "_PATIENCE_S", 600.0)  # it gets what nobody else wants of a machine under load
     called = call("train", "tiny.yaml", *model, *changes, "--json")
     assert (called.code, called.err) == (0, "")
     found = json.loads(called.out)["prediction"]

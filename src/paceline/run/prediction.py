@@ -1,4 +1,4 @@
-"""What ``paceline train`` expects of a run: by formulas before it starts, by a dry run beside it where that pays.
+"""What ``paceline train`` predicts of a run: by formulas before it starts, by a dry run beside it where that pays.
 
 A microbatch that the ranks find is known when the first of them writes its first record; the run is predicted then.
 """
@@ -14,11 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cluster.detect import detect_machine
+from paceline.cluster.devices import load_cluster
+from paceline.config import Config, dump_yaml
+from paceline.errors import UsageError
+from paceline.records.records import RunRecord, follow_records
+from paceline.search.expect import expect_run, expected_memory, unpriced
+from paceline.search.expectation import FILE, Expectation
+
 if TYPE_CHECKING:
-    from paceline.config import Config
     from paceline.rehearse.dryrun.expected import Background
     from paceline.run.warm import WarmRanks
-    from paceline.search.expectation import Expectation
 
 _FEWEST_STEPS = 40  # of a run that is worth a process beside it
 _PATIENCE_S = 10.0  # of a run that is done, for the dry run
@@ -32,13 +38,10 @@ def machine_entry() -> Path | None:
 
 
 def entry_problem() -> str | None:
-    """Says why the file that PACELINE_MACHINE names is of no use; None where it is, or nothing is named."""
+    """Returns the reason why the file that PACELINE_MACHINE names cannot be used; None if there is no such problem."""
     entry = machine_entry()
     if entry is None:
         return None
-    from paceline.cluster.devices import load_cluster
-    from paceline.errors import UsageError
-
     try:
         load_cluster(str(entry))
     except UsageError as error:
@@ -46,15 +49,33 @@ def entry_problem() -> str | None:
     return None
 
 
-def is_worth(config: Config) -> bool:
-    """Says whether a run is predicted kernel by kernel: one of processes that is not over at once."""
+def predict_run(
+    config: Config, *, threads: int | None = None, node_ranks: int | None = None, cores: Sequence[int] = ()
+) -> Expectation | None:
+    """Predicts time and memory of a run whose device and ranks are decided; None for what is no transformer.
+
+    ``threads`` of a CPU rank and ``node_ranks`` are the launcher's; None: the cores are shared out, one host. ``cores``
+    are those that the ranks share; without them, those of this process.
+    """
+    if config.model.kind != "gpt":
+        return None
+    machine = detect_machine(with_gpus=config.parallel.device == "cuda")
+    machine = replace(machine, cores=len(cores) or machine.cores)
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    hosts = -(-ranks // (config.parallel.node_ranks or node_ranks or ranks))
+    return expect_run(config, machine, threads=threads, hosts=hosts, entry=machine_entry())
+
+
+def is_worth_dry_run(config: Config) -> bool:
+    """Says whether a dry run pays: for a run of processes that is not over at once."""
     steps = config.train.steps
     is_long = steps is None or steps >= _FEWEST_STEPS
     return is_long and config.comm.backend != "virtual"
 
 
-class Foretold:
-    """A dry run beside a run, whose figures take the place of the formulas' when the run has succeeded."""
+class BackgroundPrediction:
+    """A dry run in another process while the run goes on; a run that succeeds keeps the better prediction."""
 
     def __init__(
         self,
@@ -100,11 +121,8 @@ class Foretold:
             self._background.stop()
 
     def _start(self) -> None:
-        from paceline.search.expect import unpriced
-
-        if not is_worth(self._config) or unpriced(self._config, 1):
+        if not is_worth_dry_run(self._config) or unpriced(self._config, 1):
             return
-        from paceline.config import dump_yaml
         from paceline.rehearse.dryrun.expected import Background, plain_start
 
         start = plain_start if self._warm is None else self._warm.arguments
@@ -114,8 +132,6 @@ class Foretold:
 
     def _start_when_found(self) -> None:
         """Follows the first rank's records until they tell the microbatch, which takes the place of ``auto``."""
-        from paceline.records.records import RunRecord, follow_records
-
         with contextlib.suppress(ValueError, OSError):  # records that cannot be read are told of elsewhere
             for record in follow_records(self._folder / "records" / "rank-0.jsonl", self._is_over.is_set):
                 if isinstance(record, RunRecord) and record.time >= self._since and record.microbatch:
@@ -126,27 +142,21 @@ class Foretold:
                     return
 
     def _write(self) -> None:
-        """Writes what is known now, if that is more than what stands in the run's folder."""
-        from paceline.search.expectation import FILE
-
+        """Writes the best prediction, if it differs from the one in the run's folder."""
         formula = self._formula
         if self._search is not None:
-            from paceline.cli.train import predict_run
-
             formula = predict_run(self._config, threads=self._threads, cores=self._cores)
         best = self._best(formula)
         if best is not None and best != self._formula:
             (self._folder / FILE).write_text(best.to_text(), encoding="utf-8")
 
     def _best(self, formula: Expectation | None) -> Expectation | None:
-        """Returns the dry run's figures, or the formulas' and why there are no others; None where nobody was asked."""
+        """Returns the dry run's figures, or the formulas' and why there are no others; None where neither exists."""
         from paceline.rehearse.dryrun.expected import better_of
-        from paceline.search.expect import expected_memory, unpriced
-        from paceline.search.expectation import Expectation
 
         found = None if self._background is None else self._background.result(self._patience_s)
         best = better_of(formula, found)
-        if (best is None or best.step_s is None) and is_worth(self._config):
+        if (best is None or best.step_s is None) and is_worth_dry_run(self._config):
             ranks, known = self._config.parallel.ranks, unpriced(self._config, 1)
             assert isinstance(ranks, int)
             reasons = dict.fromkeys(filter(None, ("" if best is None else best.reason, known)))

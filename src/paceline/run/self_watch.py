@@ -6,7 +6,7 @@ Every rank has a thread that watches the ledgers of its host. One of a host's th
 whose thread still runs, as a rank that never lets go of its interpreter has none. Hosts tell one another what their
 ranks do through the store at which the ranks met, and only when all ranks of a host stand still: in a healthy run
 nothing is sent. The first verdict is everybody's. The leader of each host ends the host's ranks, and leaves with
-``launch.codes.HUNG``.
+``exit_codes.HUNG``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
+from paceline.health.exit_codes import HUNG
 from paceline.health.ledger_text import views_from_text, views_to_text
 from paceline.health.straggler import Straggler
-from paceline.health.verdict import Limits, Verdict, judge
-from paceline.run.codes import HUNG
-from paceline.run.hangs import note_hang
+from paceline.health.verdict import HangVerdict, Limits, judge
 from paceline.run.late_hosts import LateHosts
-from paceline.run.orphans import end_children
+from paceline.run.notes import note_hang
+from paceline.run.rank_process import end_children
 from paceline.run.records import note_straggler
 from paceline.run.watch import Watch, WatchPolicy, end_ranks, keep_ledger, tell_verdict
 
@@ -49,7 +49,7 @@ _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 def watch(
     comm: Communicator, folder: str | Path, *, hang_s: float = 300.0, hang_setup_s: float | None = None
 ) -> LedgerCommunicator:
-    """Lets ranks be ended with a verdict when all of them stand still for ``hang_s`` seconds; all ranks call it.
+    """Ends the ranks with a verdict when none of them makes progress for ``hang_s`` seconds; all ranks call it.
 
     Returns the communicator to go on with, around ``comm``. ``folder`` is that of the run, where the verdict will be;
     ``hang_setup_s`` is the limit before the first step is counted, which ``comm.ledger.count_step()`` does: a loop
@@ -60,22 +60,20 @@ def watch(
     ledger_path(where, rank).unlink(missing_ok=True)
     (where / "logs").mkdir(parents=True, exist_ok=True)
     limits = Limits(step_s=hang_s, setup_s=hang_s if hang_setup_s is None else hang_setup_s)
-    return watch_beside(comm, where, WatchPolicy(limits=limits))
+    return watch_itself(comm, where, WatchPolicy(limits=limits))
 
 
-def watch_beside(
+def watch_itself(
     comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
 ) -> LedgerCommunicator:
-    """Lets ranks write down what they do, and watch themselves; None: only the first. ``host``: what it is called."""
+    """Lets ranks keep a ledger and watch themselves; without a policy they only keep it. ``host`` names this host."""
     kept = keep_ledger(comm, folder)
-    start_beside(kept, folder, policy, host=host)
+    start_watch(kept, folder, policy, host=host)
     return kept
 
 
-def start_beside(
-    comm: LedgerCommunicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
-) -> None:
-    """Starts this rank's thread; all ranks call it. None: nobody watches. ``host`` is what this one is called."""
+def start_watch(comm: LedgerCommunicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None) -> None:
+    """Starts this rank's thread; all ranks call it. Without a policy nobody watches. ``host`` is this host's name."""
     if policy is None or comm.size == 1:
         return
     own = host or socket.gethostname()
@@ -86,12 +84,12 @@ def start_beside(
     channel = None
     if len(hosts) > 1:
         channel = SideChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), run)
-    beside = Beside(folder, comm.ledger, hosts, policy, channel, own)
-    threading.Thread(target=beside.follow, name="watch", daemon=True).start()
+    watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own)
+    threading.Thread(target=watch.follow, name="watch", daemon=True).start()
 
 
-class Beside:
-    """One rank's view of its host, and of what other hosts tell."""
+class SelfWatch:
+    """Watches the ranks of this host from inside one of them, and exchanges verdicts with other hosts."""
 
     def __init__(
         self,
@@ -127,7 +125,7 @@ class Beside:
             )
 
     def follow(self) -> None:
-        """Looks until there is a verdict, which ends this process."""
+        """Looks at the ledgers until there is a verdict, which ends this process."""
         if self._late_hosts is not None and self._rank == self._hosts[self._host][0]:
             self._late_hosts.compare_clocks()
         while not self._ledger.reader().pulse().is_finished:
@@ -141,8 +139,8 @@ class Beside:
                 if late is not None:
                     self._tell_late(late)
 
-    def look(self) -> Verdict | None:
-        """Looks once; only the one that leads finds anything."""
+    def look(self) -> HangVerdict | None:
+        """Looks once at the ledgers; only the leader of a host does."""
         now = time.monotonic()
         self._leads_now = self._leads(now)
         if not self._leads_now:
@@ -154,24 +152,24 @@ class Beside:
         return found if self._channel is None else self._with_others(self._channel, found, now)
 
     def _tell_late(self, found: Straggler) -> None:
-        """Writes down who is late, and says it where rank 0 says what it does."""
+        """Writes a late rank into the records, and to standard error."""
         note_straggler(self._folder, self._hosts[self._host][0], found)
         sys.stderr.write(f"paceline: {found}\n")
         sys.stderr.flush()
 
     def _leads(self, now: float) -> bool:
-        """Says whether all ranks below this one on the host have stopped looking."""
+        """Says whether the watches of all lower ranks on this host have stopped."""
         for rank, beat in self._watch.heartbeats().items():
             before, since_s = self._beats.get(rank, (-1, now))
             self._beats[rank] = (beat, now if beat != before else since_s)
         lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < self._rank)
         return all(now - since_s >= _BEAT_S for since_s in lower)
 
-    def _with_others(self, channel: SideChannel, found: Verdict | None, now: float) -> Verdict | None:
-        """Tells other hosts that this one stands still, and judges when all do."""
+    def _with_others(self, channel: SideChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
+        """Tells other hosts that this one makes no progress, and judges when none does."""
         told = channel.read("verdict")
         if told:
-            return Verdict.from_json(json.loads(told))
+            return HangVerdict.from_json(json.loads(told))
         if found is not None and found.kind == "mismatch":
             channel.publish("verdict", json.dumps(found.to_json()))
             return found
@@ -204,7 +202,7 @@ class Beside:
             while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self._hosts):
                 time.sleep(_ASK_S)
 
-    def _mute_hosts(self, hosts: list[str]) -> Verdict:
+    def _mute_hosts(self, hosts: list[str]) -> HangVerdict:
         ranks = sorted(rank for host in hosts for rank in self._hosts[host])
         told = ", ".join(f"{host} (ranks {', '.join(map(str, self._hosts[host]))})" for host in hosts)
         mine = ", ".join(map(str, self._hosts[self._host]))
@@ -212,9 +210,9 @@ class Beside:
             f"ranks {mine} on {self._host} stand still, and nothing is heard of {told}: these ranks go on without "
             "them, or their host is gone"
         )
-        return Verdict(kind="missing", ranks=tuple(ranks), sentence=sentence)
+        return HangVerdict(kind="missing", ranks=tuple(ranks), sentence=sentence)
 
-    def _leave(self, verdict: Verdict) -> NoReturn:
+    def _leave(self, verdict: HangVerdict) -> NoReturn:
         """Ends the ranks of this host, and this one with the code that says why."""
         tell_verdict(self._folder, verdict, self._hosts[self._host])
         note_hang(self._folder, verdict)
