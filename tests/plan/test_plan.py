@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from paceline.config import Config, config_from_dict
 from paceline.data.order import DataOrder
 from paceline.errors import ConfigError
-from paceline.plan.plan import Plan, make_plan, with_memory, with_microbatch
+from paceline.plan.plan import Plan, make_plan, with_microbatch
 from paceline.predict.memory.activations import describe_model
+from paceline.schedule.schedules import make_schedule
+from paceline.schedule.text import format_csv
+from paceline.search.memory_verdict import with_memory
 
 
 def make_config(*, last_batch: str = "keep", **train: Any) -> Config:
@@ -202,7 +205,7 @@ def test_a_split_model_has_axes_of_its_own(parallel: dict[str, Any], ranks: int,
 
 def test_a_schedule_of_ones_own_is_not_estimated(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text("F0.0,B0.0\n")
+    path.write_text(format_csv(make_schedule("1f1b", 2, 4)))
     config = split_config(pipeline=2, schedule_file=str(path))
     made = make_plan(config, ranks=2, train_samples=64, eval_samples=8)
     assert with_memory(made, config, describe_model(config, "cpu"), "cpu").memory is None

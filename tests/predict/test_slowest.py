@@ -8,7 +8,8 @@ from statistics import NormalDist
 import pytest
 
 from paceline.cluster.devices import load_cluster
-from paceline.plan.workload import Layout, ModelShape, Running, Workload
+from paceline.plan.layout import Layout
+from paceline.plan.workload import ModelShape, Running, Workload
 from paceline.predict.formulas.predict import predict
 from paceline.predict.formulas.slowest import expected_most, slowest_device, slowest_share
 
@@ -38,7 +39,7 @@ def test_a_node_is_what_constants_come_from_and_more_devices_lose_more() -> None
 def test_a_step_says_what_it_loses_to_the_slowest() -> None:
     steps = []
     for devices in (8, 64, 512):
-        layout = Layout(devices=devices, data=devices, sharding="ddp")
+        layout = Layout().for_ranks(devices)
         run = Running(global_batch=4 * devices, micro_batch=4, seq_len=2048, compute="bf16")
         cluster = load_cluster(f"{devices // 8}x dgx-h100")
         steps.append(predict(Workload(model=SHAPE, layout=layout, run=run), cluster).step)

@@ -30,7 +30,7 @@ from paceline.config.load import LoadedConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.health.exit_codes import DONE, MEANINGS, REFUSED
 from paceline.records.records import read_records
-from paceline.records.summary import Attempt, split_attempts
+from paceline.records.summary import RankAttempt, split_attempts
 
 _SAVE_EVERY = 10  # steps, where a config saves nothing on the way
 _HANG_S = 5.0  # where a config says nothing: nobody wants to watch a minute
@@ -258,7 +258,7 @@ def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event)
             return
 
 
-def _attempts(folder: Path, ranks: int) -> list[list[Attempt]]:
+def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
     """Reads the records of every rank."""
     paths = [folder / "records" / f"rank-{rank}.jsonl" for rank in range(ranks)]
     return [split_attempts(list(read_records(path))) if path.is_file() else [] for path in paths]
@@ -271,7 +271,7 @@ def _policies(config: Config) -> Policies:
     return Policies(**given)  # type: ignore[arg-type]
 
 
-def _compare(run: FaultyRun, attempts: list[list[Attempt]], faults: Sequence[Fault]) -> Sameness:
+def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> Sameness:
     """Trains the same config undisturbed, and compares."""
     name = f"{run.config.name.removesuffix('-chaos')}-undisturbed"
     folder = Path(run.config.monitor.folder) / name

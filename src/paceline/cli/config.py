@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,6 +95,7 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     """Returns all rows of a config that leaves the mesh open, as it is decided; none where ranks or mesh are given."""
     from paceline.config import ExplainRow, LoadedConfig, leaf_values
     from paceline.config import explain as explain_config
+    from paceline.plan.describe import mesh_text
 
     config = loaded.config
     known = config.parallel.ranks if ranks is None else ranks
@@ -105,7 +107,7 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     before, after = leaf_values(config), leaf_values(settled)
     key, origin = "parallel.sharding_strategy", "derived: chosen, as parallel.sharding_strategy = auto"
     chosen = {path: value for path, value in after.items() if value != before.get(path)}
-    chosen["derived.mesh"] = choice.chosen.mesh
+    chosen["derived.mesh"] = mesh_text(choice.chosen.layout)
     changed = {path: ExplainRow(key=path, value=value, origin=origin) for path, value in chosen.items()}
     changed[key] = ExplainRow(key=key, value="auto", origin=loaded.sources[key])
     rows = explain_config(LoadedConfig(config=settled, sources=loaded.sources), ranks)
@@ -151,25 +153,20 @@ def _choice_rows(choice: Choice) -> list[ExplainRow]:
 
 
 def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
-    from paceline.config import ExplainRow, config_batch, shard_group
+    from paceline.config import ExplainRow, layout_of
     from paceline.predict.memory.activations import describe_model
-    from paceline.predict.memory.memory import estimate_memory, setting_of, spread_of
+    from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
 
-    batch = config_batch(config, ranks)
-    model = describe_model(config, device)
-    spread = None if model is None else spread_of(config, model, batch.accumulate)
-    if model is None or spread is None:
+    model, layout = describe_model(config, device), layout_of(config, ranks)
+    if model is None or not is_known(model, layout):
         who = "a schedule of your own is read when the run starts" if model else "only the model's own code can tell"
         return [ExplainRow(key="derived.memory", value=None, origin=f"derived: {who}")]
-    is_open = config.train.microbatch == "auto"
-    microbatch = 1 if is_open else batch.microbatch
-    setting = setting_of(
-        config, group=shard_group(config.parallel, ranks), microbatch=microbatch, device=device, spread=spread
-    )
-    need = estimate_memory(model, setting).to_json()
+    microbatch = 1 if config.train.microbatch == "auto" else layout.microbatch
+    layout = replace(layout, microbatch=microbatch)
+    need = estimate_memory(model, layout, StateFacts.of(config, device)).to_json()
     total = need.pop("device_bytes")
     parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in need.items() if value)
-    which = f"the {device} rank that needs most" if spread.pipeline > 1 else f"a {device} rank"
+    which = f"the {device} rank that needs most" if layout.pipeline > 1 else f"a {device} rank"
     formula = f"an estimate for {which} and a microbatch of {microbatch}: {parts}"
     return [ExplainRow(key="derived.memory", value=total, origin=f"derived: {formula}")]
 

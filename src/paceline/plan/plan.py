@@ -7,8 +7,7 @@ from typing import Any
 
 from paceline.config import BatchPlan, Config, config_batch, data_ranks, shard_group
 from paceline.mesh import Mesh
-from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import MemoryEstimate, estimate_memory, setting_of, spread_of
+from paceline.plan.memory import MemoryEstimate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,27 +60,6 @@ def make_plan(
         total_steps=total_steps,
         total_samples=whole * samples_per_epoch + rest * batch.global_batch,
     )
-
-
-def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: str) -> Plan:
-    """Returns the plan with an estimate of what a rank will hold, if the model is known: the rank with the most."""
-    group = dict(plan.mesh.axes).get("shard", 1)
-    memory = rank_memory(config, model, plan.batch, group, device)
-    return plan if memory is None else dataclasses.replace(plan, memory=memory)
-
-
-def rank_memory(
-    config: Config, model: ModelFacts | None, batch: BatchPlan, group: int, device: str
-) -> MemoryEstimate | None:
-    """Estimates what the rank that holds most will hold; None where the model or its spread is not known.
-
-    ``group``: the ranks that share one copy of the model.
-    """
-    spread = None if model is None else spread_of(config, model, batch.accumulate)
-    if model is None or spread is None:
-        return None
-    setting = setting_of(config, group=group, microbatch=batch.microbatch, device=device, spread=spread)
-    return estimate_memory(model, setting)
 
 
 def with_microbatch(plan: Plan, microbatch: int) -> Plan:

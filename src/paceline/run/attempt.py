@@ -34,14 +34,10 @@ from paceline.run.rank_process import leave_process, node_ranks, use_threads
 from paceline.run.records import name_strategy, run_record, write_settings, write_trace
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook
-from paceline.train.stop import StopRequest
-from paceline.train.survive.full_disk import ForgivingSaver
-from paceline.train.survive.go_back import CheckpointReturn, SpikeListener
-from paceline.train.survive.preemption import ConsensusHook, Listener, StopWhenAsked
-from paceline.train.survive.recovery import LossPolicy
-from paceline.train.survive.saving import Saver, save_policy
-from paceline.train.trainer import Every, Hook, StepResult, Trainer
+from paceline.train.survive.consensus import ConsensusHook, Listener, SpikeListener, StopWhenAsked
+from paceline.train.survive.recovery import LossPolicy, StopRequest
+from paceline.train.survive.saving import ForgivingSaver, Saver, save_policy
+from paceline.train.trainer import EvaluateHook, Every, Hook, StepResult, Trainer, WayBack
 
 if TYPE_CHECKING:
     from paceline.chaos.inject import Injector
@@ -221,7 +217,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
 def prepare_recovery(config: Config, trainer: Trainer, folder: Path) -> None:
     """Gives the trainer its policy for bad losses, and the way back to the last checkpoint."""
     trainer.losses = _loss_policy(config)
-    trainer.way_back = CheckpointReturn(lambda: _newest(config, folder, trainer.line), load_checkpoint)
+    trainer.way_back = WayBack(lambda: _newest(config, folder, trainer.line), load_checkpoint)
 
 
 def find_faults(config: Config, folder: Path, rank: int) -> Injector | None:

@@ -25,8 +25,7 @@ from paceline.run.console import say
 from paceline.run.prediction import entry_problem, machine_entry
 from paceline.run.rank_process import node_ranks
 from paceline.run.warm import CPU_RANKS
-from paceline.search.host_room import host_problems
-from paceline.search.memory_verdict import Need, Verdict, needed, needed_in_turns, ways_out
+from paceline.search.memory_verdict import Need, Verdict, host_problems, needed, needed_in_turns, ways_out
 from paceline.train.resolve import resolve_strategy, resolve_together
 
 if TYPE_CHECKING:

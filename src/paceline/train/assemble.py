@@ -17,7 +17,7 @@ from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
 from paceline.comm.ledger.ledger import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, layout_of, peak_learning_rate, shard_group
+from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, layout_of, peak_learning_rate
 from paceline.data.datasets import check_enough
 from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from paceline.data.order import DataOrder
@@ -27,36 +27,35 @@ from paceline.engines.engine import Engine
 from paceline.free_memory import MemoryGauge
 from paceline.models.registry import build_model, model_context
 from paceline.plan.layout import Layout
-from paceline.plan.plan import Plan, make_plan, with_memory, with_microbatch
+from paceline.plan.plan import Plan, make_plan, with_microbatch
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import largest_microbatch, optimizer_slots, setting_of
+from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
+from paceline.search.memory_verdict import with_memory
 from paceline.train.batch_search import microbatch_sizes
 from paceline.train.ema import WeightAverage
-from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
 from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_bytes
-from paceline.train.optim import build_optimizer
+from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
 from paceline.train.resolve import resolve_together
-from paceline.train.schedule import Schedule
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
-from paceline.train.trainer import Hook, Trainer, TrainerParts
+from paceline.train.trainer import BucketHook, Hook, Trainer, TrainerParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class DataAndModel:
     """The data and the model of a config, before any rank is involved."""
 
     data: DataSplits
     model: nn.Module
 
 
-def build_workload(config: Config) -> Workload:
+def build_workload(config: Config) -> DataAndModel:
     """Builds data and model; the weights depend on ``train.seed`` alone."""
     seed = config.train.seed
     data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
@@ -66,7 +65,7 @@ def build_workload(config: Config) -> Workload:
     is_late = is_late and not is_split(config.parallel)  # cut into parts first, and those would draw other numbers
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
         model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
-    return Workload(data=data, model=model)
+    return DataAndModel(data=data, model=model)
 
 
 def build_trainer(
@@ -166,11 +165,11 @@ def build_policy(config: Config) -> StepPolicy:
     )
 
 
-def build_schedule(config: Config, plan: Plan) -> Schedule:
+def build_schedule(config: Config, plan: Plan) -> RateSchedule:
     """Makes the learning-rate schedule; without a length of its own it spans the run."""
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
-    return Schedule(
+    return RateSchedule(
         kind=asked.kind,
         unit=asked.unit,
         warmup=asked.warmup,
@@ -188,10 +187,9 @@ def _fit_microbatch(
     slots = optimizer_slots(config.optim) + (config.train.ema_decay is not None)
     known, first = describe_model(config, device.type), 1
     if known is not None:
-        group = shard_group(config.parallel, engine.comm.size, node_ranks)
-        setting = setting_of(config, group=group, microbatch=1, device=device.type)
+        layout, states = layout_of(config, engine.comm.size, node_ranks), StateFacts.of(config, device.type)
         # Half of what there is: an estimate may be off, and the trials go up from there.
-        most = largest_microbatch(known, setting, MemoryGauge(device).limit_bytes(hosts) // 2)
+        most = largest_microbatch(known, layout, states, MemoryGauge(device).limit_bytes(hosts) // 2)
         first = _first_trial(config, known, plan, most, hosts, device.type)
     limits = TrialLimits(
         samples_per_rank=plan.batch.samples_per_rank,

@@ -29,7 +29,7 @@ Tell: TypeAlias = Callable[[int], None]
 
 
 def be_silent(num_bytes: int) -> None:
-    """Tells nobody of progress."""
+    """Discards progress updates."""
     del num_bytes
 
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from paceline.config.sharding import FULLY_SHARDED
+from paceline.plan.layout import Layout, Offload
 
 _WIDE, _SUM, _UPDATE = 4, 12, 32  # bytes a parameter: gradients and masters, adding up, the norm and the update
 _WALKED = 4
@@ -43,11 +43,8 @@ class Piece:
 class Offloaded:
     """A step of pieces, in the order of forward; under full sharding the first is the ends, which stay gathered."""
 
-    strategy: str
-    offload: tuple[str, ...]
+    layout: Layout
     pieces: tuple[Piece, ...]
-    microbatches: int
-    ranks: int  # that share the states
     width: int  # of a parameter on the device
     bus: float
     host: float
@@ -59,11 +56,11 @@ class Offloaded:
     @property
     def update(self) -> float:
         """Seconds of the norm and the update, where the host does them."""
-        return _UPDATE * self.params / self.host if "optimizer" in self.offload else 0.0
+        return _UPDATE * self.params / self.host if self.layout.offload.optimizer else 0.0
 
     def added(self) -> tuple[float, float]:
         """Returns the seconds that copies over the bus add to a step, and those that the host's work adds."""
-        usual = _walk(replace(self, offload=()))
+        usual = _walk(replace(self, layout=replace(self.layout, offload=Offload())))
         copied = _walk(replace(self, host=float("inf")))
         return max(0.0, copied - usual), max(0.0, _walk(self) - copied) + self.update
 
@@ -101,10 +98,11 @@ class _Clock:
 def _walk(step: Offloaded) -> float:
     """Returns the seconds of all microbatches, up to the update."""
     walker = _Walker(step)
-    walked = min(step.microbatches, _WALKED)
+    microbatches = step.layout.accumulate
+    walked = min(microbatches, _WALKED)
     ends = [walker.microbatch(number, is_last=number == walked - 1) for number in range(walked)]
     middle = ends[2] - ends[1] if walked == _WALKED else 0.0
-    return ends[-1] + (step.microbatches - walked) * middle
+    return ends[-1] + (microbatches - walked) * middle
 
 
 class _Walker:
@@ -113,21 +111,21 @@ class _Walker:
     def __init__(self, step: Offloaded) -> None:
         self._step = step
         self._clock = _Clock()
-        self._is_fully = step.strategy in FULLY_SHARDED
-        self._is_hosted = "optimizer" in step.offload or "parameters" in step.offload
+        self._layout, self._offload = step.layout, step.layout.offload
+        self._is_hosted = self._offload.updates_on_host
         self._leaving: deque[float] = deque()  # ends of copies to the host, in the order in which pieces land
 
     def microbatch(self, number: int, *, is_last: bool) -> float:
         """Goes through a microbatch; returns when it is done."""
         clock = self._clock
-        if self._is_fully:
+        if self._layout.is_fully_sharded:
             self._forward_of_units()
             self._backward_of_units(number, is_last=is_last)
         else:
             self._forward(number)
             self._backward(number, is_last=is_last)
         if is_last:
-            if self._step.strategy == "hybrid" and self._is_hosted:
+            if self._layout.strategy == "hybrid" and self._is_hosted:
                 self._send_sums()
             clock.work(0.0, self._leaving)
         return clock.now
@@ -142,7 +140,7 @@ class _Walker:
             self._clock.run(piece.forward)
 
     def _backward(self, number: int, *, is_last: bool) -> None:
-        clock, is_each = self._clock, self._step.strategy == "zero2"
+        clock, is_each = self._clock, self._layout.strategy == "zero2"
         ends: list[tuple[Piece, float]] = []
         landed = 0
         for piece in reversed(self._step.pieces):
@@ -191,12 +189,12 @@ class _Walker:
     def _fetch(self, piece: Piece, *, has_changed: bool) -> float:
         """Brings a slice to the device, where it is not there, and gathers; returns when the piece is there."""
         step, clock = self._step, self._clock
-        is_moved = "parameters" in step.offload
+        is_moved = self._offload.parameters
         if self._is_hosted and has_changed and step.width < _WIDE:
             clock.work((_WIDE + step.width) * piece.params / step.host)
         if self._is_hosted and (has_changed or is_moved):
             end = clock.issue("to_device", step.width * piece.params / step.bus)
-            if is_moved and step.ranks == 1:
+            if is_moved and self._layout.shards == 1:
                 return end
             clock.wait(end)
         return clock.issue("link", piece.gather)
@@ -205,7 +203,7 @@ class _Walker:
         """Waits for a slice of gradients, and sends it to where it is added up."""
         step, clock = self._step, self._clock
         clock.wait(end)
-        if not step.offload:
+        if not self._offload.is_any:
             return
         seconds = _WIDE * piece.params / step.bus
         before = (self._leaving.popleft(),) if number and self._leaving else ()

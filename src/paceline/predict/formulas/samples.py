@@ -55,8 +55,8 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     if kind.convolves:
         share = constants.convolution_wide if is_wide else constants.convolution
     rate = ceiling(cluster.device, run.compute) * share * kind.rate
-    moved = _moved_bytes(model, run.micro_batch, kind, is_wide=is_wide)
-    device = 3 * run.micro_batch * model.flops / rate + memory_seconds(cluster.device, constants.rates, moved)
+    moved = _moved_bytes(model, workload.micro_batch, kind, is_wide=is_wide)
+    device = 3 * workload.micro_batch * model.flops / rate + memory_seconds(cluster.device, constants.rates, moved)
     host = 3 * model.kernels * constants.launch_us * 1e-6
     each = max(device, host)
     exposed, hidden = _gradients(model, layout.data, each * 2 / 3, cluster, constants)

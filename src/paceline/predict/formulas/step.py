@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import memory_seconds
 from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
-from paceline.plan.workload import Layout, ModelShape, Workload
+from paceline.plan.layout import Layout
+from paceline.plan.workload import ModelShape, Workload, stage_layers
 from paceline.predict.formulas.block import CALL_S, PASSES, BlockCosts, BlockModel
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.slowest import slowest_share
@@ -75,14 +76,9 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
         exposed=exposed,
         hidden=hidden,
         contention=constants.contention * hidden,
-        slowest=slowest_share(layout.devices) * microbatches * device,
+        slowest=slowest_share(layout.ranks) * microbatches * device,
         optimizer=_optimizer_seconds(workload, cluster, constants, layers[busiest]),
     )
-
-
-def stage_layers(layers: int, stages: int) -> list[int]:
-    """Returns layers by stage, as even as can be, the larger ones first."""
-    return [layers // stages + (place < layers % stages) for place in range(stages)]
 
 
 def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> StageSeconds:
@@ -110,7 +106,7 @@ def _message_seconds(workload: Workload, cluster: Cluster, constants: Constants)
     if layout.pipeline == 1:
         return 0.0
     assert isinstance(model, ModelShape)
-    tokens = run.micro_batch * run.seq_len / layout.context
+    tokens = workload.micro_batch * run.seq_len / layout.context
     # Tensor ranks send a part each, and gather behind the link.
     num_bytes = tokens * model.hidden * 2 / layout.tensor
     group = Group(2, 2 if _leaves_node(layout, cluster) else 1)
@@ -146,7 +142,7 @@ class _DataParallel:
         """Returns exposed and hidden seconds of a step."""
         if self.ranks == 1:
             return 0.0, 0.0
-        if self.workload.layout.sharding == "fsdp":
+        if self.workload.layout.is_fully_sharded:
             return self._sharded()
         return self._reduced()
 
@@ -202,9 +198,9 @@ class _DataParallel:
         # are.
         wide = run.framework == "megatron" and run.compute == "bf16"
         width = 4 if wide or run.compute in ("fp32", "tf32") else 2
-        sharded = layout.sharding in ("zero1", "zero2")
+        sharded = layout.strategy in ("zero1", "zero2")
         across = self.ranks // layout.shards if sharded else 1
-        if layout.sharding == "none" and run.framework == "megatron":
+        if not layout.overlap and run.framework == "megatron":
             return self._reduced_at_once(width), 0.0
         timeline = Timeline()
         each = self._collective("all_reduce", self.block_params * width, self.ranks)
