@@ -25,8 +25,9 @@ SOURCE = Path(paceline.__file__).parent
 
 LEVELS = (
     ("errors", "units", "imports"),
-    ("config", "cluster", "mesh", "shards", "schedule"),
-    ("plan",),
+    ("mesh", "shards", "schedule"),
+    ("plan",),  # below config: the rules of a layout run while a config is loaded, and the defaults stand there
+    ("config", "cluster"),
     ("predict",),
     ("search", "health"),
     ("clock", "free_memory"),
@@ -61,6 +62,7 @@ TORCH_FREE = (
     "predict",
     "records.records",
     "records.report",
+    "records.summary",
     "schedule",
     "search",
     "shards",
@@ -288,6 +290,8 @@ def engines(tree: Tree, file: SourceFile) -> Iterator[Violation]:
     if not is_below(file.name, ("engines",)):
         return
     allowed = ("comm.base",) if file.name in tree.engines else ("comm.base", "comm.objects")
+    if file.name == "engines.apply":
+        allowed = (*allowed, "comm.compress")  # where a layout's compression becomes what an engine is handed
     for use in file.uses:
         target = tree.inner(use) or ""
         if is_below(target, ("comm",)) and target not in allowed:

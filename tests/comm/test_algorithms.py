@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from paceline.cluster.costs import ALGORITHMS, Algorithm, Link, Links, Placement, host_link_bytes, sent_bytes
 from paceline.cluster.measured import MeasuredTable
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
-from paceline.comm.algorithms.steps import combine
-from paceline.comm.algorithms.tables import share_table
-from paceline.comm.algorithms.topology import Topology, detect_topology, from_names, state_topology
+from paceline.comm.algorithms.lanes import combine
+from paceline.comm.algorithms.rounds import Round, cut
+from paceline.comm.algorithms.topology import Topology, detect_topology, from_names, share_table, state_topology
 from paceline.comm.base import Communicator
+from paceline.comm.group import GroupMember
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.comm.virtual.rounds import Round, cut
 from paceline.errors import CommunicationError, RankFailedError, StuckRankError, UsageError
 
 NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
@@ -497,13 +497,11 @@ def rounds_of(name: Algorithm, rank: int, ranks: int) -> list[list[Round]]:
     return group._all_reduce_rounds(name, (0, 3 * ranks + 1)) if ranks > 1 else []
 
 
-class _Named:
+class _Named(GroupMember):
     """The numbers of a rank, and nothing that could talk."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.device = CPU
+        super().__init__(rank, tuple(range(size)), CPU, backend="none")
 
 
 def test_cutting_loses_nothing() -> None:

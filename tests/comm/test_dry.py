@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.base import Communicator, control_device, takes_real_time
+from paceline.comm.base import Communicator, control_device
 from paceline.comm.dry.communicator import DryWorld, KeptJournal
 from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.errors import UsageError
@@ -16,7 +16,7 @@ def test_it_is_a_communicator_without_values() -> None:
     assert isinstance(comm, Communicator)
     assert (comm.rank, comm.size, comm.device.type) == (4095, 4096, "meta")
     assert control_device(comm).type == "cpu"
-    assert not takes_real_time(comm)
+    assert not comm.takes_real_time
 
 
 def test_operations_and_waits_are_noted_with_bytes_group_and_lane() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.comm.base import Communicator, takes_real_time
+from paceline.comm.base import Communicator
 from paceline.comm.ledger.file import NUM_RECORDS, TABLE_BYTES, LedgerReader
-from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator, ledger_clock, ledger_of
+from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator, ledger_clock
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
@@ -41,7 +41,7 @@ def all_verbs(comm: Communicator) -> LedgerView:
         work.wait()
     comm.barrier()
     comm.split([1, 0]).all_reduce(torch.ones(1)).wait()
-    ledger = ledger_of(comm)
+    ledger = comm.ledger
     assert ledger is not None
     return ledger.reader().view()
 
@@ -198,10 +198,10 @@ def test_what_is_no_ledger_is_not_read(tmp_path: Path) -> None:
 def test_a_wrapped_rank_is_still_what_it_was() -> None:
     def work(comm: VirtualCommunicator) -> tuple[bool, bool]:
         wrapped = TracedCommunicator(around(comm), Trace(comm.device))
-        return takes_real_time(wrapped), ledger_of(wrapped) is not None
+        return wrapped.takes_real_time, wrapped.ledger is not None
 
     assert run_virtual(work, 2) == [(False, True)] * 2
-    assert ledger_of(SoloCommunicator(torch.device("cpu"))) is None
+    assert SoloCommunicator(torch.device("cpu")).ledger is None
     assert ledger_clock(solo())() > 0.0
 
 

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_functions import groups_in_any_order
 
-from paceline.comm.base import Communicator, ReduceOp, Work, shared_buffer
+from paceline.comm.base import Communicator, ReduceOp, Work
 from paceline.comm.shared import segment as segment_module
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
-from paceline.comm.shared.segment import FOLDER, Process, Segment, remove_stale_segments
+from paceline.comm.shared.segment import FOLDER, Process, SharedSegment, remove_stale_segments
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CommunicationError, UsageError
@@ -194,7 +194,7 @@ def reduce_buffers(comm: Communicator, asked: list[Buffered], how: str) -> list[
     for number, case in enumerate(asked):
         generator = torch.Generator().manual_seed(1000 * number + comm.rank)
         content = (torch.randn(case.numel, generator=generator, dtype=torch.float64) * 50).to(case.dtype)
-        tensor = shared_buffer(comm, case.start + case.numel, case.dtype)
+        tensor = comm.shared_buffer(case.start + case.numel, case.dtype)
         if tensor is not None and comm.rank not in case.plain_ranks:
             content = tensor[case.start :].copy_(content)
         op: ReduceOp = case.op if case.dtype in FLOATS else "sum"
@@ -219,12 +219,12 @@ def use_and_free_buffers(comm: Communicator) -> tuple[bool, list[float], list[in
         return False, [], []
     gc.collect()  # what earlier tasks left must not go in between
     before = shared_mappings()
-    made = [shared.new_buffer(100_000, torch.float32) for _ in range(3)]
+    made = [shared.shared_buffer(100_000, torch.float32) for _ in range(3)]
     held = [shared_mappings() - before]
     kept = made[comm.rank]
     made.clear()
     held.append(shared_mappings() - before)
-    made.append(shared.new_buffer(100_000, torch.float32))
+    made.append(shared.shared_buffer(100_000, torch.float32))
     found = []
     for tensor in (kept, made[0]):
         assert tensor is not None
@@ -247,7 +247,7 @@ def test_a_buffer_lives_as_long_as_a_tensor_in_it(gloo_pool: GlooPool) -> None:
 
 def ask_for_too_much(comm: Communicator) -> tuple[bool, float]:
     shared = SharedMemoryCommunicator.join(comm)
-    nothing = shared.new_buffer(2**52, torch.float32)
+    nothing = shared.shared_buffer(2**52, torch.float32)
     shared.all_reduce(tensor := torch.ones(1)).wait()
     return nothing is None, tensor.item()
 
@@ -551,13 +551,13 @@ def die_while_joining(comm: Communicator, rank: int, folder: Path) -> tuple[int,
     comm.all_gather(pids, pid).wait()
     if comm.rank == rank:
         name = "create" if rank == 0 else "open"
-        original = getattr(Segment, name)
+        original = getattr(SharedSegment, name)
 
         def die(*arguments: Any) -> None:
             original(*arguments)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(Segment, name, die)
+        setattr(SharedSegment, name, die)
     message = message_of(CommunicationError, lambda: join_in_folder(comm, folder))
     return int(pids[0]), message, files_of(int(pids[0]), folder)
 
@@ -578,7 +578,7 @@ def test_the_file_of_a_killed_creator_is_removed_at_the_next_start(gloo_pool: Gl
 
 
 def test_files_of_the_living_and_of_others_are_left_alone() -> None:
-    segment = Segment.create(4096)
+    segment = SharedSegment.create(4096)
     foreign = FOLDER / f"paceline-1-1-1-notours{os.getpid()}"
     odd = FOLDER / f"{segment.name.rsplit('-', 3)[0]}-x-y-z"
     foreign.touch()
@@ -596,13 +596,13 @@ def test_files_of_the_living_and_of_others_are_left_alone() -> None:
 
 
 def test_both_ends_of_a_segment_are_one_memory() -> None:
-    segment = Segment.create(8192)
-    other = Segment.open(segment.name, 8192)
+    segment = SharedSegment.create(8192)
+    other = SharedSegment.open(segment.name, 8192)
     segment.unlink()
     segment.words(64, 2)[1] = -5
     assert other.bytes(72, 8).view(torch.int64).tolist() == [-5]
     with pytest.raises(CommunicationError, match="cannot open"):
-        Segment.open(segment.name, 8192)
+        SharedSegment.open(segment.name, 8192)
 
 
 def test_a_process_that_ended_is_not_alive() -> None:

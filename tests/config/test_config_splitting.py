@@ -152,7 +152,7 @@ def test_all_problems_come_together() -> None:
 
 def test_a_schedule_file_takes_the_place_of_the_other_keys(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
-    path.write_text("F0.0,B0.0\n")
+    path.write_text("F0.0,,,B0.0\n,F1.0,B1.0\n")
     assert run_checks(make(*PIPE, f"parallel.schedule_file={path}")) == []
     with pytest.raises(ConfigError, match=r"parallel\.schedule = gpipe are both given"):
         make(*PIPE, f"parallel.schedule_file={path}", "parallel.schedule=gpipe")

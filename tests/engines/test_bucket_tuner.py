@@ -13,7 +13,7 @@ from gloo_pool import GlooPool
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
@@ -22,6 +22,7 @@ from paceline.engines.buckets.choice import BucketChoice, trial_policies
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.ddp import DataParallel, DDPPolicy
 from paceline.engines.precision import PRECISIONS
+from paceline.plan.layout import Compression
 
 SMALL = BucketPolicy(bucket_bytes=200, first_bucket_bytes=100)
 BUCKETS = BucketPolicy(bucket_bytes=2**15, first_bucket_bytes=2**14)
@@ -154,7 +155,7 @@ def test_compression_goes_with_it(policy: Any) -> None:
         return torch.cat([parameter.detach().reshape(-1) for parameter in engine.parameters()])
 
     def compressor() -> Compressor:
-        return Compressor(Compression(policy=policy, min_size=64, ratio=0.25, rank=2))
+        return Compressor(Compression(policy=policy, min_size=64, ratio=0.25, factor_rank=2))
 
     plain = run_virtual(lambda comm: work(comm, None), 2)[0]
     start = torch.cat([parameter.detach().reshape(-1) for parameter in seeded().parameters()])
@@ -221,7 +222,7 @@ def test_virtual_ranks_keep_the_default(strategy: str) -> None:
     """Their times mean nothing, and a run on them is the same every time; through a trace, too."""
 
     def work(comm: Communicator) -> BucketChoice | None:
-        engine = parallelize(Wide(), TracedCommunicator(comm, Trace(comm.device)), strategy, bucket_mb="auto")
+        engine = parallelize(Wide(), TracedCommunicator(comm, Trace(comm.device)), strategy, tunes_buckets=True)
         for _ in range(NUM_PASSES + 1):
             F.cross_entropy(engine(torch.ones(2, 64)), torch.tensor([0, 1])).backward()
         return engine.bucket_choice
@@ -233,7 +234,7 @@ def train_on_real_ranks(comm: Communicator, strategy: str, case: str, recipe: Re
     made: list[Any] = []
 
     def make(module: nn.Module, inner: Communicator) -> Any:
-        made.append(parallelize(module, inner, strategy, bucket_mb="auto", first_bucket_mb=1e-4))
+        made.append(parallelize(module, inner, strategy, tunes_buckets=True, first_bucket_mb=1e-4))
         return made[0]
 
     outcome = engine_cases.train(comm, make, case, recipe)

@@ -12,11 +12,12 @@ from compression_states import Saved, saved
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.comm.compress import POLICIES, Compression, Compressor
+from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.fsdp import FullySharded, ShardingPolicy
+from paceline.engines.fsdp import FullySharded
+from paceline.plan.layout import Compression
 
 RANKS, SHARDS = 4, 2
 ROUNDING = {"fp16": 1e-3, "bf16": 1e-2}  # messages are added up in their own dtype, and that rounding is nobody's
@@ -44,15 +45,14 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compressor(policy: str, **changes: Any) -> Compressor:
-    values = {"policy": policy, "min_size": 64, "ratio": 0.1, "rank": 2, "threshold": 0.01}
+    values = {"policy": policy, "min_size": 64, "ratio": 0.1, "factor_rank": 2, "threshold": 0.01}
     return Compressor(Compression(**{**values, **changes}))
 
 
 def build(comm: Communicator, compression: Compressor | None, strategy: str = "hybrid") -> FullySharded:
     torch.manual_seed(3)
-    sharding = ShardingPolicy(shard_ranks=SHARDS, units=("first", "second"))
-    options = {"sharding": sharding} if strategy == "hybrid" else {}
-    engine: Any = parallelize(Net().double(), comm, strategy, compression=compression, **options)
+    options = {"shard_ranks": SHARDS, "units": ("first", "second")} if strategy == "hybrid" else {}
+    engine: Any = parallelize(Net().double(), comm, strategy, compressor=compression, **options)
     return engine
 
 

@@ -19,7 +19,8 @@ from paceline.comm.dry.communicator import DryWorld, KeptJournal
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
-from paceline.predict.replay.program import Issue, Program, Wait
+from paceline.predict.replay.events import Issue, Wait
+from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record, record_stages
 
@@ -103,10 +104,10 @@ def test_rounds_but_the_first_are_waited_for_where_they_are_driven() -> None:
     journal = KeptJournal()
     comm = DryAlgorithmCommunicator(DryWorld(4).rank(1, journal), "ring", state_topology(4, 4))
     works = [comm.all_reduce(torch.empty(64, device="meta")) for _ in range(2)]
-    assert [each.parcel.share for each in journal.operations] == [1 / 6] * 2
+    assert [each.share for each in journal.operations] == [1 / 6] * 2
     assert journal.waits == []
     works[1].wait()  # carries out what was issued before, too
-    assert [each.parcel.share for each in journal.operations] == [1 / 6, 1 / 6, 5 / 6, 5 / 6]
+    assert [each.share for each in journal.operations] == [1 / 6, 1 / 6, 5 / 6, 5 / 6]
     assert journal.waits == [0, 2, 1, 3]
     works[0].wait()
     assert len(journal.operations) == 4

@@ -11,8 +11,8 @@ import torch
 from gloo_pool import GlooPool
 from kept_records import Kept
 
-from paceline.comm.around import AroundCommunicator
 from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.train.assemble import build_trainer
@@ -32,7 +32,7 @@ class TimedWork:
         self.owner.time(self.inner.wait)
 
 
-class Timed(AroundCommunicator):
+class Timed(WrappedCommunicator):
     """Adds up the time inside a communicator by itself, below whatever else looks at it."""
 
     def __init__(self, inner: Communicator, seconds: list[float] | None = None) -> None:

@@ -17,27 +17,28 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
-from paceline.comm.base import BucketShape, Communicator, ReduceOp, Work
-from paceline.comm.compress import Compression, Compressor
-from paceline.comm.traced import TracedCommunicator
+from paceline.comm.base import BucketShape, Communicator, Work
+from paceline.comm.compress import Compressor
+from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
+from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
-from paceline.train.assemble import build_compressor, build_trainer
-from paceline.train.threads import compute_threads
+from paceline.train.assemble import build_trainer
+from paceline.train.randomness import compute_threads
 
 _FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0}  # of (N-1)/N of the bytes; see comm/base.py
 _REPEATS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _PolicyRun:
     """What one rank saw of a run under one policy."""
 
     losses: list[tuple[float, float]]  # sum and count of each step
@@ -83,9 +84,7 @@ def bench_compression(
     rows = [_row(CompressionConfig(policy="none"), plain, base_loss, base_bytes, 0.0)]
     for asked in policies_to_try(config, numbers or {}, both=both):
         runs = _run(config, asked, ranks, steps)
-        compressor = build_compressor(with_compression(config, asked))
-        assert compressor is not None
-        seconds = _compute_seconds(compressor.settings, plain[0], ranks)
+        seconds = _compute_seconds(Compression(**asked.model_dump()), plain[0], ranks)
         rows.append(_row(asked, runs, base_loss, base_bytes, seconds))
     return rows
 
@@ -97,15 +96,14 @@ def with_compression(config: Config, compression: CompressionConfig) -> Config:
     return config.model_copy(update={"comm": comm, "parallel": parallel})
 
 
-def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int) -> list[_Run]:
+def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int) -> list[_PolicyRun]:
     wanted = with_compression(config, compression)
     return run_virtual(lambda comm: _train(wanted, comm, steps), ranks, timeout_s=600.0)
 
 
-def _train(config: Config, comm: Communicator, steps: int) -> _Run:
+def _train(config: Config, comm: Communicator, steps: int) -> _PolicyRun:
     trainer = build_trainer(config, comm)
     traced = trainer.parts.engine.comm
-    assert isinstance(traced, TracedCommunicator)
     losses, norm, first_bytes, counted_from = [], 0.0, 0.0, max(1, config.comm.compression.plain_steps)
     for number, result in enumerate(trainer.steps(), start=1):
         losses.append((float(result.outcome.loss_sum), float(result.outcome.count)))
@@ -119,7 +117,7 @@ def _train(config: Config, comm: Communicator, steps: int) -> _Run:
     compressor = trainer.parts.compressor
     named = dict(trainer.parts.engine.named_parameters())
     shape = BucketShape(names=tuple(named), layout=flat_layout([tuple(p.shape) for p in named.values()]))
-    return _Run(
+    return _PolicyRun(
         losses=losses,
         sent_bytes=(sent_bytes(traced) - first_bytes) / max(1, len(losses) - counted_from),
         grad_norm=norm,
@@ -128,13 +126,14 @@ def _train(config: Config, comm: Communicator, steps: int) -> _Run:
     )
 
 
-def sent_bytes(comm: TracedCommunicator) -> float:
+def sent_bytes(comm: Communicator) -> float:
     """Returns what this rank sent so far, by the bandwidth-optimal collectives."""
+    assert comm.trace is not None
     share = (comm.size - 1) / comm.size
     return sum(share * factor * comm.trace.num_bytes[kind] for kind, factor in _FACTORS.items())
 
 
-def _loss(runs: Sequence[_Run]) -> float:
+def _loss(runs: Sequence[_PolicyRun]) -> float:
     """Returns the mean loss over all ranks, of the last quarter of the steps."""
     last = max(1, len(runs[0].losses) // 4)
     pairs = [pair for run in runs for pair in run.losses[-last:]]
@@ -142,7 +141,7 @@ def _loss(runs: Sequence[_Run]) -> float:
 
 
 def _row(
-    asked: CompressionConfig, runs: Sequence[_Run], base_loss: float, base_bytes: float, seconds: float
+    asked: CompressionConfig, runs: Sequence[_PolicyRun], base_loss: float, base_bytes: float, seconds: float
 ) -> dict[str, Any]:
     loss, sent = _loss(runs), runs[0].sent_bytes
     saved = base_bytes - sent
@@ -171,14 +170,14 @@ def setting_text(asked: CompressionConfig) -> str:
 # What compression itself takes.
 
 
-def _compute_seconds(settings: Compression, run: _Run, ranks: int) -> float:
+def _compute_seconds(settings: Compression, run: _PolicyRun, ranks: int) -> float:
     """Times one step's compression of gradients as large as the model's, on one thread; the slowest rank counts."""
-    settings = dataclasses.replace(settings, warmup_steps=0)
+    settings = dataclasses.replace(settings, plain_steps=0)
     with compute_threads(1):  # a thread's own time is all there is then
         return max(run_virtual(lambda comm: _time_steps(settings, run, comm), ranks, timeout_s=600.0))
 
 
-def _time_steps(settings: Compression, run: _Run, comm: Communicator) -> float:
+def _time_steps(settings: Compression, run: _PolicyRun, comm: Communicator) -> float:
     compressor, timed = Compressor(settings), _TimedCommunicator(comm)
     buckets = compressor.bind(run.shapes)
     lengths = [shape.layout.length for shape in run.shapes]
@@ -196,32 +195,16 @@ def _time_steps(settings: Compression, run: _Run, comm: Communicator) -> float:
     return statistics.median(taken[1:])
 
 
-class _TimedCommunicator:
+class _TimedCommunicator(WrappedCommunicator):
     """Passes on the verbs that policies use, and adds up the processor time that they take."""
 
     def __init__(self, inner: Communicator) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.seconds = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Takes the time of an all-reduce."""
+    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
         start = time.thread_time()
-        return self._timed(self._inner.all_reduce(tensor, op), start)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Takes the time of an all-gather."""
-        start = time.thread_time()
-        return self._timed(self._inner.all_gather(output, tensor), start)
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Takes the time of an all-to-all."""
-        start = time.thread_time()
-        return self._timed(self._inner.all_to_all(output, tensor), start)
-
-    def _timed(self, work: Work, start: float) -> Work:
+        work = super()._pass_on(kind, whole, verb, *arguments)
         self.seconds += time.thread_time() - start
         return _TimedWork(work, self)
 

@@ -25,11 +25,10 @@ from torch import nn
 from torch.distributed import pipelining
 
 from paceline.bench.arms import SHARED
-from paceline.bench.workloads import Workload
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.composition import Parallelism
 from paceline.engines.engine import Engine
 from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers
@@ -83,7 +82,7 @@ def pipeline_arms() -> list[PipelineArm]:
 
 
 def set_up_pipeline(
-    arm: PipelineArm, workload: Workload, microbatches: int, comm: Communicator, num_losses: int
+    arm: PipelineArm, workload: BenchWorkload, microbatches: int, comm: Communicator, num_losses: int
 ) -> PipelineStep:
     """Builds an arm's model, cuts it over the ranks of ``comm``, and returns its training step."""
     model = workload.make_model(comm.device)
@@ -92,7 +91,7 @@ def set_up_pipeline(
         return _TorchStep(arm.schedule, model, batch, microbatches, num_losses, comm)
     if arm.runner == "shared memory":
         comm = SharedMemoryCommunicator.join(comm)
-    engine = parallelize(model, comm, "ddp", parallel=Parallelism(pipeline=comm.size, schedule=arm.schedule))
+    engine = parallelize(model, comm, "ddp", pipeline=comm.size, schedule=arm.schedule)
     return _OurStep(engine, batch, microbatches, num_losses)
 
 

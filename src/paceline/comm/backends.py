@@ -1,4 +1,4 @@
-"""Which backends this torch was built with."""
+"""Which backends this torch was built with. Apart from ``torch_dist.py``, which a torch without any cannot load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def available_backends() -> list[str]:
-    """Returns the names of the backends that can be used; empty for a torch that cannot talk."""
+    """Returns the names of the backends; empty for a torch without ``torch.distributed``."""
     if not dist.is_available():
         return []
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
@@ -17,7 +17,7 @@ def available_backends() -> list[str]:
 
 
 def nccl_version() -> str | None:
-    """Returns the version of NCCL, such as ``2.28.3``; None where there is none, or it cannot tell without a GPU."""
+    """Returns the version of NCCL, such as ``2.28.3``; None without NCCL or without a GPU."""
     if "nccl" not in available_backends() or not torch.cuda.is_available():
         return None
     nccl: Any = torch.cuda.nccl  # not annotated

@@ -1,4 +1,4 @@
-"""The seam: what an engine may ask of other ranks.
+"""What an engine may ask of other ranks, and of the communicator through which it talks to them.
 
 Every data verb is asynchronous and returns a ``Work``. The work owns its tensors until ``wait()``: the caller neither
 reads nor writes them in between. One calling convention is one thing to simulate, trace, compress and time.
@@ -11,20 +11,28 @@ Bytes that each of N ranks sends for a tensor of B bytes, with the bandwidth-opt
 
 Ranks are numbered within the group: ``comm.rank`` runs from 0 to ``comm.size - 1``, and so do ``source`` and ``to``.
 All ranks of a group issue the same collectives in the same order.
+
+A communicator declares what it can do (``takes_real_time``, ``clock``, ``backend``, ...): nobody looks at its type, or
+at what it wraps. ``group.py`` has the base classes that declare it: one for backends, one for wrappers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 
 from paceline.clock import Clock, DeviceClock
 from paceline.shards import FlatLayout
 
+if TYPE_CHECKING:
+    from paceline.comm.ledger.ledger import Ledger
+    from paceline.comm.traced import Trace
+
 ReduceOp = Literal["sum", "avg", "min", "max"]
+Splits = Sequence[int] | None  # rows of dim 0 for each rank; None: as many for each
 
 
 class Work(Protocol):
@@ -54,6 +62,36 @@ class Communicator(Protocol):
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
 
+    @property
+    def device_kind(self) -> str:
+        """The type of device that engines adapt to: that of the tensors, or the one that a dry run imitates."""
+
+    @property
+    def backend(self) -> str:
+        """How the bytes travel: ``nccl``, ``gloo``, ``shared_memory``, ``virtual``, or ``none`` in a world of one."""
+
+    @property
+    def takes_real_time(self) -> bool:
+        """Whether a duration that a rank measures is its own: not so where ranks take turns in one process."""
+
+    @property
+    def clock(self) -> Clock | None:
+        """This rank's virtual clock; None where its time is that of its device."""
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where every operation is written down for whoever looks for a hang, if anywhere."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """What counts operations, bytes and waits, if anything does."""
+
+    def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns zeros that collectives use in place, without a copy; None, on all ranks, where there are none.
+
+        Called by every rank at the same time, with the same arguments. Any other tensor gives the same results.
+        """
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks, the same bits on each."""
 
@@ -73,11 +111,7 @@ class Communicator(Protocol):
         """Replaces ``tensor`` by that of rank ``source``."""
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Sends the i-th piece of ``tensor`` to rank i and puts the piece from rank i at place i of ``output``.
 
@@ -100,51 +134,14 @@ class Communicator(Protocol):
         """
 
 
-def takes_real_time(comm: Communicator) -> bool:
-    """Says whether what a rank times is what it takes: not where ranks take turns in one process.
-
-    A communicator that is not of this kind has a false attribute of this name; wrappers have an ``inner`` one.
-    """
-    while (inner := getattr(comm, "inner", None)) is not None:
-        comm = inner
-    return bool(getattr(comm, "takes_real_time", True))
-
-
-def device_kind(comm: Communicator) -> str:
-    """Returns the type of device whose ways an engine follows: that of the tensors, or what a dry run stands for."""
-    while (inner := getattr(comm, "inner", None)) is not None:
-        comm = inner
-    return str(getattr(comm, "stands_for", comm.device.type))
-
-
 def control_device(comm: Communicator) -> torch.device:
-    """Returns where numbers are sent from that the host reads: a rank's device, or a CPU where that holds no values."""
+    """Returns the device of numbers that the host reads: the rank's own, or the CPU where that one holds no values."""
     return torch.device("cpu") if comm.device.type == "meta" else comm.device
 
 
 def clock_of(comm: Communicator) -> Clock:
-    """Returns what a rank's time is read from: its virtual clock, where it has one, and else that of its device."""
-    inmost = comm
-    while (inner := getattr(inmost, "inner", None)) is not None:
-        inmost = inner
-    clock: Clock | None = getattr(inmost, "clock", None)
-    return DeviceClock(comm.device) if clock is None else clock
-
-
-@runtime_checkable
-class SharesBuffers(Protocol):
-    """A communicator whose ranks can all reach a buffer, so that a collective need not copy what lies in it."""
-
-    def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Makes zeros of this rank, as every rank does at the same time; None, on all, where it cannot."""
-
-
-def shared_buffer(comm: Communicator, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns zeros that collectives of ``comm`` use in place, or None where it has no such thing.
-
-    Called by every rank at the same time, with the same arguments. Any other tensor gives the same results.
-    """
-    return comm.new_buffer(numel, dtype) if isinstance(comm, SharesBuffers) else None
+    """Returns the clock that a rank's time is read from: its virtual clock if it has one, else that of its device."""
+    return DeviceClock(comm.device) if comm.clock is None else comm.clock
 
 
 class Done:

@@ -9,37 +9,16 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces
-from paceline.comm.base import DONE, ReduceOp, Work
+from paceline.comm.base import DONE, ReduceOp, Splits, Work
+from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces
 from paceline.errors import UsageError
 
 
-class SoloCommunicator:
+class SoloCommunicator(GroupMember):
     """The communicator of a group with one member."""
 
     def __init__(self, device: torch.device, *, world_rank: int = 0) -> None:
-        self._device = device
-        self._ranks = (world_rank,)
-
-    @property
-    def rank(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def size(self) -> int:
-        """Always 1."""
-        return 1
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The one member, by its rank in the world."""
-        return self._ranks
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        return self._device
+        super().__init__(0, (world_rank,), device, backend="none")
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:  # noqa: ARG002
         """Leaves ``tensor`` as it is: the sum, mean and extremes of one value are that value."""
@@ -61,11 +40,7 @@ class SoloCommunicator:
         return DONE
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Copies the only piece."""
         all_to_all_splits(output, output_splits, 1)

@@ -39,7 +39,6 @@ from paceline.comm.base import (
     Communicator,
     GradientCompression,
     control_device,
-    shared_buffer,
 )
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
@@ -404,7 +403,7 @@ class DataParallel(ModuleEngine):
         """Puts the buckets where all ranks can reach them, if the communicator has such memory: less is copied."""
         for bucket in buckets:
             if not bucket.adopts:
-                buffer = shared_buffer(self.comm, bucket.layout.length, bucket.parameters[0].dtype)
+                buffer = self.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
                 if buffer is not None:
                     bucket.use(buffer)
 

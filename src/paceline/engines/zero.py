@@ -45,9 +45,9 @@ from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
 from paceline.engines.flat.shards import own_region
-from paceline.engines.offload import Offload
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
+from paceline.plan.layout import Offload
 from paceline.shards import Shard
 
 

@@ -8,7 +8,7 @@ For a tensor of B bytes on N ranks, H hosts of L ranks each (bytes that a rank s
     hierarchical       2 B (L-1)/L inside      2 and those of     2 B (H-1)/H on the link of a host, the least there
                        and 2 B/L (H-1)/H       H hosts
 
-The rounds are data (``rounds.py``), one executor runs them (``steps.py``), and ``auto`` takes what the formulas in
+The rounds are data (``rounds.py``), one executor runs them (``lanes.py``), and ``auto`` takes what the formulas in
 ``cluster/costs.py`` say is fastest, or for an all-reduce a table that was measured, where there is one for its ranks.
 Narrow floats travel as they are: they are added in float32 and rounded once in each round that they go through. Every
 element is summed by one rank and then copied: the same bits on every rank.
@@ -36,14 +36,10 @@ from paceline.cluster.costs import (
 )
 from paceline.cluster.measured import Choice, MeasuredTable
 from paceline.cluster.patterns import chain, double_tree, rooted_tree
-from paceline.comm.algorithms.steps import Behind, InFlight, Lane
-from paceline.comm.algorithms.topology import Topology, state_topology
-from paceline.comm.arguments import check_peer, check_pieces
-from paceline.comm.around import AroundCommunicator
-from paceline.comm.base import DONE, Communicator, ReduceOp, Work
-from paceline.comm.virtual.rounds import (
+from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
+from paceline.comm.algorithms.rounds import (
+    ElementRange,
     Round,
-    Span,
     cut,
     doubling_all_gather,
     halving_reduce_scatter,
@@ -55,11 +51,14 @@ from paceline.comm.virtual.rounds import (
     tree_broadcast,
     tree_reduce,
 )
+from paceline.comm.algorithms.topology import Topology, state_topology
+from paceline.comm.base import DONE, Communicator, ReduceOp, Work
+from paceline.comm.group import WrappedCommunicator, check_peer, check_pieces, check_reduction
 from paceline.errors import UsageError
 
 AlgorithmName: TypeAlias = Literal["ring", "tree", "halving_doubling", "hierarchical", "auto"]
 _NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
-# Far from the tags of users and those of ``exchange.py``. A tag says which operation and lane a message belongs to.
+# Far from the tags of users and those of ``gloo.py``. A tag says which operation and lane a message belongs to.
 _FIRST_TAG = 2**29
 _MOST_LANES = 48
 _RING_LANES = 8
@@ -67,7 +66,7 @@ _TREE_WINDOW = 4  # lanes, two of each tree: fewer leave gaps on a link of 1 Gbi
 _MOST_OPERATIONS = 2**20  # in flight at once; tags are used again after as many
 
 
-class AlgorithmCommunicator(AroundCommunicator):
+class AlgorithmCommunicator(WrappedCommunicator):
     """Runs collectives by an algorithm on the messages of ``inner``.
 
     Operations are finished in the order of their issue, by whichever ``wait`` comes first, of this group or of one
@@ -97,46 +96,37 @@ class AlgorithmCommunicator(AroundCommunicator):
         self._chunk_bytes = chunk_bytes
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
-        self._placement = placement(self.topology)
+        self._placement = self.topology.placement
         self._table = table
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks."""
-        _check_op(op, tensor.dtype)
+        check_reduction("all_reduce", tensor.dtype, op)
         if not tensor.numel():
             return DONE
-        if self.size == 1:
-            return self._pass(self.inner.all_reduce(tensor, op))
-        algorithm = self._choose_all_reduce(tensor)
+        algorithm = "native" if self.size == 1 else self._choose_all_reduce(tensor)
         if algorithm == "native":
-            return self._pass(self.inner.all_reduce(tensor, op))
+            return super().all_reduce(tensor, op)
         flat = _flat(tensor)
         spans = cut((0, flat.numel()), self._num_lanes(algorithm, flat))
         lanes = [rounds for span in spans for rounds in self._all_reduce_rounds(algorithm, span)]
-        # NCCL carries out what is posted in the order of posting: there, all lanes receive at once.
-        window = _TREE_WINDOW if algorithm == "tree" and self.device.type == "cpu" else None
-        return self._issue(flat, lanes, op, lambda: _put_back(tensor, flat), window)
+        return self._issue("all_reduce", algorithm, flat, lanes, lambda: _put_back(tensor, flat), op)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction into ``output``. Takes a copy of ``tensor``, to add up in."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-        _check_op(op, tensor.dtype)
+        check_reduction("reduce_scatter", tensor.dtype, op)
         if not tensor.numel():
             return DONE
         algorithm = self._choose(fastest_scatter, tensor)
         if not self._scatters(algorithm):
-            return self._pass(self.inner.reduce_scatter(output, tensor, op))
+            return super().reduce_scatter(output, tensor, op)
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
         slices = cut((0, flat.numel()), self.size)
-        if algorithm == "ring":
-            lanes = [ring_reduce_scatter(self.rank, part) for part in self._part_slices(slices, flat)]
-        elif algorithm == "hierarchical":
-            parts = self._part_slices(slices, flat)
-            lanes = [hierarchical_reduce_scatter(self.rank, self.topology, part) for part in parts]
-        else:
-            lanes = [halving_reduce_scatter(self.rank, slices)]
+        forms = (ring_reduce_scatter, hierarchical_reduce_scatter, halving_reduce_scatter)
+        lanes = self._slice_lanes(algorithm, flat, slices, *forms)
         own = flat[slice(*slices[self.rank])]
-        return self._issue(flat, lanes, op, lambda: _put_back(output, own))
+        return self._issue("reduce_scatter", algorithm, flat, lanes, lambda: _put_back(output, own), op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Fills ``output`` with every rank's ``tensor`` in rank order."""
@@ -145,20 +135,15 @@ class AlgorithmCommunicator(AroundCommunicator):
             return DONE
         algorithm = self._choose(fastest_scatter, output)
         if not self._scatters(algorithm):
-            return self._pass(self.inner.all_gather(output, tensor))
+            return super().all_gather(output, tensor)
         flat = _flat(output)
         slices = cut((0, flat.numel()), self.size)
         own = flat[slice(*slices[self.rank])]
         if own.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
             own.copy_(tensor.detach().reshape(-1))
-        if algorithm == "ring":
-            lanes = [ring_all_gather(self.rank, part) for part in self._part_slices(slices, flat)]
-        elif algorithm == "hierarchical":
-            parts = self._part_slices(slices, flat)
-            lanes = [hierarchical_all_gather(self.rank, self.topology, part) for part in parts]
-        else:
-            lanes = [doubling_all_gather(self.rank, slices)]
-        return self._issue(flat, lanes, "sum", lambda: _put_back(output, flat))
+        forms = (ring_all_gather, hierarchical_all_gather, doubling_all_gather)
+        lanes = self._slice_lanes(algorithm, flat, slices, *forms)
+        return self._issue("all_gather", algorithm, flat, lanes, lambda: _put_back(output, flat))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Replaces ``tensor`` by that of rank ``source``."""
@@ -167,30 +152,12 @@ class AlgorithmCommunicator(AroundCommunicator):
             return DONE
         algorithm = self._choose(fastest_broadcast, tensor)
         if algorithm not in ("ring", "tree") or self.size == 1:
-            return self._pass(self.inner.broadcast(tensor, source))
+            return super().broadcast(tensor, source)
         flat = _flat(tensor)
         tree = chain(self.size, source) if algorithm == "ring" else rooted_tree(self.size, source)
         spans = cut((0, flat.numel()), self._num_lanes("tree", flat))
         lanes = [tree_broadcast(self.rank, tree, span) for span in spans]
-        return self._issue(flat, lanes, "sum", lambda: _put_back(tensor, flat))
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
-    ) -> Work:
-        """Sends the i-th piece of ``tensor`` to rank i: as the inner communicator does."""
-        return self._pass(self.inner.all_to_all(output, tensor, output_splits, input_splits))
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Sends ``tensor``."""
-        return self._pass(self.inner.send(tensor, to, tag))
-
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Receives into ``tensor``."""
-        return self._pass(self.inner.recv(tensor, source, tag))
+        return self._issue("broadcast", algorithm, flat, lanes, lambda: _put_back(tensor, flat))
 
     def barrier(self) -> None:
         """Finishes what is in flight, and returns when every rank has called it."""
@@ -211,15 +178,15 @@ class AlgorithmCommunicator(AroundCommunicator):
 
     def _choose_all_reduce(self, tensor: torch.Tensor) -> Choice:
         if self.algorithm == "auto" and self._table is not None and self._table.where == self._placement:
-            return self._table.fastest(tensor.numel() * tensor.element_size())
+            return self._table.fastest(tensor.nbytes)
         return self._choose(fastest_all_reduce, tensor)
 
     def _choose(self, fastest: Callable[[float, Placement, Links], Algorithm], tensor: torch.Tensor) -> Algorithm:
         if self.algorithm != "auto":
             return self.algorithm
-        return fastest(tensor.numel() * tensor.element_size(), self._placement, self._links)
+        return fastest(tensor.nbytes, self._placement, self._links)
 
-    def _all_reduce_rounds(self, algorithm: Algorithm, span: Span) -> list[list[Round]]:
+    def _all_reduce_rounds(self, algorithm: Algorithm, span: ElementRange) -> list[list[Round]]:
         """Returns the rounds of a lane, or, for two trees, of two."""
         if algorithm == "hierarchical":
             return [hierarchical_all_reduce(self.rank, self.topology, span)]
@@ -240,29 +207,47 @@ class AlgorithmCommunicator(AroundCommunicator):
     def _num_lanes(self, algorithm: Algorithm, flat: torch.Tensor) -> int:
         """One for each chunk of a message. A tree passes on chunk by chunk; others add one and send one."""
         pieces, most = (2, _MOST_LANES // 2) if algorithm == "tree" else (self.size, _RING_LANES)
-        return min(max(flat.numel() * flat.element_size() // (pieces * self._chunk_bytes), 1), most)
+        return min(max(flat.nbytes // (pieces * self._chunk_bytes), 1), most)
 
-    def _part_slices(self, slices: Sequence[Span], flat: torch.Tensor) -> list[list[Span]]:
-        """Cuts every slice into one part for each lane."""
-        parts = [cut(each, self._num_lanes("ring", flat)) for each in slices]
-        return [list(lane) for lane in zip(*parts, strict=True)]
+    def _slice_lanes(
+        self,
+        algorithm: Algorithm,
+        flat: torch.Tensor,
+        slices: Sequence[ElementRange],
+        ring: Callable[[int, Sequence[ElementRange]], list[Round]],
+        hierarchical: Callable[[int, Topology, Sequence[ElementRange]], list[Round]],
+        halving: Callable[[int, Sequence[ElementRange]], list[Round]],
+    ) -> list[list[Round]]:
+        """Returns the rounds of each lane by one of three forms; in two of them a lane has a part of every slice."""
+        if algorithm not in ("ring", "hierarchical"):
+            return [halving(self.rank, slices)]
+        parts = zip(*(cut(each, self._num_lanes("ring", flat)) for each in slices), strict=True)
+        if algorithm == "ring":
+            return [ring(self.rank, part) for part in parts]
+        return [hierarchical(self.rank, self.topology, part) for part in parts]
 
     def _issue(
         self,
+        kind: str,
+        algorithm: Algorithm,
         flat: torch.Tensor,
         lanes: Sequence[list[Round]],
-        op: ReduceOp,
         deliver: Callable[[], None],
-        window: int | None = None,
+        op: ReduceOp = "sum",
     ) -> Work:
         first = _FIRST_TAG + (self._num_issued % _MOST_OPERATIONS) * _MOST_LANES
         self._num_issued += 1
-        made = [Lane(self.inner, flat, rounds, op, first + number) for number, rounds in enumerate(lanes)]
-        return self._in_flight.issue(made, deliver, window)
+        made = [MessageLane(self.inner, flat, rounds, op, first + number) for number, rounds in enumerate(lanes)]
+        return self._in_flight.issue(made, deliver, self._window(kind, algorithm))
 
-    def _pass(self, work: Work) -> Work:
-        before = self._in_flight.newest()
-        return work if before is None else Behind(work, self._in_flight, before)
+    def _window(self, kind: str, algorithm: Algorithm) -> int | None:
+        """How many lanes receive at a time. NCCL carries out in the order of posting: there, all do at once."""
+        return _TREE_WINDOW if (kind, algorithm) == ("all_reduce", "tree") and self.device.type == "cpu" else None
+
+    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
+        """Calls a verb of ``inner``, whose work is finished after the operations that were issued before it."""
+        work, before = super()._pass_on(kind, whole, verb, *arguments), self._in_flight.newest()
+        return work if before is None else WorkBehind(work, self._in_flight, before)
 
 
 def _check(inner: Communicator, algorithm: str, topology: Topology | None, chunk_bytes: int) -> None:
@@ -283,19 +268,6 @@ def _check_hosts(inner: Communicator, algorithm: str, topology: Topology | None)
             f"algorithm 'hierarchical' with {known}: it reduces inside hosts and then across them\n"
             "  give a topology of at least two hosts (state_topology, detect_topology), or take another algorithm"
         )
-
-
-def _check_op(op: ReduceOp, dtype: torch.dtype) -> None:
-    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"avg of {dtype}: a mean of whole numbers is not one\n  sum them, or convert to floats first")
-    if op in ("min", "max") and dtype.is_complex:
-        raise UsageError(f"{op} of {dtype}: complex numbers have no order")
-
-
-def placement(topology: Topology) -> Placement:
-    """Returns the topology as the formulas know it; hosts of different sizes count as one."""
-    ranks, hosts = topology.num_ranks, len(topology.hosts)
-    return Placement(ranks=ranks, hosts=hosts if ranks % hosts == 0 else 1)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

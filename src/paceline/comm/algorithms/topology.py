@@ -1,13 +1,16 @@
-"""Which ranks share a host: stated, or found by asking every rank for the name of its host."""
+"""Which ranks share a host (stated, or found by asking every rank), and what was measured for such a group."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from paceline.cluster.costs import Placement
+from paceline.cluster.measured import MeasuredTable, read_table
 from paceline.comm.base import Communicator
-from paceline.comm.objects import gather_objects
+from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.errors import UsageError
 
 
@@ -21,6 +24,12 @@ class Topology:
     def num_ranks(self) -> int:
         """How many ranks there are on all hosts."""
         return sum(len(host) for host in self.hosts)
+
+    @property
+    def placement(self) -> Placement:
+        """The topology as the cost formulas know it; hosts of different sizes count as one."""
+        ranks, hosts = self.num_ranks, len(self.hosts)
+        return Placement(ranks=ranks, hosts=hosts if ranks % hosts == 0 else 1)
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
         """Returns the topology of a subgroup: a member's number is its place in ``ranks``."""
@@ -60,3 +69,20 @@ def detect_topology(comm: Communicator, node_ranks: int | None = None) -> Topolo
     if len(sizes) == 1 and node_ranks and comm.size % node_ranks == 0:
         return state_topology(comm.size, node_ranks)
     return from_names([name for name, _ in told])
+
+
+def share_table(path: str, comm: Communicator, topology: Topology) -> MeasuredTable:
+    """Returns the measured all-reduces of such a group, read by rank 0, so that all ranks choose alike.
+
+    All ranks call it. Raises UsageError on every rank where the record cannot be read, or has no such group.
+    """
+    found: MeasuredTable | str | None = None
+    if comm.rank == 0:
+        try:
+            found = read_table(Path(path), topology.placement)
+        except UsageError as error:
+            found = str(error)
+    found = broadcast_object(comm, found)
+    if not isinstance(found, MeasuredTable):
+        raise UsageError(f"comm.algorithm_table: {found}")
+    return found

@@ -15,7 +15,8 @@ import torch
 
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import Topology
-from paceline.comm.base import DONE, Communicator, ReduceOp, Work, takes_real_time
+from paceline.comm.base import DONE, Communicator, ReduceOp, Work
+from paceline.comm.group import check_reduction
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError
 
@@ -26,7 +27,7 @@ def join_hosts(comm: Communicator, topology: Topology, *, timeout_s: float = 300
     Called by every rank. Virtual ranks, ranks on GPUs, one rank to a host and hosts of different sizes have none.
     """
     sizes = {len(host) for host in topology.hosts}
-    if comm.device.type != "cpu" or not takes_real_time(comm) or len(sizes) != 1 or sizes == {1}:
+    if comm.device.type != "cpu" or not comm.takes_real_time or len(sizes) != 1 or sizes == {1}:
         return None
     host = next(host for host in topology.hosts if comm.rank in host)
     local: Communicator | None
@@ -57,8 +58,7 @@ class TwoLevelCommunicator(AlgorithmCommunicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks."""
-        if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
-            return super().all_reduce(tensor, op)  # which says why not
+        check_reduction("all_reduce", tensor.dtype, op)
         if not tensor.numel():
             return DONE
         whole = self._whole(tensor)

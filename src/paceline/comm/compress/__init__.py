@@ -1,7 +1,7 @@
 """Gradients that shrink where the link is slow: policies on a bucket, with error feedback.
 
     compressor = Compressor(Compression(policy="topk", ratio=0.01))
-    engine = parallelize(model, comm, "ddp", compression=compressor)
+    engine = parallelize(model, comm, "ddp", compressor=compressor)
 
 A policy (``sparse.py``, ``low_rank.py``, ``quantised.py``) says how one flat vector is exchanged. What surrounds it is
 the same for all and lives in ``feedback.py``: which tensors take part, what was not sent and comes with the next step,
@@ -11,5 +11,4 @@ the steps before compression begins, and the state that is saved.
 from __future__ import annotations
 
 from paceline.comm.compress.feedback import Compressor as Compressor
-from paceline.comm.compress.settings import POLICIES as POLICIES
-from paceline.comm.compress.settings import Compression as Compression
+from paceline.comm.compress.policies import POLICIES as POLICIES

@@ -1,17 +1,17 @@
-"""One rank of a world of any size, which talks to nobody: what it issues is written down, and nothing moves.
+"""One rank of a world of any size, alone: what it issues is recorded, and nothing moves.
 
 Data is on the meta device: it has shapes and no values, and a collective leaves it as it is. Numbers that the host
 reads (``control_device``) are real, and are what they would be if all ranks were alike:
 
     sum    size x own          avg, min, max, broadcast    own          all_gather    size copies of own
 
-Ranks of a pipeline are not alike: a stage waits for what the one before tells it. So the ranks of one ``DryWorld`` are
-run one after another, first stages first, and control messages and broadcasts of earlier ranks reach later ones. What
-no earlier rank has sent (a pipeline whose last stage feeds a second chunk of the first rank) is taken to be as what
-this rank itself has sent last.
+Ranks of a pipeline are not alike: a stage learns from the one before what it will get. So the ranks of one ``DryWorld``
+are run one after another, first stages first, and control messages and broadcasts of earlier ranks reach later ones.
+Where no earlier rank has sent a message (a pipeline whose last stage feeds a second chunk of the first rank), this
+rank's own last message of the same shape takes its place.
 
     world = DryWorld(size=4096)
-    comm = world.rank(7)                  every operation of it, and of what it is split into, is in comm.journal
+    comm = world.rank(7)                  every operation of it, and of its subgroups, is in comm.journal
 """
 
 from __future__ import annotations
@@ -19,66 +19,38 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
 
 import torch
 
-from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
-from paceline.comm.base import DONE, ReduceOp, Work
-from paceline.comm.member import GroupMember
+from paceline.comm.base import DONE, ReduceOp, Splits, Work
+from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.errors import UsageError
+from paceline.predict.replay.events import Issue
 
 META = torch.device("meta")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """How a collective travels that is made of messages: by which ``algorithm``; none: it is the backend's own.
-
-    ``share`` is the part of its rounds that this is, and ``messages`` are those of this rank: kind, number, bytes.
-    """
-
-    algorithm: str = ""
-    share: float = 1.0
-    messages: tuple[tuple[str, int, int], ...] = ()
-
-
-_WHOLE = Parcel()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DryOperation:
-    """An operation that was issued. ``lane``: what is on one is done in order; ``peer``: the other end of a message."""
-
-    number: int
-    kind: str
-    num_bytes: int
-    ranks: tuple[int, ...]
-    lane: str
-    peer: int | None = None
-    tag: int = 0
-    parcel: Parcel = _WHOLE
+Messages: TypeAlias = tuple[tuple[str, int, int], ...]  # of this rank: kind, number, bytes
 
 
 class Journal(Protocol):
-    """Is told what a rank issues, and when it waits."""
+    """Records what a rank issues, and when it waits."""
 
-    def issue(self, operation: DryOperation) -> None:
-        """An operation starts."""
+    def issue(self, operation: Issue) -> None:
+        """Records that an operation starts."""
 
     def wait(self, number: int) -> None:
-        """What is computed from here on needs the result of an operation."""
+        """Records that what is computed from here on needs the result of an operation."""
 
 
 @dataclass(slots=True)
 class KeptJournal:
-    """Keeps everything."""
+    """Keeps every operation and every wait."""
 
-    operations: list[DryOperation] = field(default_factory=list)
+    operations: list[Issue] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
 
-    def issue(self, operation: DryOperation) -> None:
+    def issue(self, operation: Issue) -> None:
         """Keeps an operation."""
         self.operations.append(operation)
 
@@ -88,26 +60,26 @@ class KeptJournal:
 
 
 class DryWorld:
-    """The ranks of which some are run, and what those have told the others."""
+    """Some ranks of a world, run one after another, and the messages of those that were run."""
 
-    def __init__(self, size: int, stands_for: str = "cuda") -> None:
-        """Takes the type of device that is meant: engines do some things otherwise on a CPU."""
+    def __init__(self, size: int, device_kind: str = "cuda") -> None:
+        """Takes the type of device to imitate: engines do some things differently on a CPU."""
         if size < 1:
             raise UsageError(f"a world of {size} ranks\n  it has at least one")
         self.size = size
-        self.stands_for = stands_for
+        self.device_kind = device_kind
         self.mail: dict[tuple[int, int, int], deque[torch.Tensor]] = {}  # by sender, receiver and tag
         self.board: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}  # broadcasts, by group and number
 
     def rank(self, rank: int, journal: Journal | None = None) -> DryCommunicator:
         """Returns the communicator of one rank."""
         check_peer("a dry run of", rank, self.size)
-        own = _Rank(world=self, number=rank, journal=KeptJournal() if journal is None else journal)
+        own = _DryRank(world=self, number=rank, journal=KeptJournal() if journal is None else journal)
         return DryCommunicator(own, tuple(range(self.size)), "world")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Rank:
+class _DryRank:
     """What all groups of one rank share."""
 
     world: DryWorld
@@ -116,11 +88,13 @@ class _Rank:
     num_issued: int = 0
     num_groups: int = 0
     num_broadcasts: dict[tuple[int, ...], int] = field(default_factory=dict)
-    told: list[torch.Tensor] = field(default_factory=list)  # control messages that this rank has sent
-    is_quiet: bool = False
+    sent: list[torch.Tensor] = field(default_factory=list)  # control messages of this rank
+    is_recording: bool = True
 
 
 class _DryWork:
+    """An operation whose first wait is recorded."""
+
     __slots__ = ("_journal", "_number")
 
     def __init__(self, journal: Journal, number: int) -> None:
@@ -128,101 +102,88 @@ class _DryWork:
         self._number = number
 
     def wait(self) -> None:
-        """Notes the first time that somebody needs the result."""
+        """Records that the result is needed."""
         if self._journal is not None:
             self._journal.wait(self._number)
             self._journal = None
 
 
 class DryCommunicator(GroupMember):
-    """One rank's handle on a group of a world that is not there."""
+    """One rank's handle on a group of a world of which nobody else is there."""
 
     takes_real_time = False
 
-    def __init__(self, own: _Rank, ranks: tuple[int, ...], lane: str) -> None:
-        super().__init__(ranks.index(own.number), ranks)
+    def __init__(self, own: _DryRank, ranks: tuple[int, ...], lane: str) -> None:
+        super().__init__(ranks.index(own.number), ranks, META, backend="virtual")
+        self.device_kind = own.world.device_kind
         self._own = own
         self._lane = lane
 
     @property
-    def device(self) -> torch.device:
-        """The meta device: data has no values."""
-        return META
-
-    @property
-    def stands_for(self) -> str:
-        """The type of device that is meant."""
-        return self._own.world.stands_for
-
-    @property
     def journal(self) -> Journal:
-        """What is told of this rank's operations."""
+        """Where this rank's operations are recorded."""
         return self._own.journal
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Notes an all-reduce of the tensor's bytes; a real tensor becomes what equal ranks would make of it."""
+        """Records an all-reduce of the tensor's bytes; a real tensor becomes what equal ranks would make of it."""
         if not tensor.is_meta and op == "sum":
             tensor.detach().mul_(self.size)
-        return self._issue("all_reduce", tensor)
+        return self.record("all_reduce", tensor.nbytes)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Notes a reduce-scatter of the whole input's bytes."""
+        """Records a reduce-scatter of the whole input's bytes."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         if not tensor.is_meta:
             piece = tensor.detach().reshape(self.size, -1)[self.rank].clone()
             output.detach().view(-1).copy_(piece * self.size if op == "sum" else piece)
-        return self._issue("reduce_scatter", tensor)
+        return self.record("reduce_scatter", tensor.nbytes)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Notes an all-gather of the whole output's bytes."""
+        """Records an all-gather of the whole output's bytes."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         if not output.is_meta:
             output.detach().view(self.size, -1).copy_(tensor.detach().reshape(1, -1).clone().expand(self.size, -1))
-        return self._issue("all_gather", output)
+        return self.record("all_gather", output.nbytes)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Notes a broadcast; a real tensor becomes what the source has sent, if it was run before."""
+        """Records a broadcast; a real tensor becomes what the source has sent, if it was run before."""
         check_peer("broadcast from", source, self.size)
         if not tensor.is_meta:
             self._share_broadcast(tensor, source)
-        return self._issue("broadcast", tensor)
+        return self.record("broadcast", tensor.nbytes)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
-        """Notes an all-to-all of this rank's input; real pieces are all this rank's own."""
+        """Records an all-to-all of this rank's input; real pieces are all this rank's own."""
         theirs = all_to_all_splits(output, output_splits, self.size)
         ours = all_to_all_splits(tensor, input_splits, self.size)
         if not tensor.is_meta:
             mine = torch.split(tensor.detach(), ours)[self.rank].clone()
             for piece, rows in zip(torch.split(output.detach(), theirs), theirs, strict=True):
                 piece.copy_(mine[:rows])
-        return self._issue("all_to_all", tensor)
+        return self.record("all_to_all", tensor.nbytes)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Notes a message; a real one is kept for the rank that receives it."""
+        """Records a message; a real one is kept for the rank that receives it."""
         check_peer("send to", to, self.size)
         if not tensor.is_meta:
             kept = tensor.detach().clone()
-            self._own.told.append(kept)
+            self._own.sent.append(kept)
             key = (self._own.number, self.ranks[to], tag)
             self._own.world.mail.setdefault(key, deque()).append(kept)
-        return self._issue("send", tensor, peer=self.ranks[to], tag=tag)
+        return self._record_message("send", tensor, self._own.number, self.ranks[to], tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Notes a message; a real tensor becomes what was sent to this rank."""
+        """Records a message; a real tensor becomes what was sent to this rank."""
         check_peer("recv from", source, self.size)
         if not tensor.is_meta:
-            tensor.detach().copy_(self._letter(tensor, source, tag))
-        return self._issue("recv", tensor, peer=self.ranks[source], tag=tag)
+            tensor.detach().copy_(self._message(tensor, source, tag))
+        return self._record_message("recv", tensor, self.ranks[source], self._own.number, tag)
 
     def barrier(self) -> None:
-        """Notes a barrier, which is waited for."""
-        self._issue("barrier", None).wait()
+        """Records a barrier, which is waited for."""
+        self.record("barrier", 0).wait()
 
     def split(self, ranks: Sequence[int]) -> DryCommunicator:
         """Makes a subgroup with a lane of its own."""
@@ -230,56 +191,34 @@ class DryCommunicator(GroupMember):
         self._own.num_groups += 1
         return DryCommunicator(self._own, tuple(self.ranks[r] for r in ranks), f"group {self._own.num_groups}")
 
-    def note(self, kind: str, num_bytes: int, parcel: Parcel = _WHOLE) -> Work:
-        """Notes a collective of this group."""
-        return self._note(kind, num_bytes, self._lane, self.ranks, parcel=parcel)
+    def record(
+        self, kind: str, num_bytes: int, *, algorithm: str = "", share: float = 1.0, messages: Messages = ()
+    ) -> Work:
+        """Records a collective of this group; for what an ``algorithm`` makes of it see ``Issue``."""
+        operation = Issue(number=0, kind=kind, num_bytes=num_bytes, ranks=self.ranks, lane=self._lane)
+        return self._record(replace(operation, algorithm=algorithm, share=share, messages=messages))
 
     @contextlib.contextmanager
-    def quietly(self) -> Iterator[None]:
-        """Lets operations tell numbers that the host reads without being noted."""
-        before, self._own.is_quiet = self._own.is_quiet, True
+    def unrecorded(self) -> Iterator[None]:
+        """Lets operations in here give the host its numbers without being recorded."""
+        before, self._own.is_recording = self._own.is_recording, False
         try:
             yield
         finally:
-            self._own.is_quiet = before
+            self._own.is_recording = before
 
-    def _issue(self, kind: str, tensor: torch.Tensor | None, peer: int | None = None, tag: int = 0) -> Work:
-        own = self._own
-        lane = self._lane
-        ranks = self.ranks
-        if peer is not None:  # messages of a pair do not wait for those of another
-            first, second = (own.number, peer) if kind == "send" else (peer, own.number)
-            lane, ranks = f"{first} to {second}", (first, second)
-        num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        return self._note(kind, num_bytes, lane, ranks, peer=peer, tag=tag)
+    def _record_message(self, kind: str, tensor: torch.Tensor, sender: int, receiver: int, tag: int) -> Work:
+        """Records a message, on a lane of its pair: messages of one pair do not wait for those of another."""
+        lane, ranks = f"{sender} to {receiver}", (sender, receiver)
+        return self._record(Issue(number=0, kind=kind, num_bytes=tensor.nbytes, ranks=ranks, lane=lane, tag=tag))
 
-    def _note(
-        self,
-        kind: str,
-        num_bytes: int,
-        lane: str,
-        ranks: tuple[int, ...],
-        *,
-        peer: int | None = None,
-        tag: int = 0,
-        parcel: Parcel = _WHOLE,
-    ) -> Work:
+    def _record(self, operation: Issue) -> Work:
         own = self._own
-        if own.is_quiet:
+        if not own.is_recording:
             return DONE
-        operation = DryOperation(
-            number=own.num_issued,
-            kind=kind,
-            num_bytes=num_bytes,
-            ranks=ranks,
-            lane=lane,
-            peer=peer,
-            tag=tag,
-            parcel=parcel,
-        )
+        own.journal.issue(replace(operation, number=own.num_issued))
         own.num_issued += 1
-        own.journal.issue(operation)
-        return _DryWork(own.journal, operation.number)
+        return _DryWork(own.journal, own.num_issued - 1)
 
     def _share_broadcast(self, tensor: torch.Tensor, source: int) -> None:
         counts, board = self._own.num_broadcasts, self._own.world.board
@@ -290,14 +229,14 @@ class DryCommunicator(GroupMember):
         elif key in board and board[key].shape == tensor.shape:
             tensor.detach().copy_(board[key])
 
-    def _letter(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
+    def _message(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
         own, sender = self._own, self.ranks[source]
         waiting = own.world.mail.get((sender, own.number, tag))
         if waiting:
             return waiting.popleft()
-        for told in reversed(own.told):
-            if told.shape == tensor.shape and told.dtype == tensor.dtype:
-                return told
+        for sent in reversed(own.sent):
+            if sent.shape == tensor.shape and sent.dtype == tensor.dtype:
+                return sent
         raise UsageError(
             f"rank {own.number} of a dry run waits for what rank {sender} tells it, and that was not run before\n"
             "  a stage of a pipeline learns the shapes of its inputs from the one before\n"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,13 +20,12 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 
-from paceline.clock import Clock
-from paceline.comm.around import AroundCommunicator
-from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.base import Communicator, ReduceOp, Splits, Work
+from paceline.comm.group import WrappedCommunicator
 from paceline.comm.ledger import file as layout
 from paceline.comm.ledger.call_sites import CallSites, instruction_of
 from paceline.comm.ledger.file import (
@@ -35,15 +35,37 @@ from paceline.comm.ledger.file import (
     NUM_GROUPS,
     NUM_RECORDS,
     PHASE,
+    PUT_RECORD,
+    RECORD_BYTES,
     RECORD_WORDS,
+    RECORDS_AT,
     STEP,
     TABLE_USED,
     WAITING,
 )
-from paceline.comm.ledger.writer import CallKey, End, Place, make_writer, work_class
 from paceline.health.ledger_view import PHASES
 
+T = TypeVar("T")
+
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
+_REACH = NUM_RECORDS - 1  # of records that are not overwritten
+
+Peer = tuple[int, int]
+"""The other end of an operation: a rank of the world, and a tag."""
+
+CallKey = tuple[str, tuple[int, ...], torch.dtype | None, str, Peer | None]
+LocatedCall = tuple[int, str, tuple[int, ...], torch.dtype | None, str, Peer | None]
+"""The calling instruction, and what it called."""
+
+
+class NotedWork(Protocol):
+    """An operation whose end is written down. Whoever asked for the record adds ``inner``."""
+
+    inner: Work
+    number: int
+
+    def wait(self) -> None:
+        """Waits, and notes that it does, and that it is over."""
 
 
 class Ledger:
@@ -66,7 +88,7 @@ class Ledger:
         self.make_work = work_class(self)
         self._sites = CallSites(lambda number, text: self._append("s", number, text))
         self.calls: dict[CallKey, int] = {}
-        self.known: dict[Place, int] = {}  # call and site; 0 where the instruction is plumbing
+        self.known: dict[LocatedCall, int] = {}  # call and site; 0 where the instruction is plumbing
         self._groups: Counter[tuple[int, ...]] = Counter()
         self._num_groups = 0
         values = {
@@ -122,7 +144,7 @@ class Ledger:
         self.calls[key] = number
         return number
 
-    def find_place(self, frame: FrameType, key: Place, known: int | None) -> int:
+    def find_place(self, frame: FrameType, key: LocatedCall, known: int | None) -> int:
         """Returns the numbers of a call and of its site, as a record has them: the site in the upper four bytes.
 
         ``known`` is what is known of ``frame``: nothing, or that it is plumbing.
@@ -154,141 +176,183 @@ class Ledger:
         return True
 
 
-class LedgerCommunicator(AroundCommunicator):
+# [Note: closures] Every operation passes the two functions below. Each of their lines costs some tens of nanoseconds,
+# and so does looking a name up in an object; so they make closures, which have what they need at hand.
+
+
+def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
+    """Makes the class of a ledger's works. It has no constructor, which would cost as much as all the rest of one."""
+    cells, times, now = ledger.cells, ledger.times, ledger.now
+
+    class LedgerWork:
+        __slots__ = ("inner", "number")
+
+        inner: Work
+        number: int
+
+        def wait(self) -> None:
+            """Waits, and notes that it does, and that it is over."""
+            number = self.number
+            if not number:  # noted before
+                self.inner.wait()  # from another stream, perhaps
+                return
+            cells[WAITING] = number
+            try:
+                self.inner.wait()
+            finally:
+                cells[WAITING] = 0
+            self.number = 0
+            if cells[ISSUED] - number < _REACH:  # else its place is another's by now
+                times[DONE_WORD + number % NUM_RECORDS * RECORD_WORDS] = now()
+
+    return LedgerWork
+
+
+def make_writer(
+    ledger: Ledger, group: int, first: int, find_place: Callable[[FrameType, LocatedCall, int | None], int]
+) -> Callable[..., NotedWork]:
+    """Makes the function that a group's verbs call themselves: it writes down the line of the verb's caller.
+
+    ``first`` is the number of the next collective. The counters come after the record: see ``file.py``. What is made
+    takes the kind, shape, dtype, op and peer of an operation; without a ``sequence`` it counts as the group's next
+    collective, and ``to`` is another group than the writer's.
+    """
+    cells, counts, buffer, known_at = ledger.cells, ledger.counts, ledger.buffer, ledger.known.get
+    now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, PUT_RECORD
+    frame_at = sys._getframe
+    count = first
+
+    def write(
+        kind: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        op: str = "",
+        peer: Peer | None = None,
+        sequence: int | None = None,
+        to: int | None = None,
+    ) -> NotedWork:
+        nonlocal count
+        frame = frame_at(2)
+        key = (id(frame.f_code) + frame.f_lasti, kind, shape, dtype, op, peer)  # as ``instruction_of``
+        known = known_at(key)
+        work = make_work()
+        work.number = number = next_number()
+        put(
+            buffer,
+            RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES,
+            number,
+            count if sequence is None else sequence,
+            group if to is None else to,
+            cells[PHASE],
+            known or find_place(frame, key, known),
+            now(),
+            cells[STEP],
+        )
+        cells[ISSUED] = cells[WAITING] = number
+        if sequence is None:
+            counts[group] = count = count + 1
+        return work
+
+    return write
+
+
+class LedgerCommunicator(WrappedCommunicator):
     """Passes every verb on to ``inner``, and writes it down before and after; subgroups share the ledger."""
+
+    ledger: Ledger
 
     def __init__(self, inner: Communicator, ledger: Ledger, *, group: int | None = None) -> None:
         """``group`` is the number of one that the ledger knows already, and in which an operation was issued."""
         super().__init__(inner)
         self.ledger = ledger
         self._group = ledger.add_group(inner.ranks) if group is None else group
-        self._messages: Counter[tuple[str, End]] = Counter()
-        self._members = inner.ranks
+        self._messages: Counter[tuple[str, Peer]] = Counter()
         self._cells = ledger.cells
+        # Called by the verbs themselves: the line that it writes down is that of the verb's caller.
         self._write = make_writer(ledger, self._group, 0 if group is None else 1, ledger.find_place)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Writes down an all-reduce."""
         work = self._write("all_reduce", tensor.shape, tensor.dtype, op)
-        try:
-            work.inner = self.inner.all_reduce(tensor, op)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.all_reduce, tensor, op)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Writes down a reduce-scatter, with the whole input's shape."""
         work = self._write("reduce_scatter", tensor.shape, tensor.dtype, op)
-        try:
-            work.inner = self.inner.reduce_scatter(output, tensor, op)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.reduce_scatter, output, tensor, op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Writes down an all-gather, with the whole output's shape."""
         work = self._write("all_gather", output.shape, output.dtype)
-        try:
-            work.inner = self.inner.all_gather(output, tensor)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.all_gather, output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Writes down a broadcast."""
         work = self._write("broadcast", tensor.shape, tensor.dtype, "", (self._peer(source), 0))
-        try:
-            work.inner = self.inner.broadcast(tensor, source)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.broadcast, tensor, source)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Writes down an all-to-all, with this rank's input."""
         work = self._write("all_to_all", tensor.shape, tensor.dtype)
-        try:
-            work.inner = self.inner.all_to_all(output, tensor, output_splits, input_splits)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        return self._issue(work, self.inner.all_to_all, output, tensor, output_splits, input_splits)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Writes down a send."""
-        end = (self._peer(to), tag)
-        work = self._write("send", tensor.shape, tensor.dtype, "", end, self._count_message("send", end))
-        try:
-            work.inner = self.inner.send(tensor, to, tag)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        peer = (self._peer(to), tag)
+        work = self._write("send", tensor.shape, tensor.dtype, "", peer, self._count_message("send", peer))
+        return self._issue(work, self.inner.send, tensor, to, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Writes down a receive."""
-        end = (self._peer(source), tag)
-        work = self._write("recv", tensor.shape, tensor.dtype, "", end, self._count_message("recv", end))
-        try:
-            work.inner = self.inner.recv(tensor, source, tag)
-        finally:
-            self._cells[WAITING] = 0
-        return work
+        peer = (self._peer(source), tag)
+        work = self._write("recv", tensor.shape, tensor.dtype, "", peer, self._count_message("recv", peer))
+        return self._issue(work, self.inner.recv, tensor, source, tag)
 
     def barrier(self) -> None:
         """Writes down a barrier."""
-        number = self._write("barrier", (), None).number
-        try:
-            self.inner.barrier()
-        finally:
-            self._cells[WAITING] = 0
-        self.ledger.note_end(number)
+        self._complete(self._write("barrier", (), None), self.inner.barrier)
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes a subgroup that writes into the same ledger; making it is the subgroup's first operation."""
         if len(ranks) == 1:
             return self.inner.split(ranks)  # nobody to wait for
-        members = tuple(map(self._peer, ranks))
-        group = self.ledger.add_group(members)
-        number = self._write("split", (), None, "", None, 0, group).number
+        group = self.ledger.add_group(tuple(map(self._peer, ranks)))
+        work = self._write("split", (), None, "", None, 0, group)
         self.ledger.counts[group] = 1
+        made = self._complete(work, lambda: self.inner.split(ranks))
+        return LedgerCommunicator(made, self.ledger, group=group)
+
+    def _issue(self, work: NotedWork, verb: Callable[..., Work], *arguments: object) -> Work:
+        """Issues what was written down: until ``verb`` returns, the rank counts as waiting for it."""
         try:
-            made = self.inner.split(ranks)
+            work.inner = verb(*arguments)
         finally:
             self._cells[WAITING] = 0
-        self.ledger.note_end(number)
-        return LedgerCommunicator(made, self.ledger, group=group)
+        return work
+
+    def _complete(self, work: NotedWork, call: Callable[[], T]) -> T:
+        """Makes a call that is over when it returns."""
+        try:
+            found = call()
+        finally:
+            self._cells[WAITING] = 0
+        self.ledger.note_end(work.number)
+        return found
 
     def _peer(self, rank: int) -> int:
         """Returns a member's rank in the world; one that is not there is left to ``inner`` to refuse."""
-        return self._members[rank] if 0 <= rank < len(self._members) else rank
+        return self.ranks[rank] if 0 <= rank < self.size else rank
 
-    def _count_message(self, kind: str, end: End) -> int:
+    def _count_message(self, kind: str, peer: Peer) -> int:
         """Returns the number of a message, which goes by its kind, peer and tag."""
-        pair = (kind, end)
+        pair = (kind, peer)
         sequence = self._messages[pair]
         self._messages[pair] = sequence + 1
         return sequence
 
 
 def ledger_clock(comm: Communicator) -> Callable[[], float]:
-    """Returns the clock of a rank's operations: that of its virtual rank, if it has one, and else the host's."""
-    inmost = comm
-    while (inner := getattr(inmost, "inner", None)) is not None:
-        inmost = inner
-    clock: Clock | None = getattr(inmost, "clock", None)
-    return time.perf_counter if clock is None else cast("Callable[[], float]", clock.take)
-
-
-def ledger_of(comm: Communicator) -> Ledger | None:
-    """Returns the ledger that a communicator, or one inside it, writes into; None without one."""
-    current: Communicator | None = comm
-    while current is not None:
-        ledger: Ledger | None = getattr(current, "ledger", None)
-        if ledger is not None:
-            return ledger
-        current = getattr(current, "inner", None)
-    return None
+    """Returns the clock of a rank's operations: its virtual clock if it has one, else the host's."""
+    return time.perf_counter if comm.clock is None else cast("Callable[[], float]", comm.clock.take)

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.comm.base import ReduceOp
+from paceline.comm.group import NARROW, reduce_pair
 from paceline.comm.shared.progress import Fence, Steps
 from paceline.errors import CollectiveMismatchError
 
@@ -39,7 +40,6 @@ DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
-_NARROW = (torch.float16, torch.bfloat16)
 _KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
@@ -122,33 +122,6 @@ class Board:
         return self._scratch[dtype][:length]
 
 
-class Collectives:
-    """What one rank of a group calls, step by step, in Python."""
-
-    def __init__(self, board: Board) -> None:
-        self.board = board
-
-    def barrier(self) -> Steps:
-        """Waits for every rank."""
-        return barrier(self.board)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        """Replaces the flat ``tensor`` by the reduction over all ranks."""
-        return all_reduce(self.board, tensor, op)
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        """Reduces this rank's slice of the flat ``tensor`` into ``output``."""
-        return reduce_scatter(self.board, output, tensor, op)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
-        """Fills ``output`` with every rank's ``tensor``; both are flat bytes."""
-        return all_gather(self.board, output, tensor, stamp)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
-        """Replaces flat bytes by those of rank ``source``."""
-        return broadcast(self.board, tensor, source, stamp)
-
-
 def stamp_of(kind: str, tensor: torch.Tensor | None = None, detail: int = 0) -> int:
     """Returns a number that says what a rank calls; ranks whose numbers differ call different things."""
     if tensor is None:
@@ -171,139 +144,148 @@ def describe(stamp: int) -> str:
     return f"{kind}({how}{numel} elements of {name})"
 
 
-def barrier(board: Board) -> Steps:
-    """Waits for every rank."""
-    stamp, ticket = stamp_of("barrier"), board.take(1)
-    yield from board.enter(ticket, stamp)
-    board.publish(ARRIVED, ticket)
-    yield from board.meet(ticket, stamp)
-    board.publish(_DONE, ticket)
+class Collectives:
+    """What one rank of a group calls, step by step, in Python."""
 
+    def __init__(self, board: Board) -> None:
+        self.board = board
 
-def all_reduce(board: Board, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-    """Reduces a flat tensor in place."""
-    stamp = stamp_of("all_reduce", tensor, OPS.index(op))
-    if tensor.numel() * tensor.element_size() <= min(_SMALL_BYTES, board.slot_bytes):
-        return _all_reduce_small(board, tensor, op, stamp)
-    return _all_reduce_large(board, tensor, op, stamp)
-
-
-def _all_reduce_small(board: Board, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
-    ticket, length = board.take(1), tensor.numel()
-    yield from board.enter(ticket, stamp)
-    pieces = [board.slot(rank, ticket, tensor.dtype)[:length] for rank in range(board.size)]
-    pieces[board.rank].copy_(tensor)
-    board.publish(ARRIVED, ticket)
-    yield from board.meet(ticket, stamp)
-    _combine(board, pieces, op, tensor)
-    board.publish(_DONE, ticket)
-
-
-def _all_reduce_large(board: Board, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
-    """Three things are done with every chunk, each a round behind the one before: others are rarely waited for."""
-    chunks = torch.split(tensor, board.slot_bytes // tensor.element_size())
-    first, last = board.take(len(chunks)), len(chunks) - 1
-    bounds = [_bounds(chunk.numel(), board.size) for chunk in (chunks[0], chunks[-1])]
-    for step in range(len(chunks) + 2):
-        if step <= last:
-            yield from board.enter(first + step, stamp)
-            _put_in(board, chunks[step], first + step, bounds[step == last])
-        if 0 <= (number := step - 1) <= last:
-            yield from board.meet(first + number, stamp)
-            _reduce_own(board, chunks[number], first + number, bounds[number == last][board.rank], op)
-        if (number := step - 2) >= 0:
-            while missing := board.behind(_REDUCED, first + number):
-                yield missing
-            _take_out(board, chunks[number], first + number, bounds[number == last])
-
-
-def _put_in(board: Board, chunk: torch.Tensor, ticket: int, bounds: list[tuple[int, int]]) -> None:
-    own = board.slot(board.rank, ticket, chunk.dtype)
-    for rank, (low, high) in enumerate(bounds):
-        if rank != board.rank and low < high:
-            own[low:high].copy_(chunk[low:high])
-    board.publish(ARRIVED, ticket)
-
-
-def _reduce_own(board: Board, chunk: torch.Tensor, ticket: int, bounds: tuple[int, int], op: ReduceOp) -> None:
-    low, high = bounds
-    if low < high:
-        pieces = [board.slot(rank, ticket, chunk.dtype)[low:high] for rank in range(board.size)]
-        result, pieces[board.rank] = pieces[board.rank], chunk[low:high]
-        _combine(board, pieces, op, result)
-        chunk[low:high].copy_(result)
-    board.publish(_REDUCED, ticket)
-
-
-def _take_out(board: Board, chunk: torch.Tensor, ticket: int, bounds: list[tuple[int, int]]) -> None:
-    for rank, (low, high) in enumerate(bounds):
-        if rank != board.rank and low < high:
-            chunk[low:high].copy_(board.slot(rank, ticket, chunk.dtype)[low:high])
-    board.publish(_DONE, ticket)
-
-
-def reduce_scatter(board: Board, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-    """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
-    stamp = stamp_of("reduce_scatter", tensor, OPS.index(op))
-    size, me, dtype = board.size, board.rank, tensor.dtype
-    cell = cell_of(board, tensor.element_size())
-    targets = torch.split(output, cell)
-    first = board.take(len(targets))
-    whole = tensor.view(size, output.numel())
-    for step in range(len(targets) + 1):
-        if step < len(targets):
-            yield from board.enter(first + step, stamp)
-            low, length = step * cell, targets[step].numel()
-            own = board.slot(me, first + step, dtype)
-            for rank in range(size):
-                if rank != me:
-                    own[rank * cell : rank * cell + length].copy_(whole[rank, low : low + length])
-            board.publish(ARRIVED, first + step)
-        if step >= 1:
-            number = step - 1
-            yield from board.meet(first + number, stamp)
-            low, length = number * cell, targets[number].numel()
-            pieces = [board.slot(rank, first + number, dtype)[me * cell : me * cell + length] for rank in range(size)]
-            pieces[me] = whole[me, low : low + length]
-            _combine(board, pieces, op, targets[number])
-            board.publish(_DONE, first + number)
-
-
-def all_gather(board: Board, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
-    """Fills ``output`` with every rank's ``tensor``, which may be its own place in it; both are flat bytes."""
-    places = output.view(board.size, tensor.numel())
-    own = torch.split(tensor, board.slot_bytes)
-    first = board.take(len(own))
-    if places[board.rank].data_ptr() != tensor.data_ptr():
-        places[board.rank].copy_(tensor)
-    for step in range(len(own) + 1):
-        if step < len(own):
-            yield from board.enter(first + step, stamp)
-            board.slot(board.rank, first + step, torch.uint8)[: own[step].numel()].copy_(own[step])
-            board.publish(ARRIVED, first + step)
-        if step >= 1:
-            ticket, low, length = first + step - 1, (step - 1) * board.slot_bytes, own[step - 1].numel()
-            yield from board.meet(ticket, stamp)
-            for rank in range(board.size):
-                if rank != board.rank:
-                    places[rank, low : low + length].copy_(board.slot(rank, ticket, torch.uint8)[:length])
-            board.publish(_DONE, ticket)
-
-
-def broadcast(board: Board, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
-    """Replaces flat bytes by those of rank ``source``, which does not wait for the others to take them."""
-    chunks = torch.split(tensor, board.slot_bytes)
-    first = board.take(len(chunks))
-    for ticket, chunk in enumerate(chunks, start=first):
-        slot = board.slot(source, ticket, torch.uint8)[: chunk.numel()]
-        if board.rank == source:
-            yield from board.enter(ticket, stamp)
-            slot.copy_(chunk)
-            board.publish(ARRIVED, ticket)
-        else:
-            yield from board.meet(ticket, stamp, (source,))
-            chunk.copy_(slot)
+    def barrier(self) -> Steps:
+        """Waits for every rank."""
+        board = self.board
+        stamp, ticket = stamp_of("barrier"), board.take(1)
+        yield from board.enter(ticket, stamp)
+        board.publish(ARRIVED, ticket)
+        yield from board.meet(ticket, stamp)
         board.publish(_DONE, ticket)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+        """Reduces a flat tensor in place."""
+        board = self.board
+        stamp = stamp_of("all_reduce", tensor, OPS.index(op))
+        if tensor.numel() * tensor.element_size() <= min(_SMALL_BYTES, board.slot_bytes):
+            return self._all_reduce_small(tensor, op, stamp)
+        return self._all_reduce_large(tensor, op, stamp)
+
+    def _all_reduce_small(self, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
+        board = self.board
+        ticket, length = board.take(1), tensor.numel()
+        yield from board.enter(ticket, stamp)
+        pieces = [board.slot(rank, ticket, tensor.dtype)[:length] for rank in range(board.size)]
+        pieces[board.rank].copy_(tensor)
+        board.publish(ARRIVED, ticket)
+        yield from board.meet(ticket, stamp)
+        _combine(board, pieces, op, tensor)
+        board.publish(_DONE, ticket)
+
+    def _all_reduce_large(self, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
+        """Three things are done with every chunk, each a round behind the one before: others are rarely waited for."""
+        board = self.board
+        chunks = torch.split(tensor, board.slot_bytes // tensor.element_size())
+        first, last = board.take(len(chunks)), len(chunks) - 1
+        bounds = [_bounds(chunk.numel(), board.size) for chunk in (chunks[0], chunks[-1])]
+        for step in range(len(chunks) + 2):
+            if step <= last:
+                yield from board.enter(first + step, stamp)
+                self._put_in(chunks[step], first + step, bounds[step == last])
+            if 0 <= (number := step - 1) <= last:
+                yield from board.meet(first + number, stamp)
+                self._reduce_own(chunks[number], first + number, bounds[number == last][board.rank], op)
+            if (number := step - 2) >= 0:
+                while missing := board.behind(_REDUCED, first + number):
+                    yield missing
+                self._take_out(chunks[number], first + number, bounds[number == last])
+
+    def _put_in(self, chunk: torch.Tensor, ticket: int, bounds: list[tuple[int, int]]) -> None:
+        board = self.board
+        own = board.slot(board.rank, ticket, chunk.dtype)
+        for rank, (low, high) in enumerate(bounds):
+            if rank != board.rank and low < high:
+                own[low:high].copy_(chunk[low:high])
+        board.publish(ARRIVED, ticket)
+
+    def _reduce_own(self, chunk: torch.Tensor, ticket: int, bounds: tuple[int, int], op: ReduceOp) -> None:
+        board = self.board
+        low, high = bounds
+        if low < high:
+            pieces = [board.slot(rank, ticket, chunk.dtype)[low:high] for rank in range(board.size)]
+            result, pieces[board.rank] = pieces[board.rank], chunk[low:high]
+            _combine(board, pieces, op, result)
+            chunk[low:high].copy_(result)
+        board.publish(_REDUCED, ticket)
+
+    def _take_out(self, chunk: torch.Tensor, ticket: int, bounds: list[tuple[int, int]]) -> None:
+        board = self.board
+        for rank, (low, high) in enumerate(bounds):
+            if rank != board.rank and low < high:
+                chunk[low:high].copy_(board.slot(rank, ticket, chunk.dtype)[low:high])
+        board.publish(_DONE, ticket)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
+        """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
+        board = self.board
+        stamp = stamp_of("reduce_scatter", tensor, OPS.index(op))
+        size, me, dtype = board.size, board.rank, tensor.dtype
+        cell = cell_of(board, tensor.element_size())
+        targets = torch.split(output, cell)
+        first = board.take(len(targets))
+        whole = tensor.view(size, output.numel())
+        for step in range(len(targets) + 1):
+            if step < len(targets):
+                yield from board.enter(first + step, stamp)
+                low, length = step * cell, targets[step].numel()
+                own = board.slot(me, first + step, dtype)
+                for rank in range(size):
+                    if rank != me:
+                        own[rank * cell : rank * cell + length].copy_(whole[rank, low : low + length])
+                board.publish(ARRIVED, first + step)
+            if step >= 1:
+                number = step - 1
+                yield from board.meet(first + number, stamp)
+                low, length = number * cell, targets[number].numel()
+                pieces = [
+                    board.slot(rank, first + number, dtype)[me * cell : me * cell + length] for rank in range(size)
+                ]
+                pieces[me] = whole[me, low : low + length]
+                _combine(board, pieces, op, targets[number])
+                board.publish(_DONE, first + number)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
+        """Fills ``output`` with every rank's ``tensor``, which may be its own place in it; both are flat bytes."""
+        board = self.board
+        places = output.view(board.size, tensor.numel())
+        own = torch.split(tensor, board.slot_bytes)
+        first = board.take(len(own))
+        if places[board.rank].data_ptr() != tensor.data_ptr():
+            places[board.rank].copy_(tensor)
+        for step in range(len(own) + 1):
+            if step < len(own):
+                yield from board.enter(first + step, stamp)
+                board.slot(board.rank, first + step, torch.uint8)[: own[step].numel()].copy_(own[step])
+                board.publish(ARRIVED, first + step)
+            if step >= 1:
+                ticket, low, length = first + step - 1, (step - 1) * board.slot_bytes, own[step - 1].numel()
+                yield from board.meet(ticket, stamp)
+                for rank in range(board.size):
+                    if rank != board.rank:
+                        places[rank, low : low + length].copy_(board.slot(rank, ticket, torch.uint8)[:length])
+                board.publish(_DONE, ticket)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
+        """Replaces flat bytes by those of rank ``source``, which does not wait for the others to take them."""
+        board = self.board
+        chunks = torch.split(tensor, board.slot_bytes)
+        first = board.take(len(chunks))
+        for ticket, chunk in enumerate(chunks, start=first):
+            slot = board.slot(source, ticket, torch.uint8)[: chunk.numel()]
+            if board.rank == source:
+                yield from board.enter(ticket, stamp)
+                slot.copy_(chunk)
+                board.publish(ARRIVED, ticket)
+            else:
+                yield from board.meet(ticket, stamp, (source,))
+                chunk.copy_(slot)
+            board.publish(_DONE, ticket)
 
 
 def cell_of(board: Board, element_bytes: int) -> int:
@@ -320,10 +302,10 @@ def _bounds(length: int, size: int) -> list[tuple[int, int]]:
 
 def _combine(board: Board, pieces: Sequence[torch.Tensor], op: ReduceOp, output: torch.Tensor) -> None:
     """Reduces the pieces in rank order into ``output``, which may be one of them."""
-    if output.dtype in _NARROW:  # in float32, so that it is rounded once
+    if output.dtype in NARROW:  # in float32, so that it is rounded once
         total = board.scratch(torch.float32, output.numel()).copy_(pieces[0])
         for piece in pieces[1:]:
-            _pair(total, piece, op, total)
+            reduce_pair(total, piece, op, total)
         if op == "avg":
             total.div_(len(pieces))
         output.copy_(total)
@@ -331,15 +313,8 @@ def _combine(board: Board, pieces: Sequence[torch.Tensor], op: ReduceOp, output:
     total = pieces[0]
     for piece in pieces[1:-1]:
         scratch = board.scratch(output.dtype, output.numel())
-        _pair(total, piece, op, scratch)
+        reduce_pair(total, piece, op, scratch)
         total = scratch
-    _pair(total, pieces[-1], op, output)
+    reduce_pair(total, pieces[-1], op, output)
     if op == "avg":
         output.div_(len(pieces))
-
-
-def _pair(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, out: torch.Tensor) -> None:
-    if op in ("sum", "avg"):
-        torch.add(one, other, out=out)
-    else:
-        (torch.minimum if op == "min" else torch.maximum)(one, other, out=out)

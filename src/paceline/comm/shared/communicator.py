@@ -3,7 +3,7 @@
     comm = share_memory(connect("gloo"))      # as it was, where the ranks do not share a host
 
 A group has one segment: an area and counters of each rank for collectives (``board.py``), and a ring of cells for each
-pair of ranks for messages (``letters.py``). Operations go on when their process issues or waits (``progress.py``).
+pair of ranks for messages (``messages.py``). Operations go on when their process issues or waits (``progress.py``).
 For a tensor of B bytes on N ranks at memory bandwidth W per rank, an all-reduce takes about (4 N - 1)/N B/W, with no
 more latency than one look at a counter in another core's cache.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,16 +22,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
-from paceline.comm.base import Communicator, ReduceOp, Work
-from paceline.comm.member import GroupMember
-from paceline.comm.objects import gather_objects
-from paceline.comm.shared import board, letters
+from paceline.comm.base import Communicator, ReduceOp, Splits, Work
+from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_reduction, check_split
+from paceline.comm.objects import gather_objects, receive_object, send_object
+from paceline.comm.shared import board, messages
 from paceline.comm.shared.native import build
 from paceline.comm.shared.native.collectives import MOST_RANKS, CompiledCollectives
-from paceline.comm.shared.progress import Lane, Progress, Queue, Steps, Task
-from paceline.comm.shared.segment import FOLDER, Process, Segment, Whereabouts, no_folder
-from paceline.comm.shared.segment_layout import LINE_BYTES, SegmentLayout
+from paceline.comm.shared.progress import OperationLane, OperationQueue, PendingOperation, ProgressLoop, Steps
+from paceline.comm.shared.segment import (
+    FOLDER,
+    LINE_BYTES,
+    Process,
+    SegmentLayout,
+    SharedSegment,
+    Whereabouts,
+    no_folder,
+)
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CollectiveMismatchError, CommunicationError, UsageError
 
@@ -60,10 +65,10 @@ def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicato
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Means:
+class _GroupResources:
     """What all groups that were made from one another use."""
 
-    progress: Progress
+    progress: ProgressLoop
     code: ctypes.CDLL | None
     timeout_s: float
 
@@ -75,22 +80,22 @@ class _Means:
 class _SharedWork:
     """An operation in flight."""
 
-    __slots__ = ("_comm", "_lane", "_task")
+    __slots__ = ("_comm", "_lane", "_operation")
 
-    def __init__(self, comm: SharedMemoryCommunicator, task: Task, lane: Lane) -> None:
+    def __init__(self, comm: SharedMemoryCommunicator, operation: PendingOperation, lane: OperationLane) -> None:
         self._comm = comm
-        self._task = task
+        self._operation = operation
         self._lane = lane
 
     def wait(self) -> None:
         """Returns when the result may be used. Safe to call twice."""
-        if not self._task.is_done:
-            self._comm._wait(self._task, self._lane)
-        if self._task.error is not None:
-            raise type(self._task.error)(str(self._task.error))  # a new one: each has its own traceback
+        if not self._operation.is_done:
+            self._comm._wait(self._operation, self._lane)
+        if self._operation.error is not None:
+            raise type(self._operation.error)(str(self._operation.error))  # a new one: each has its own traceback
 
 
-class _Together:
+class _JointWork:
     """Several works, and what is done when all are."""
 
     __slots__ = ("_finish", "_works")
@@ -113,24 +118,24 @@ class SharedMemoryCommunicator(GroupMember):
 
     def __init__(
         self,
-        segment: Segment,
+        segment: SharedSegment,
         rank: int,
         ranks: tuple[int, ...],
         processes: Sequence[Process],
-        means: _Means,
+        resources: _GroupResources,
     ) -> None:
-        layout, progress = means.layout(len(ranks)), means.progress
-        super().__init__(rank, ranks)
+        layout, progress = resources.layout(len(ranks)), resources.progress
+        super().__init__(rank, ranks, torch.device("cpu"), backend="shared_memory")
         self._processes = processes
-        self._means = means
+        self._resources = resources
         self._failures = layout.failures(segment)
         self._broken: CommunicationError | None = None
-        self._calls = _collectives(means, layout.make_board(segment, rank, progress.fence))
-        self._collectives = Queue(self._break)
-        self._outboxes = [Queue(self._break) for _ in ranks]
+        self._calls = _collectives(resources, layout.make_board(segment, rank, progress.fence))
+        self._collectives = OperationQueue(self._break)
+        self._outboxes = [OperationQueue(self._break) for _ in ranks]
         self._outgoing = [layout.make_ring(segment, rank, to, progress.fence) for to in range(len(ranks))]
         incoming = [layout.make_ring(segment, source, rank, progress.fence) for source in range(len(ranks))]
-        self._inboxes = [letters.Inbox(ring, source, self._break) for source, ring in enumerate(incoming)]
+        self._inboxes = [messages.Inbox(ring, source, self._break) for source, ring in enumerate(incoming)]
 
     @classmethod
     def join(cls, inner: Communicator, *, timeout_s: float = 300.0, compiled: bool = True) -> SharedMemoryCommunicator:
@@ -149,19 +154,14 @@ class SharedMemoryCommunicator(GroupMember):
         code = _agree_on_code(inner) if compiled else None
         # Cores of all ranks together: each may be kept to its own.
         cores = set[int]().union(*gather_objects(inner, os.sched_getaffinity(0)))
-        progress = Progress(may_spin=inner.size <= len(cores))
-        means = _Means(progress=progress, code=code, timeout_s=timeout_s)
-        return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, means)
-
-    @property
-    def device(self) -> torch.device:
-        """Always the CPU."""
-        return torch.device("cpu")
+        progress = ProgressLoop(may_spin=inner.size <= len(cores))
+        resources = _GroupResources(progress=progress, code=code, timeout_s=timeout_s)
+        return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, resources)
 
     @property
     def is_compiled(self) -> bool:
         """Whether collectives run as compiled code."""
-        return self._means.code is not None
+        return self._resources.code is not None
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
@@ -192,11 +192,7 @@ class SharedMemoryCommunicator(GroupMember):
         return self._meet("broadcast", self._calls.broadcast(_bytes(flat), source, stamp), finish)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Sends the i-th piece of ``tensor`` to rank i; as messages, since each pair exchanges what it likes."""
         wanted = all_to_all_splits(output, output_splits, self.size)
@@ -205,27 +201,27 @@ class SharedMemoryCommunicator(GroupMember):
         into, out_of = _bytes(flat), _bytes(_flat(tensor))
         targets = torch.split(into, [count * into.numel() // max(1, output.shape[0]) for count in wanted])
         pieces = torch.split(out_of, [count * out_of.numel() // max(1, tensor.shape[0]) for count in given])
-        if pieces[self._rank].numel() != targets[self._rank].numel():
+        if pieces[self.rank].numel() != targets[self.rank].numel():
             raise CollectiveMismatchError(
-                f"all_to_all: rank {self._ranks[self._rank]} keeps {given[self._rank]} rows and expects "
-                f"{wanted[self._rank]} of itself\n  a rank's input and output split for itself are the same"
+                f"all_to_all: rank {self.ranks[self.rank]} keeps {given[self.rank]} rows and expects "
+                f"{wanted[self.rank]} of itself\n  a rank's input and output split for itself are the same"
             )
-        targets[self._rank].copy_(pieces[self._rank])
-        order = [(self._rank + step) % self.size for step in range(1, self.size)]  # not all to the same one at once
+        targets[self.rank].copy_(pieces[self.rank])
+        order = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to the same one at once
         works = [self._receive("all_to_all", targets[peer], peer, _EXCHANGE_TAG, None) for peer in order]
         works += [self._send("all_to_all", pieces[peer], peer, _EXCHANGE_TAG) for peer in order]
-        return _Together(works, finish)
+        return _JointWork(works, finish)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; done when the last of it is on its way, the first of which may have arrived."""
         check_peer("send to", to, self.size)
-        return self._send(f"send to rank {self._ranks[to]}", _bytes(_flat(tensor)), to, tag)
+        return self._send(f"send to rank {self.ranks[to]}", _bytes(_flat(tensor)), to, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
         flat, finish = _flat_output(tensor)
-        return self._receive(f"recv from rank {self._ranks[source]}", _bytes(flat), source, tag, finish)
+        return self._receive(f"recv from rank {self.ranks[source]}", _bytes(flat), source, tag, finish)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -233,16 +229,16 @@ class SharedMemoryCommunicator(GroupMember):
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes the subgroup of ``ranks``; only its members call. They meet through messages of this group."""
-        check_split(ranks, self._rank, self.size)
-        members = tuple(self._ranks[rank] for rank in ranks)
+        check_split(ranks, self.rank, self.size)
+        members = tuple(self.ranks[rank] for rank in ranks)
         if len(members) == 1:
             return SoloCommunicator(self.device, world_rank=members[0])
         tag = _SPLIT_TAG - zlib.crc32(repr(members).encode())  # groups may be made in another order on each rank
-        rank = list(ranks).index(self._rank)
-        return _establish(lambda value: self._exchange(value, ranks, tag), rank, members, self._means)
+        rank = list(ranks).index(self.rank)
+        return _establish(lambda value: self._exchange(value, ranks, tag), rank, members, self._resources)
 
-    def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Makes zeros that all ranks can reach, so that ``all_reduce`` copies nothing; None without room for them.
+    def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns zeros that all ranks can reach, so that ``all_reduce`` copies nothing; None without room for them.
 
         Called by every rank, with the same arguments. The memory is freed with the last tensor in it, on each rank.
         """
@@ -253,78 +249,74 @@ class SharedMemoryCommunicator(GroupMember):
         everyone = range(self.size)
         try:
             segment = _common_segment(
-                lambda value: self._exchange(value, everyone, _BUFFER_TAG), self._rank, self._ranks, area * self.size
+                lambda value: self._exchange(value, everyone, _BUFFER_TAG), self.rank, self.ranks, area * self.size
             )
         except CommunicationError:  # no room: plain memory does as well
             return None
         segment.when_freed(calls.add_buffer(segment.address, area))
-        return segment.bytes(self._rank * area, numel * dtype.itemsize).view(dtype)
+        return segment.bytes(self.rank * area, numel * dtype.itemsize).view(dtype)
 
     def _meet(self, kind: str, steps: Steps, finish: Callable[[], object] | None) -> Work:
-        task = Task(kind, finish)
-        return self._issue(task, self._collectives, lambda: self._collectives.add(task, steps))
+        operation = PendingOperation(kind, finish)
+        return self._issue(operation, self._collectives, lambda: self._collectives.add(operation, steps))
 
     def _send(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
-        task, lane = Task(kind), self._outboxes[to]
-        return self._issue(task, lane, lambda: lane.add(task, letters.send(self._outgoing[to], message, to, tag)))
+        operation, lane = PendingOperation(kind), self._outboxes[to]
+        return self._issue(
+            operation, lane, lambda: lane.add(operation, messages.send(self._outgoing[to], message, to, tag))
+        )
 
     def _receive(
         self, kind: str, target: torch.Tensor, source: int, tag: int, finish: Callable[[], object] | None
     ) -> Work:
-        task, lane = Task(kind, finish), self._inboxes[source]
-        return self._issue(task, lane, lambda: lane.add(task, target, tag))
+        operation, lane = PendingOperation(kind, finish), self._inboxes[source]
+        return self._issue(operation, lane, lambda: lane.add(operation, target, tag))
 
-    def _issue(self, task: Task, lane: Lane, add: Callable[[], None]) -> Work:
+    def _issue(self, operation: PendingOperation, lane: OperationLane, add: Callable[[], None]) -> Work:
         if self._broken is not None:
             earlier = str(self._broken).replace("\n", "\n  ")
-            raise CommunicationError(f"{self._head(task.kind)}: the group is broken since\n  {earlier}")
-        self._means.progress.issue(lane, add)
-        return _SharedWork(self, task, lane)
+            raise CommunicationError(f"{self._head(operation.kind)}: the group is broken since\n  {earlier}")
+        self._resources.progress.issue(lane, add)
+        return _SharedWork(self, operation, lane)
 
     def _exchange(self, value: T, ranks: Sequence[int], tag: int) -> list[T]:
         """Returns the values of some ranks of this group, in their order."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        length = torch.tensor([payload.numel()])
-        sends = [self.send(part, rank, tag) for rank in ranks for part in (length, payload)]
-        found: list[T] = []
-        for rank in ranks:
-            self.recv(length := torch.empty(1, dtype=torch.int64), rank, tag).wait()
-            self.recv(content := torch.empty(int(length.item()), dtype=torch.uint8), rank, tag).wait()
-            found.append(pickle.loads(content.numpy().tobytes()))
+        sends = [work for rank in ranks for work in send_object(self, value, rank, tag)]
+        found = [receive_object(self, rank, tag) for rank in ranks]
         for work in sends:
             work.wait()
         return found
 
     # Failures.
 
-    def _wait(self, task: Task, lane: Lane) -> None:
-        self._means.progress.wait(task, lambda waited_s: self._watch(task, lane, waited_s))
+    def _wait(self, operation: PendingOperation, lane: OperationLane) -> None:
+        self._resources.progress.wait(operation, lambda waited_s: self._watch(operation, lane, waited_s))
 
-    def _watch(self, task: Task, lane: Lane, waited_s: float) -> None:
-        """Ends a task whose ranks will not come: they are gone, have given up, or are too late."""
+    def _watch(self, operation: PendingOperation, lane: OperationLane, waited_s: float) -> None:
+        """Ends a operation whose ranks will not come: they are gone, have given up, or are too late."""
         missing = lane.missing()
         gone = [rank for rank in missing if not self._processes[rank].is_alive()]
         if gone:
             lane.pump()  # what it did just before it ended counts
             gone = [rank for rank in lane.missing() if rank in gone]
-        if task.is_done:
+        if operation.is_done:
             return
         if gone:
-            self._give_up(task.kind, f"{self._name(gone)} gone (process ended)")
+            self._give_up(operation.kind, f"{self._name(gone)} gone (process ended)")
         elif quitters := [rank for rank in missing if self._failures[rank * LINE_BYTES // 8]]:
             others = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
             cause = f" ({self._name(others)} gone)" if others else ""
-            self._give_up(task.kind, f"an operation failed on {self._name(quitters, verb=False)}{cause}")
-        elif waited_s > self._means.timeout_s:
+            self._give_up(operation.kind, f"an operation failed on {self._name(quitters, verb=False)}{cause}")
+        elif waited_s > self._resources.timeout_s:
             who = self._name(missing, verb=False)
-            self._give_up(task.kind, f"{who} did not come within {self._means.timeout_s:g} s")
+            self._give_up(operation.kind, f"{who} did not come within {self._resources.timeout_s:g} s")
 
     def _name(self, ranks: Sequence[int], *, verb: bool = True) -> str:
-        names = ", ".join(str(self._ranks[rank]) for rank in ranks)
+        names = ", ".join(str(self.ranks[rank]) for rank in ranks)
         return f"rank {names}" + " is" * verb if len(ranks) == 1 else f"ranks {names}" + " are" * verb
 
     def _head(self, kind: str) -> str:
-        return f"rank {self._ranks[self._rank]}: {kind} in group {list(self._ranks)} failed"
+        return f"rank {self.ranks[self.rank]}: {kind} in group {list(self.ranks)} failed"
 
     def _give_up(self, kind: str, what: str) -> None:
         self._end_all(CommunicationError(f"{self._head(kind)}: {what}"))
@@ -337,8 +329,8 @@ class SharedMemoryCommunicator(GroupMember):
 
     def _end_all(self, error: CommunicationError) -> None:
         self._broken = error
-        self._failures[self._rank * LINE_BYTES // 8] = 1
-        lanes: list[Lane] = [self._collectives, *self._outboxes, *self._inboxes]
+        self._failures[self.rank * LINE_BYTES // 8] = 1
+        lanes: list[OperationLane] = [self._collectives, *self._outboxes, *self._inboxes]
         for lane in lanes:
             lane.fail(error)
 
@@ -351,34 +343,36 @@ def _agree_on_code(inner: Communicator) -> ctypes.CDLL | None:
     return code if all(gather_objects(inner, code is not None)) else None
 
 
-def _collectives(means: _Means, made: board.Board) -> board.Collectives:
-    if means.code is None or made.size > MOST_RANKS:
+def _collectives(resources: _GroupResources, made: board.Board) -> board.Collectives:
+    if resources.code is None or made.size > MOST_RANKS:
         return board.Collectives(made)
-    return CompiledCollectives(means.code, made, means.progress)
+    return CompiledCollectives(resources.code, made, resources.progress)
 
 
 def _establish(
     exchange: Callable[[Any], list[Any]],
     rank: int,
     ranks: tuple[int, ...],
-    means: _Means,
+    resources: _GroupResources,
 ) -> SharedMemoryCommunicator:
     """Makes a group and its segment. All ranks succeed, or all raise."""
-    num_bytes = means.layout(len(ranks)).num_bytes
+    num_bytes = resources.layout(len(ranks)).num_bytes
     everyone: list[Whereabouts] = exchange(Whereabouts.here())
     _check_one_host(everyone, ranks)
     segment = _common_segment(exchange, rank, ranks, num_bytes)
-    return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], means)
+    return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], resources)
 
 
-def _common_segment(exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], num_bytes: int) -> Segment:
+def _common_segment(
+    exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], num_bytes: int
+) -> SharedSegment:
     """Makes a segment, has every rank map it, and takes its name away. All ranks succeed, or all raise."""
-    segment: Segment | None = None
+    segment: SharedSegment | None = None
     try:
-        segment, problem = _attempt(lambda: Segment.create(num_bytes)) if rank == 0 else (None, "")
+        segment, problem = _attempt(lambda: SharedSegment.create(num_bytes)) if rank == 0 else (None, "")
         name, problem = exchange(("" if segment is None else segment.name, problem))[0]
         if rank and not problem:
-            segment, problem = _attempt(lambda: Segment.open(name, num_bytes))
+            segment, problem = _attempt(lambda: SharedSegment.open(name, num_bytes))
         problems = exchange(problem)
     finally:
         if rank == 0 and segment is not None:
@@ -390,7 +384,7 @@ def _common_segment(exchange: Callable[[Any], list[Any]], rank: int, ranks: tupl
     return segment
 
 
-def _attempt(make: Callable[[], Segment]) -> tuple[Segment | None, str]:
+def _attempt(make: Callable[[], SharedSegment]) -> tuple[SharedSegment | None, str]:
     try:
         return make(), ""
     except (CommunicationError, OSError) as error:
@@ -411,10 +405,7 @@ def _check_reduction(kind: str, tensor: torch.Tensor, op: ReduceOp) -> None:
     dtype = tensor.dtype
     if dtype not in board.DTYPES:
         raise UsageError(f"{kind} of {dtype}: it has no sum here; convert the tensor first")
-    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"{kind} of {dtype} with op 'avg': a mean needs a floating point tensor; use 'sum'")
-    if op in ("min", "max") and dtype.is_complex:
-        raise UsageError(f"{kind} of {dtype} with op '{op}': complex numbers have no order")
+    check_reduction(kind, dtype, op)
     if op not in board.OPS:
         raise UsageError(f"{kind} with op {op!r}: the ops are {', '.join(board.OPS)}")
 

@@ -56,7 +56,7 @@ class Fence:
         self._take(False)
 
 
-class Task:
+class PendingOperation:
     """One operation of this rank: done, failed, or waiting for others."""
 
     __slots__ = ("_finish", "error", "is_done", "kind", "missing")
@@ -77,7 +77,7 @@ class Task:
             self.is_done = True
 
 
-class Lane(Protocol):
+class OperationLane(Protocol):
     """Operations that wait for one another."""
 
     def pump(self) -> bool:
@@ -90,28 +90,28 @@ class Lane(Protocol):
         """Ends what is left, with an error."""
 
 
-class Queue:
+class OperationQueue:
     """Operations one after the other."""
 
     def __init__(self, on_error: Callable[[str, BaseException], None]) -> None:
-        self._tasks: deque[tuple[Task, Steps]] = deque()
+        self._operations: deque[tuple[PendingOperation, Steps]] = deque()
         self._on_error = on_error
 
-    def add(self, task: Task, steps: Steps) -> None:
+    def add(self, operation: PendingOperation, steps: Steps) -> None:
         """Puts an operation at the end."""
-        self._tasks.append((task, steps))
+        self._operations.append((operation, steps))
 
     def pump(self) -> bool:
         """Goes on with the first, and with the next when it is done."""
-        while self._tasks:
-            task, steps = self._tasks[0]
+        while self._operations:
+            operation, steps = self._operations[0]
             try:
-                task.missing = next(steps)
+                operation.missing = next(steps)
             except StopIteration:
-                task.end()
-                self._tasks.popleft()
+                operation.end()
+                self._operations.popleft()
             except BaseException as error:  # an interrupt too: the generator is over, and its data half there
-                self._on_error(task.kind, error)  # ends all of the group's tasks, these too
+                self._on_error(operation.kind, error)  # ends all of the group's operations, these too
                 if not isinstance(error, Exception):
                     raise
                 return True
@@ -121,15 +121,15 @@ class Queue:
 
     def missing(self) -> tuple[int, ...]:
         """Returns the ranks that the first operation waits for."""
-        return self._tasks[0][0].missing if self._tasks else ()
+        return self._operations[0][0].missing if self._operations else ()
 
     def fail(self, error: CommunicationError) -> None:
         """Ends all operations with an error."""
-        while self._tasks:
-            self._tasks.popleft()[0].end(error)
+        while self._operations:
+            self._operations.popleft()[0].end(error)
 
 
-class Progress:
+class ProgressLoop:
     """What a process has in flight, over all groups that were made from one another."""
 
     def __init__(self, *, may_spin: bool) -> None:
@@ -137,10 +137,10 @@ class Progress:
         self.patience_ns = 0  # how long an operation that can look for others by itself may do so now
         self.may_spin = may_spin
         self._spins = _SPINS if may_spin else 0
-        self._lanes: list[Lane] = []
+        self._lanes: list[OperationLane] = []
         self._lock = threading.Lock()
 
-    def issue(self, lane: Lane, add: Callable[[], None]) -> None:
+    def issue(self, lane: OperationLane, add: Callable[[], None]) -> None:
         """Adds an operation to a lane and does what can be done now."""
         with self._lock:
             add()
@@ -148,14 +148,14 @@ class Progress:
                 self._lanes.append(lane)
             self._pump()
 
-    def wait(self, task: Task, watch: Callable[[float], None]) -> None:
-        """Returns when ``task`` is done or has failed.
+    def wait(self, operation: PendingOperation, watch: Callable[[float], None]) -> None:
+        """Returns when ``operation`` is done or has failed.
 
-        Calls ``watch(seconds without progress)`` about ten times a second; it ends tasks that cannot be done any more.
+        Calls ``watch(seconds without progress)`` about ten times a second; it ends operations that cannot be done.
         """
         turn, crossings = 0, -1
         start_s = next_watch_s = 0.0
-        while not task.is_done:
+        while not operation.is_done:
             with self._lock:
                 # Not where other lanes wait for their turn, nor when it has been in vain for long.
                 may_look = turn < self._spins // 8 and len(self._lanes) == 1

@@ -1,10 +1,14 @@
-"""A piece of memory that the processes of one host share, and who among them is alive.
+"""A piece of memory that the processes of one host share, what lies where in it, and who among them is alive.
 
 The creator makes a file in the system's memory file system and reserves every page of it, so that running out is an
 error there and not a signal later. The others map it by its name, and the name is removed at once: from then on the
 kernel frees the memory with the last process that maps it, however that ends. A creator that is killed before that
 leaves a file behind; its name carries the creator's process, and the next start removes files of processes that are
 gone.
+
+The segment of a group of N ranks holds counters, failures, N areas of a few slots for collectives, and N x N rings of a
+few cells for messages. Slots and cells shrink as groups grow: up to 25 ranks a segment takes 40 MiB at most, and above
+that 1.25 MiB more with each rank.
 """
 
 from __future__ import annotations
@@ -22,11 +26,19 @@ from pathlib import Path
 
 import torch
 
+from paceline.comm.shared import board, messages
+from paceline.comm.shared.progress import Fence
 from paceline.errors import CommunicationError
+from paceline.shards import round_up
 
 FOLDER = Path("/dev/shm")
 _PROCESSES = Path("/proc")
 _STEM = "paceline"
+LINE_BYTES = 64  # bytes of a cache line
+_SLOT_BYTES = (256 * 1024, 1024 * 1024)  # a chunk: large against the cost of a round, small against the cache
+_ALL_SLOTS_BYTES = 32 * 2**20
+_CELL_BYTES = (4 * 1024, 256 * 1024)
+_ALL_CELLS_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +101,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-class Segment:
+class SharedSegment:
     """Shared memory, mapped into this process for as long as somebody uses it."""
 
     def __init__(self, memory: mmap.mmap, name: str) -> None:
@@ -98,7 +110,7 @@ class Segment:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     @staticmethod
-    def create(num_bytes: int) -> Segment:
+    def create(num_bytes: int) -> SharedSegment:
         """Makes a new segment of zeros; raises CommunicationError where there is no room for it."""
         if not FOLDER.is_dir():
             raise CommunicationError(no_folder())
@@ -111,7 +123,7 @@ class Segment:
         descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
-            return Segment(mmap.mmap(descriptor, num_bytes), name)
+            return SharedSegment(mmap.mmap(descriptor, num_bytes), name)
         except OSError as error:
             (FOLDER / name).unlink()
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
@@ -121,7 +133,7 @@ class Segment:
             os.close(descriptor)
 
     @staticmethod
-    def open(name: str, num_bytes: int) -> Segment:
+    def open(name: str, num_bytes: int) -> SharedSegment:
         """Maps a segment that another process made."""
         try:
             descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CLOEXEC)
@@ -131,7 +143,7 @@ class Segment:
                 "  ranks that share memory see the same files there, as the same user\n  use plain Gloo for these ranks"
             ) from error
         try:
-            return Segment(mmap.mmap(descriptor, num_bytes), name)
+            return SharedSegment(mmap.mmap(descriptor, num_bytes), name)
         except (OSError, ValueError) as error:  # a ValueError where the file is shorter
             raise CommunicationError(f"cannot map {FOLDER / name}: {error}") from error
         finally:
@@ -157,6 +169,56 @@ class Segment:
     def bytes(self, offset: int, count: int) -> torch.Tensor:
         """Returns ``count`` bytes from ``offset`` on."""
         return self._bytes[offset : offset + count]
+
+
+class SegmentLayout:
+    """Where in a segment everything is, for a group of ``size`` ranks: offsets in bytes.
+
+    The words of each rank for the board come first, then a line of each rank for its failure, the counters of the
+    rings, the headers of their cells, the areas of the ranks, and the cells. Groups that are ``is_quick`` have compiled
+    code and a core for each rank: rounds cost next to nothing, and slots are small.
+    """
+
+    def __init__(self, size: int, *, is_quick: bool) -> None:
+        self.size = size
+        num_cells, num_slots = size**2 * messages.CELLS, size * board.SLOTS
+        low, high = _SLOT_BYTES
+        self.slot_bytes = low if is_quick else _bytes_each(_ALL_SLOTS_BYTES, num_slots, low, high)
+        self.cell_bytes = _bytes_each(_ALL_CELLS_BYTES, num_cells, *_CELL_BYTES)
+        self._failures = 8 * board.WORDS * size
+        self._counters = self._failures + size * LINE_BYTES
+        self._headers = self._counters + 8 * messages.COUNTER_WORDS * size**2
+        self._areas = round_up(self._headers + 8 * messages.HEADER_WORDS * num_cells, 4096)
+        self._cells = self._areas + num_slots * self.slot_bytes
+        self.num_bytes = self._cells + num_cells * self.cell_bytes
+
+    def make_board(self, segment: SharedSegment, rank: int, fence: Fence) -> board.Board:
+        """Returns the collectives' side of a segment."""
+        starts = [
+            [self._areas + (owner * board.SLOTS + slot) * self.slot_bytes for slot in range(board.SLOTS)]
+            for owner in range(self.size)
+        ]
+        areas = [[segment.bytes(start, self.slot_bytes) for start in row] for row in starts]
+        return board.Board(segment.words(0, board.WORDS * self.size), areas, rank, fence)
+
+    def failures(self, segment: SharedSegment) -> memoryview:
+        """Returns a word for each rank, eight apart, that is set when it gives up."""
+        return segment.words(self._failures, self.size * LINE_BYTES // 8)
+
+    def make_ring(self, segment: SharedSegment, source: int, to: int, fence: Fence) -> messages.Ring:
+        """Returns the ring of a pair."""
+        pair = source * self.size + to
+        counters = segment.words(self._counters + 8 * messages.COUNTER_WORDS * pair, messages.COUNTER_WORDS)
+        places = range(pair * messages.CELLS, (pair + 1) * messages.CELLS)
+        words = messages.HEADER_WORDS
+        headers = [segment.words(self._headers + 8 * words * place, words) for place in places]
+        cells = [segment.bytes(self._cells + self.cell_bytes * place, self.cell_bytes) for place in places]
+        return messages.Ring(counters, headers, cells, fence)
+
+
+def _bytes_each(total: int, count: int, low: int, high: int) -> int:
+    """Shares ``total`` bytes out in whole cache lines, within limits: less for each in a larger group."""
+    return min(high, max(low, total // count // LINE_BYTES * LINE_BYTES))
 
 
 def remove_stale_segments() -> None:

@@ -73,7 +73,7 @@ class RandomStates:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class BatonWait:
     """What a rank without the baton waits for."""
 
     is_over: Callable[[], bool]
@@ -90,7 +90,7 @@ class Baton:
         self._timeout_s = timeout_s
         self._seed = seed
         self._turn = [threading.Semaphore(0) for _ in range(num_ranks)]
-        self._waits: dict[int, Wait] = {}
+        self._waits: dict[int, BatonWait] = {}
         self._finished: set[int] = set()
         self._holder = 0
         self._last_sign = time.monotonic()
@@ -108,7 +108,7 @@ class Baton:
         if self._error is not None:
             raise Abandoned
 
-    def wait(self, rank: int, until: Wait) -> None:
+    def wait(self, rank: int, until: BatonWait) -> None:
         """Passes the baton on until ``until.is_over()``."""
         self.sign_of_life()
         if until.is_over():

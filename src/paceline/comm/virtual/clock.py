@@ -29,8 +29,8 @@ import torch
 from paceline.clock import HostMark
 from paceline.errors import UsageError
 
-Cost: TypeAlias = Callable[[str, int, tuple[int, ...]], float]  # kind, bytes, ranks in the world -> seconds
-Row: TypeAlias = Literal["compute", "wait", "communication"]
+OperationCost: TypeAlias = Callable[[str, int, tuple[int, ...]], float]  # kind, bytes, ranks in the world -> seconds
+SpanRow: TypeAlias = Literal["compute", "wait", "communication"]
 
 
 def free(kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
@@ -40,10 +40,10 @@ def free(kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ClockSpan:
     """What a rank, or its part of the network, did from one moment of its clock to another."""
 
-    row: Row
+    row: SpanRow
     name: str
     start_s: float
     end_s: float
@@ -66,7 +66,7 @@ class VirtualClock:
     def __init__(self, rank: int, device: torch.device, *, measures: bool, factor: float, keep: int) -> None:
         self.rank = rank
         self.now_s = 0.0
-        self.spans: deque[Span] = deque(maxlen=keep)
+        self.spans: deque[ClockSpan] = deque(maxlen=keep)
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._measures = measures
@@ -103,7 +103,7 @@ class VirtualClock:
         self._settle()
         self._close_segment()
         for start_s, end_s in self._unnamed:
-            self.spans.append(Span("compute", phase, start_s, end_s))
+            self.spans.append(ClockSpan("compute", phase, start_s, end_s))
         self._unnamed = []
 
     @contextlib.contextmanager
@@ -136,11 +136,11 @@ class VirtualClock:
         if moment_s <= self.now_s:
             return
         self._close_segment()
-        self.spans.append(Span("wait", what, self.now_s, moment_s))
+        self.spans.append(ClockSpan("wait", what, self.now_s, moment_s))
         self._wait_s += moment_s - self.now_s
         self.now_s = self._segment_s = moment_s
 
-    def note_operation(self, span: Span) -> None:
+    def note_operation(self, span: ClockSpan) -> None:
         """Notes an operation that this rank takes part in."""
         self._communication_s += span.end_s - span.start_s
         self.spans.append(span)
@@ -174,7 +174,7 @@ class VirtualTime:
     ``spend``: two runs give the same times then.
     """
 
-    cost: Cost = free
+    cost: OperationCost = free
     measures: bool = True
     slow: Mapping[int, float] = field(default_factory=dict)
     slow_links: Mapping[int, float] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class VirtualTime:
         """Prices an operation that starts then, and notes it on the clocks of its ranks; returns its end."""
         seconds = self.cost(kind, num_bytes, ranks) if len(ranks) > 1 else 0.0
         seconds *= max(self.slow_links.get(rank, 1.0) for rank in ranks)
-        span = Span("communication", kind, start_s, start_s + seconds, num_bytes, ranks)
+        span = ClockSpan("communication", kind, start_s, start_s + seconds, num_bytes, ranks)
         for rank in ranks:
             self.clocks[rank].note_operation(span)
         return span.end_s

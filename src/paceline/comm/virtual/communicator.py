@@ -7,7 +7,7 @@ come get a verdict, never a silent hang.
 
     results = run_virtual(work, ranks=4)      # work(comm) on each rank; what they returned, by rank
 
-With ``timing`` every rank has a clock of its own (see ``virtual_clock.py``), ``comm.clock``.
+With ``timing`` every rank has a clock of its own (see ``clock.py``), ``comm.clock``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from typing import TypeVar
 
 import torch
 
-from paceline.comm.arguments import all_to_all_splits, check_peer, check_pieces, check_split
-from paceline.comm.base import ReduceOp, Work
-from paceline.comm.member import GroupMember
+from paceline.comm.base import ReduceOp, Splits, Work
+from paceline.comm.group import (
+    NARROW,
+    GroupMember,
+    all_to_all_splits,
+    check_peer,
+    check_pieces,
+    check_split,
+    reduce_pair,
+)
 from paceline.comm.virtual.baton import Baton, call_site
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
-from paceline.comm.virtual.group import Arrival, Group, Letter, Request, World
+from paceline.comm.virtual.group import Contribution, PostedMessage, VirtualCall, VirtualGroup, VirtualWorld
 from paceline.errors import CollectiveMismatchError, UsageError
 
 T = TypeVar("T")
@@ -55,7 +62,7 @@ def run_virtual(
     baton = Baton(ranks, where, timeout_s=timeout_s, seed=seed)
     if timing is not None:
         timing.start(ranks, where)
-    world = World(baton, timing)
+    world = VirtualWorld(baton, timing)
     group = world.group(tuple(range(ranks)))
 
     def live(rank: int) -> T:
@@ -70,28 +77,20 @@ class VirtualCommunicator(GroupMember):
     """One virtual rank's handle on a group."""
 
     takes_real_time = False  # a rank that waits for another waits for all that take their turns before it
+    clock: VirtualClock | None
 
-    def __init__(self, group: Group, rank: int) -> None:
-        super().__init__(rank, group.ranks)
+    def __init__(self, group: VirtualGroup, rank: int) -> None:
+        super().__init__(rank, group.ranks, group.world.baton.device, backend="virtual")
+        self.clock = group.world.clock(group.ranks[rank])
         self._group = group
-
-    @property
-    def device(self) -> torch.device:
-        """The device that all virtual ranks share."""
-        return self._group.world.baton.device
-
-    @property
-    def clock(self) -> VirtualClock | None:
-        """This rank's clock, if the run has any."""
-        return self._group.world.clock(self.ranks[self._rank])
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
 
-        def carry_out(arrivals: list[Arrival]) -> None:
-            result = _reduce([a.tensors[0] for a in arrivals], op)
-            for arrival in arrivals:
-                arrival.tensors[0].data.copy_(result)
+        def carry_out(contributions: list[Contribution]) -> None:
+            result = _reduce([a.tensors[0] for a in contributions], op)
+            for each in contributions:
+                each.tensors[0].data.copy_(result)
 
         return self._meet("all_reduce", op, carry_out, tensor)
 
@@ -99,10 +98,10 @@ class VirtualCommunicator(GroupMember):
         """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
 
-        def carry_out(arrivals: list[Arrival]) -> None:
-            result = _reduce([a.tensors[1] for a in arrivals], op).view(len(arrivals), -1)
-            for piece, arrival in zip(result, arrivals, strict=True):
-                arrival.tensors[0].data.view(-1).copy_(piece)
+        def carry_out(contributions: list[Contribution]) -> None:
+            result = _reduce([a.tensors[1] for a in contributions], op).view(len(contributions), -1)
+            for piece, each in zip(result, contributions, strict=True):
+                each.tensors[0].data.view(-1).copy_(piece)
 
         return self._meet("reduce_scatter", op, carry_out, output, tensor)
 
@@ -110,10 +109,10 @@ class VirtualCommunicator(GroupMember):
         """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
 
-        def carry_out(arrivals: list[Arrival]) -> None:
-            whole = torch.cat([a.tensors[1].reshape(-1) for a in arrivals])
-            for arrival in arrivals:
-                arrival.tensors[0].data.view(-1).copy_(whole)
+        def carry_out(contributions: list[Contribution]) -> None:
+            whole = torch.cat([a.tensors[1].reshape(-1) for a in contributions])
+            for each in contributions:
+                each.tensors[0].data.view(-1).copy_(whole)
 
         return self._meet("all_gather", "", carry_out, output, tensor)
 
@@ -121,46 +120,38 @@ class VirtualCommunicator(GroupMember):
         """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
 
-        def carry_out(arrivals: list[Arrival]) -> None:
-            for rank, arrival in enumerate(arrivals):
+        def carry_out(contributions: list[Contribution]) -> None:
+            for rank, each in enumerate(contributions):
                 if rank != source:
-                    arrival.tensors[0].data.copy_(arrivals[source].tensors[0])
+                    each.tensors[0].data.copy_(contributions[source].tensors[0])
 
         return self._meet("broadcast", f"source={source}", carry_out, tensor)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Sends the i-th piece of ``tensor`` to rank i; what each pair exchanges must agree on both sides."""
         splits = (
             all_to_all_splits(output, output_splits, self.size),
             all_to_all_splits(tensor, input_splits, self.size),
         )
-        call = Request("all_to_all", f"{_dtype(tensor)} rows of {list(tensor.shape[1:])}", _caller())
-
-        def carry_out(arrivals: list[Arrival]) -> None:
-            self._exchange(arrivals)
-
-        return self._group.meet(self._rank, Arrival(call, (output, tensor), splits), carry_out)
+        call = VirtualCall("all_to_all", f"{_dtype(tensor)} rows of {list(tensor.shape[1:])}", _caller())
+        return self._group.meet(self.rank, Contribution(call, (output, tensor), splits), self._exchange)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; done when the receive is there, so that an unmatched send is found."""
         check_peer("send to", to, self.size)
-        call = Request(
-            "send", f"rank {self.ranks[self._rank]} to {self.ranks[to]}, {_shape(tensor)}, tag={tag}", _caller()
+        call = VirtualCall(
+            "send", f"rank {self.ranks[self.rank]} to {self.ranks[to]}, {_shape(tensor)}, tag={tag}", _caller()
         )
-        return self._group.post(Letter(call, tensor), (self._rank, to, tag), is_send=True)
+        return self._group.post(PostedMessage(call, tensor), (self.rank, to, tag), is_send=True)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
-        names = f"rank {self.ranks[self._rank]} from {self.ranks[source]}"
-        call = Request("recv", f"{names}, {_shape(tensor)}, tag={tag}", _caller())
-        return self._group.post(Letter(call, tensor), (source, self._rank, tag), is_send=False)
+        names = f"rank {self.ranks[self.rank]} from {self.ranks[source]}"
+        call = VirtualCall("recv", f"{names}, {_shape(tensor)}, tag={tag}", _caller())
+        return self._group.post(PostedMessage(call, tensor), (source, self.rank, tag), is_send=False)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -168,21 +159,23 @@ class VirtualCommunicator(GroupMember):
 
     def split(self, ranks: Sequence[int]) -> VirtualCommunicator:
         """Makes the subgroup of ``ranks``, of which this rank is a member."""
-        check_split(ranks, self._rank, self.size)
+        check_split(ranks, self.rank, self.size)
         members = tuple(self.ranks[r] for r in ranks)
-        group = self._group.world.join(members, self.ranks[self._rank])
-        return VirtualCommunicator(group, list(ranks).index(self._rank))
+        group = self._group.world.join(members, self.ranks[self.rank])
+        return VirtualCommunicator(group, list(ranks).index(self.rank))
 
-    def _meet(self, kind: str, detail: str, carry_out: Callable[[list[Arrival]], None], *tensors: torch.Tensor) -> Work:
+    def _meet(
+        self, kind: str, detail: str, carry_out: Callable[[list[Contribution]], None], *tensors: torch.Tensor
+    ) -> Work:
         parts = [detail, *(_shape(t) for t in tensors)]
-        call = Request(kind, ", ".join(part for part in parts if part), _caller())
-        return self._group.meet(self._rank, Arrival(call, tensors), carry_out)
+        call = VirtualCall(kind, ", ".join(part for part in parts if part), _caller())
+        return self._group.meet(self.rank, Contribution(call, tensors), carry_out)
 
-    def _exchange(self, arrivals: list[Arrival]) -> None:
-        pieces = [torch.split(a.tensors[1].clone(), a.splits[1]) for a in arrivals if a.splits is not None]
-        for me, arrival in enumerate(arrivals):
-            assert arrival.splits is not None
-            for peer, target in enumerate(torch.split(arrival.tensors[0].data, arrival.splits[0])):
+    def _exchange(self, contributions: list[Contribution]) -> None:
+        pieces = [torch.split(a.tensors[1].clone(), a.splits[1]) for a in contributions if a.splits is not None]
+        for me, each in enumerate(contributions):
+            assert each.splits is not None
+            for peer, target in enumerate(torch.split(each.tensors[0].data, each.splits[0])):
                 piece = pieces[peer][me]
                 if piece.shape != target.shape:
                     self._group.world.baton.fail(
@@ -196,13 +189,10 @@ class VirtualCommunicator(GroupMember):
 
 
 def _reduce(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    narrow = tensors[0].dtype in (torch.float16, torch.bfloat16)
-    total = tensors[0].detach().to(torch.float32 if narrow else tensors[0].dtype, copy=True)
+    dtype = tensors[0].dtype
+    total = tensors[0].detach().to(torch.float32 if dtype in NARROW else dtype, copy=True)
     for tensor in tensors[1:]:
-        if op in ("sum", "avg"):
-            total += tensor
-        else:
-            torch.minimum(total, tensor, out=total) if op == "min" else torch.maximum(total, tensor, out=total)
+        reduce_pair(total, tensor, op, out=total)
     if op == "avg":
         total /= len(tensors)
     return total

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm.base import Work
-from paceline.comm.virtual.baton import Baton, Wait
+from paceline.comm.virtual.baton import Baton, BatonWait
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.errors import CollectiveMismatchError
 from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
@@ -24,7 +24,7 @@ from paceline.health.verdict import find_hang
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class VirtualCall:
     """What one rank asked for, as far as all ranks must agree on it; ``where`` is for the message alone."""
 
     kind: str
@@ -35,8 +35,8 @@ class Request:
         return f"{self.kind}({self.detail}) at {self.where}"
 
 
-class Moment:
-    """How far a stream has come. Ranks may issue from streams of their own, and one of them carries the work out."""
+class StreamPoint:
+    """A point in a CUDA stream. Ranks may issue from streams of their own, and one of them carries the work out."""
 
     __slots__ = ("_event",)
 
@@ -44,61 +44,61 @@ class Moment:
         self._event = torch.cuda.current_stream().record_event()
 
     def order(self) -> None:
-        """Lets the current stream wait for that moment."""
+        """Lets the current stream wait for that point."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
 @dataclass(slots=True)
-class Arrival:
+class Contribution:
     """What one rank brings to a collective: its tensors, and when they are ready."""
 
-    call: Request
+    call: VirtualCall
     tensors: tuple[torch.Tensor, ...]
     splits: tuple[list[int], list[int]] | None = None
-    ready: Moment | None = None
+    ready: StreamPoint | None = None
     at_s: float = 0.0
 
 
-class _Meeting:
-    """One collective: who has arrived with what, and whether it is done."""
+class _Collective:
+    """One collective: what each rank that has arrived contributes, and whether it is done."""
 
     def __init__(self) -> None:
-        self.arrivals: dict[int, Arrival] = {}
+        self.contributions: dict[int, Contribution] = {}
         self.is_done = False
-        self.done: Moment | None = None
+        self.done: StreamPoint | None = None
         self.end_s = 0.0
 
 
 @dataclass(slots=True)
-class Letter:
+class PostedMessage:
     """One side of a send and receive."""
 
-    call: Request
+    call: VirtualCall
     tensor: torch.Tensor
     is_done: bool = False
-    ready: Moment | None = None
-    done: Moment | None = None
+    ready: StreamPoint | None = None
+    done: StreamPoint | None = None
     at_s: float = 0.0
     end_s: float = 0.0
 
 
-class World:
+class VirtualWorld:
     """Everything that virtual ranks share: the baton, their time if they have one, and groups by their members."""
 
     def __init__(self, baton: Baton, timing: VirtualTime | None) -> None:
         self.baton = baton
         self.timing = timing
         baton.explain = self._explain
-        self._groups: dict[tuple[int, ...], list[Group]] = {}
+        self._groups: dict[tuple[int, ...], list[VirtualGroup]] = {}
         self._asked: dict[tuple[tuple[int, ...], int], int] = {}
 
-    def group(self, ranks: tuple[int, ...]) -> Group:
+    def group(self, ranks: tuple[int, ...]) -> VirtualGroup:
         """Makes a group."""
-        made = Group(self, ranks)
+        made = VirtualGroup(self, ranks)
         self._groups.setdefault(ranks, []).append(made)
         return made
 
-    def join(self, ranks: tuple[int, ...], world_rank: int) -> Group:
+    def join(self, ranks: tuple[int, ...], world_rank: int) -> VirtualGroup:
         """Gives a member its n-th group of these ranks: the same object to all of them."""
         count = self._asked.get((ranks, world_rank), 0)
         self._asked[ranks, world_rank] = count + 1
@@ -109,7 +109,7 @@ class World:
         group.is_split = True
         return group
 
-    def name(self, group: Group) -> GroupName:
+    def name(self, group: VirtualGroup) -> GroupName:
         """Names a group for a verdict."""
         return GroupName(group.ranks, self._groups[group.ranks].index(group))
 
@@ -141,113 +141,107 @@ class World:
         return contextlib.nullcontext() if clock is None else clock.paused()
 
 
-class Group:
+class VirtualGroup:
     """A group's operations in flight, matched by the order in which each member issued them."""
 
-    def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
+    def __init__(self, world: VirtualWorld, ranks: tuple[int, ...]) -> None:
         self.world = world
         self.ranks = ranks
         self.is_split = False
         self.issued = [0] * len(ranks)
-        self._meetings: dict[int, _Meeting] = {}
-        self._sends: dict[tuple[int, int, int], deque[Letter]] = {}
-        self._receives: dict[tuple[int, int, int], deque[Letter]] = {}
+        self._collectives: dict[int, _Collective] = {}
+        self._sends: dict[tuple[int, int, int], deque[PostedMessage]] = {}
+        self._receives: dict[tuple[int, int, int], deque[PostedMessage]] = {}
         self._free_s = 0.0  # when the last collective ends, on the clocks
         self._pair_free_s: dict[tuple[int, int], float] = {}  # and the last message of a sender to a receiver
 
-    def meet(self, rank: int, arrival: Arrival, carry_out: Callable[[list[Arrival]], None]) -> Work:
+    def meet(self, rank: int, contribution: Contribution, carry_out: Callable[[list[Contribution]], None]) -> Work:
         """Adds a rank to its next collective; the last one to arrive carries it out."""
         with self.world.paused(self.ranks[rank]):
-            return self._meet(rank, arrival, carry_out)
+            baton, clock = self.world.baton, self.world.clock(self.ranks[rank])
+            if clock is not None:
+                contribution.at_s = clock.now_s
+            baton.sign_of_life()
+            number = self.issued[rank]
+            self.issued[rank] += 1
+            collective = self._collectives.setdefault(number, _Collective())
+            collective.contributions[rank] = contribution
+            is_cuda = baton.device.type == "cuda"
+            if is_cuda:
+                contribution.ready = StreamPoint()
+            first = next(iter(collective.contributions.values())).call
+            if contribution.call != first:
+                baton.fail(CollectiveMismatchError(self._describe_mismatch(number, collective)))
+            if len(collective.contributions) == len(self.ranks):
+                del self._collectives[number]
+                for each in collective.contributions.values():
+                    if each.ready is not None:
+                        each.ready.order()
+                with torch.no_grad():
+                    carry_out([collective.contributions[r] for r in range(len(self.ranks))])
+                self._time_collective(collective)
+                collective.is_done = True
+                collective.done = StreamPoint() if is_cuda else None
+                collective.contributions = {}  # lets go of the tensors
+            wait = BatonWait(
+                lambda: collective.is_done,
+                lambda: self._describe(number, collective),
+                lambda: self._entry(contribution.call, number),
+            )
+            kind = contribution.call.kind
+            return _VirtualWork(self.world, self.ranks[rank], wait, lambda: (collective.done, collective.end_s, kind))
 
-    def _meet(self, rank: int, arrival: Arrival, carry_out: Callable[[list[Arrival]], None]) -> Work:
-        baton, clock = self.world.baton, self.world.clock(self.ranks[rank])
-        if clock is not None:
-            arrival.at_s = clock.now_s
-        baton.sign_of_life()
-        number = self.issued[rank]
-        self.issued[rank] += 1
-        meeting = self._meetings.setdefault(number, _Meeting())
-        meeting.arrivals[rank] = arrival
-        is_cuda = baton.device.type == "cuda"
-        if is_cuda:
-            arrival.ready = Moment()
-        first = next(iter(meeting.arrivals.values())).call
-        if arrival.call != first:
-            baton.fail(CollectiveMismatchError(self._describe_mismatch(number, meeting)))
-        if len(meeting.arrivals) == len(self.ranks):
-            del self._meetings[number]
-            for each in meeting.arrivals.values():
-                if each.ready is not None:
-                    each.ready.order()
-            with torch.no_grad():
-                carry_out([meeting.arrivals[r] for r in range(len(self.ranks))])
-            self._time_meeting(meeting)
-            meeting.is_done = True
-            meeting.done = Moment() if is_cuda else None
-            meeting.arrivals = {}  # lets go of the tensors
-        wait = Wait(
-            lambda: meeting.is_done,
-            lambda: self._describe(number, meeting),
-            lambda: self._entry(arrival.call, number),
-        )
-        kind = arrival.call.kind
-        return _VirtualWork(self.world, self.ranks[rank], wait, lambda: (meeting.done, meeting.end_s, kind))
-
-    def post(self, letter: Letter, key: tuple[int, int, int], *, is_send: bool) -> Work:
+    def post(self, message: PostedMessage, key: tuple[int, int, int], *, is_send: bool) -> Work:
         """Matches a send with the oldest receive of the same two ranks and tag, or the other way round."""
-        with self.world.paused(self.ranks[key[0] if is_send else key[1]]):
-            return self._post(letter, key, is_send=is_send)
-
-    def _post(self, letter: Letter, key: tuple[int, int, int], *, is_send: bool) -> Work:
-        baton = self.world.baton
-        baton.sign_of_life()
-        if baton.device.type == "cuda":
-            letter.ready = Moment()
         rank = self.ranks[key[0] if is_send else key[1]]
-        clock = self.world.clock(rank)
-        if clock is not None:
-            letter.at_s = clock.now_s
-        own, other = (self._sends, self._receives) if is_send else (self._receives, self._sends)
-        waiting = other.get(key)
-        if waiting:
-            match = waiting.popleft()
-            self._deliver(letter, match, is_send=is_send)
-            self._time_letters(letter, match, key[:2])
-        else:
-            own.setdefault(key, deque()).append(letter)
-        peer = self.ranks[key[1] if is_send else key[0]]
-        wait = Wait(
-            lambda: letter.is_done,
-            lambda: f"rank {peer} to match {letter.call}",
-            lambda: self._entry(letter.call, 0, peer=peer, tag=key[2]),
-        )
-        return _VirtualWork(self.world, rank, wait, lambda: (letter.done, letter.end_s, letter.call.kind))
+        with self.world.paused(rank):
+            baton = self.world.baton
+            baton.sign_of_life()
+            if baton.device.type == "cuda":
+                message.ready = StreamPoint()
+            clock = self.world.clock(rank)
+            if clock is not None:
+                message.at_s = clock.now_s
+            own, other = (self._sends, self._receives) if is_send else (self._receives, self._sends)
+            waiting = other.get(key)
+            if waiting:
+                match = waiting.popleft()
+                self._deliver(message, match, is_send=is_send)
+                self._time_messages(message, match, key[:2])
+            else:
+                own.setdefault(key, deque()).append(message)
+            peer = self.ranks[key[1] if is_send else key[0]]
+            wait = BatonWait(
+                lambda: message.is_done,
+                lambda: f"rank {peer} to match {message.call}",
+                lambda: self._entry(message.call, 0, peer=peer, tag=key[2]),
+            )
+            return _VirtualWork(self.world, rank, wait, lambda: (message.done, message.end_s, message.call.kind))
 
-    def _time_meeting(self, meeting: _Meeting) -> None:
+    def _time_collective(self, collective: _Collective) -> None:
         """Prices a collective: from the latest arrival on, or from the end of the one before it."""
         timing = self.world.timing
         if timing is None:
             return
-        arrivals = meeting.arrivals.values()
-        start_s = max(self._free_s, *(arrival.at_s for arrival in arrivals))
+        contributions = collective.contributions.values()
+        start_s = max(self._free_s, *(contribution.at_s for contribution in contributions))
         # Of output and input the larger is the whole; ranks exchange different amounts in an all-to-all at most.
-        num_bytes = max(max((_bytes(t) for t in arrival.tensors), default=0) for arrival in arrivals)
-        kind = next(iter(arrivals)).call.kind
-        meeting.end_s = self._free_s = timing.carry_out(kind, num_bytes, self.ranks, start_s)
+        num_bytes = max(max((t.nbytes for t in contribution.tensors), default=0) for contribution in contributions)
+        kind = next(iter(contributions)).call.kind
+        collective.end_s = self._free_s = timing.carry_out(kind, num_bytes, self.ranks, start_s)
 
-    def _time_letters(self, letter: Letter, match: Letter, pair: tuple[int, int]) -> None:
+    def _time_messages(self, message: PostedMessage, match: PostedMessage, pair: tuple[int, int]) -> None:
         """Prices a message: from when both sides are there, and the one before it has arrived."""
         timing = self.world.timing
         if timing is None:
             return
-        start_s = max(letter.at_s, match.at_s, self._pair_free_s.get(pair, 0.0))
+        start_s = max(message.at_s, match.at_s, self._pair_free_s.get(pair, 0.0))
         ranks = (self.ranks[pair[0]], self.ranks[pair[1]])
-        end_s = timing.carry_out("send", _bytes(letter.tensor), ranks, start_s)
-        letter.end_s = match.end_s = self._pair_free_s[pair] = end_s
+        end_s = timing.carry_out("send", message.tensor.nbytes, ranks, start_s)
+        message.end_s = match.end_s = self._pair_free_s[pair] = end_s
 
-    def _deliver(self, letter: Letter, match: Letter, *, is_send: bool) -> None:
-        sent, received = (letter, match) if is_send else (match, letter)
+    def _deliver(self, message: PostedMessage, match: PostedMessage, *, is_send: bool) -> None:
+        sent, received = (message, match) if is_send else (match, message)
         if sent.tensor.shape != received.tensor.shape or sent.tensor.dtype != received.tensor.dtype:
             self.world.baton.fail(
                 CollectiveMismatchError(f"a send and its receive differ\n  {sent.call}\n  {received.call}")
@@ -258,23 +252,23 @@ class Group:
         received.tensor.data.copy_(sent.tensor.data)
         sent.is_done = received.is_done = True
         if sent.ready is not None:
-            sent.done = received.done = Moment()
+            sent.done = received.done = StreamPoint()
 
-    def _entry(self, call: Request, number: int, *, peer: int | None = None, tag: int = 0) -> Entry:
+    def _entry(self, call: VirtualCall, number: int, *, peer: int | None = None, tag: int = 0) -> Entry:
         asked = Call(kind=call.kind, op="" if peer is not None else call.detail, peer=peer, tag=tag)
         return Entry(number=1, group=self.world.name(self), sequence=number, call=asked, site=call.where)
 
-    def _describe(self, number: int, meeting: _Meeting) -> str:
-        call = next(iter(meeting.arrivals.values())).call
-        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in meeting.arrivals]
+    def _describe(self, number: int, collective: _Collective) -> str:
+        call = next(iter(collective.contributions.values())).call
+        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in collective.contributions]
         return f"{_ranks(missing)} in operation {number} of group {list(self.ranks)}: {call}"
 
-    def _describe_mismatch(self, number: int, meeting: _Meeting) -> str:
-        by_call: dict[Request, list[int]] = {}
-        for rank, arrival in sorted(meeting.arrivals.items()):
-            by_call.setdefault(arrival.call, []).append(self.ranks[rank])
+    def _describe_mismatch(self, number: int, collective: _Collective) -> str:
+        by_call: dict[VirtualCall, list[int]] = {}
+        for rank, contribution in sorted(collective.contributions.items()):
+            by_call.setdefault(contribution.call, []).append(self.ranks[rank])
         lines = [f"  {_ranks(ranks)} called {call}" for call, ranks in by_call.items()]
-        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in meeting.arrivals]
+        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in collective.contributions]
         if missing:
             lines.append(f"  {_ranks(missing)} had not arrived")
         head = f"ranks of group {list(self.ranks)} called different operations (operation {number} of the group)"
@@ -288,7 +282,11 @@ class _VirtualWork:
     __slots__ = ("_outcome", "_rank", "_wait", "_world")
 
     def __init__(
-        self, world: World, rank: int, wait: Wait, outcome: Callable[[], tuple[Moment | None, float, str]]
+        self,
+        world: VirtualWorld,
+        rank: int,
+        wait: BatonWait,
+        outcome: Callable[[], tuple[StreamPoint | None, float, str]],
     ) -> None:
         """Takes what to wait for, and what tells how it ended: on the device, on the clocks, and what it was."""
         self._world = world
@@ -306,10 +304,6 @@ class _VirtualWork:
             clock = self._world.clock(self._rank)
             if clock is not None:
                 clock.wait_until(end_s, kind)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _ranks(ranks: list[int]) -> str:

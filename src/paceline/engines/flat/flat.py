@@ -19,10 +19,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, Communicator, ReduceOp, Work, device_kind
+from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.engines.flat.side_stream import SideStream
-from paceline.engines.offload import Offload, host_empty
+from paceline.engines.offload import host_empty
 from paceline.engines.precision import Precision
+from paceline.plan.layout import Offload
 from paceline.shards import FlatLayout, flat_layout, row_major
 
 _ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, whatever the dtype
@@ -268,7 +269,7 @@ class FlatGroup:
 
     def drop_gradient(self) -> None:
         """Frees the slice's gradient once the pieces have none. A CPU keeps the memory: to get it anew costs more."""
-        if device_kind(self.comm) != "cpu" and not self.is_on_host and all(p.grad is None for p in self.pieces):
+        if self.comm.device_kind != "cpu" and not self.is_on_host and all(p.grad is None for p in self.pieces):
             self.gradient, self._gradient_views = None, []
 
     def new_slice(self) -> torch.Tensor:
@@ -321,7 +322,7 @@ class FlatGroup:
         if gradient is None or self.is_on_host:
             return
         norms: list[torch.Tensor] = []
-        if device_kind(self.comm) == "cpu":
+        if self.comm.device_kind == "cpu":
             solid = self._without_gaps(gradient) if gradient.dtype in _DOTTED else None
             norms = list(torch._foreach_norm(views)) if solid is None else [torch.dot(solid, solid).sqrt_()]
             self._norms = (gradient._version, norms, DONE)
@@ -457,12 +458,12 @@ def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 def reduction(comm: Communicator) -> ReduceOp:
     """Returns how gradients are reduced: NCCL averages as it adds; elsewhere ``gradient_scale`` is part of a copy."""
-    return "sum" if device_kind(comm) == "cpu" else "avg"
+    return "sum" if comm.device_kind == "cpu" else "avg"
 
 
 def gradient_scale(comm: Communicator) -> float:
     """Returns the factor that gradients get when they are brought into a buffer."""
-    return 1.0 / comm.size if device_kind(comm) == "cpu" else 1.0
+    return 1.0 / comm.size if comm.device_kind == "cpu" else 1.0
 
 
 def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -21,9 +21,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cluster.operations import Operation
-from paceline.comm.dry.communicator import DryOperation
 from paceline.errors import UsageError
-from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
+from paceline.predict.replay.events import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.calls import Call, KnownCalls, updates
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
@@ -109,21 +108,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes an attention kernel."""
         self._note((self._calls.attention(tensors, is_causal=is_causal, is_back=is_back),), tensors)
 
-    def issue(self, operation: DryOperation) -> None:
+    def issue(self, operation: Issue) -> None:
         """Notes an operation of the communicator."""
-        self._add(
-            Issue(
-                number=operation.number,
-                kind=operation.kind,
-                num_bytes=operation.num_bytes,
-                ranks=operation.ranks,
-                lane=operation.lane,
-                tag=operation.tag,
-                algorithm=operation.parcel.algorithm,
-                share=operation.parcel.share,
-                messages=operation.parcel.messages,
-            )
-        )
+        self._add(operation)
 
     def wait(self, number: int) -> None:
         """Notes a wait."""

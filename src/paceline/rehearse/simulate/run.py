@@ -18,7 +18,6 @@ import torch
 
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster
-from paceline.comm.traced import TracedCommunicator
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
@@ -30,9 +29,8 @@ from paceline.rehearse.simulate.network import network_cost
 from paceline.rehearse.simulate.recording import ClockMeter, ClockSink, Memory, StepBounds, run_record
 from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook
-from paceline.train.threads import compute_threads
-from paceline.train.trainer import Every, Trainer
+from paceline.train.randomness import compute_threads
+from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 ComputeKind: TypeAlias = Literal["measured", "modelled"]
 COMPUTE_KINDS: tuple[ComputeKind, ...] = ("measured", "modelled")
@@ -112,7 +110,7 @@ def simulate(
     where = conditions or Conditions()
     check_conditions(config, where)
     ranks, timing = _timing(config, where)
-    places = [_Place(config, where, rank, view if rank == 0 else None) for rank in range(ranks)]
+    places = [_SimulatedRank(config, where, rank, view if rank == 0 else None) for rank in range(ranks)]
     try:
         with compute_threads(config.parallel.threads or _share_of_cores(ranks)):
             run_virtual(
@@ -167,7 +165,7 @@ def _share_of_cores(ranks: int) -> int:
     return max(1, len(usable_cores()) // ranks)
 
 
-class _Place:
+class _SimulatedRank:
     """One rank's part in a simulated run."""
 
     def __init__(self, config: Config, conditions: Conditions, rank: int, view: Sink | None) -> None:
@@ -203,10 +201,10 @@ class _Place:
                 watch(self._rank, trainer)
 
     def _put_on_clock(self, trainer: Trainer, comm: VirtualCommunicator, clock: VirtualClock) -> ClockMeter:
-        traced = trainer.parts.engine.world
-        assert isinstance(traced, TracedCommunicator)
+        trace = trainer.parts.engine.world.trace
+        assert trace is not None
         memory = trainer.parts.plan.memory
-        meter = ClockMeter(comm.device, traced.trace, clock, 0 if memory is None else memory.device_bytes)
+        meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else memory.device_bytes)
         trainer.parts = replace(trainer.parts, meter=meter)
         return meter
 

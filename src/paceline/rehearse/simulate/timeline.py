@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.virtual.clock import Span, VirtualClock
+from paceline.comm.virtual.clock import ClockSpan, VirtualClock
 from paceline.errors import RunFolderError
 from paceline.rehearse.simulate.recording import StepBounds
 
@@ -72,7 +72,7 @@ def draw_step(clocks: Sequence[VirtualClock], steps: Sequence[Sequence[StepBound
     return lines
 
 
-def _row(spans: Iterable[tuple[str, Span]], start_s: float, end_s: float) -> str:
+def _row(spans: Iterable[tuple[str, ClockSpan]], start_s: float, end_s: float) -> str:
     cell_s = (end_s - start_s) / _WIDTH
     shares: list[dict[str, float]] = [{} for _ in range(_WIDTH)]
     for letter, span in spans:

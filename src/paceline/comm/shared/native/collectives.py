@@ -15,18 +15,11 @@ import torch
 from paceline.comm.base import ReduceOp
 from paceline.comm.shared import board as plain
 from paceline.comm.shared.board import Board
-from paceline.comm.shared.progress import Progress, Steps
+from paceline.comm.shared.progress import ProgressLoop, Steps
 
 _FINISHED, _WAITING, _MISMATCH = range(3)
 _KINDS = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 3, "broadcast": 4}
-_TYPES = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int64: 4,
-    torch.int32: 5,
-}
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)  # by their numbers
 _BYTES = 8
 MOST_RANKS = 1024  # of a group, as in the C++
 _MOST_BUFFERS = 4096
@@ -34,7 +27,7 @@ _PLACE_BITS = 40
 _SMALL_BYTES = 32 * 1024
 
 
-class _Group(ctypes.Structure):
+class _CompiledGroup(ctypes.Structure):
     _fields_ = (
         ("words", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
@@ -46,7 +39,7 @@ class _Group(ctypes.Structure):
     )
 
 
-class _Operation(ctypes.Structure):
+class _CompiledOperation(ctypes.Structure):
     _fields_ = (
         ("input", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
@@ -59,18 +52,18 @@ class _Operation(ctypes.Structure):
 class CompiledCollectives(plain.Collectives):
     """The collectives of one rank of a group; those of other dtypes than the compiled ones run in Python."""
 
-    def __init__(self, code: ctypes.CDLL, board: Board, progress: Progress) -> None:
+    def __init__(self, code: ctypes.CDLL, board: Board, progress: ProgressLoop) -> None:
         super().__init__(board)
         code.paceline_advance.restype = ctypes.c_int64
         code.paceline_advance.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         self._advance: Callable[[int, int, int], int] = code.paceline_advance
-        self._types = {dtype: number for dtype, number in _TYPES.items() if number != 2 or code.paceline_has_half()}
+        self._types = {dtype: number for number, dtype in enumerate(_DTYPES) if number != 2 or code.paceline_has_half()}
         self._progress = progress
         self._common = (ctypes.c_void_p * _MOST_BUFFERS)()
         self._common_bytes = (ctypes.c_int64 * _MOST_BUFFERS)()
         self._num_buffers = 0
         self._owned: dict[int, range] = {}  # by the number of a common buffer, the addresses of this rank's area
-        self._group = _Group(
+        self._group = _CompiledGroup(
             words=board.words_address,
             slots=board.slots_address,
             common=ctypes.cast(self._common, ctypes.POINTER(ctypes.c_void_p)),
@@ -158,14 +151,14 @@ class CompiledCollectives(plain.Collectives):
         meets = meets and not is_small
         place = self._place(tensor.data_ptr(), num_bytes) if meets else 0
         first = board.take(rounds + meets)
-        operation = _Operation(
+        operation = _CompiledOperation(
             *(tensor.data_ptr(), output.data_ptr(), _KINDS[kind], type_, plain.OPS.index(op), source, is_small, length),
             *(first if meets else 0, first + meets, rounds, stamp, place),
         )
         yield from self._run(operation, (source,) if kind == "broadcast" else None)
         del output, tensor  # alive until here: the operation has their addresses
 
-    def _run(self, operation: _Operation, sources: tuple[int, ...] | None) -> Iterator[tuple[int, ...]]:
+    def _run(self, operation: _CompiledOperation, sources: tuple[int, ...] | None) -> Iterator[tuple[int, ...]]:
         group, address = ctypes.addressof(self._group), ctypes.addressof(operation)
         moves = 0
         while status := self._advance(group, address, self._progress.patience_ns):

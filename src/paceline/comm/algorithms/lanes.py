@@ -1,0 +1,225 @@
+"""Rounds of messages carried out on a communicator's ``send`` and ``recv``.
+
+An operation is cut into lanes: parts of the tensor that go through their rounds side by side, so that one is added up
+while the next is on its way. Issuing an operation posts its first round; ``wait`` carries out the rest, after whatever
+this rank issued before. That order is why operations in flight never wait in a circle: as all ranks issue in the same
+order, the oldest that is not done is the one that all of them work on.
+
+[Note: ahead] A message leaves when its receiver has said that it is ready, and on a busy link that word stands in line
+behind data. So what a lane receives is posted one round before it is needed. It cannot come too early: it is sent by
+a rank that has had all that this one puts there before. NCCL is not told ahead: it carries out what is posted in order.
+
+[Note: window] What is received may be held back to a few lanes after the one that is being added up, so that of two
+ranks that send to the same one none runs ahead of the other, and takes the share of a link that the sum waits for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from paceline.comm.algorithms.rounds import Message, Round
+from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.group import reduce_pair
+
+
+class MessageLane:
+    """A part of a tensor on its way through its rounds.
+
+    Sends are awaited at the end: where one is overwritten before, it is by a sum that its receiver had a part in, so
+    that it has left. Memory for what is added is taken once.
+    """
+
+    def __init__(self, comm: Communicator, flat: torch.Tensor, rounds: Sequence[Round], op: ReduceOp, tag: int) -> None:
+        self.num_rounds = len(rounds)
+        self._comm = comm
+        self._flat = flat
+        self._rounds = rounds
+        self._op = op
+        self._tag = tag
+        self._ahead = 1 if comm.device.type == "cpu" else 0  # see [Note: ahead]
+        longest = max((sum(m.stop - m.start for m in each.sums) for each in rounds), default=0)
+        self._scratch = [torch.empty(longest, dtype=flat.dtype, device=flat.device) for _ in range(self._ahead + 1)]
+        self._arriving: deque[_Arriving] = deque()  # of the rounds from the one that is finished next
+        self._num_received = 0  # rounds whose receives are posted
+        self._sends: list[Work] = []
+
+    def post(self, number: int, *, receives: bool = True) -> None:
+        """Posts what a round sends, and unless told otherwise what it receives."""
+        if number >= self.num_rounds:
+            return
+        sends, me = self._rounds[number].sends, self._comm.rank
+        # Of two ranks that send to each other the lower one posts its sends first, the other one its receives: NCCL
+        # carries out what a pair posts one after another.
+        self._post_sends([message for message in sends if message.peer > me])
+        if receives:
+            self.receive(number)
+        self._post_sends([message for message in sends if message.peer < me])
+
+    def receive(self, number: int) -> None:
+        """Posts what the rounds up to this one receive, and what may be posted ahead of it."""
+        while self._num_received < min(number + self._ahead + 1, self.num_rounds):
+            scratch = self._scratch[self._num_received % len(self._scratch)]
+            self._arriving.append(self._post_receives(self._rounds[self._num_received], scratch))
+            self._num_received += 1
+
+    def finish(self, number: int) -> None:
+        """Waits for what a round receives, and adds it up."""
+        if number >= self.num_rounds:
+            return
+        arriving = self._arriving.popleft()
+        for work in arriving.works:
+            work.wait()
+        if arriving.pieces:
+            this = self._rounds[number]
+            divisor = self._comm.size if self._op == "avg" and this.is_total else 1
+            combine(self._flat[this.sums[0].start : this.sums[0].stop], arriving.pieces, self._op, divisor)
+
+    def close(self) -> None:
+        """Waits until everything has left, and lets go of the memory."""
+        for work in self._sends:
+            work.wait()
+        self._sends.clear()
+        self._scratch, self._flat = [], torch.empty(0)
+
+    def _post_sends(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.stop > message.start:
+                piece = self._flat[message.start : message.stop]
+                self._sends.append(self._comm.send(piece, message.peer, self._tag))
+
+    def _post_receives(self, this: Round, scratch: torch.Tensor) -> _Arriving:
+        works, pieces = [], []
+        for message in this.copies:
+            if message.stop > message.start:
+                piece = self._flat[message.start : message.stop]
+                works.append(self._comm.recv(piece, message.peer, self._tag))
+        used = 0
+        for message in this.sums:
+            length = message.stop - message.start
+            if length:
+                piece = scratch[used : used + length]
+                used += length
+                pieces.append(piece)
+                works.append(self._comm.recv(piece, message.peer, self._tag))
+        return _Arriving(works, pieces)
+
+
+class _Arriving(NamedTuple):
+    """What a round receives: all of it, and of that the pieces that are to be added."""
+
+    works: list[Work]
+    pieces: list[torch.Tensor]
+
+
+class InFlight:
+    """The operations that a rank has issued and not finished, in the order of issue: for a group and its subgroups."""
+
+    def __init__(self) -> None:
+        self._operations: deque[RoundsWork] = deque()
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def issue(self, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
+        """Posts the first round of an operation; ``deliver`` puts the result where it belongs.
+
+        ``window`` is how many lanes may receive at a time (None: all): see [Note: window].
+        """
+        operation = RoundsWork(self, lanes, deliver, window or len(lanes))
+        self._operations.append(operation)
+        return operation
+
+    def newest(self) -> RoundsWork | None:
+        """Returns the operation that was issued last, if it is not finished."""
+        return self._operations[-1] if self._operations else None
+
+    def finish_through(self, operation: RoundsWork | None) -> None:
+        """Finishes the operations up to this one, oldest first; None: nothing."""
+        while operation is not None and not operation.is_finished:
+            self._operations.popleft().finish()
+
+
+class RoundsWork:
+    """A collective in flight, made of rounds of messages."""
+
+    def __init__(
+        self, in_flight: InFlight, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int
+    ) -> None:
+        self.is_finished = False
+        self._in_flight = in_flight
+        self._lanes = list(lanes)
+        self._deliver: Callable[[], None] | None = deliver
+        self._error: Exception | None = None
+        self._window = window
+        for place, lane in enumerate(self._lanes):
+            lane.post(0, receives=place < self._window)
+
+    def wait(self) -> None:
+        """Carries out what is left of this operation and of those before it. Safe to call twice."""
+        self._in_flight.finish_through(self)
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Carries out all rounds. What fails here is raised to whoever drives, and to whoever waits for this one."""
+        self.is_finished = True
+        try:
+            for number in range(max((lane.num_rounds for lane in self._lanes), default=0)):
+                self._go_through(number)
+            for lane in self._lanes:
+                lane.close()
+            if self._deliver is not None:
+                self._deliver()
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            self._lanes, self._deliver = [], None
+
+    def _go_through(self, number: int) -> None:
+        """Finishes a round of all lanes, and posts the next one."""
+        for place, lane in enumerate(self._lanes):
+            lane.finish(number)
+            if place + self._window < len(self._lanes):
+                self._lanes[place + self._window].receive(number)
+            lane.post(number + 1, receives=place < self._window)
+
+
+class WorkBehind:
+    """A work of the inner communicator that was issued behind operations in flight.
+
+    Another rank may wait for those first: they are finished here too before this rank waits for anything else.
+    """
+
+    __slots__ = ("_before", "_in_flight", "_work")
+
+    def __init__(self, work: Work, in_flight: InFlight, before: RoundsWork) -> None:
+        self._work = work
+        self._in_flight = in_flight
+        self._before = before
+
+    def wait(self) -> None:
+        """Finishes what was issued before, and waits."""
+        self._in_flight.finish_through(self._before)
+        self._work.wait()
+
+
+def combine(target: torch.Tensor, pieces: Sequence[torch.Tensor], op: ReduceOp, divisor: int = 1) -> None:
+    """Reduces ``pieces`` into ``target``, in order, and divides.
+
+    Floats of 8 and 16 bits are added in float32 and rounded once, that is, once in every round that they go through.
+    """
+    is_one_addition = target.element_size() == 2 and len(pieces) == 1 and divisor == 1  # torch adds these in float32
+    if target.is_floating_point() and target.element_size() < 4 and not is_one_addition:
+        wide = target.float()
+        combine(wide, pieces, op, divisor)
+        target.copy_(wide)
+        return
+    for piece in pieces:
+        reduce_pair(target, piece.to(target.dtype), op, out=target)
+    if divisor != 1:
+        target.div_(divisor)

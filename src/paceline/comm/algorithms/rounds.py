@@ -1,0 +1,208 @@
+"""Collectives as rounds of messages: what one rank sends and receives, as data that knows no tensor and no backend.
+
+    ring           N-1 rounds: pass a slice on, add one's own to the slice that comes; N-1 more to spread the sums
+    halving        ceil(log2 N) rounds: see ``cluster/patterns.py``; the same backwards to spread the sums
+    tree           up to the root, adding; down again, copying
+    hierarchical   inside a host everyone sends slice j to its j-th rank; the j-th ranks of all hosts reduce that slice
+                   among themselves, so that every rank's link is used; inside the host everyone gets it back
+
+Two rules hold for every function here. A message has the same round on both sides: ranks that go through their rounds
+in order never wait in a circle, and two ranks agree on the order of what passes between them, which is all that NCCL
+has to match messages by. And every element is summed up by one rank, in a fixed order, and then only copied: all ranks
+end with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from paceline.cluster.patterns import Tree, halving
+from paceline.comm.algorithms.topology import Topology
+
+ElementRange: TypeAlias = tuple[int, int]  # the first element, and one past the last
+_LONG = 2**15  # elements of a message whose bytes take longer than getting going
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Elements ``start`` to ``stop`` (exclusive), to or from rank ``peer``."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What a rank does at once. With ``is_total`` its sums are those of all ranks, and not of some."""
+
+    sends: tuple[Message, ...] = ()
+    sums: tuple[Message, ...] = ()  # received, and added to what is there
+    copies: tuple[Message, ...] = ()  # received in place of what is there
+    is_total: bool = False
+
+
+def cut(span: ElementRange, parts: int) -> list[ElementRange]:
+    """Cuts a span into ``parts`` that differ in length by one at most."""
+    start, length = span[0], span[1] - span[0]
+    return [(start + length * part // parts, start + length * (part + 1) // parts) for part in range(parts)]
+
+
+def ring_reduce_scatter(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
+    """Sums slice r on rank r: it starts at the next rank and comes round."""
+    size = len(slices)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    return [
+        Round(
+            sends=(Message(after, *slices[(rank - 1 - step) % size]),),
+            sums=(Message(before, *slices[(rank - 2 - step) % size]),),
+            is_total=step == size - 2,
+        )
+        for step in range(size - 1)
+    ]
+
+
+def ring_all_gather(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
+    """Spreads slice r of rank r: everyone passes on what came last."""
+    size = len(slices)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    return [
+        Round(
+            sends=(Message(after, *slices[(rank - step) % size]),),
+            copies=(Message(before, *slices[(rank - 1 - step) % size]),),
+        )
+        for step in range(size - 1)
+    ]
+
+
+def halving_reduce_scatter(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
+    """Sums slice r on rank r by recursive halving. The slices lie one after another."""
+    size, rounds = len(slices), []
+    exchanges = halving(size)
+    last = max((number for number, each in enumerate(exchanges) if any(e.receiver == rank for e in each)), default=-1)
+    for number, each in enumerate(exchanges):
+        sends = [Message(e.receiver, slices[e.first][0], slices[e.last - 1][1]) for e in each if e.sender == rank]
+        sums = [Message(e.sender, slices[e.first][0], slices[e.last - 1][1]) for e in each if e.receiver == rank]
+        rounds.append(Round(sends=tuple(sends), sums=tuple(sums), is_total=number == last))
+    return rounds
+
+
+def doubling_all_gather(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
+    """Spreads slice r of rank r: halving backwards, with everything copied that was added there."""
+    return [Round(sends=each.sums, copies=each.sends) for each in reversed(halving_reduce_scatter(rank, slices))]
+
+
+def tree_reduce(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
+    """Sums a span on the root. A rank that is d below it sends in round height - d."""
+    rounds = [Round() for _ in range(tree.height)]
+    depth = tree.depths[rank]
+    children = tree.children(rank)
+    if children:
+        sums = tuple(Message(child, *span) for child in children)
+        rounds[tree.height - depth - 1] = Round(sums=sums, is_total=depth == 0)
+    if depth:
+        rounds[tree.height - depth] = Round(sends=(Message(tree.parents[rank], *span),))
+    return rounds
+
+
+def tree_broadcast(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
+    """Spreads a span from the root. A rank that is d below it receives in round d - 1."""
+    rounds = [Round() for _ in range(tree.height)]
+    depth = tree.depths[rank]
+    children = tree.children(rank)
+    if depth:
+        rounds[depth - 1] = Round(copies=(Message(tree.parents[rank], *span),))
+    if children:
+        rounds[depth] = Round(sends=tuple(Message(child, *span) for child in children))
+    return rounds
+
+
+def hierarchical_all_reduce(rank: int, topology: Topology, span: ElementRange) -> list[Round]:
+    """Reduces inside the hosts, across them, and spreads inside the hosts.
+
+    A host with more ranks than the smallest one has no slices for the others: these give and get theirs inside.
+    """
+    num_slices = min(len(host) for host in topology.hosts)
+    slices = cut(span, num_slices)
+    host = next(each for each in topology.hosts if rank in each)
+    place = host.index(rank)
+    inside = _to_owners(rank, host, slices)
+    if len(topology.hosts) == 1:
+        across = []
+        inside = replace(inside, is_total=True)
+    elif place >= num_slices:
+        across = [Round()] * len(_all_reduce_across(0, len(topology.hosts), slices[0]))
+    else:
+        owners = [each[place] for each in topology.hosts]
+        across = _among(owners, _all_reduce_across(owners.index(rank), len(owners), slices[place]))
+    return [inside, *across, Round(sends=inside.sums, copies=inside.sends)]
+
+
+def hierarchical_reduce_scatter(rank: int, topology: Topology, slices: Sequence[ElementRange]) -> list[Round]:
+    """Sums slice r on rank r. The j-th rank of a host adds up, inside it, the slices of the j-th ranks of all hosts.
+
+    These then add up theirs in a ring. Every host has as many ranks.
+    """
+    host, place, owners = _counterparts(rank, topology)
+    inside = [
+        Round(
+            sends=tuple(Message(mate, *slices[there[number]]) for number, mate in enumerate(host) if mate != rank),
+            sums=tuple(Message(mate, *slices[there[place]]) for mate in host if mate != rank),
+            is_total=len(owners) == 1,
+        )
+        for there in topology.hosts
+    ]
+    return inside + _among(owners, ring_reduce_scatter(owners.index(rank), [slices[each] for each in owners]))
+
+
+def hierarchical_all_gather(rank: int, topology: Topology, slices: Sequence[ElementRange]) -> list[Round]:
+    """Spreads slice r of rank r: across hosts, among their j-th ranks, then inside. Hosts have as many ranks each."""
+    host, place, owners = _counterparts(rank, topology)
+    inside = [
+        Round(
+            sends=tuple(Message(mate, *slices[there[place]]) for mate in host if mate != rank),
+            copies=tuple(Message(mate, *slices[there[number]]) for number, mate in enumerate(host) if mate != rank),
+        )
+        for there in topology.hosts
+    ]
+    return _among(owners, ring_all_gather(owners.index(rank), [slices[each] for each in owners])) + inside
+
+
+def _counterparts(rank: int, topology: Topology) -> tuple[tuple[int, ...], int, list[int]]:
+    """Returns a rank's host, its place there, and who has that place on each host."""
+    host = next(each for each in topology.hosts if rank in each)
+    place = host.index(rank)
+    return host, place, [each[place] for each in topology.hosts]
+
+
+def _all_reduce_across(rank: int, size: int, span: ElementRange) -> list[Round]:
+    """Reduces among the hosts: by halving where it is even, as its other rounds are longer than those of a ring.
+
+    Long messages go in a ring: it keeps its partners, so that a link carries one even stream.
+    """
+    slices = cut(span, size)
+    if size & (size - 1) or (span[1] - span[0]) // size >= _LONG:
+        return ring_reduce_scatter(rank, slices) + ring_all_gather(rank, slices)
+    return halving_reduce_scatter(rank, slices) + doubling_all_gather(rank, slices)
+
+
+def _to_owners(rank: int, host: Sequence[int], slices: Sequence[ElementRange]) -> Round:
+    """Slice j goes to the j-th rank of the host, all at once: each starts with its neighbour."""
+    place, size = host.index(rank), len(host)
+    others = [(place + step) % size for step in range(1, size)]
+    sends = tuple(Message(host[other], *slices[other]) for other in others if other < len(slices))
+    sums: tuple[Message, ...] = ()
+    if place < len(slices):
+        sums = tuple(Message(peer, *slices[place]) for peer in host if peer != rank)
+    return Round(sends=sends, sums=sums)
+
+
+def _among(members: Sequence[int], rounds: list[Round]) -> list[Round]:
+    """Renames peers: from their numbers among ``members`` to their ranks."""
+
+    def rename(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(replace(message, peer=members[message.peer]) for message in messages)
+
+    return [replace(r, sends=rename(r.sends), sums=rename(r.sums), copies=rename(r.copies)) for r in rounds]

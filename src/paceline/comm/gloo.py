@@ -1,0 +1,144 @@
+"""Reduce-scatter, all-gather and small all-reduces as messages between all pairs of ranks, for Gloo.
+
+    reduce-scatter   every rank sends each other one the slice that it owns, and adds up what it gets, in rank order
+    all-gather       every rank sends its piece to each other one, straight to its place
+    all-reduce       of two ranks, if small: each sends the other all of it; one way instead of a ring's two
+
+For a tensor of B bytes a rank sends B (N-1)/N bytes in N-1 messages. Gloo itself has no reduce-scatter: torch makes one
+from a copy and an all-reduce, which moves twice as much; and its all-gather copies everything once more. Messages make
+their way in Gloo's own thread; the sum is taken by the rank that waits.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.base import ReduceOp
+from paceline.comm.group import NARROW, reduce_pair
+from paceline.shards import round_up
+
+# Far from the tags of users: a reduce-scatter and a gather of two ranks are matched by tag, then by order.
+_SLICE_TAG = 2**30
+_PIECE_TAG = 2**30 + 1
+_WHOLE_TAG = 2**30 + 2
+_WORD = 16  # bytes: memory of any dtype is made of whole ones
+
+
+class Scratch:
+    """Memory for what arrives. Two pieces of it stay: to touch new memory costs as much as to fill it."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for ``numel`` elements, at least."""
+        num_bytes = numel * dtype.itemsize
+        for piece in self._free:
+            if piece.numel() >= num_bytes:
+                self._free.remove(piece)
+                return piece.view(dtype)
+        return torch.empty(round_up(num_bytes, _WORD), dtype=torch.uint8).view(dtype)
+
+    def give_back(self, piece: torch.Tensor) -> None:
+        """Keeps memory for the next one, if it is among the two largest."""
+        self._free = sorted([*self._free, piece.view(torch.uint8)], key=lambda each: -each.numel())[:2]
+
+
+class ExchangeWork:
+    """Messages in flight, and what is done with them when all have come."""
+
+    __slots__ = ("_combine", "_receives", "_sends", "_timeout")
+
+    def __init__(
+        self, receives: list[Any], sends: list[Any], timeout_s: float, combine: Callable[[], None] | None
+    ) -> None:
+        self._receives = receives
+        self._sends = sends
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._combine = combine
+
+    def wait(self) -> None:
+        """Returns when everything has come, is added up, and has left. Safe to call twice."""
+        for work in self._receives:
+            work.wait(self._timeout)
+        if self._combine is not None:
+            self._combine()
+        for work in self._sends:
+            work.wait(self._timeout)
+        self._receives, self._sends, self._combine = [], [], None
+
+
+def exchange_slices(
+    group: Any, rank: int, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, timeout_s: float, scratch: Scratch
+) -> ExchangeWork:
+    """Reduces the ranks' ``whole`` tensors, flat and floating point, to this rank's slice of the result."""
+    length = output.numel()
+    size = whole.numel() // length
+    others = _others(rank, size)
+    pieces = list(whole.view(size, length))
+    memory = scratch.take((size - 1) * length, whole.dtype)
+    slices = list(pieces)
+    for place, other in enumerate(others):
+        slices[other] = memory[place * length : (place + 1) * length]
+    receives = [group.recv([slices[other]], other, _SLICE_TAG) for other in others]
+    sends = [group.send([pieces[other]], other, _SLICE_TAG) for other in others]
+
+    def combine() -> None:
+        _combine(slices, output, op, is_first=rank == 0)
+        scratch.give_back(memory)
+
+    return ExchangeWork(receives, sends, timeout_s, combine)
+
+
+def exchange_pieces(group: Any, rank: int, whole: torch.Tensor, piece: torch.Tensor, timeout_s: float) -> ExchangeWork:
+    """Puts every rank's ``piece`` into its place in ``whole``; both are flat."""
+    size = whole.numel() // piece.numel()
+    places = list(whole.view(size, piece.numel()))
+    others = _others(rank, size)
+    if places[rank].data_ptr() != piece.data_ptr():
+        places[rank].copy_(piece)
+    receives = [group.recv([places[other]], other, _PIECE_TAG) for other in others]
+    sends = [group.send([piece], other, _PIECE_TAG) for other in others]
+    return ExchangeWork(receives, sends, timeout_s, None)
+
+
+def exchange_whole(group: Any, rank: int, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> ExchangeWork:
+    """Replaces a small ``tensor``, flat, by the reduction over two ranks."""
+    arriving = torch.empty_like(tensor)
+    receive = group.recv([arriving], 1 - rank, _WHOLE_TAG)
+    send = group.send([tensor], 1 - rank, _WHOLE_TAG)
+
+    def combine() -> None:
+        send.wait(datetime.timedelta(seconds=timeout_s))  # what leaves is overwritten
+        _combine([tensor, arriving] if rank == 0 else [arriving, tensor], tensor, op, is_first=rank == 0)
+
+    return ExchangeWork([receive], [], timeout_s, combine)
+
+
+def _others(rank: int, size: int) -> list[int]:
+    """Returns the other ranks, each starting with its neighbour, so that not all send to the same one."""
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp, *, is_first: bool) -> None:
+    """Reduces the slices in rank order into ``output``, which may be this rank's own one.
+
+    That one is read only, until the last step: the others' are free to hold what has been summed so far.
+    """
+    if output.dtype in NARROW:  # in float32, so that the sum is rounded once
+        wide = [piece.float() for piece in slices]
+        _combine(wide, wide[0], op, is_first=False)
+        output.copy_(wide[0])
+        return
+    total = slices[0]
+    for place, piece in enumerate(slices[1:], start=1):
+        is_last = place == len(slices) - 1
+        free = slices[1] if is_first else slices[0]
+        reduce_pair(total, piece, op, out=output if is_last else free)
+        total = free
+    if op == "avg":
+        output /= len(slices)

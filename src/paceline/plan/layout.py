@@ -1,0 +1,276 @@
+"""How a run is spread over ranks: the one type that says so, from the config to the engines.
+
+    ranks = pipeline x data x tensor         data ranks share the batch; ``strategy`` is about them
+    data = replicas x shard_ranks            shard_ranks hold one copy of the states together
+    stages = pipeline x chunks               chunks: stages of each rank
+    samples of a step = microbatch x accumulate x data
+
+A layout is frozen data that serialises to JSON. Its fields have the names of the config's keys, and the defaults stand
+here and nowhere else. ``rules.py`` says what goes together. A 0 of ``data``, ``shard_ranks`` or ``chunks`` means "what
+follows from the rest", and of ``node_ranks`` "as the machine says": ``for_ranks`` fills them in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, Literal, TypeAlias
+
+from paceline.errors import UsageError
+from paceline.mesh import Mesh
+from paceline.schedule.grid import Schedule
+from paceline.schedule.schedules import CHUNKS
+from paceline.schedule.text import format_csv, parse_csv
+from paceline.units import MIB
+
+Strategy: TypeAlias = Literal["ddp", "zero1", "zero2", "fsdp", "hybrid"]
+Stages: TypeAlias = Literal["estimated", "measured"] | tuple[str, ...]
+
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp", "hybrid")
+FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of a group
+CHECKPOINTS = ("none", "full", "matmuls", "every_2", "every_3", "every_4")
+OFFLOAD_PARTS = ("optimizer", "gradients", "parameters")
+COMPRESSIONS = ("none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What lives in the host's memory instead of the device's. The sharded engines carry it out.
+
+    optimizer     fp32 shards and optimizer state are on the host, and the update runs there
+    gradients     reduced gradients are accumulated on the host (implied by ``optimizer``)
+    parameters    the device keeps no shard: a unit is copied from the host before it is gathered
+    """
+
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+
+    @classmethod
+    def of(cls, parts: Collection[str]) -> Offload:
+        """Makes an offload of its parts' names."""
+        return cls(**dict.fromkeys(parts, True))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of what is offloaded."""
+        return tuple(name for name in OFFLOAD_PARTS if getattr(self, name))
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is offloaded."""
+        return self.optimizer or self.gradients or self.parameters
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the host holds the masters, and updates them."""
+        return self.optimizer or self.parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compression:
+    """How gradients are made smaller on their way: a policy with its numbers, and what it is not applied to.
+
+    Biases and the weights of norms (all tensors of one dim) always travel whole, and so do tensors with fewer than
+    ``min_size`` elements and those whose name matches a pattern of ``exclude``. The first ``plain_steps`` steps
+    compress nothing. ``error_feedback`` adds what a step did not send to the next one.
+    """
+
+    policy: str = "none"
+    ratio: float = 0.01
+    factor_rank: int = 4
+    threshold: float = 1e-3
+    error_feedback: bool = True
+    plain_steps: int = 0
+    min_size: int = 1024
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for numbers that no policy can work with."""
+        if self.policy not in COMPRESSIONS:
+            near = difflib.get_close_matches(self.policy, COMPRESSIONS[1:], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "take one of these"
+            known = ", ".join(COMPRESSIONS[1:])
+            raise UsageError(f"compression policy = {self.policy!r} is unknown\n  it is one of {known}\n  {hint}")
+        limits = [
+            (0 < self.ratio <= 1, f"ratio = {self.ratio:g}", "it is the share of elements sent", "above 0, at most 1"),
+            (self.factor_rank >= 1, f"factor_rank = {self.factor_rank}", "factors have so many columns", "1 or more"),
+            (self.threshold > 0, f"threshold = {self.threshold:g}", "smaller elements are not sent", "above 0"),
+            (self.plain_steps >= 0, f"plain_steps = {self.plain_steps}", "it counts steps", "0 or more"),
+            (self.min_size >= 0, f"min_size = {self.min_size}", "it counts elements", "0 or more"),
+        ]
+        problems = [
+            f"compression {what}\n  {rule}\n  give a number that is {fix}"
+            for is_good, what, rule, fix in limits
+            if not is_good
+        ]
+        if problems:
+            raise UsageError("\n".join(problems))
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is compressed."""
+        return self.policy != "none"
+
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Says whether a tensor is compressed, as far as the settings say."""
+        if len(shape) < 2 or prod(shape) < max(self.min_size, 1):
+            return False
+        return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a run is spread.
+
+    ``context`` and ``expert`` are axes that predictions know and the engines do not have yet.
+    """
+
+    strategy: Strategy = "ddp"
+    # The mesh.
+    data: int = 0
+    pipeline: int = 1
+    tensor: int = 1
+    shard_ranks: int = 0
+    node_ranks: int = 0  # ranks of a host
+    context: int = 1
+    expert: int = 1
+    # What is gathered together, how far ahead, and when it is freed again.
+    units: tuple[str, ...] | None = None  # names of modules; None: the model's repeated blocks
+    unit_mb: float | None = None  # modules together up to this size; None: block by block
+    prefetch: int = 1
+    reshard_after_forward: bool | int = True
+    # Gradients on their way.
+    bucket_mb: float = 25.0
+    first_bucket_mb: float = 1.0
+    tunes_buckets: bool = False  # bucket_mb is where measuring begins
+    overlap: bool = True
+    algorithm: str = "native"
+    compression: Compression = Compression()
+    # A pipeline, and layers that several ranks share.
+    schedule: str | Schedule = "1f1b"
+    chunks: int = 0
+    stages: Stages = "estimated"  # how the cuts are found, or the names of the layers that begin a stage
+    stage_layers: tuple[int, ...] | None = None  # blocks of each stage; None: see stages
+    sequence_parallel: bool = False
+    gathers_logits: bool = False
+    # How each rank computes.
+    precision: str = "fp32"
+    checkpoint_activations: str = "none"
+    offload: Offload = Offload()
+    compile: bool = False
+    buffers: Literal["broadcast", "local"] = "broadcast"
+    sync_batchnorm: bool = True
+    # The batch.
+    microbatch: int = 1
+    accumulate: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.pipeline * self.data * self.tensor * self.context
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the states there are."""
+        return self.data * self.context // self.shards
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold one copy of the states together; 1 where every data rank has its own."""
+        return 1 if self.strategy == "ddp" else self.shard_ranks
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes ``pipeline``, ``replicate``, ``shard`` and ``tensor``, without those of size 1 but replicas.
+
+        Tensor ranks, which talk the most, are neighbours, then those that share a copy of the model; stages, which talk
+        least, are farthest apart.
+        """
+        sizes = {
+            "pipeline": self.pipeline,
+            "replicate": self.replicas,
+            "shard": self.shards,
+            "tensor": self.tensor,
+        }
+        return Mesh.of(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "replicate"})
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the model itself is spread over ranks, by layers or inside them."""
+        return self.pipeline > 1 or self.tensor > 1
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether parameters are cut among ranks, and gathered before they are used."""
+        return self.strategy in FULLY_SHARDED
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into; 1 where there is no pipeline."""
+        if self.pipeline == 1:
+            return 1
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.stages
+        return self.pipeline * (self.chunks or CHUNKS.get(self.schedule, (1, 1))[0])
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule's name, one's own too."""
+        return self.schedule if isinstance(self.schedule, str) else self.schedule.name
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs backward in two parts."""
+        if self.pipeline == 1:
+            return False
+        return self.schedule.splits_backward if isinstance(self.schedule, Schedule) else self.schedule.startswith("zb-")
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Gradients that are reduced together."""
+        return int(self.bucket_mb * MIB)
+
+    @property
+    def first_bucket_bytes(self) -> int:
+        """The first bucket, which is small so that communication starts early."""
+        return int(self.first_bucket_mb * MIB)
+
+    def for_ranks(self, ranks: int, node_ranks: int | None = None) -> Layout:
+        """Returns the layout on this many ranks, ``node_ranks`` of them on a host (None: all).
+
+        Where the degrees do not divide the ranks, which ``rules`` refuses, data is what fits.
+        """
+        data = max(1, ranks // (self.pipeline * self.tensor * self.context))
+        local = self.node_ranks or node_ranks or ranks
+        shards = {"ddp": 1, "hybrid": self.shard_ranks}.get(self.strategy, data * self.context)
+        if not shards:  # Tensor ranks are neighbours, and data ranks come next: those of one host.
+            shards = min(data, max(1, local // self.tensor)) if self.is_split else local
+        chunks = self.num_stages // self.pipeline
+        return replace(self, data=data, shard_ranks=shards, node_ranks=local, chunks=chunks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the layout as plain data."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {name: dataclasses.asdict(values[name]) for name in ("compression", "offload")}
+        if isinstance(self.schedule, Schedule):
+            values["schedule"] = format_csv(self.schedule)
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Layout:
+        """Reads what ``to_json`` gave."""
+        known = _with_tuples(values)
+        if "\n" in known["schedule"]:
+            known["schedule"] = parse_csv(known["schedule"])
+        known["compression"] = Compression(**_with_tuples(known["compression"]))
+        known["offload"] = Offload(**known["offload"])
+        return cls(**known)
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

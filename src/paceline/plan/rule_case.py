@@ -1,0 +1,93 @@
+"""What a rule of layouts looks at, and how it writes values: the layout as it was asked for, the ranks, the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from paceline.errors import Problem
+from paceline.plan.layout import Layout, Offload
+
+DEFAULT = Layout()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOutline:
+    """What rules know of a model; None: not known before it is built. ``noun``: what ``blocks`` counts."""
+
+    kind: str = "factory"
+    blocks: int | None = None
+    noun: str = "blocks"
+    layers: int | None = None  # blocks and both ends
+    heads: int | None = None
+    kv_heads: int | None = None
+    context: int | None = None  # tokens of a sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a rule looks at: a layout as it was asked for, the ranks if they are known, the model."""
+
+    layout: Layout
+    ranks: int | None
+    node_ranks: int | None
+    model: ModelOutline
+    keys: Mapping[str, str]
+    strategy: str  # as it was written: zero3 is another name of fsdp
+
+    def key(self, name: str) -> str:
+        """Returns what messages call a field."""
+        return self.keys.get(name, "") + name
+
+    def said(self, *names: str) -> str:
+        """Writes fields with their values: ``parallel.pipeline = 2 x parallel.tensor = 4``."""
+        values = {name: self.strategy if name == "strategy" else getattr(self.layout, name) for name in names}
+        return " x ".join(f"{self.key(name)} = {text_of(value)}" for name, value in values.items())
+
+    @property
+    def degrees(self) -> str:
+        """The degrees by which the model itself is split."""
+        split = [name for name in ("pipeline", "tensor") if getattr(self.layout, name) > 1]
+        return self.said(*(split or ["pipeline"]))
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a copy of the model is split."""
+        return self.layout.pipeline * self.layout.tensor
+
+    @property
+    def divides(self) -> bool:
+        """Whether the number of ranks is known, and is one that the degrees divide."""
+        return self.ranks is not None and self.ranks % self.parts == 0
+
+
+Find = Callable[[Case], Iterator[Problem]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A rule, and the fields that it reads; ``model`` stands for the facts of the model."""
+
+    reads: tuple[str, ...]
+    find: Find
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Returns the divisor of ``number`` that is nearest to ``wanted``, the larger of two."""
+    divisors = [each for each in range(1, number + 1) if number % each == 0]
+    return min(divisors, key=lambda each: (abs(each - wanted), -each))
+
+
+def named_twice(names: tuple[str, ...]) -> str:
+    """Returns a name that stands twice; empty: none does."""
+    return next((name for name in sorted(names) if names.count(name) > 1), "")
+
+
+def text_of(value: object) -> str:
+    """Writes a value as a config has it."""
+    value = value.parts if isinstance(value, Offload) else value
+    if isinstance(value, tuple):
+        return "[" + ", ".join(str(each) for each in value) + "]"
+    if value == "estimated":
+        return "auto"
+    return str(value).lower() if isinstance(value, bool) else str(value)

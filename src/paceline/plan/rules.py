@@ -1,0 +1,328 @@
+"""What goes together in a layout, and what does not: the only place that knows.
+
+    problems = rules(layout, ranks=8, node_ranks=4, model=outline, keys=CONFIG_KEYS)
+
+A rule is a pure function that yields problems: what is wrong, with the values; the rule; the fix. Messages name the
+fields of the layout, or the keys of a config where ``keys`` gives them. A rule that needs the number of ranks is silent
+while that is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+
+from paceline.errors import Problem, UsageError
+from paceline.plan import split_rules
+from paceline.plan.layout import Compression, Layout
+from paceline.plan.rule_case import DEFAULT, Case, ModelOutline, Rule, named_twice, nearest_divisor
+
+CONFIG_KEYS: Mapping[str, str] = {
+    **dict.fromkeys(("units", "unit_mb", "prefetch", "reshard_after_forward", "sync_batchnorm"), "parallel."),
+    **dict.fromkeys(("strategy", "ranks", "node_ranks", "shard_ranks", "data", "pipeline", "tensor"), "parallel."),
+    **dict.fromkeys(("schedule", "chunks", "stages", "stage_layers", "sequence_parallel"), "parallel."),
+    **dict.fromkeys(("bucket_mb", "first_bucket_mb", "overlap", "algorithm", "buffers", "compression"), "comm."),
+    **dict.fromkeys(("checkpoint_activations", "offload"), "memory."),
+    **dict.fromkeys(("precision", "microbatch", "accumulate"), "train."),
+    **dict.fromkeys(("compile", "heads", "kv_heads"), "model."),
+    **dict.fromkeys(("context",), "data."),
+}
+_OF_FULL_SHARDING = ("reshard_after_forward", "units", "unit_mb", "prefetch")
+_OF_COMPRESSION = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
+
+
+def rules(
+    layout: Layout,
+    *,
+    ranks: int | None = None,
+    node_ranks: int | None = None,
+    model: ModelOutline | None = None,
+    keys: Mapping[str, str] | None = None,
+    strategy: str | None = None,
+    only: Callable[[Rule], bool] = lambda _: True,
+) -> list[Problem]:
+    """Lists what is wrong with a layout; ``only`` chooses rules. ``strategy``: what messages call it.
+
+    ``ranks``: how many there are, ``node_ranks`` of them on a host (None: all; 0: not known yet); None: not known yet.
+    """
+    case = Case(
+        layout=layout,
+        ranks=ranks,
+        node_ranks=node_ranks,
+        model=model or ModelOutline(),
+        keys=keys or {},
+        strategy=strategy or layout.strategy,
+    )
+    return [problem for rule in RULES if only(rule) for problem in rule.find(case)]
+
+
+def check_layout(
+    layout: Layout, ranks: int, node_ranks: int | None = None, model: ModelOutline | None = None
+) -> Layout:
+    """Returns the layout on so many ranks. Raises UsageError with everything that does not go together."""
+    problems = rules(layout, ranks=ranks, node_ranks=node_ranks, model=model)
+    if problems:
+        raise UsageError("\n".join(map(str, problems)))
+    return layout.for_ranks(ranks, node_ranks)
+
+
+# The mesh.
+
+
+def _sizes_are_counts(case: Case) -> Iterator[Problem]:
+    for name in ("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks", "microbatch", "accumulate"):
+        if getattr(case.layout, name) < 0:
+            yield Problem(
+                what=case.said(name), rule="it is a count", fix=f"leave {case.key(name)} out, or give 1 or more"
+            )
+
+
+def _degrees_divide(case: Case) -> Iterator[Problem]:
+    layout, ranks, parts = case.layout, case.ranks, case.parts
+    if ranks is None:
+        return
+    if ranks % parts:
+        fix = f"try {case.key('ranks')} = {-(-ranks // parts) * parts}"
+        split = [name for name in ("pipeline", "tensor") if getattr(layout, name) > 1]
+        if len(split) == 1:
+            fix += f", or {case.key(split[0])} = {nearest_divisor(ranks, getattr(layout, split[0]))}"
+        yield Problem(
+            what=f"{case.degrees} {'do' if len(split) == 2 else 'does'} not divide {case.key('ranks')} = {ranks}",
+            rule="ranks = pipeline x data x tensor, and data is a whole number",
+            fix=fix,
+        )
+    elif layout.data and layout.data * parts != ranks:
+        yield Problem(
+            what=f"{case.said('data')} with {case.degrees} on {case.key('ranks')} = {ranks}",
+            rule=f"ranks = pipeline x data x tensor, and here that is {layout.data * parts}",
+            fix=f"try {case.key('data')} = {ranks // parts}, or {case.key('ranks')} = {layout.data * parts}; "
+            "or leave data out",
+        )
+
+
+def _groups_divide(case: Case) -> Iterator[Problem]:
+    ranks, layout = case.ranks, case.layout
+    if ranks is None or not case.divides:
+        return
+    data = ranks // case.parts
+    for name, size, whole in (("shard_ranks", layout.shard_ranks, data), ("node_ranks", layout.node_ranks, ranks)):
+        if not size or whole % size == 0:
+            continue
+        near, multiple = nearest_divisor(whole, size), max(round(whole / size), 1) * size * (ranks // whole)
+        left = f"the {whole} data ranks of " if whole < ranks else ""
+        yield Problem(
+            what=f"{case.key(name)} = {size} does not divide {left}{case.key('ranks')} = {ranks}",
+            rule="groups of ranks are of equal size" if name == "shard_ranks" else "every host runs as many ranks",
+            fix=f"try {case.key(name)} = {near}, or {case.key('ranks')} = {multiple}",
+        )
+
+
+def _hybrid_has_groups(case: Case) -> Iterator[Problem]:
+    layout, ranks = case.layout, case.ranks
+    if ranks is None or not case.divides or layout.strategy != "hybrid" or layout.shard_ranks:
+        return
+    if layout.node_ranks or case.node_ranks == 0 or ranks > (case.node_ranks or ranks):
+        return
+    half = next((size for size in range(ranks // 2, 1, -1) if ranks % size == 0), 1)
+    yield Problem(
+        what=f"{case.said('strategy')} on {ranks} ranks of one host, without {case.key('shard_ranks')}",
+        rule="hybrid shards inside a host and replicates across hosts, and here there is one host",
+        fix=f"set {case.key('shard_ranks')} = {half}, or {case.key('strategy')} = fsdp",
+    )
+
+
+def _smaller_group_divides(case: Case) -> Iterator[Problem]:
+    layout, ranks = case.layout, case.ranks
+    reshard = layout.reshard_after_forward
+    if ranks is None or not case.divides or isinstance(reshard, bool) or not layout.is_fully_sharded:
+        return
+    if layout.strategy == "hybrid" and case.node_ranks == 0 and not (layout.shard_ranks or layout.node_ranks):
+        return
+    group = layout.for_ranks(ranks, case.node_ranks).shards
+    if reshard < 1 or group % reshard:
+        key = case.key("reshard_after_forward")
+        yield Problem(
+            what=f"{key} = {reshard} does not divide the {group} ranks of a shard group",
+            rule="after forward, parameters are kept by equal parts of a group",
+            fix=f"try {key} = {nearest_divisor(group, reshard)}, or true",
+        )
+
+
+def _several_hosts(case: Case) -> Iterator[Problem]:
+    """The hierarchical algorithm has hosts to go between."""
+    ranks, asked = case.ranks, case.layout.node_ranks
+    if ranks is None or ranks == 1 or case.layout.algorithm != "hierarchical":
+        return
+    if (case.node_ranks == 0 and not asked) or (asked or case.node_ranks or ranks) < ranks:
+        return
+    half = next((size for size in range(ranks // 2, 0, -1) if ranks % size == 0), 1)
+    yield Problem(
+        what=f"{case.said('algorithm')} on {ranks} ranks with "
+        + (f"{case.key('node_ranks')} = {asked}" if asked else "one host"),
+        rule="it reduces inside hosts and then across them, so that it takes two hosts at least",
+        fix=f"set {case.key('node_ranks')} = {half} to treat the ranks as several hosts, or "
+        f"{case.key('algorithm')} = auto",
+    )
+
+
+# Sharding, and what is offloaded or compressed.
+
+
+def _sharding_is_read(case: Case) -> Iterator[Problem]:
+    """No field of sharding is changed that the strategy does not read."""
+    layout = case.layout
+    owners = {} if layout.is_fully_sharded else dict.fromkeys(_OF_FULL_SHARDING, "fsdp and hybrid")
+    if layout.strategy != "hybrid":
+        owners["shard_ranks"] = "hybrid"
+    if layout.data:  # filled in
+        owners.pop("shard_ranks", None)
+    for name, owner in owners.items():
+        if getattr(layout, name) != getattr(DEFAULT, name):
+            yield Problem(
+                what=f"{case.said(name)} has no effect with {case.said('strategy')}",
+                rule=f"it belongs to {owner}",
+                fix=f"remove {case.key(name)}, or set {case.key('strategy')} = {owner.partition(' ')[0]}",
+            )
+
+
+def _one_way_to_cut(case: Case) -> Iterator[Problem]:
+    layout = case.layout
+    if layout.units is not None and layout.unit_mb is not None:
+        yield Problem(
+            what=f"{case.said('units')} and {case.key('unit_mb')} = {layout.unit_mb:g} are both given",
+            rule="a model is cut into units by name or by size",
+            fix="remove one of them",
+        )
+
+
+def _units_are_names(case: Case) -> Iterator[Problem]:
+    units = case.layout.units
+    if units is None:
+        return
+    twice = named_twice(units)
+    is_slip = not units and case.keys  # in code, () asks for one unit: the root
+    if is_slip or twice:
+        yield Problem(
+            what=f"{case.said('units')} " + (f"names {twice} twice" if twice else "names no module"),
+            rule="each unit is a module of the model, such as layers.0; what is left makes a unit of its own",
+            fix="name each once" if twice else "leave it out for the model's repeated blocks",
+        )
+
+
+def _gathers_ahead(case: Case) -> Iterator[Problem]:
+    if case.layout.prefetch < 0:
+        yield Problem(what=f"{case.said('prefetch')}", rule="units are gathered that many ahead", fix="give 0 or more")
+
+
+def _offload_has_shards(case: Case) -> Iterator[Problem]:
+    """What is offloaded are shards: ddp has none, and ZeRO 1 and 2 keep whole parameters where they compute."""
+    strategy, offload, key = case.layout.strategy, case.layout.offload, case.key
+    if not offload.is_any or case.layout.is_fully_sharded:
+        return
+    if strategy == "ddp":
+        rule = "what is offloaded are the shards of a rank, and ddp has none"
+        fix = f"set {key('strategy')} = zero1 or fsdp (on one rank too), or remove {key('offload')}"
+    elif offload.parameters or not offload.optimizer:
+        rule = f"{strategy} keeps whole parameters on the device, and gradients where the optimizer updates"
+        fix = f"set {key('offload')} = [optimizer], or {key('strategy')} = fsdp"
+    else:
+        return
+    yield Problem(what=f"{case.said('offload')} with {case.said('strategy')}", rule=rule, fix=fix)
+
+
+def _compression_has_replicas(case: Case) -> Iterator[Problem]:
+    strategy, policy = case.layout.strategy, case.layout.compression.policy
+    if policy == "none" or strategy in ("ddp", "hybrid"):
+        return
+    key = f"{case.key('compression')}.policy"
+    yield Problem(
+        what=f"{key} = {policy} with {case.said('strategy')}",
+        rule="compression works where replicas average the same gradients: in "
+        f"{case.strategy} each rank gets a slice of its own, and what the others did not send of it is nobody's",
+        fix=f"set {case.key('strategy')} = ddp or hybrid, or {key} = none",
+    )
+
+
+def _compression_is_read(case: Case) -> Iterator[Problem]:
+    """No number of the compression is changed that its policy does not read."""
+    given, default, place = case.layout.compression, Compression(), case.key("compression")
+    for name in (each.name for each in fields(given) if each.name != "policy"):
+        owners = _OF_COMPRESSION.get(name, (given.policy,))
+        is_read = given.policy != "none" and given.policy in owners
+        if not is_read and getattr(given, name) != getattr(default, name):
+            yield Problem(
+                what=f"{place}.{name} = {getattr(given, name)} has no effect with {place}.policy = {given.policy}",
+                rule=f"it belongs to {' and '.join(_OF_COMPRESSION.get(name, ('a policy that compresses',)))}",
+                fix=f"remove {place}.{name}, or set {place}.policy = {_OF_COMPRESSION.get(name, ('topk',))[0]}",
+            )
+
+
+def _residuals_have_one_unit(case: Case) -> Iterator[Problem]:
+    """What one step did not send is in the unit of the next."""
+    given, place = case.layout.compression, case.key("compression")
+    if given.is_any and given.error_feedback and case.layout.precision == "fp16":
+        yield Problem(
+            what=f"{place}.policy = {given.policy} with {case.said('precision')}",
+            rule="fp16 scales the loss by a factor that changes, and what a step did not send keeps its own factor",
+            fix=f"set {case.key('precision')} = bf16, or {place}.error_feedback = false",
+        )
+
+
+def _buckets_ordered(case: Case) -> Iterator[Problem]:
+    layout = case.layout
+    first, other = layout.first_bucket_mb, layout.bucket_mb
+    if not layout.tunes_buckets and first > other:
+        yield Problem(
+            what=f"{case.key('first_bucket_mb')} = {first:g} is larger than {case.key('bucket_mb')} = {other:g}",
+            rule="the first bucket is the smaller one, so that communication starts early",
+            fix=f"set {case.key('first_bucket_mb')} = {other:g}, or {case.key('bucket_mb')} = {first:g}",
+        )
+
+
+def _has_blocks(case: Case) -> Iterator[Problem]:
+    """Activations are checkpointed block by block, and a perceptron has no repeated blocks."""
+    if case.layout.checkpoint_activations != "none" and case.model.kind == "mlp":
+        yield Problem(
+            what=f"{case.said('checkpoint_activations')} with model.kind = mlp",
+            rule="it works on the repeated blocks of a model, and an mlp has none",
+            fix=f"remove {case.key('checkpoint_activations')}",
+        )
+
+
+def _engines_have_the_axes(case: Case) -> Iterator[Problem]:
+    """Context and expert parallelism can be predicted, and not run."""
+    for name in ("context", "expert"):
+        if getattr(case.layout, name) > 1:
+            yield Problem(
+                what=f"{name} = {getattr(case.layout, name)}",
+                rule="predictions know this axis of the mesh, and no engine runs it",
+                fix=f"set {name} = 1",
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(reads=("ranks",), find=_sizes_are_counts),
+    Rule(reads=("first_bucket_mb", "bucket_mb"), find=_buckets_ordered),
+    Rule(reads=("algorithm", "ranks"), find=_several_hosts),
+    Rule(reads=("compression", "strategy"), find=_compression_has_replicas),
+    Rule(reads=("compression",), find=_compression_is_read),
+    Rule(reads=("compression", "precision"), find=_residuals_have_one_unit),
+    Rule(reads=("ranks",), find=_groups_divide),
+    Rule(reads=("ranks", "strategy"), find=_hybrid_has_groups),
+    Rule(reads=("ranks", "strategy"), find=_smaller_group_divides),
+    Rule(reads=("strategy",), find=_sharding_is_read),
+    Rule(reads=("units",), find=_one_way_to_cut),
+    Rule(reads=("units",), find=_units_are_names),
+    Rule(reads=("prefetch",), find=_gathers_ahead),
+    Rule(reads=("strategy", "offload"), find=_offload_has_shards),
+    Rule(reads=("ranks",), find=_degrees_divide),
+    Rule(reads=("pipeline", "tensor"), find=split_rules.split_is_read),
+    Rule(reads=("schedule",), find=split_rules.schedule_fits),
+    Rule(reads=("schedule", "strategy"), find=split_rules.weights_stay),
+    Rule(reads=("stages",), find=split_rules.stages_are_asked_once),
+    Rule(reads=("stages", "heads"), find=split_rules.stages_fit),
+    Rule(reads=("tensor", "heads", "context"), find=split_rules.tensor_fits),
+    Rule(reads=("pipeline", "compression", "offload"), find=split_rules.split_suits_the_rest),
+    Rule(reads=("heads", "checkpoint_activations"), find=_has_blocks),
+    Rule(reads=(), find=_engines_have_the_axes),
+)
