@@ -27,13 +27,13 @@ soak: $(VENV)/ready  ## inject faults into real processes, all of them (minutes)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m soak
 
 check: $(VENV)/ready  ## ruff, mypy --strict
-	$(BIN)/ruff format --check src tests bench
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench scripts
+	$(BIN)/ruff check src tests bench scripts
 	$(BIN)/mypy
 
 format: $(VENV)/ready  ## format and mend what can be mended
-	$(BIN)/ruff format src tests bench
-	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests bench scripts
+	$(BIN)/ruff check --fix src tests bench scripts
 
 bench: $(VENV)/ready  ## time the engines beside their peers (minutes)
 	$(BIN)/paceline bench engines

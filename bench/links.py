@@ -19,12 +19,12 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.bench.links.network import TCP, NoNetworkError, check_able
-from paceline.bench.links.plot import draw
-from paceline.bench.links.speed_ups import speed_ups
-from paceline.bench.links.suite import FULL, GIGABIT, PLACEMENTS, QUICK, Row, Schedule, measure
-from paceline.bench.links.table import show
 from paceline.bench.record import make_record
+from slow_links.network import TCP, NoNetworkError, check_able
+from slow_links.plot import draw
+from slow_links.speed_ups import speed_ups
+from slow_links.suite import FULL, GIGABIT, PLACEMENTS, QUICK, Row, Schedule, measure
+from slow_links.table import show
 
 NOT_ABLE = 3
 

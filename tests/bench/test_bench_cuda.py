@@ -9,7 +9,7 @@ from paceline.bench.arms import arms_in_bf16
 from paceline.bench.engines import bench_bf16
 from paceline.bench.largest import Budget
 from paceline.bench.memory import OPTIONS, Family, Option, bench_memory
-from paceline.bench.workloads import Protocol, Workload
+from paceline.bench.workloads import BenchWorkload, Protocol
 from paceline.units import GIB, MIB
 
 pytestmark = [
@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 def test_all_arms_run_and_their_memory_is_counted_apart() -> None:
-    workload = Workload(model="gpt-micro", batch=2, context=64)
+    workload = BenchWorkload(model="gpt-micro", batch=2, context=64)
     rows = bench_bf16(workload, Protocol(rounds=2, steps_per_turn=1, warm_up=2), DEVICE, compiled=False)
     assert [row["arm"] for row in rows] == [arm.name for arm in arms_in_bf16()]
     peaks = [row["peak_bytes"] for row in rows]

@@ -13,8 +13,8 @@ from torch import nn
 
 from paceline.bench import arms as arms_module
 from paceline.bench.arms import Arm, Wrapped, arms_alone, arms_in_bf16, arms_on_ranks, check_words, select, sets_of
-from paceline.bench.engines import Measured, _measure, bench_bf16, check_losses
-from paceline.bench.workloads import Protocol, Workload
+from paceline.bench.engines import MeasuredArm, _measure, bench_bf16, check_losses
+from paceline.bench.workloads import BenchWorkload, Protocol
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError, UsageError
@@ -22,8 +22,8 @@ from paceline.errors import TrainingError, UsageError
 if TYPE_CHECKING:
     from gloo_pool import GlooPool
 
-MLP = Workload(model="mlp", batch=4)
-NANO = Workload(model="gpt-nano", batch=1, context=8)
+MLP = BenchWorkload(model="mlp", batch=4)
+NANO = BenchWorkload(model="gpt-nano", batch=1, context=8)
 SHORT = Protocol(rounds=2, steps_per_turn=1, warm_up=3)
 CPU = torch.device("cpu")
 
@@ -115,6 +115,6 @@ def test_an_arm_that_computes_something_else_is_named(what: str) -> None:
 
 def test_a_loss_that_is_no_number_is_no_agreement() -> None:
     plain = _measure(arms_alone()[:1], SoloCommunicator(CPU), MLP, SHORT)[0]
-    broken = Measured(timing=plain.timing, losses=[float("nan")] * 3)
+    broken = MeasuredArm(timing=plain.timing, losses=[float("nan")] * 3)
     with pytest.raises(TrainingError, match="has the loss nan"):
         check_losses(MLP, [plain, broken], 1e-2)

@@ -17,17 +17,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.bench.links.arms import COMPUTE, ONE_BY_ONE
-from paceline.bench.links.meeting import Meeting
-from paceline.bench.links.network import NoNetworkError, _existing, check_able, hosts, stale, stem_of
-from paceline.bench.links.plot import draw
-from paceline.bench.links.speed_ups import speed_ups
-from paceline.bench.links.suite import GIGABIT, KIB, MIB, WAYS, Schedule, measure
-from paceline.bench.links.table import show
-from paceline.bench.links.theory import latency_bound, least_seconds, link_bytes
-from paceline.bench.links.turns import Sample, median_and_spread, slowest_rank
 from paceline.cluster.costs import Placement
 from paceline.errors import UsageError
+from slow_links.arms import COMPUTE, ONE_BY_ONE
+from slow_links.meeting import Meeting
+from slow_links.network import NoNetworkError, _existing, check_able, hosts, stale, stem_of
+from slow_links.plot import draw
+from slow_links.speed_ups import speed_ups
+from slow_links.suite import GIGABIT, KIB, MIB, WAYS, Schedule, measure
+from slow_links.table import show
+from slow_links.theory import latency_bound, least_seconds, link_bytes
+from slow_links.turns import Sample, median_and_spread, slowest_rank
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "links.py"
 TWO_BY_TWO = Placement(ranks=4, hosts=2)
@@ -237,7 +237,7 @@ def test_what_goes_wrong_meanwhile_leaves_no_host() -> None:
 
 HOLD = """
 import sys
-from paceline.bench.links.network import hosts
+from slow_links.network import hosts
 with hosts(1):
     print("up", flush=True)
     sys.stdin.read()
@@ -247,7 +247,7 @@ with hosts(1):
 @pytest.mark.usefixtures("root")
 def test_the_next_start_removes_what_a_killed_run_left() -> None:
     command = [sys.executable, "-c", HOLD]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, cwd=SCRIPT.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         stem = stem_of(process.pid)

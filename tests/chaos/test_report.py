@@ -14,18 +14,16 @@ from paceline.chaos.faults import Fault
 from paceline.chaos.notes import Fired, Passed, Started
 from paceline.chaos.report import Report, SaveCost, compare_steps, make_report, recommend, report_lines
 from paceline.chaos.timeline import (
-    Attempt,
     Command,
     Handling,
     Notes,
     Policies,
     expected_handling,
-    final_steps,
     handle,
-    read_attempts,
     straggler_verdict,
 )
 from paceline.records.records import EventRecord, Record, RunRecord, StepRecord
+from paceline.records.summary import RankAttempt, final_steps, split_attempts
 
 KILL = Fault(number=0, kind="kill", rank=1, step=6, phase="forward")
 
@@ -42,14 +40,14 @@ def event(name: str, step: int, time: float, **detail: object) -> EventRecord:
     return EventRecord(name=name, step=step, detail=detail, time=time)
 
 
-def killed_run() -> list[Attempt]:
+def killed_run() -> list[RankAttempt]:
     """Steps 1 to 5, a checkpoint after 4; killed in step 6; again from 4 to 8."""
     records: list[Record] = [run_record(0.0)]
     records += [step_record(step, float(step)) for step in range(1, 6)]
     records.append(event("checkpoint", 4, 4.5, stall_seconds=0.2, seconds=0.5))
     records.append(run_record(8.0))
     records += [step_record(step, step + 4.0) for step in range(5, 9)]
-    return read_attempts(records)
+    return split_attempts(records)
 
 
 FIRED = Fired(number=0, rank=1, step=6, position=40, time=5.5)
@@ -119,9 +117,9 @@ def test_a_signal_before_the_end_needs_not_be_obeyed() -> None:
     fault = Fault(number=0, kind="preempt", rank=1, step=6)
     notes = Notes(fired=(FIRED,), started=RESTARTED.started[:1], passed=())
     commands = [Command(start=0.0, end=20.0, code=0)]
-    soon = read_attempts([run_record(0.0), step_record(6, 6.0)])
+    soon = split_attempts([run_record(0.0), step_record(6, 6.0)])
     assert handle(fault, notes, soon, commands, Policies()).is_right
-    late = read_attempts([run_record(0.0), step_record(6, 6.0), step_record(7, 7.0)])
+    late = split_attempts([run_record(0.0), step_record(6, 6.0), step_record(7, 7.0)])
     assert not handle(fault, notes, late, commands, Policies()).is_right
 
 
@@ -139,7 +137,7 @@ def test_a_run_that_went_on_or_went_back_is_told_apart() -> None:
     on = handle(fault, notes, killed_run()[:1], [], Policies())
     assert (on.how, on.is_right, on.lost_steps) == ("went on", True, 0)
     back = event("roll_back", 4, 6.5, reason="not finite", from_step=6, skipped_samples=16)
-    attempts = read_attempts([run_record(0.0), step_record(6, 6.0), back])
+    attempts = split_attempts([run_record(0.0), step_record(6, 6.0), back])
     found = handle(fault, notes, attempts, [], Policies(on_nan="roll_back", max_bad_steps=1))
     assert (found.how, found.is_right, found.lost_steps, found.verdict) == ("went back", True, 2, "not finite")
 
@@ -149,9 +147,9 @@ def test_a_slow_rank_is_named() -> None:
     fast: list[Record] = [run_record(0.0), *(step_record(step, float(step)) for step in range(1, 15))]
     slow = [replace(each, forward_s=2.0) if isinstance(each, StepRecord) and each.step >= 3 else each for each in fast]
     handling = Handling(fault=fault, how="went on", expected=("went on",))
-    named = straggler_verdict(handling, [read_attempts(fast), read_attempts(slow)])
+    named = straggler_verdict(handling, [split_attempts(fast), split_attempts(slow)])
     assert named.startswith("rank 1 is the last in 9 of 9 steps")
-    assert straggler_verdict(handling, [read_attempts(fast)]) == ""
+    assert straggler_verdict(handling, [split_attempts(fast)]) == ""
 
 
 @pytest.mark.parametrize(
@@ -203,12 +201,12 @@ def test_a_report_adds_up() -> None:
 
 
 def test_losses_are_compared_bit_by_bit() -> None:
-    twin = read_attempts([run_record(0.0), *(step_record(step, float(step)) for step in range(1, 9))])
+    twin = split_attempts([run_record(0.0), *(step_record(step, float(step)) for step in range(1, 9))])
     same = compare_steps([killed_run()], [twin], is_expected=True, samples="the same")
     assert same.is_same
-    other = read_attempts([run_record(0.0), *(step_record(s, float(s), 1.0 + (s == 7) * 1e-9) for s in range(1, 9))])
+    other = split_attempts([run_record(0.0), *(step_record(s, float(s), 1.0 + (s == 7) * 1e-9) for s in range(1, 9))])
     assert compare_steps([killed_run()], [other], is_expected=True, samples="").first_difference == 7
-    longer = read_attempts([run_record(0.0), *(step_record(step, float(step)) for step in range(1, 10))])
+    longer = split_attempts([run_record(0.0), *(step_record(step, float(step)) for step in range(1, 10))])
     assert compare_steps([killed_run()], [longer], is_expected=True, samples="").first_difference == 9
 
 

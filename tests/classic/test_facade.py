@@ -340,6 +340,8 @@ def test_the_older_loop_takes_what_it_gets_for_the_loss() -> None:
     for step, batch in enumerate(ragged(1)[0][0]):
         loss = trainer.train_step(batch=list(batch), optimizer=optimizer, criterion=nn.CrossEntropyLoss(), step=step)
         assert float(loss) == loss["loss"] > 0
+        assert f"{loss:.3f}" == f"{loss['loss']:.3f}"
+        assert f"{loss}" == str(loss)
 
 
 def test_nothing_measured_is_zero_and_not_an_error() -> None:
@@ -723,6 +725,7 @@ def test_no_checkpoint_is_an_error_that_names_the_folder(tmp_path: Path) -> None
         ({"enable_activation_checkpointing": "full"}, "enable_activation_checkpointing is of type str"),
         ({"enable_activation_checkpointing": True}, "the model has no blocks"),
         ({"comm": 2}, "comm is of type int"),
+        ({"checkpoint_folder": "a"}, r"checkpoint_folder is not an argument(.|\n)*did you mean checkpoint_dir\?"),
         ({"model": "mlp"}, "model is of type str"),
     ],
     ids=str,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +158,56 @@ def ways_to_talk(comm: Communicator) -> dict[str, tuple[str, float]]:
         made.all_reduce(tensor := torch.ones(1)).wait()
         found[backend] = made.backend, tensor.item()
     return found
+
+
+def meet_again(comm: Communicator) -> dist.TCPStore:
+    """Leaves the group and sets out for another one, whose store rank 0 holds, as without a launcher's agent."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
+    comm.broadcast(port := torch.tensor([store.port if store else 0])).wait()
+    comm.barrier()
+    disconnect()
+    os.environ["MASTER_PORT"] = str(port.item())
+    return store or dist.TCPStore("127.0.0.1", int(port.item()), is_master=False)
+
+
+def join_and_leave_at_once(comm: Communicator, flag: Path) -> None:
+    store, make_group = meet_again(comm), dist.init_process_group
+
+    def make_group_slowly(*args: Any, **keywords: Any) -> None:
+        make_group(*args, **keywords)
+        for _ in range(50):
+            assert not flag.exists(), "rank 0 went on before rank 1 had joined"
+            time.sleep(0.01)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(dist, "init_process_group", make_group_slowly)
+        connect("gloo", device="cpu", timeout_s=60)
+    if comm.rank == 0:
+        flag.touch()
+    disconnect()
+    del store
+
+
+def join_and_leave_many_times(comm: Communicator) -> None:
+    for _ in range(10):
+        store = meet_again(comm)
+        comm = connect("gloo", device="cpu", timeout_s=60)
+        assert comm.size == 3
+        if comm.rank != 0:
+            del store
+
+
+def stay_away(comm: Communicator) -> None:
+    """Rank 1 does not join before rank 0 has given up."""
+    store = meet_again(comm)
+    if comm.rank == 1:
+        store.wait(["rank 0 gave up"], datetime.timedelta(seconds=100))
+        return
+    try:
+        connect("gloo", device="cpu", timeout_s=2)
+    finally:
+        store.set("rank 0 gave up", "")
 
 
 def alone_in_a_group(comm: Communicator) -> tuple[str, tuple[int, ...]]:
@@ -308,6 +361,20 @@ def test_a_launcher_may_start_one_rank(gloo_pool: GlooPool) -> None:
 
 def test_connecting_again_gives_the_same_world(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(kind_of_world, ranks=2) == [("TorchCommunicator", 2, (0, 1), True)] * 2
+
+
+def test_no_rank_goes_on_before_all_have_joined(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(join_and_leave_at_once, tmp_path / "rank 0 went on", ranks=2)
+
+
+def test_the_rank_that_holds_the_store_leaves_last(gloo_pool: GlooPool) -> None:
+    gloo_pool.run(join_and_leave_many_times, ranks=3)
+
+
+def test_a_rank_that_never_joins_is_named(gloo_pool: GlooPool) -> None:
+    waited, other = gloo_pool.outcomes(stay_away, ranks=2)
+    assert str(waited.error).startswith("rank 0 of 2 waited in vain for rank 1 at 127.0.0.1:")
+    assert other.error is None
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="the system has no /dev/shm")

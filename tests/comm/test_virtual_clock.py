@@ -15,7 +15,6 @@ from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.combined import CombinedParallel
-from paceline.engines.composition import Parallelism
 from paceline.errors import UsageError
 from paceline.schedule.schedules import make_schedule, measure_schedule
 from paceline.train.loss import LossValue
@@ -181,8 +180,7 @@ def pipeline_makespan(schedule: str, ranks: int, microbatches: int, chunks: int)
     def work(comm: VirtualCommunicator) -> tuple[float, float]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(ranks * chunks)))
-        spread = Parallelism(pipeline=ranks, schedule=schedule, chunks=chunks)
-        engine = parallelize(model, comm, "ddp", parallel=spread)
+        engine = parallelize(model, comm, "ddp", pipeline=ranks, schedule=schedule, chunks=chunks or 0)
         assert isinstance(engine, CombinedParallel)
         clock, batches = clocked(comm), [torch.ones(1, 2) for _ in range(microbatches)]
 

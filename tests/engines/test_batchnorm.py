@@ -23,7 +23,6 @@ from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.batchnorm import SyncBatchNorm, combine, standing_in, synchronise_batchnorm
 from paceline.engines.checkpointing import checkpoint_blocks
-from paceline.engines.fsdp import ShardingPolicy
 from paceline.errors import RankFailedError, StuckRankError
 from paceline.models.resnet import ResNet
 
@@ -235,8 +234,8 @@ def test_checkpointed_blocks_ask_once(policy: str) -> None:
 
 
 def train_engine(comm: Communicator, name: str, shares: Shares, strategy: str) -> dict[str, torch.Tensor]:
-    sharding = ShardingPolicy(shard_ranks=2) if strategy == "hybrid" else None
-    engine = parallelize(make(name), comm, strategy, sharding=sharding, checkpoint_activations="every_2")
+    groups = 2 if strategy == "hybrid" else 0
+    engine = parallelize(make(name), comm, strategy, shard_ranks=groups, checkpoint_activations="every_2")
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.1, momentum=0.9)
     for step, counts in enumerate(shares):
         total = sum(count or 0 for count in counts)

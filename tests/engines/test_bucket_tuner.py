@@ -194,7 +194,7 @@ def test_a_pass_that_is_forgotten_begins_the_measuring_anew() -> None:
         engine, has_choice = wide(comm), []
         for number in range(NUM_PASSES + 3):
             if number == 3:
-                engine.forget_order()
+                engine.forget_pass()
             step(engine)
             has_choice.append(engine.bucket_choice is not None)
         assert replicas_are_equal(engine)
@@ -209,7 +209,7 @@ def test_a_choice_outlasts_what_is_learned_again() -> None:
         for _ in range(NUM_PASSES):
             step(engine)
         before = engine.bucket_choice
-        engine.forget_order()
+        engine.forget_pass()
         for _ in range(2):
             step(engine)
         return engine.bucket_choice is before is not None and len(engine._buckets) == before.num_buckets
@@ -222,7 +222,7 @@ def test_virtual_ranks_keep_the_default(strategy: str) -> None:
     """Their times mean nothing, and a run on them is the same every time; through a trace, too."""
 
     def work(comm: Communicator) -> BucketChoice | None:
-        engine = parallelize(Wide(), TracedCommunicator(comm, Trace(comm.device)), strategy, bucket_mb="auto")
+        engine = parallelize(Wide(), TracedCommunicator(comm, Trace(comm.device)), strategy, tunes_buckets=True)
         for _ in range(NUM_PASSES + 1):
             F.cross_entropy(engine(torch.ones(2, 64)), torch.tensor([0, 1])).backward()
         return engine.bucket_choice
@@ -234,7 +234,7 @@ def train_on_real_ranks(comm: Communicator, strategy: str, case: str, recipe: Re
     made: list[Any] = []
 
     def make(module: nn.Module, inner: Communicator) -> Any:
-        made.append(parallelize(module, inner, strategy, bucket_mb="auto", first_bucket_mb=1e-4))
+        made.append(parallelize(module, inner, strategy, tunes_buckets=True, first_bucket_mb=1e-4))
         return made[0]
 
     outcome = engine_cases.train(comm, make, case, recipe)

@@ -37,9 +37,9 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.ddp import DataParallel
-from paceline.engines.offload import Offload
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT, gpt_config
+from paceline.plan.layout import Offload
 
 TOLERANCE = 1e-12
 
@@ -440,7 +440,7 @@ def test_refusals_name_the_problem_and_the_fix() -> None:
     different = refusal(lambda c: parallelize(nn.Linear(2, 2 + c.rank), c))
     assert "weight (2, 2)" in different
     assert "weight (3, 2)" in different
-    with pytest.raises(UsageError, match="offload with strategy = 'ddp'"):
+    with pytest.raises(UsageError, match=r"offload = \[optimizer\] with strategy = ddp"):
         parallelize(build(Plain), SoloCommunicator(torch.device("cpu")), offload=Offload(optimizer=True))
     with pytest.raises(UsageError, match="unknown"):
         parallelize(build(Plain), SoloCommunicator(torch.device("cpu")), strategy="dpp")
@@ -470,7 +470,7 @@ def test_compiled_blocks_keep_the_numbers_and_the_overlap(monkeypatch: pytest.Mo
     def train(comm: Communicator, compiled: bool) -> tuple[dict[str, torch.Tensor | None], list[int]]:
         torch.manual_seed(0)
         model = GPT(gpt_config("gpt-nano", dropout=0.0, vocab_size=32, context=16)).double()
-        engine = parallelize(model, comm, bucket_mb=0.1, first_bucket_mb=0.05, compile_blocks=compiled)
+        engine = parallelize(model, comm, bucket_mb=0.1, first_bucket_mb=0.05, compile=compiled)
         arrived: list[int] = []
         launch = engine._launch
         engine._launch = lambda bucket: (arrived.append(sum(engine._arrived)), launch(bucket))[1]  # type: ignore[method-assign]

@@ -55,7 +55,7 @@ def compressor(policy: str, **changes: Any) -> Compressor:
 
 def build(comm: Communicator, compression: Compressor | None, **options: Any) -> Engine:
     torch.manual_seed(3)
-    return parallelize(Net(), comm, bucket_mb=0.004, first_bucket_mb=0.001, compression=compression, **options)
+    return parallelize(Net(), comm, bucket_mb=0.004, first_bucket_mb=0.001, compressor=compression, **options)
 
 
 def final_loss(comm: Communicator, compression: Compressor | None, steps: int = 60, lr: float = 0.2) -> float:
@@ -197,7 +197,7 @@ def test_what_is_owed_to_a_parameter_waits_until_a_rank_uses_it() -> None:
 def test_a_failed_pass_that_runs_again_leaves_no_trace() -> None:
     def work(comm: Communicator, fails: bool) -> dict[str, torch.Tensor | None]:
         torch.manual_seed(3)
-        engine = parallelize(Net(), comm, first_bucket_mb=25, compression=compressor("topk"))  # one bucket
+        engine = parallelize(Net(), comm, first_bucket_mb=25, compressor=compressor("topk"))  # one bucket
         x, y = data()
         x, y = x[comm.rank :: 2], y[comm.rank :: 2]
         for step in range(3):
@@ -205,7 +205,7 @@ def test_a_failed_pass_that_runs_again_leaves_no_trace() -> None:
                 F.cross_entropy(engine(x[:5]), y[:5]).backward()
                 for parameter in engine.parameters():
                     parameter.grad = None
-                engine.forget_order()  # type: ignore[attr-defined]
+                engine.forget_pass()  # type: ignore[attr-defined]
             engine.module.zero_grad()
             F.cross_entropy(engine(x), y).backward()
         return engine.full_gradients()

@@ -139,7 +139,7 @@ def test_gradients_arrive_block_by_block_when_blocks_are_compiled() -> None:
     def work(comm: Communicator) -> list[int]:
         torch.manual_seed(0)
         model = GPT(gpt_config("gpt-nano", dropout=0.0, vocab_size=64))
-        engine = parallelize(model, comm, bucket_mb=0.1, first_bucket_mb=0.05, compile_blocks=True)
+        engine = parallelize(model, comm, bucket_mb=0.1, first_bucket_mb=0.05, compile=True)
         left: list[int] = []
         launch = engine._launch
         engine._launch = lambda bucket: (left.append(sum(engine._arrived)), launch(bucket))[1]  # type: ignore[method-assign]

@@ -15,8 +15,8 @@ from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, gradient_scale
-from paceline.engines.offload import Offload
 from paceline.engines.precision import PRECISIONS, Precision
+from paceline.plan.layout import Offload
 
 FP32 = PRECISIONS["fp32"]
 MASTER = PRECISIONS["bf16_master"]

@@ -18,35 +18,36 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
-from paceline.engines.fsdp import FullySharded, ShardingPolicy
+from paceline.engines.fsdp import FullySharded
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT, GPTConfig, gpt_config
+from paceline.plan.layout import Layout
 
 POLICIES = {
-    "freed": ShardingPolicy(),
-    "kept": ShardingPolicy(reshard_after_forward=False),
-    "far ahead": ShardingPolicy(prefetch=3),
-    "not ahead": ShardingPolicy(prefetch=0),
+    "freed": Layout(),
+    "kept": Layout(reshard_after_forward=False),
+    "far ahead": Layout(prefetch=3),
+    "not ahead": Layout(prefetch=0),
 }
 
 
-def shard_layers(module: nn.Module, comm: Communicator, policy: ShardingPolicy, strategy: str = "fsdp") -> Engine:
+def shard_layers(module: nn.Module, comm: Communicator, policy: Layout, strategy: str = "fsdp") -> Engine:
     """Makes a unit of every child with parameters; the root has what hangs on the model itself."""
     units = tuple(name for name, child in module.named_children() if any(True for _ in child.parameters()))
     options = {name: getattr(policy, name) for name in ("reshard_after_forward", "prefetch", "shard_ranks")}
-    return parallelize(module, comm, strategy, sharding=ShardingPolicy(units=units, **options))
+    return parallelize(module, comm, strategy, units=units, **options)
 
 
 def make_sharded(module: nn.Module, comm: Communicator) -> Engine:
-    return shard_layers(module, comm, ShardingPolicy())
+    return shard_layers(module, comm, Layout())
 
 
 def make_hybrid(module: nn.Module, comm: Communicator) -> Engine:
-    return shard_layers(module, comm, ShardingPolicy(shard_ranks=2), "hybrid")
+    return shard_layers(module, comm, Layout(shard_ranks=2), "hybrid")
 
 
 def make_root_only(module: nn.Module, comm: Communicator) -> Engine:
-    return parallelize(module, comm, "fsdp", sharding=ShardingPolicy(units=()))
+    return parallelize(module, comm, "fsdp", units=())
 
 
 @functools.cache
@@ -105,7 +106,7 @@ def test_every_policy_trains_as_one_process(case: str, policy: str) -> None:
 
 @covering(always={"case": ["branches"]}, case=["plain", "reused", "branches"], reshard=[1, 2, 4])
 def test_a_smaller_group_may_keep_what_backward_needs(case: str, reshard: int) -> None:
-    recipe, policy = Recipe(shares=SHARES["ragged"]), ShardingPolicy(reshard_after_forward=reshard)
+    recipe, policy = Recipe(shares=SHARES["ragged"]), Layout(reshard_after_forward=reshard)
     for result in run_engine(lambda module, comm: shard_layers(module, comm, policy), case, recipe):
         assert_same(result, single(case, recipe))
 
@@ -190,8 +191,7 @@ def test_passes_of_all_kinds_give_the_losses_of_one_process(call: Any, reshard: 
         return Stack().double()
 
     def work(comm: Communicator) -> list[float]:
-        policy = ShardingPolicy(reshard_after_forward=reshard)
-        return losses_of(parallelize(build(), comm, "fsdp", sharding=policy), 5, call)
+        return losses_of(parallelize(build(), comm, "fsdp", reshard_after_forward=reshard), 5, call)
 
     expected = losses_of(build(), 5, call)
     for found in run_virtual(work, ranks=4):
@@ -243,7 +243,7 @@ def test_compiled_blocks_keep_the_numbers(monkeypatch: pytest.MonkeyPatch, check
 
     def work(comm: Communicator, compiled: bool) -> list[float]:
         torch.manual_seed(0)
-        options: dict[str, Any] = {"compile_blocks": True, "checkpoint_activations": checkpointing} if compiled else {}
+        options: dict[str, Any] = {"compile": True, "checkpoint_activations": checkpointing} if compiled else {}
         engine = parallelize(Stack().double(), comm, "fsdp", **options)
         return losses_of(engine, 3, lambda model, x, _step: (model(x) ** 2).mean())
 
@@ -324,9 +324,9 @@ def test_collectives_are_those_of_the_formula(strategy: str, reshard: bool, num_
 
     def work(comm: Communicator) -> Any:
         trace = Trace(comm.device, keep=True)
-        policy = ShardingPolicy(reshard_after_forward=reshard, shard_ranks=2 if strategy == "hybrid" else None)
+        options = {"reshard_after_forward": reshard, "shard_ranks": 2 if strategy == "hybrid" else 0}
         engine = parallelize(
-            Stack(num_blocks=num_blocks, width=32), TracedCommunicator(comm, trace), strategy, sharding=policy
+            Stack(num_blocks=num_blocks, width=32), TracedCommunicator(comm, trace), strategy, **options
         )
         assert isinstance(engine, FullySharded)
         lengths = [group.layout.length for unit in engine._units for group in unit.groups]
@@ -356,9 +356,7 @@ def test_nothing_is_sent_that_is_not_sharded_when_accumulating() -> None:
 
     def work(comm: Communicator) -> list[str]:
         trace = Trace(comm.device, keep=True)
-        engine = parallelize(
-            Stack(num_blocks=2), TracedCommunicator(comm, trace), "hybrid", sharding=ShardingPolicy(shard_ranks=2)
-        )
+        engine = parallelize(Stack(num_blocks=2), TracedCommunicator(comm, trace), "hybrid", shard_ranks=2)
         engine(torch.ones(2, 5)).sum().backward()
         trace.operations.clear()
         with engine.no_sync():
@@ -509,19 +507,21 @@ def test_an_optimizer_over_whole_parameters_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "policy", "message"),
+    ("strategy", "options", "message"),
     [
-        ("hybrid", ShardingPolicy(), "hybrid sharding of 4 ranks with shard_ranks = None"),
-        ("hybrid", ShardingPolicy(shard_ranks=3), r"shard_ranks to one of \[1, 2, 4\]"),
-        ("fsdp", ShardingPolicy(reshard_after_forward=3), "reshard_after_forward = 3 with 4 ranks"),
-        ("fsdp", ShardingPolicy(prefetch=-1), "prefetch = -1"),
-        ("fsdp", ShardingPolicy(units=("rows",)), "no module is called 'rows'"),
-        ("zero9", None, "unknown"),
+        ("hybrid", {}, "strategy = hybrid on 4 ranks of one host, without shard_ranks"),
+        ("hybrid", {"shard_ranks": 3}, "shard_ranks = 3 does not divide ranks = 4"),
+        ("fsdp", {"reshard_after_forward": 3}, "reshard_after_forward = 3 does not divide the 4 ranks"),
+        ("fsdp", {"prefetch": -1}, "prefetch = -1"),
+        ("fsdp", {"units": ("rows",)}, "no module is called 'rows'"),
+        ("fsdp", {"prefech": 2}, "did you mean prefetch"),
+        ("fsdp", {"layout": Layout(strategy="zero1")}, "strategy = 'fsdp' beside layout"),
+        ("zero9", {}, "unknown"),
     ],
 )
-def test_options_that_cannot_work_are_refused(strategy: str, policy: ShardingPolicy | None, message: str) -> None:
+def test_options_that_cannot_work_are_refused(strategy: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RankFailedError, match=message):
-        run_virtual(lambda comm: parallelize(make("plain"), comm, strategy, sharding=policy), ranks=4)
+        run_virtual(lambda comm: parallelize(make("plain"), comm, strategy, **options), ranks=4)
 
 
 def test_a_unit_that_only_some_ranks_call_more_often_is_an_error_not_a_hang() -> None:

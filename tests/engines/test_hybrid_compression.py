@@ -16,7 +16,7 @@ from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.fsdp import FullySharded, ShardingPolicy
+from paceline.engines.fsdp import FullySharded
 from paceline.plan.layout import Compression
 
 RANKS, SHARDS = 4, 2
@@ -51,9 +51,8 @@ def compressor(policy: str, **changes: Any) -> Compressor:
 
 def build(comm: Communicator, compression: Compressor | None, strategy: str = "hybrid") -> FullySharded:
     torch.manual_seed(3)
-    sharding = ShardingPolicy(shard_ranks=SHARDS, units=("first", "second"))
-    options = {"sharding": sharding} if strategy == "hybrid" else {}
-    engine: Any = parallelize(Net().double(), comm, strategy, compression=compression, **options)
+    options = {"shard_ranks": SHARDS, "units": ("first", "second")} if strategy == "hybrid" else {}
+    engine: Any = parallelize(Net().double(), comm, strategy, compressor=compression, **options)
     return engine
 
 

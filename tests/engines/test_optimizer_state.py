@@ -18,9 +18,9 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state
-from paceline.engines.offload import Offload
 from paceline.engines.precision import PRECISIONS
 from paceline.errors import RankFailedError, UsageError
+from paceline.plan.layout import Offload
 
 RANKS = [1, 2, 3, 4]
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

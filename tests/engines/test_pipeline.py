@@ -15,7 +15,6 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.combined import CombinedParallel
-from paceline.engines.composition import Parallelism
 from paceline.errors import PacelineError, RankFailedError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.schedule.schedules import Action, Schedule, make_schedule, measure_schedule
@@ -66,9 +65,7 @@ def token_loss(logits: Any, targets: torch.Tensor) -> tuple[torch.Tensor, float]
 
 
 def settings_of(ranks: int, microbatches: int, strategy: str = "ddp", steps: int = 3, **spread: Any) -> Settings:
-    return complete(
-        Settings(strategy=strategy, ranks=ranks, steps=steps, accumulate=microbatches, spread=Parallelism(**spread))
-    )
+    return complete(Settings.of(strategy=strategy, ranks=ranks, steps=steps, accumulate=microbatches, **spread))
 
 
 def check(settings: Settings, samples: int | None = None, layers: int = LAYERS) -> None:
@@ -127,7 +124,7 @@ def test_hybrid_sharding_inside_a_pipeline() -> None:
     ("strategy", "spread"),
     [
         ("zero1", {"schedule": "1f1b"}),
-        ("ddp", {"schedule": "zb-v", "sequence": True}),
+        ("ddp", {"schedule": "zb-v", "sequence_parallel": True}),
         pytest.param("zero2", {"schedule": "zb-h1"}, marks=exhaustive),
         pytest.param("fsdp", {"schedule": "interleaved"}, marks=exhaustive),
     ],
@@ -151,7 +148,7 @@ def test_stages_may_compute_their_activations_again(strategy: str, schedule: str
     settings = settings_of(4, 2, strategy, pipeline=2, schedule=schedule)
     found = certify(
         FunctionCase(model=make_gpt, batch=Tokens(9), loss=token_loss),
-        complete(Settings(**{**_fields(settings), "checkpoint_activations": "full"})),
+        complete(settings.with_layout(checkpoint_activations="full")),
     )
     assert found.passed, found
 
@@ -160,7 +157,7 @@ def test_stages_may_compute_their_activations_again(strategy: str, schedule: str
 def test_mixed_precision_in_a_pipeline(precision: str) -> None:
     settings = settings_of(2, 2, pipeline=2, schedule="zb-h1")
     case = FunctionCase(model=make_gpt, batch=Tokens(5), loss=token_loss)
-    found = certify(case, complete(Settings(**{**_fields(settings), "precision": precision})))
+    found = certify(case, complete(settings.with_layout(precision=precision)))
     assert found.passed, found
 
 
@@ -182,16 +179,12 @@ def test_the_same_on_real_ranks(gloo_pool: GlooPool, ranks: int, strategy: str, 
             assert compare(values, expected[step], absolute).largest < 1e-10
 
 
-def _fields(settings: Settings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-
-
 # What was done, and held.
 
 
 def train_once(comm: Communicator, schedule: str | Schedule, microbatches: int, **spread: Any) -> CombinedParallel:
     torch.manual_seed(0)
-    engine = parallelize(make_gpt(), comm, parallel=Parallelism(pipeline=comm.size, schedule=schedule, **spread))
+    engine = parallelize(make_gpt(), comm, pipeline=comm.size, schedule=schedule, **spread)
     assert isinstance(engine, CombinedParallel)
     engine.run_microbatches([make_tokens(2, number) for number in range(microbatches)], summed_loss)
     return engine
@@ -238,7 +231,7 @@ def test_a_schedule_of_ones_own() -> None:
 
 def trained(comm: Communicator, strategy: str, steps: int, **spread: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    engine = parallelize(make_gpt(), comm, strategy, parallel=spread)
+    engine = parallelize(make_gpt(), comm, strategy, **spread)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
     train(engine, optimizer, range(steps))
     return engine, optimizer
@@ -248,7 +241,7 @@ def train(engine: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Trains with the whole batch on every rank that shares it: their mean is the same whatever their number."""
     for step in steps:
         batch = make_tokens(2, step)
-        if isinstance(engine, CombinedParallel) and engine.has_pipeline:
+        if isinstance(engine, CombinedParallel) and engine.pipeline is not None:
             engine.run_microbatches([batch], summed_loss, 1 / batch[1].numel())
         else:
             value = summed_loss(engine, batch)
@@ -312,7 +305,7 @@ def test_every_rank_gets_the_output_of_an_inference() -> None:
 
     def infer(comm: Communicator) -> torch.Tensor:
         torch.manual_seed(0)
-        engine = parallelize(make_gpt(), comm, parallel={"pipeline": 3, "schedule": "interleaved"})
+        engine = parallelize(make_gpt(), comm, pipeline=3, schedule="interleaved")
         with torch.no_grad():
             output: torch.Tensor = engine(tokens)
         return output
@@ -369,7 +362,7 @@ def test_stages_may_hand_on_nested_trees(schedule: str) -> None:
 
 def test_an_automatic_cut_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(comm: Communicator) -> list[str]:
-        engine = parallelize(make_gpt(), comm, "zero1", parallel={"pipeline": 2, "data": 1})
+        engine = parallelize(make_gpt(), comm, "zero1", pipeline=2, data=1)
         assert isinstance(engine, CombinedParallel)
         return [layer.name for stage in engine.stages.values() for layer in stage.module.layers]
 
@@ -386,17 +379,17 @@ def test_an_automatic_cut_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 def refusal(model: Callable[[], nn.Module], ranks: int = 2, strategy: str = "ddp", **spread: Any) -> str:
     with pytest.raises(PacelineError) as refused:
-        run_virtual(lambda comm: parallelize(model(), comm, strategy, parallel=spread), ranks)
+        run_virtual(lambda comm: parallelize(model(), comm, strategy, **spread), ranks)
     return str(refused.value)
 
 
 def test_what_cannot_be_spread_is_refused_with_the_reason() -> None:
-    assert "pipeline = 3 and tensor = 1 on 2 ranks" in refusal(make_gpt, pipeline=3)
+    assert "pipeline = 3 does not divide ranks = 2" in refusal(make_gpt, pipeline=3)
     assert "data = 2 with pipeline = 2" in refusal(make_gpt, pipeline=2, data=2)
-    assert "parallel has no 'pipelines'" in refusal(make_gpt, pipelines=2)
+    assert "'pipelines' is no option" in refusal(make_gpt, pipelines=2)
     assert "there is no schedule '1f1d'" in refusal(make_gpt, pipeline=2, schedule="1f1d")
     text = refusal(make_gpt, strategy="fsdp", pipeline=2, schedule="zb-h1")
-    assert "full sharding frees the weights between them\n  take strategy = 'zero2', or schedule = '1f1b'" in text
+    assert "full sharding frees the weights between them\n  set strategy = zero2, or schedule = 1f1b" in text
     assert "stages of a model with 7 layers" in refusal(make_gpt, ranks=9, pipeline=9)
     assert "has no method pipeline_layers()" in refusal(lambda: nn.Bilinear(2, 2, 2), pipeline=2)
 
@@ -414,7 +407,7 @@ class Odd(nn.Module):
 
 def test_a_layer_that_returns_what_cannot_be_sent_is_named() -> None:
     def work(comm: Communicator) -> None:
-        engine = parallelize(nn.Sequential(Odd(), nn.Linear(2, 2)), comm, parallel={"pipeline": 2})
+        engine = parallelize(nn.Sequential(Odd(), nn.Linear(2, 2)), comm, pipeline=2)
         assert isinstance(engine, CombinedParallel)
         engine.run_microbatches([(torch.ones(1, 2), torch.zeros(1))], summed_loss)
 
@@ -424,7 +417,7 @@ def test_a_layer_that_returns_what_cannot_be_sent_is_named() -> None:
 
 def test_a_forward_with_gradients_is_refused() -> None:
     def work(comm: Communicator) -> None:
-        parallelize(make_gpt(), comm, parallel={"pipeline": 2})(make_tokens(1, 0)[0])
+        parallelize(make_gpt(), comm, pipeline=2)(make_tokens(1, 0)[0])
 
     with pytest.raises(PacelineError, match="run_microbatches"):
         run_virtual(work, 2)

@@ -12,7 +12,6 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.composition import Parallelism
 from paceline.models.gpt import GPT, gpt_config
 from paceline.train.loss import LossValue
 
@@ -56,13 +55,13 @@ def single() -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-def spread(comm: Communicator, strategy: str, parallel: Parallelism) -> dict[str, torch.Tensor]:
-    engine = parallelize(make_model(), comm, strategy, parallel=parallel)
+def spread(comm: Communicator, strategy: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = parallelize(make_model(), comm, strategy, **options)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
     for step in range(STEPS):
         mine = microbatches(step, engine.comm.rank, engine.comm.size)
         scale = engine.loss_scale(sum(float(targets.numel()) for _, targets in mine))
-        if parallel.pipeline > 1:
+        if options.get("pipeline", 1) > 1:
             engine.run_microbatches(mine, summed_loss, scale)
         else:
             (sum(summed_loss(engine, each).total for each in mine) * scale).backward()
@@ -74,22 +73,22 @@ def spread(comm: Communicator, strategy: str, parallel: Parallelism) -> dict[str
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_every_schedule_trains_as_one_process(schedule: str) -> None:
     chunks = 2 if schedule in ("interleaved", "zb-v") else 1
-    check(2, "ddp", Parallelism(pipeline=2, schedule=schedule, chunks=chunks))
+    check(2, "ddp", {"pipeline": 2, "schedule": schedule, "chunks": chunks or 0})
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_three_dimensions_on_one_gpu_train_as_one_process(strategy: str) -> None:
-    check(8, strategy, Parallelism(pipeline=2, tensor=2))
+    check(8, strategy, {"pipeline": 2, "tensor": 2})
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallelism_trains_as_one_process(sequence: bool) -> None:
-    check(2, "ddp", Parallelism(tensor=2, sequence=sequence))
+    check(2, "ddp", {"tensor": 2, "sequence_parallel": sequence})
 
 
-def check(ranks: int, strategy: str, parallel: Parallelism) -> None:
+def check(ranks: int, strategy: str, options: dict[str, Any]) -> None:
     expected = single()
-    for found in run_virtual(lambda comm: spread(comm, strategy, parallel), ranks, device="cuda"):
+    for found in run_virtual(lambda comm: spread(comm, strategy, options), ranks, device="cuda"):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name].cpu(), value, rtol=0, atol=1e-9, msg=name)

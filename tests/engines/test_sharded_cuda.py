@@ -14,9 +14,8 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
-from paceline.engines.fsdp import ShardingPolicy
-from paceline.engines.offload import Offload
 from paceline.models.gpt import GPT, gpt_config
+from paceline.plan.layout import Offload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +26,8 @@ STRATEGIES = ("zero1", "zero2", "fsdp", "hybrid")
 
 def make_engine(module: nn.Module, comm: Communicator, strategy: str) -> Engine:
     units = tuple(name for name, child in module.named_children() if any(True for _ in child.parameters()))
-    policy = ShardingPolicy(units=units, shard_ranks=2 if strategy == "hybrid" else None)
-    return parallelize(module, comm, strategy, sharding=policy if strategy in ("fsdp", "hybrid") else None)
+    options = {"units": units} if strategy in ("fsdp", "hybrid") else {}
+    return parallelize(module, comm, strategy, shard_ranks=2 if strategy == "hybrid" else 0, **options)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -87,9 +86,7 @@ def test_offload_gives_the_same_losses(strategy: str, precision: str, offload: s
 def test_blocks_may_be_compiled_and_checkpointed(strategy: str) -> None:
     expected = run_virtual(lambda comm: losses(comm, "ddp", precision="bf16_master"), ranks=1, device="cuda")[0]
     found = run_virtual(
-        lambda comm: losses(
-            comm, strategy, precision="bf16_master", compile_blocks=True, checkpoint_activations="full"
-        ),
+        lambda comm: losses(comm, strategy, precision="bf16_master", compile=True, checkpoint_activations="full"),
         ranks=1,
         device="cuda",
     )[0]

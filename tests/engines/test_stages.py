@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.fsdp import ShardingPolicy
 from paceline.engines.stages.stages import Stage, initialise_stages, split_model, tied_names
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, GPTConfig
@@ -253,8 +252,7 @@ def train_alone(
     comm: Communicator, strategy: str, tied: bool, where: int, bounds: tuple[int, ...]
 ) -> dict[str, Tensor]:
     stage = split_model(gpt(tied=tied).double(), bounds, [where])[where]
-    sharding = ShardingPolicy() if strategy == "fsdp" else None
-    engine = parallelize(stage, comm, strategy, bucket_mb=0.001, first_bucket_mb=0.001, sharding=sharding)
+    engine = parallelize(stage, comm, strategy, bucket_mb=0.001, first_bucket_mb=0.001)
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):

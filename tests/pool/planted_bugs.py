@@ -26,7 +26,7 @@ from paceline.verify.certificate import Certificate, certify
 from paceline.verify.settings import Settings
 
 CLIP = 0.05  # far below the norms here, so that clipping bites
-SETTINGS = Settings(ranks=3, steps=3, accumulate=2, clip=CLIP)
+SETTINGS = Settings.of(ranks=3, steps=3, accumulate=2, clip=CLIP)
 
 
 def current_rank() -> int | None:

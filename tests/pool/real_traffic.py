@@ -11,9 +11,10 @@ from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.config import Config, config_batch
+from paceline.config import Config, config_batch, layout_of
 from paceline.data.loader import StepBatch
-from paceline.train.assemble import build_compressor, build_engine, build_policy, build_workload
+from paceline.engines.apply import parallelize
+from paceline.train.assemble import build_policy, build_workload
 from paceline.train.loss import build_loss
 from paceline.train.optim import build_optimizer
 from paceline.train.step import train_step
@@ -36,7 +37,8 @@ def issued_by_real_ranks(
             traced = TracedCommunicator(
                 AlgorithmCommunicator(traced, config.comm.algorithm, topology), trace, counts=False
             )
-        engine = build_engine(config, made.model, traced, node_ranks, build_compressor(config))
+        layout = layout_of(config, comm.size, node_ranks)
+        engine = parallelize(made.model, traced, layout=layout)
         optimizer = build_optimizer(config.optim, engine.named_parameters())
         batch = config_batch(config, ranks)
         tokens = torch.zeros(batch.microbatch, 16, dtype=torch.long)

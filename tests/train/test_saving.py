@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook
 from paceline.train.survive.saving import SavePolicy, Saver, save_policy
-from paceline.train.trainer import Every, Trainer
+from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_it_saves_every_n_steps_and_at_the_end_and_tells_of_each(tmp_path: Path,
 
 def test_it_saves_by_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("paceline.train.survive.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(import_module("paceline.train.survive.saving").time, "monotonic", lambda: now[0])
     saver = Saver(tmp_path, SavePolicy(every_seconds=60.0, ask_every=2, at_end=False))
 
     def pass_time(*_: Any) -> None:
@@ -161,7 +161,7 @@ def test_a_run_that_is_taken_up_further_back_has_a_line_of_its_own(tmp_path: Pat
 def test_what_is_large_is_saved_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: int, expected: bool
 ) -> None:
-    monkeypatch.setattr("paceline.train.survive.saving._WORTH_BYTES", worth)
+    monkeypatch.setattr(import_module("paceline.train.survive.saving"), "_WORTH_BYTES", worth)
     sink = Kept()
     make_trainer(SoloCommunicator(CPU), [Saver(tmp_path, SavePolicy(every_steps=2, in_background=None))], sink).run()
     assert [(event.step, event.detail["background"]) for event in sink.events] == [

@@ -23,7 +23,6 @@ from paceline.cli.verify import BUILT_IN
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import share_memory
 from paceline.config import Config, config_from_dict
-from paceline.engines.fsdp import ShardingPolicy
 from paceline.errors import CollectiveMismatchError, RankFailedError, UsageError
 from paceline.verify import certificate as certificates
 from paceline.verify.case import ConfigCase, FunctionCase, cut, num_samples
@@ -85,7 +84,7 @@ def built_in(name: str) -> Config:
 def test_built_in_cases_pass(name: str, strategy: str, ranks: int, accumulate: int) -> None:
     """Several buckets and units, tied weights, convolutions, batch norm; a batch that no two shares divide alike."""
     case = ConfigCase(built_in(name), batch=2 * ranks * accumulate + 1, layers_as_blocks=True)
-    found = certify(case, Settings(strategy=strategy, ranks=ranks, steps=2, accumulate=accumulate))
+    found = certify(case, Settings.of(strategy=strategy, ranks=ranks, steps=2, accumulate=accumulate))
     assert found.passed, found.divergence
     assert found.divergence is None
     assert 0.0 < found.max_abs_error < 1e-12  # not zero: two runs were compared, not one with itself
@@ -111,10 +110,10 @@ def test_every_strategy_passes(strategy: str, options: dict[str, Any]) -> None:
 
 
 def test_the_way_of_sharding_may_be_chosen() -> None:
-    policy = ShardingPolicy(units=("0", "3"), reshard_after_forward=2, prefetch=2)
+    policy = {"units": ("0", "3"), "reshard_after_forward": 2, "prefetch": 2}
     for strategy, options in (("fsdp", {}), ("hybrid", {"shard_ranks": 2})):
         found = paceline.verify(
-            make_blocks, make_batch, F.cross_entropy, strategy=strategy, sharding=policy, ranks=4, **options
+            make_blocks, make_batch, F.cross_entropy, strategy=strategy, ranks=4, **policy, **options
         )
         assert found.passed, found.divergence
         assert found.shard_ranks == options.get("shard_ranks")
@@ -293,7 +292,7 @@ def test_batch_norm_passes_where_the_batch_is_not_cut() -> None:
 
 def test_batch_norm_of_a_config_is_named_too() -> None:
     case = ConfigCase(built_in("resnet"), batch=9)
-    found = certify(case, Settings(ranks=2, steps=1, sync_batchnorm=False))
+    found = certify(case, Settings.of(ranks=2, steps=1, sync_batchnorm=False))
     assert not found.passed
     assert found.divergence is not None
     model = case.make_model()
@@ -644,14 +643,14 @@ def verified_on_this_rank(comm: Communicator, name: str, settings: Settings, sha
         ("gpt", "zero1", {"accumulate": 2}),
         ("mlp", "zero2", {"accumulate": 2}),
         ("gpt", "fsdp", {"accumulate": 2, "checkpoint_activations": "full"}),
-        ("mlp", "hybrid", {"sharding": ShardingPolicy(shard_ranks=1)}),
+        ("mlp", "hybrid", {"shard_ranks": 1}),
         ("resnet", "fsdp", {}),
     ],
 )
 def test_real_processes_compute_what_one_would(
     gloo_pool: GlooPool, name: str, strategy: str, options: dict[str, Any]
 ) -> None:
-    settings = Settings(strategy=strategy, ranks=2, steps=3, **options)
+    settings = Settings.of(strategy=strategy, ranks=2, steps=3, **options)
     for errors in gloo_pool.run(verified_on_this_rank, name, settings, ranks=2):
         assert max(errors) < 1e-12
 
@@ -662,13 +661,13 @@ def test_real_processes_compute_what_one_would(
         ("gpt", "ddp", {"accumulate": 2}),
         ("mlp", "zero1", {}),
         ("gpt", "fsdp", {}),
-        ("mlp", "hybrid", {"sharding": ShardingPolicy(shard_ranks=1)}),
+        ("mlp", "hybrid", {"shard_ranks": 1}),
     ],
 )
 def test_processes_that_share_memory_do_too(
     gloo_pool: GlooPool, name: str, strategy: str, options: dict[str, Any]
 ) -> None:
-    settings = Settings(strategy=strategy, ranks=2, steps=4, **options)
+    settings = Settings.of(strategy=strategy, ranks=2, steps=4, **options)
     for errors in gloo_pool.run(verified_on_this_rank, name, settings, True, ranks=2):
         assert max(errors) < 1e-12
 
@@ -684,7 +683,7 @@ def test_processes_are_asked_for_with_what_they_need(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(certificates, "run_processes", run_processes)
     case = ConfigCase(built_in("mlp"), batch=5)
-    found = certify(case, Settings(ranks=2, steps=2), backend="gloo")
+    found = certify(case, Settings.of(ranks=2, steps=2), backend="gloo")
     assert found.passed
     assert found.backend == "gloo"
     assert calls == [(run_distributed, 2)]

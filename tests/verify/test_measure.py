@@ -96,15 +96,15 @@ def test_each_buffer_is_measured_by_itself() -> None:
 
 
 def test_bounds_follow_the_precision_and_the_pieces() -> None:
-    exact = bound_for(Settings(), pieces=1)
+    exact = bound_for(Settings.of(), pieces=1)
     assert (exact.tolerance, exact.is_relative) == (1e-10, False)
-    settings = Settings(precision="bf16", ranks=4, accumulate=3)
+    settings = Settings.of(precision="bf16", ranks=4, accumulate=3)
     same, other = bound_for(settings, pieces=12), bound_for(settings, pieces=3)
     assert same.is_relative
     assert other.is_relative
     assert (same.tolerance, other.tolerance) == (2.0**-12, 2.0**-6)
-    assert bound_for(Settings(precision="bf16_master"), pieces=4).tolerance == same.tolerance
-    assert bound_for(Settings(precision="fp16"), pieces=4).tolerance == 2.0**-15
+    assert bound_for(Settings.of(precision="bf16_master"), pieces=4).tolerance == same.tolerance
+    assert bound_for(Settings.of(precision="fp16"), pieces=4).tolerance == 2.0**-15
     assert bound_for(settings, pieces=12, tolerance=0.5).tolerance == 0.5
     for bound in (exact, same, other):
         assert bound.reason

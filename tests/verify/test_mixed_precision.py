@@ -133,7 +133,7 @@ def test_a_step_is_compared_from_where_the_ranks_were() -> None:
         return (inputs * 1.5 if step == 1 and current_rank() == "rank-0" else inputs), targets
 
     case = FunctionCase(model=Net, batch=batch, loss=F.cross_entropy)
-    settings = Settings(precision="bf16", ranks=2, steps=3)
+    settings = Settings.of(precision="bf16", ranks=2, steps=3)
     ranks = paceline.run_virtual(lambda comm: run_distributed(comm, case, settings), 2)
     reference = run_reference(case, settings, ranks[0])
     bound = bound_for(settings, reference.pieces)

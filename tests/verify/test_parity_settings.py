@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline
-from paceline.engines.fsdp import ShardingPolicy
 from paceline.errors import UsageError
 from paceline.verify import certificate as certificates
 from paceline.verify import settings as module
@@ -39,11 +38,14 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         ({"strategy": "auto"}, "strategy = 'auto'\n  a run decides by its memory"),
         ({"precision": "bf61"}, "precision = 'bf61' is unknown\n  it is one of fp32, bf16"),
         ({"checkpoint_activations": "ful"}, "did you mean full?"),
-        ({"shard_ranks": 2}, "shard_ranks = 2 with strategy = 'ddp'"),
-        ({"strategy": "fsdp", "shard_ranks": 2}, "only hybrid has shard groups of a size of their own"),
-        ({"strategy": "hybrid", "shard_ranks": 3}, "give shard_ranks as one of [1, 2, 4]"),
-        ({"strategy": "hybrid", "shard_ranks": 0}, "hybrid' on 4 ranks with shard_ranks = 0"),
-        ({"strategy": "hybrid", "ranks": 5}, "hybrid' on 5 ranks with shard_ranks = None"),
+        ({"shard_ranks": 2}, "shard_ranks = 2 has no effect with strategy = ddp"),
+        (
+            {"strategy": "fsdp", "shard_ranks": 2},
+            "shard_ranks = 2 has no effect with strategy = fsdp\n  it belongs to hybrid",
+        ),
+        ({"strategy": "hybrid", "shard_ranks": 3}, "shard_ranks = 3 does not divide ranks = 4"),
+        ({"strategy": "hybrid", "shard_ranks": -2}, "shard_ranks = -2"),
+        ({"strategy": "hybrid", "ranks": 5}, "strategy = hybrid on 5 ranks of one host, without shard_ranks"),
     ],
     ids=str,
 )
@@ -63,7 +65,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 def test_everything_is_told_at_once() -> None:
-    settings = Settings(strategy="fsdb", ranks=0, clip=-1.0, precision="fp8", sharding=ShardingPolicy(shard_ranks=2))
+    settings = Settings.of(strategy="fsdb", ranks=0, clip=-1.0, precision="fp8", shard_ranks=2)
     with pytest.raises(UsageError) as refusal:
         check_settings(settings, backend="mpi", tolerance=-1.0, batch=0)
     for part in ("fsdb", "ranks = 0", "clip = -1.0", "fp8", "shard_ranks = 2", "mpi", "tolerance = -1", "batch = 0"):
@@ -80,7 +82,7 @@ def test_a_precision_that_this_machine_lacks_is_refused(monkeypatch: pytest.Monk
 
 
 def test_only_hybrid_without_a_size_is_completed() -> None:
-    assert complete(Settings(strategy="hybrid", ranks=4)).sharding.shard_ranks == 2
-    chosen = Settings(strategy="hybrid", ranks=4, sharding=ShardingPolicy(shard_ranks=4, prefetch=2))
-    for settings in (chosen, Settings(strategy="hybrid", ranks=3), Settings(strategy="fsdp")):
+    assert complete(Settings.of(strategy="hybrid", ranks=4)).layout.shard_ranks == 2
+    chosen = Settings.of(strategy="hybrid", ranks=4, shard_ranks=4, prefetch=2)
+    for settings in (chosen, Settings.of(strategy="hybrid", ranks=3), Settings.of(strategy="fsdp")):
         assert complete(settings) == settings

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -42,13 +43,13 @@ from torch import nn
 from paceline.comm.base import DONE
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.buffers import SharedBuffers
 from paceline.engines.checkpointing import Replay
+from paceline.engines.engine import SharedBuffers
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.sharded import clip_pieces
 from paceline.engines.flat.unit import Unit
-from paceline.engines.fsdp import FullySharded, ShardingPolicy
+from paceline.engines.fsdp import FullySharded
 from paceline.engines.stages.route import Route
 from paceline.engines.zero import ZeroParallel
 from paceline.errors import CommunicationError
@@ -58,10 +59,10 @@ from paceline.verify.certificate import certify
 from paceline.verify.settings import Settings
 
 PLAIN = known(functools.partial(Plain, 2))
-FSDP = dataclasses.replace(SETTINGS, strategy="fsdp")
-ZERO1 = dataclasses.replace(SETTINGS, strategy="zero1")
-ZERO2 = dataclasses.replace(SETTINGS, strategy="zero2")
-HYBRID = dataclasses.replace(SETTINGS, strategy="hybrid", ranks=4, sharding=ShardingPolicy(shard_ranks=2))
+FSDP = SETTINGS.with_layout(strategy="fsdp")
+ZERO1 = SETTINGS.with_layout(strategy="zero1")
+ZERO2 = SETTINGS.with_layout(strategy="zero2")
+HYBRID = dataclasses.replace(SETTINGS, ranks=4).with_layout(strategy="hybrid", shard_ranks=2)
 SHARDED = {"fsdp": FSDP, "zero1": ZERO1, "zero2": ZERO2, "hybrid": HYBRID}
 
 
@@ -331,7 +332,8 @@ def every(name: str) -> Plant:
 
 
 def at(path: str, make: Callable[[Any], Any], original: Any) -> Plant:
-    return lambda monkeypatch: monkeypatch.setattr(path, make(original))
+    module, _, name = path.rpartition(".")
+    return lambda monkeypatch: monkeypatch.setattr(import_module(module), name, make(original))
 
 
 def mean_of_means_in(precision: str) -> dict[str, Bug]:

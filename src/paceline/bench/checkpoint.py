@@ -32,9 +32,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from paceline.checkpoint.find import Depth, verify_checkpoint
+from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import fill_model, open_checkpoint
-from paceline.checkpoint.state import MODEL, State, prefixed
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.comm.base import Communicator
 from paceline.comm.objects import gather_objects

@@ -30,7 +30,7 @@ from paceline.bench.arms import (
     sets_of,
 )
 from paceline.bench.interleave import Timing, interleave
-from paceline.bench.workloads import Protocol, Workload
+from paceline.bench.workloads import BenchWorkload, Protocol
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
@@ -45,7 +45,7 @@ Wanted = Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredArm:
     """One arm: its times, the losses of its first steps, and on a GPU the most memory that it needs by itself."""
 
     timing: Timing
@@ -53,7 +53,7 @@ class Measured:
     peak_bytes: int | None = None
 
 
-def bench_ranks(workload: Workload, protocol: Protocol, ranks: int, wanted: Wanted = None) -> list[dict[str, Any]]:
+def bench_ranks(workload: BenchWorkload, protocol: Protocol, ranks: int, wanted: Wanted = None) -> list[dict[str, Any]]:
     """Times our engines against torch's on real Gloo ranks with one thread each."""
     if not select(arms_on_ranks(workload, ranks), wanted):
         return []
@@ -62,7 +62,7 @@ def bench_ranks(workload: Workload, protocol: Protocol, ranks: int, wanted: Want
     return _rows(workload, measured, ranks, "gloo", FP32_TOLERANCE)
 
 
-def bench_alone(workload: Workload, protocol: Protocol, wanted: Wanted = None) -> list[dict[str, Any]]:
+def bench_alone(workload: BenchWorkload, protocol: Protocol, wanted: Wanted = None) -> list[dict[str, Any]]:
     """Times our engines against the plain loop at world size 1, in a process of its own with one thread."""
     if not select(arms_alone(), wanted):
         return []
@@ -72,7 +72,7 @@ def bench_alone(workload: Workload, protocol: Protocol, wanted: Wanted = None) -
 
 
 def bench_bf16(
-    workload: Workload, protocol: Protocol, device: torch.device, wanted: Wanted = None, *, compiled: bool = True
+    workload: BenchWorkload, protocol: Protocol, device: torch.device, wanted: Wanted = None, *, compiled: bool = True
 ) -> list[dict[str, Any]]:
     """Times our engines against torch's at world size 1 in bf16, compiled block by block: what a GPU runs."""
     if device.type == "cuda":
@@ -84,18 +84,22 @@ def bench_bf16(
     return _rows(workload, measured, 1, "none", BF16_TOLERANCE)
 
 
-def _measure_ranks(comm: Communicator, workload: Workload, protocol: Protocol, wanted: Wanted) -> list[Measured]:
+def _measure_ranks(
+    comm: Communicator, workload: BenchWorkload, protocol: Protocol, wanted: Wanted
+) -> list[MeasuredArm]:
     return _measure(select(arms_on_ranks(workload, comm.size), wanted), comm, workload, protocol)
 
 
-def _measure_alone(comm: Communicator, workload: Workload, protocol: Protocol, wanted: Wanted) -> list[Measured]:
+def _measure_alone(
+    comm: Communicator, workload: BenchWorkload, protocol: Protocol, wanted: Wanted
+) -> list[MeasuredArm]:
     return _measure(select(arms_alone(), wanted), comm, workload, protocol)
 
 
 def _measure_bf16(
-    comm: Communicator, workload: Workload, protocol: Protocol, wanted: Wanted, compiled: bool
-) -> list[Measured]:
-    found: list[Measured] = []
+    comm: Communicator, workload: BenchWorkload, protocol: Protocol, wanted: Wanted, compiled: bool
+) -> list[MeasuredArm]:
+    found: list[MeasuredArm] = []
     for arms in sets_of(select(arms_in_bf16(), wanted)):
         found += _measure(arms, comm, workload, protocol, compiled=compiled)
         # Graphs compiled for one size would be made to take any size, and slower, when the next model comes.
@@ -107,8 +111,8 @@ def _measure_bf16(
 
 
 def _measure(
-    arms: Sequence[Arm], comm: Communicator, workload: Workload, protocol: Protocol, *, compiled: bool = False
-) -> list[Measured]:
+    arms: Sequence[Arm], comm: Communicator, workload: BenchWorkload, protocol: Protocol, *, compiled: bool = False
+) -> list[MeasuredArm]:
     """Sets the arms up one after another, lets them warm up, and times them in turns."""
     steps: dict[str, TrainingStep] = {}
     peaks: dict[str, int | None] = {}
@@ -125,12 +129,12 @@ def _measure(
         meet=comm.barrier,
     )
     return [
-        Measured(timing=timing, losses=steps[timing.arm].losses, peak_bytes=peaks[timing.arm]) for timing in timings
+        MeasuredArm(timing=timing, losses=steps[timing.arm].losses, peak_bytes=peaks[timing.arm]) for timing in timings
     ]
 
 
 def _warm_up(
-    arm: Arm, comm: Communicator, workload: Workload, num_steps: int, compiled: bool
+    arm: Arm, comm: Communicator, workload: BenchWorkload, num_steps: int, compiled: bool
 ) -> tuple[TrainingStep, int | None]:
     """Sets an arm up and runs its first steps; returns the step, and on a GPU the arm's own peak memory.
 
@@ -175,7 +179,7 @@ def _process_group(device: torch.device) -> Iterator[None]:
 
 
 def _rows(
-    workload: Workload, measured: Sequence[Measured], ranks: int, backend: str, tolerance: float
+    workload: BenchWorkload, measured: Sequence[MeasuredArm], ranks: int, backend: str, tolerance: float
 ) -> list[dict[str, Any]]:
     check_losses(workload, measured, tolerance)
     return [
@@ -184,7 +188,7 @@ def _rows(
     ]
 
 
-def check_losses(workload: Workload, measured: Sequence[Measured], tolerance: float) -> None:
+def check_losses(workload: BenchWorkload, measured: Sequence[MeasuredArm], tolerance: float) -> None:
     """Raises TrainingError if some arm's losses are not those of the first."""
     first = measured[0]
     for each in measured[1:]:
@@ -198,7 +202,7 @@ def check_losses(workload: Workload, measured: Sequence[Measured], tolerance: fl
                 )
 
 
-def _row(workload: Workload, measured: Measured, ranks: int, backend: str) -> dict[str, Any]:
+def _row(workload: BenchWorkload, measured: MeasuredArm, ranks: int, backend: str) -> dict[str, Any]:
     timing = dataclasses.asdict(measured.timing)
     per_second = workload.items * ranks / (measured.timing.median_ms / 1e3)
     return {

@@ -23,12 +23,11 @@ import torch
 
 from paceline.bench.arms import SHARED
 from paceline.bench.memory import LiveTensors
-from paceline.bench.workloads import Workload
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
-from paceline.engines.composition import Parallelism
 from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
 from paceline.run.processes import run_processes
@@ -79,7 +78,7 @@ class _Trained:
 
 
 def bench_features(
-    workload: Workload, microbatches: int, protocol: FeatureProtocol, features: Sequence[Feature] = FEATURES
+    workload: BenchWorkload, microbatches: int, protocol: FeatureProtocol, features: Sequence[Feature] = FEATURES
 ) -> list[dict[str, Any]]:
     """Trains once in each way, and returns a row each."""
     rows = []
@@ -92,15 +91,15 @@ def bench_features(
 
 
 def _train(
-    comm: Communicator, feature: Feature, workload: Workload, microbatches: int, protocol: FeatureProtocol
+    comm: Communicator, feature: Feature, workload: BenchWorkload, microbatches: int, protocol: FeatureProtocol
 ) -> _Trained:
     if feature.backend == "shared_memory":
         comm = SharedMemoryCommunicator.join(comm)
     inputs, targets = workload.make_batch(comm.device, 0)  # the global batch, the same on every rank
     tensors, start_rss = LiveTensors("cpu"), psutil.Process().memory_info().rss
     tensors.start()
-    spread = Parallelism(pipeline=feature.pipeline)
-    engine = parallelize(workload.make_model(comm.device), comm, feature.strategy, parallel=spread)
+    model = workload.make_model(comm.device)
+    engine = parallelize(model, comm, feature.strategy, pipeline=feature.pipeline)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
     batch = _share(engine, inputs.chunk(microbatches), targets.chunk(microbatches))
     loss, times = CrossEntropy(float(workload.context)), list[float]()
@@ -169,7 +168,7 @@ def _check_losses(rows: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _row(feature: Feature, workload: Workload, microbatches: int, by_rank: Sequence[_Trained]) -> dict[str, Any]:
+def _row(feature: Feature, workload: BenchWorkload, microbatches: int, by_rank: Sequence[_Trained]) -> dict[str, Any]:
     times = by_rank[0].times_s
     low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
     ranks = "1 CPU rank" if feature.ranks == 1 else f"{feature.ranks} CPU ranks"

@@ -26,9 +26,9 @@ from paceline.bench.largest import Budget, Largest, Usage, find_largest
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
-from paceline.engines.offload import Offload
 from paceline.errors import TrainingError, UsageError
 from paceline.models.gpt import GPT, GPTConfig, gpt_config
+from paceline.plan.layout import Offload
 from paceline.units import GIB
 
 _NUM_STEPS = 2
@@ -98,7 +98,7 @@ def bench_memory(
 ) -> dict[str, Any]:
     """Finds the largest model of a family that trains with an option; returns a row."""
     meter: Meter = _CudaMeter(device, budget) if device.type == "cuda" else _TensorMeter(budget)
-    trials: dict[int, _Trial] = {}
+    trials: dict[int, _TimedTrial] = {}
 
     def attempt(layers: int) -> Usage | None:
         trial = _attempt(option, family.config(layers), device, meter)
@@ -143,24 +143,24 @@ def make_budget(device: torch.device, budget_gb: float | None, host_gb: float) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
+class _TimedTrial:
     usage: Usage
     parameters: int
     tokens_per_s: float
 
 
-def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _Trial | None:
+def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _TimedTrial | None:
     """Trains for two steps; returns None where the memory did not suffice. Leaves nothing in memory."""
     _release(device)
     meter.start()
-    trial: _Trial | None = None
+    trial: _TimedTrial | None = None
     with contextlib.suppress(torch.OutOfMemoryError):
         trial = _train(option, config, device, meter)
     _release(device)  # not before: the error's frames hold the tensors
     return trial
 
 
-def _train(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _Trial:
+def _train(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _TimedTrial:
     model, parameters = _make_model(option, config, device)
     engine = _make_engine(option, model, device)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
@@ -178,7 +178,7 @@ def _train(option: Option, config: GPTConfig, device: torch.device, meter: Meter
         if not torch.isfinite(loss):  # sync point
             raise TrainingError(f"{option.name}: the loss of {config.layers} layers is not finite")
         seconds = time.perf_counter() - start
-    return _Trial(usage=meter.read(), parameters=parameters, tokens_per_s=config.context / seconds)
+    return _TimedTrial(usage=meter.read(), parameters=parameters, tokens_per_s=config.context / seconds)
 
 
 def _make_model(option: Option, config: GPTConfig, device: torch.device) -> tuple[nn.Module, int]:
@@ -197,7 +197,7 @@ def _make_engine(option: Option, model: nn.Module, device: torch.device) -> Engi
         option.strategy,
         precision=option.precision,
         checkpoint_activations=option.checkpoint_activations,
-        offload=option.offload,
+        offload=option.offload or Offload(),
     )
 
 
@@ -314,7 +314,7 @@ class LiveTensors:
                         yield storage.data_ptr(), storage.nbytes()
 
 
-def _row(option: Option, found: Largest, trials: dict[int, _Trial]) -> dict[str, Any]:
+def _row(option: Option, found: Largest, trials: dict[int, _TimedTrial]) -> dict[str, Any]:
     best = trials.get(found.layers)
     offload = dataclasses.asdict(option.offload)
     return {

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.workloads import Workload
+from paceline.bench.workloads import BenchWorkload
 from paceline.cluster.costs import Link, Links, Placement, all_reduce_seconds, scatter_seconds
 from paceline.engines.stages.bounds import LayerCost, choose_bounds
 from paceline.engines.stages.costs import estimate_layers
@@ -31,7 +31,7 @@ from paceline.models.gpt import gpt_config
 from paceline.schedule.schedules import ScheduleCosts, ScheduleMeasure, StageCost, make_schedule, measure_schedule
 
 KIND = "on the virtual clock, modelled"
-_WORKLOAD = Workload(model="gpt-124m", batch=32, context=1024)
+_WORKLOAD = BenchWorkload(model="gpt-124m", batch=32, context=1024)
 _NVLINK = Link(alpha_s=1e-5, bandwidth=450e9)
 
 
@@ -41,7 +41,7 @@ class ModelledGPUs:
 
     gpus: int = 4
     gpu: str = "H200"
-    workload: Workload = _WORKLOAD
+    workload: BenchWorkload = _WORKLOAD
     step_ms: float = 77.9649
     step_source: str = "bench/results/engines-h200.json, plain loop bf16, median_ms: measured"
     link: Link = _NVLINK

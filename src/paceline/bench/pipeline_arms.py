@@ -25,12 +25,11 @@ from torch import nn
 from torch.distributed import pipelining
 
 from paceline.bench.arms import SHARED
-from paceline.bench.workloads import Workload
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.combined import CombinedParallel
-from paceline.engines.composition import Parallelism
+from paceline.engines.engine import Engine
 from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.engines.stages.stages import split_model
@@ -83,7 +82,7 @@ def pipeline_arms() -> list[PipelineArm]:
 
 
 def set_up_pipeline(
-    arm: PipelineArm, workload: Workload, microbatches: int, comm: Communicator, num_losses: int
+    arm: PipelineArm, workload: BenchWorkload, microbatches: int, comm: Communicator, num_losses: int
 ) -> PipelineStep:
     """Builds an arm's model, cuts it over the ranks of ``comm``, and returns its training step."""
     model = workload.make_model(comm.device)
@@ -92,8 +91,7 @@ def set_up_pipeline(
         return _TorchStep(arm.schedule, model, batch, microbatches, num_losses, comm)
     if arm.runner == "shared memory":
         comm = SharedMemoryCommunicator.join(comm)
-    engine = parallelize(model, comm, "ddp", parallel=Parallelism(pipeline=comm.size, schedule=arm.schedule))
-    assert isinstance(engine, CombinedParallel)
+    engine = parallelize(model, comm, "ddp", pipeline=comm.size, schedule=arm.schedule)
     return _OurStep(engine, batch, microbatches, num_losses)
 
 
@@ -102,7 +100,7 @@ class _OurStep:
 
     def __init__(
         self,
-        engine: CombinedParallel,
+        engine: Engine,
         batch: tuple[torch.Tensor, torch.Tensor],
         microbatches: int,
         num_losses: int,

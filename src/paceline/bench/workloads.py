@@ -12,7 +12,7 @@ from paceline.models.mlp import MLPClassifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class BenchWorkload:
     """A model and a batch that all arms train on."""
 
     model: str
@@ -54,10 +54,16 @@ class Protocol:
 
 
 CPU_WORKLOADS = {
-    "mlp": (Workload(model="mlp", batch=64), Protocol(rounds=40, steps_per_turn=20, warm_up=10)),
-    "gpt-11m": (Workload(model="gpt-11m", batch=4, context=128), Protocol(rounds=12, steps_per_turn=2, warm_up=3)),
+    "mlp": (BenchWorkload(model="mlp", batch=64), Protocol(rounds=40, steps_per_turn=20, warm_up=10)),
+    "gpt-11m": (BenchWorkload(model="gpt-11m", batch=4, context=128), Protocol(rounds=12, steps_per_turn=2, warm_up=3)),
 }
 CUDA_WORKLOADS = {
-    "gpt-124m": (Workload(model="gpt-124m", batch=32, context=1024), Protocol(rounds=10, steps_per_turn=3, warm_up=4)),
-    "gpt-1.1b": (Workload(model="gpt-1.1b", batch=8, context=2048), Protocol(rounds=8, steps_per_turn=2, warm_up=4)),
+    "gpt-124m": (
+        BenchWorkload(model="gpt-124m", batch=32, context=1024),
+        Protocol(rounds=10, steps_per_turn=3, warm_up=4),
+    ),
+    "gpt-1.1b": (
+        BenchWorkload(model="gpt-1.1b", batch=8, context=2048),
+        Protocol(rounds=8, steps_per_turn=2, warm_up=4),
+    ),
 }

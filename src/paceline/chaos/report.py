@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from paceline.chaos.timeline import Attempt, Command, Handling, final_steps
+from paceline.chaos.timeline import Command, Handling
 from paceline.records.records import StepRecord
+from paceline.records.summary import RankAttempt, add_up, final_steps
 from paceline.units import format_seconds
 
 
@@ -130,7 +131,7 @@ def recommend(save: SaveCost, *, step_s: float, mtbf_s: float, is_observed: bool
     return Interval(mtbf_s=mtbf_s, is_observed=is_observed, young_s=young, daly_s=daly, steps=steps)
 
 
-def save_cost(attempts: Sequence[Attempt]) -> SaveCost | None:
+def save_cost(attempts: Sequence[RankAttempt]) -> SaveCost | None:
     """Returns what the checkpoints of a run took; None without any."""
     saves = [each.detail for attempt in attempts for each in attempt.events if each.name == "checkpoint"]
     if not saves:
@@ -142,7 +143,7 @@ def save_cost(attempts: Sequence[Attempt]) -> SaveCost | None:
 def make_report(
     name: str,
     ranks: int,
-    attempts: Sequence[Attempt],
+    attempts: Sequence[RankAttempt],
     commands: Sequence[Command],
     handlings: Sequence[Handling],
     *,
@@ -156,10 +157,11 @@ def make_report(
     save = save_cost(attempts)
     num_failures = sum(each.how in ("restarted", "stopped") for each in handlings)
     observed = mtbf_s or (wall / num_failures if num_failures else None)
-    step_s = median(record.step_s for record in steps.values()) if steps else 0.0
+    totals = add_up(steps.values())
+    step_s = totals.median_s
     last = max(steps, default=0)
     # Steps whose records a killed rank had not written count as the median one.
-    useful = sum(record.step_s for record in steps.values()) + step_s * (last - len(steps))
+    useful = totals.step_s + step_s * (last - len(steps))
     interval = None
     if save is not None and observed is not None and step_s:
         interval = recommend(save, step_s=step_s, mtbf_s=observed, is_observed=mtbf_s is None)
@@ -180,7 +182,7 @@ def make_report(
 
 
 def compare_steps(
-    ours: Sequence[Sequence[Attempt]], theirs: Sequence[Sequence[Attempt]], *, is_expected: bool, samples: str
+    ours: Sequence[Sequence[RankAttempt]], theirs: Sequence[Sequence[RankAttempt]], *, is_expected: bool, samples: str
 ) -> Sameness:
     """Compares the losses of all ranks, step by step and bit by bit, with those of an undisturbed run."""
     different: list[int] = []

@@ -17,7 +17,7 @@ from typing import Literal
 from paceline.chaos.faults import ON_LOSS, WHILE_SAVING, Fault
 from paceline.chaos.notes import Fired, Passed, Started
 from paceline.health.straggler import find_straggler
-from paceline.records.records import EventRecord, Record, RunRecord, StepRecord
+from paceline.records.summary import RankAttempt, StepTable, final_steps
 
 How = Literal["went on", "went back", "restarted", "stopped", "not recovered", "never happened"]
 
@@ -39,15 +39,6 @@ class Notes:
     fired: tuple[Fired, ...]
     started: tuple[Started, ...]
     passed: tuple[Passed, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One start of the ranks, as a rank's records tell it: what it had not written when it was killed is not there."""
-
-    start: float
-    steps: tuple[StepRecord, ...]
-    events: tuple[EventRecord, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,29 +75,6 @@ class Handling:
         return self.how in self.expected
 
 
-def read_attempts(records: Sequence[Record]) -> list[Attempt]:
-    """Cuts the records of a rank into attempts."""
-    cuts = [place for place, record in enumerate(records) if isinstance(record, RunRecord)]
-    found = []
-    for first, last in zip(cuts, [*cuts[1:], len(records)], strict=True):
-        part = records[first:last]
-        steps = tuple(each for each in part if isinstance(each, StepRecord))
-        events = tuple(each for each in part if isinstance(each, EventRecord))
-        found.append(Attempt(start=part[0].time, steps=steps, events=events))
-    return found
-
-
-def final_steps(attempts: Sequence[Attempt]) -> dict[int, StepRecord]:
-    """Returns the steps that the result is made of: of those that were done again, the last."""
-    steps: dict[int, StepRecord] = {}
-    for attempt in attempts:
-        for record in attempt.steps:
-            for later in [number for number in steps if number >= record.step]:
-                del steps[later]
-            steps[record.step] = record
-    return steps
-
-
 def expected_handling(fault: Fault, policies: Policies) -> tuple[How, ...]:
     """Says what the policies of a config make of a fault."""
     starts_again: tuple[How, ...] = ("restarted",) if policies.max_restarts else ("stopped",)
@@ -140,7 +108,7 @@ def _expected_of_losses(fault: Fault, policies: Policies, starts_again: tuple[Ho
 
 
 def handle(
-    fault: Fault, notes: Notes, attempts: Sequence[Attempt], commands: Sequence[Command], policies: Policies
+    fault: Fault, notes: Notes, attempts: Sequence[RankAttempt], commands: Sequence[Command], policies: Policies
 ) -> Handling:
     """Finds out what became of a fault. ``attempts`` are rank 0's."""
     expected = expected_handling(fault, policies)
@@ -187,7 +155,7 @@ def _passed(fault: Fault, noted: Sequence[Passed], expected: tuple[How, ...]) ->
 
 
 def _handled_inside(
-    fault: Fault, at: Fired, attempts: Sequence[Attempt], expected: tuple[How, ...], recovery_s: float
+    fault: Fault, at: Fired, attempts: Sequence[RankAttempt], expected: tuple[How, ...], recovery_s: float
 ) -> Handling:
     """Tells of a fault after which the same attempt went on, or went back to a checkpoint by itself."""
     events = [each for attempt in attempts for each in attempt.events]
@@ -209,22 +177,17 @@ def _handled_inside(
     )
 
 
-def _ends_soon(attempts: Sequence[Attempt], moment: float) -> bool:
+def _ends_soon(attempts: Sequence[RankAttempt], moment: float) -> bool:
     """Says whether the last step came within a second of a moment."""
     last = max((record.time for attempt in attempts for record in attempt.steps), default=moment)
     return last - moment < 1.0
 
 
-def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[Attempt]]) -> str:
+def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[RankAttempt]]) -> str:
     """Says which rank was the slow one in the steps of a slow rank, as every run's report does; empty if none was."""
-    fault = handling.fault
-    first = fault.step or 0
-    steps = [final_steps(attempts) for attempts in by_rank]
-    window = [
-        {rank: known[number] for rank, known in enumerate(steps) if number in known}
-        for number in range(first, first + fault.length)
-    ]
-    found = find_straggler([ranks for ranks in window if ranks])
+    first = handling.fault.step or 0
+    numbers = range(first, first + handling.fault.length)
+    found = find_straggler(StepTable.of_numbers(numbers, [final_steps(attempts) for attempts in by_rank]).rows)
     return "" if found is None else str(found)
 
 

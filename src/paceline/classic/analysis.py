@@ -15,14 +15,14 @@ Everything comes from records, which look the same for a real run and a simulate
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RunFolderError, UsageError
-from paceline.records.records import EvalRecord, Record, RunRecord, StepRecord, read_records, strict_json
+from paceline.records.records import EvalRecord, Record, RunRecord, StepRecord, strict_json
+from paceline.records.summary import StepTable, read_run
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -53,11 +53,12 @@ class TrainingMetrics(Mapping[str, _Curve]):
         if not known:
             raise UsageError("there are no steps in these records\n  metrics are made of them\n  train first")
         evaluations = [each for each in records[0] if isinstance(each, EvalRecord)]
-        epochs: dict[int, list[list[StepRecord]]] = {}
+        epochs: dict[int, list[int]] = {}
         for step in known:
-            epoch = max(1, math.ceil(steps[0][step].epoch - 1e-9))
-            epochs.setdefault(epoch, []).append([own[step] for own in steps])
-        rows = [_epoch_row(epoch, rounds, evaluations) for epoch, rounds in epochs.items()]
+            epochs.setdefault(max(1, math.ceil(steps[0][step].epoch - 1e-9)), []).append(step)
+        rows = [
+            _epoch_row(epoch, StepTable.of_numbers(numbers, steps), evaluations) for epoch, numbers in epochs.items()
+        ]
         run = next(each for each in records[0] if isinstance(each, RunRecord))
         curves = {name: [row[name] for row in rows] for name in rows[0]}
         return cls(curves, ranks=len(records), strategy=run.strategy, total_steps=len(known))
@@ -82,30 +83,23 @@ class TrainingMetrics(Mapping[str, _Curve]):
         return values
 
 
-def _epoch_row(
-    epoch: int, rounds: Sequence[Sequence[StepRecord]], evaluations: Sequence[EvalRecord]
-) -> dict[str, float | None]:
-    """Adds up the steps of an epoch; ``rounds`` has the records of all ranks for each step."""
-    records = [record for each in rounds for record in each]
-    ranks = len(rounds[0])
-    took_s = sum(max(record.step_s for record in each) for each in rounds)
-    total_s = sum(record.step_s for record in records)
-    waited_s = sum(record.comm_s for record in records)
-    count = sum(record.count for record in records)
-    first, last = rounds[0][0].step, rounds[-1][0].step
+def _epoch_row(epoch: int, table: StepTable, evaluations: Sequence[EvalRecord]) -> dict[str, float | None]:
+    """Adds up the steps of an epoch."""
+    totals, ranks, took_s = table.totals(), len(table.rows[0]), table.took_s
+    first, last = table.rows[0][0].step, table.rows[-1][0].step
     evaluation = next((each for each in reversed(evaluations) if first <= each.step <= last), None)
     return {
         "epoch": epoch,
-        "train_loss": sum(record.loss_sum for record in records) / count if count else None,
+        "train_loss": totals.loss,
         "test_loss": None if evaluation is None else evaluation.loss,
         "accuracy": None if evaluation is None else evaluation.accuracy,
-        "throughput": sum(record.samples for record in records) / took_s if took_s else 0.0,
+        "throughput": totals.samples / took_s if took_s else 0.0,
         "epoch_time": took_s,
-        "compute_time": (total_s - waited_s) / ranks,
-        "communication_time": waited_s / ranks,
-        "gpu_utilization": 100 * (total_s - waited_s) / total_s if total_s else 0.0,
-        "scaling_efficiency": (total_s - waited_s) / (ranks * took_s) if took_s else 0.0,
-        "memory_bytes": float(max(record.memory_bytes for record in records)),
+        "compute_time": totals.compute_s / ranks,
+        "communication_time": totals.comm_s / ranks,
+        "gpu_utilization": 100 * totals.compute_s / totals.step_s if totals.step_s else 0.0,
+        "scaling_efficiency": totals.efficiency(ranks, took_s),
+        "memory_bytes": float(totals.memory_bytes),
     }
 
 
@@ -247,20 +241,15 @@ def _bottleneck(share: float, ranks: int) -> str:
 
 
 def _read_folder(folder: Path) -> TrainingMetrics:
-    files = {
-        int(found[1]): path
-        for path in (folder / "records").glob("rank-*.jsonl")
-        if (found := re.fullmatch(r"rank-(\d+)\.jsonl", path.name))
-    }
-    if not files:
+    attempts = read_run(folder)
+    if not attempts:
         raise RunFolderError(
             f"no run in {folder}: it has no records/rank-<r>.jsonl\n  metrics are made of records\n"
             "  give the folder of a run, such as runs/<name>"
         )
-    try:
-        return TrainingMetrics.from_records([list(read_records(path)) for _, path in sorted(files.items())])
-    except ValueError as error:
-        raise RunFolderError(f"a record cannot be read: {error}\n  every line is one record, written whole") from error
+    return TrainingMetrics.from_records(
+        [[record for each in own for record in (each.run, *each.records)] for own in attempts.values()]
+    )
 
 
 def _sum(values: _Curve) -> float:

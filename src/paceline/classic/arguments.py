@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
 from paceline.config.suggest import nearest
-from paceline.engines.apply import STRATEGIES
+from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
 from paceline.engines.precision import PRECISIONS
 from paceline.errors import Problem, UsageError
 
@@ -30,6 +31,16 @@ def did_you_mean(value: Any, choices: tuple[str, ...]) -> str:
     """Asks for the choice that is most like a value, if one is."""
     near = nearest(value, choices) if isinstance(value, str) else None
     return f"did you mean {near}?" if near else ""
+
+
+def check_names(given: Iterable[str], known: tuple[str, ...]) -> list[Problem]:
+    """Arguments have names that are known."""
+    rule = f"the arguments by name are {', '.join(known)}"
+    return [
+        Problem(what=f"{name} is not an argument", rule=rule, fix=did_you_mean(name, known))
+        for name in given
+        if name not in known
+    ]
 
 
 def check_type(name: str, value: Any, kind: Any, expected: str) -> list[Problem]:

@@ -13,27 +13,23 @@ while backward runs: ``parallelize(..., compression=...)``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from numbers import Real
-from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
+from paceline.classic.arguments import refuse
 from paceline.classic.two_groups import TwoGroupAverage, TwoGroups, connect_groups
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import detect_topology
-from paceline.comm.base import BucketReduction, BucketShape, Communicator, Work
+from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress import Compressor
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.torch_dist import TorchCommunicator, connect
+from paceline.comm.torch_dist import Group, communicator_of, is_outside
 from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
-
-Group: TypeAlias = Communicator | dist.ProcessGroup
-
-_TIMEOUT_S = 300.0
 
 
 class Reduction:
@@ -79,8 +75,8 @@ class CommunicationOptimizer:
         self.bucket_size_mb = float(bucket_size_mb)
         self.enable_overlap = enable_overlap
         self._comm = comm
-        self._groups = _Groups()
-        self._slots: dict[str, _Slot] = {}
+        self._groups = _KnownGroups()
+        self._slots: dict[str, _OwedTensor] = {}
         self._nameless = _Nameless()
 
     def all_reduce_compressed(
@@ -105,7 +101,7 @@ class CommunicationOptimizer:
             return Reduction(average, _nothing)
         flat = average.view(-1)
         if self.compression_ratio == 1.0:
-            return self._begin(average, [_Plain(piece, comm) for piece in self._cut(flat)])
+            return self._begin(average, [partial(comm.all_reduce, piece, "avg") for piece in self._cut(flat)])
         slot = self._slot(name, tensor, comm)
         try:
             return self._begin(average, slot.pieces(flat, comm), slot)
@@ -135,7 +131,7 @@ class CommunicationOptimizer:
         pieces = self._cut(average.view(-1))
         if intra_node_group is None and inter_node_group is None:
             comm = self._groups.by_hosts(self._groups.find(self._comm, tensor.device))
-            return self._begin(average, [_Plain(piece, comm) for piece in pieces])
+            return self._begin(average, [partial(comm.all_reduce, piece, "avg") for piece in pieces])
         pair = self._groups.pair(intra_node_group, inter_node_group, tensor.device)
         reduction = Reduction(average, TwoGroupAverage(pair, pieces, is_overlapped=self.enable_overlap).wait)
         if not self.enable_overlap:
@@ -143,12 +139,12 @@ class CommunicationOptimizer:
         return reduction
 
     def _begin(
-        self, average: torch.Tensor, pieces: list[_Plain] | list[_Compressed], slot: _Slot | None = None
+        self, average: torch.Tensor, pieces: Sequence[Callable[[], Work]], slot: _OwedTensor | None = None
     ) -> Reduction:
         """Starts the pieces: all at once, or each when the one before has arrived."""
         works: list[Work] = []
-        for piece in pieces:
-            works.append(piece.start())
+        for start in pieces:
+            works.append(start())
             if not self.enable_overlap:
                 works.pop().wait()
 
@@ -165,41 +161,18 @@ class CommunicationOptimizer:
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.split(flat, max(1, int(self.bucket_size_mb * 2**20) // flat.element_size())))
 
-    def _slot(self, name: str | None, tensor: torch.Tensor, comm: Communicator) -> _Slot:
+    def _slot(self, name: str | None, tensor: torch.Tensor, comm: Communicator) -> _OwedTensor:
         """Returns what is kept for a tensor: by its name and group, and of the size that it had."""
         key = f"{self._nameless.name(tensor, comm) if name is None else repr(name)} on ranks {list(comm.ranks)}"
         slot = self._slots.get(key)
         if slot is None:
             lengths = [piece.numel() for piece in self._cut(tensor.detach().reshape(-1))]
-            slot = self._slots[key] = _Slot(key, lengths, tensor.dtype, self.compression_ratio)
+            slot = self._slots[key] = _OwedTensor(key, lengths, tensor.dtype, self.compression_ratio)
         slot.begin(tensor)
         return slot
 
 
-class _Plain:
-    """A piece that travels whole."""
-
-    def __init__(self, piece: torch.Tensor, comm: Communicator) -> None:
-        self._piece = piece
-        self._comm = comm
-
-    def start(self) -> Work:
-        return self._comm.all_reduce(self._piece, "avg")
-
-
-class _Compressed:
-    """A piece that travels as its largest elements."""
-
-    def __init__(self, reduction: BucketReduction, piece: torch.Tensor, comm: Communicator) -> None:
-        self._reduction = reduction
-        self._piece = piece
-        self._comm = comm
-
-    def start(self) -> Work:
-        return self._reduction.start(self._piece, self._comm)
-
-
-class _Slot:
+class _OwedTensor:
     """What one tensor owes, from call to call."""
 
     def __init__(self, name: str, lengths: list[int], dtype: torch.dtype, ratio: float) -> None:
@@ -230,10 +203,10 @@ class _Slot:
             )
         self._is_busy = True
 
-    def pieces(self, flat: torch.Tensor, comm: Communicator) -> list[_Compressed]:
-        """Pairs the pieces of a tensor with what each owes."""
+    def pieces(self, flat: torch.Tensor, comm: Communicator) -> list[Callable[[], Work]]:
+        """Returns what starts each piece of a tensor, with what it owes."""
         parts = torch.split(flat, self._lengths)
-        return [_Compressed(each, part, comm) for each, part in zip(self._reductions, parts, strict=True)]
+        return [partial(each.start, part, comm) for each, part in zip(self._reductions, parts, strict=True)]
 
     @contextlib.contextmanager
     def settling(self) -> Iterator[None]:
@@ -278,36 +251,25 @@ class _Nameless:
         return name
 
 
-class _Groups:
+class _KnownGroups:
     """Communicators for the groups that callers give, each made once."""
 
     def __init__(self) -> None:
         # The group is kept beside what was made of it: its id must not be given to another.
-        self._made: dict[tuple[int, torch.device], tuple[Any, Communicator]] = {}
+        self._made: dict[tuple[int, torch.device], tuple[Group | None, Communicator]] = {}
         self._pairs: dict[tuple[int, int], tuple[Communicator, Communicator | None, TwoGroups]] = {}
         self._by_hosts: dict[int, tuple[Communicator, Communicator]] = {}
 
     def find(self, group: Group | None, device: torch.device) -> Communicator:
         """Returns a group as a communicator. Raises UsageError on a rank that is not in it."""
-        if _is_outside(group):
-            raise UsageError(
-                "this rank is not a member of the group\n  only members call a collective\n  leave the call out here"
-            )
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            if not isinstance(group, Communicator):
-                raise UsageError(
-                    f"a {type(group).__name__} is no group\n"
-                    "  give a communicator, as paceline.connect() and its split() make, or a torch process group"
-                )
-            return group
         key = (id(group), device)
         if key not in self._made:
-            self._made[key] = (group, _wrap(group, device))
+            self._made[key] = (group, communicator_of(group, device))
         return self._made[key][1]
 
     def pair(self, inside: Group | None, across: Group | None, device: torch.device) -> TwoGroups:
         """Returns two groups as a pair, which their ranks connect on the first call."""
-        outer = None if across is None or _is_outside(across) else self.find(across, device)
+        outer = None if across is None or is_outside(across) else self.find(across, device)
         if inside is None:
             inner: Communicator = SoloCommunicator(device, world_rank=0 if outer is None else outer.ranks[outer.rank])
             key = (0, id(outer))
@@ -330,21 +292,6 @@ class _Groups:
         return self._by_hosts[id(comm)][1]
 
 
-def _is_outside(group: object) -> bool:
-    return group is not None and group is dist.GroupMember.NON_GROUP_MEMBER
-
-
-def _wrap(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-    if group is None:
-        if not dist.is_initialized():
-            return connect(device=device)
-        group = dist.group.WORLD
-        assert group is not None
-    if dist.get_world_size(group) == 1:
-        return SoloCommunicator(device, world_rank=dist.get_rank())
-    return TorchCommunicator(group, device, timeout_s=_TIMEOUT_S)
-
-
 def _nothing() -> None:
     """What is left to do for a tensor that is there already."""
 
@@ -359,9 +306,7 @@ def _check_arguments(ratio: object, bucket_size_mb: object, enable_overlap: obje
         problems.append(Problem(what=f"bucket_size_mb = {bucket_size_mb!r}", rule=rule, fix="try 25"))
     if not isinstance(enable_overlap, bool):
         problems.append(Problem(what=f"enable_overlap = {enable_overlap!r}", rule="it is True or False"))
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise UsageError(f"CommunicationOptimizer: {count}\n\n" + "\n\n".join(str(problem) for problem in problems))
+    refuse("CommunicationOptimizer", problems)
 
 
 def _is_number(value: object) -> bool:

@@ -1,7 +1,7 @@
 """Batches and criterions as a plain training script has them: (inputs, targets), and a function of outputs and targets.
 
 A criterion is told nothing of ranks or microbatches. Whether its number is a mean or a sum is read from its
-``reduction``, so that the trainer knows how it weighs.
+``reduction``, so that the step of ``train/step.py`` knows how it weighs.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.engines.engine import Engine
+from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.train.loss import LossValue
 
 Criterion: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
-def place_batch(batch: Any, device: torch.device) -> tuple[int, Any]:
-    """Returns how many samples a batch has, and the batch on the device. Leaves dtypes as they are."""
+def count_samples(batch: Any) -> int:
+    """Returns how many samples a batch has. Raises UsageError unless it is (inputs, targets), or None for none."""
     if batch is None:
-        return 0, None
+        return 0
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
         raise UsageError(f"batch is a {what}\n  a batch is (inputs, targets)\n  pass (batch[...], batch[...])")
@@ -30,14 +30,44 @@ def place_batch(batch: Any, device: torch.device) -> tuple[int, Any]:
     if not tensors or tensors[0].ndim == 0:
         what = "no tensor" if not tensors else "a first tensor without dims"
         raise UsageError(f"batch has {what}\n  its first dim counts the samples\n  pass (inputs, targets) as tensors")
-
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-    return tensors[0].shape[0], tree_map(move, batch)
+    return tensors[0].shape[0]
 
 
-def reduction_of(criterion: Any) -> str:
+class CriterionLoss:
+    """A user's criterion as a loss of ``train/loss.py``: the sum over samples, and their number.
+
+    ``mean`` is the mean loss of the last batch, detached. The criterion gets fp32 where parameters are less.
+    """
+
+    elements_per_sample = None
+
+    def __init__(self, criterion: Criterion, precision: Precision) -> None:
+        self.mean: torch.Tensor | None = None
+        self._criterion = criterion
+        self._precision = precision
+        self._reduction = _reduction_of(criterion)
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """Runs model and criterion. Raises UsageError for a loss that is not one number."""
+        inputs, targets = batch
+        outputs = model(inputs)
+        if self._precision.param_dtype is not None:
+            outputs = tree_map(_in_full, outputs)
+        loss = self._criterion(outputs, targets)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"criterion returned {what}\n  a loss is one number\n  return loss.mean()")
+        loss, samples = loss.reshape(()), count_samples(batch)
+        is_sum = self._reduction == "sum"
+        self.mean = loss.detach() / samples if is_sum else loss.detach()
+        return LossValue(loss if is_sum else loss * samples, float(samples))
+
+    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """Does the same for evaluation."""
+        return self(model, batch)
+
+
+def _reduction_of(criterion: Any) -> str:
     """Says how a criterion reduces: by its attribute, by a functools.partial's argument, or as a mean."""
     keywords = getattr(criterion, "keywords", None) or {}
     reduction = getattr(criterion, "reduction", None) or keywords.get("reduction") or "mean"
@@ -47,33 +77,6 @@ def reduction_of(criterion: Any) -> str:
             "  use reduction='mean' or 'sum'"
         )
     return str(reduction)
-
-
-def criterion_loss(engine: Engine, batch: Any, criterion: Criterion) -> torch.Tensor:
-    """Runs model and criterion; the criterion gets fp32 where the module's parameters are less."""
-    inputs, targets = batch
-    with engine.precision.context(engine.comm.device):
-        outputs = engine(inputs)
-        if engine.precision.param_dtype is not None:
-            outputs = tree_map(_in_full, outputs)
-        return criterion(outputs, targets)
-
-
-class CriterionLoss:
-    """A user's criterion as the loss that a replay takes."""
-
-    elements_per_sample = None
-
-    def __init__(self, engine: Engine, criterion: Criterion) -> None:
-        self._engine = engine
-        self._criterion = criterion
-
-    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        del model
-        return LossValue(criterion_loss(self._engine, batch, self._criterion), 1.0)
-
-    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        return self(model, batch)
 
 
 def _in_full(value: Any) -> Any:

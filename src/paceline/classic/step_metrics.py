@@ -19,7 +19,7 @@ from paceline.comm.traced import Trace
 class StepMetrics(Mapping[str, Any]):
     """A step's metrics: a read-only dict whose values are read from the device on first access, and then kept.
 
-    ``float(metrics)`` is the loss.
+    ``float(metrics)`` is the loss, and ``f"{metrics:.3f}"`` formats it.
     """
 
     __slots__ = ("_values",)
@@ -45,6 +45,9 @@ class StepMetrics(Mapping[str, Any]):
 
     def __float__(self) -> float:
         return float(self["loss"])
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
 
     def __repr__(self) -> str:
         return f"StepMetrics({dict(self)})"

@@ -8,7 +8,7 @@
         trainer.flush(optimizer)                          # microbatches that do not fill a group
         trainer.save_checkpoint(epoch, optimizer, loss=metrics["loss"])
 
-A convenience over public parts: ``connect``, ``parallelize``, and the weighing of ``train/step.py``. One call is one
+A convenience over public parts: ``connect``, ``parallelize``, and ``train_step`` of ``train/step.py``. One call is one
 microbatch, and every ``gradient_accumulation_steps`` calls make one update. Gradients are those of *summed* losses,
 divided once by the number of samples of all ranks and microbatches of the update: the gradient of one process on all
 of them, also where some are smaller than others. A mean of means would not be that. An update whose gradients are not
@@ -17,10 +17,10 @@ finite is left out on all ranks, and ten in a row end the run.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -28,59 +28,88 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.find import choose_checkpoint, list_checkpoints
+from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
-from paceline.checkpoint.state import MODEL, State, prefixed
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint
 from paceline.classic.arguments import (
     check_accumulation,
     check_clip,
     check_cpu_offload,
     check_mixed_precision,
+    check_names,
     check_strategy,
     check_type,
     refuse,
 )
 from paceline.classic.config import DistributedConfig as DistributedConfig
-from paceline.classic.criterion import Criterion, CriterionLoss, criterion_loss, place_batch, reduction_of
+from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
 from paceline.classic.step_metrics import StepMetrics, StepTimer
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
+from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
-from paceline.engines.fsdp import ShardingPolicy
-from paceline.engines.offload import Offload
+from paceline.engines.engine import Engine
 from paceline.engines.precision import mixed_precision as usual_mixed_precision
-from paceline.errors import CheckpointError, MisfitError, TrainingError, UsageError
+from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
+from paceline.plan.layout import Offload
 from paceline.records.meter import peak_memory_bytes
+from paceline.train.loss import Loss, LossValue
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.scaler import make_scaler
-from paceline.train.step import StepOutcome, scale_gradients, weigh_gradients
+from paceline.train.step import Laps, NoLaps, StepPolicy, accumulate, place, train_step
 from paceline.train.survive.bad_steps import BadStep, BadSteps
 from paceline.train.survive.overflow import Wording, explain_bad_steps, find_overflow
-from paceline.train.update import update_if_finite
 
-_MAX_BAD_UPDATES = 10
 _WORDING = Wording(
     step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """What a trainer takes besides, by name.
+
+    ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``checkpoint_dir`` is where
+    ``save_checkpoint`` writes; ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the
+    trainer writes nothing there. ``comm`` is for ranks that are connected already, virtual ones for instance, and
+    ``shard_ranks`` for the groups of hybrid.
+    """
+
+    enable_activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    checkpoint_dir: str | Path = "./checkpoints"
+    log_dir: str | Path = "./logs"
+    comm: Communicator | None = None
+    shard_ranks: int = 0
+
+    def problems(self, strategy: Any) -> list[Problem]:
+        """Lists what is wrong with them."""
+        checkpoints, comm = self.enable_activation_checkpointing, self.comm
+        return [
+            *check_type("enable_activation_checkpointing", checkpoints, bool, "True or False"),
+            *check_cpu_offload(self.cpu_offload, strategy),
+            *check_type("checkpoint_dir", self.checkpoint_dir, (str, Path), "a path"),
+            *check_type("log_dir", self.log_dir, (str, Path), "a path"),
+            *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
+        ]
+
+
+_OPTIONS = tuple(field.name for field in fields(TrainerOptions))
+
+
 class DistributedTrainer:
     """Trains a plain module on the ranks that a launcher started, or on one where none did.
 
-    All ranks make the same calls in the same order. ``checkpoint_dir`` is where ``save_checkpoint`` writes;
-    ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the trainer writes nothing there.
-    ``mixed_precision`` is bf16 where the device has it and fp16 with a dynamic loss scale where it has not, or a
-    policy by its name. ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``comm`` is for ranks
-    that are connected already, virtual ones for instance, and ``sharding`` for choices about fsdp and hybrid.
+    All ranks make the same calls in the same order. ``mixed_precision`` is bf16 where the device has it and fp16 with a
+    dynamic loss scale where it has not, or a policy by its name. ``options`` are the fields of ``TrainerOptions``.
 
     Raises UsageError with all problems of the arguments at once.
     """
 
-    # Eleven arguments: nine are the documented interface, which scripts call by name, then the seam, then a policy.
     def __init__(
         self,
         model: nn.Module,
@@ -88,32 +117,25 @@ class DistributedTrainer:
         mixed_precision: bool | str = False,
         gradient_accumulation_steps: int = 1,
         gradient_clip_val: float | None = None,
-        enable_activation_checkpointing: bool = False,
-        cpu_offload: bool = False,
-        checkpoint_dir: str | Path = "./checkpoints",
-        log_dir: str | Path = "./logs",
-        comm: Communicator | None = None,
-        sharding: ShardingPolicy | None = None,
+        **options: Any,
     ) -> None:
+        more = TrainerOptions(**{name: value for name, value in options.items() if name in _OPTIONS})
         problems = [
             *check_type("model", model, nn.Module, "an nn.Module"),
             *check_strategy(strategy),
             *check_mixed_precision(mixed_precision),
             *check_accumulation(gradient_accumulation_steps),
             *check_clip(gradient_clip_val),
-            *check_type("enable_activation_checkpointing", enable_activation_checkpointing, bool, "True or False"),
-            *check_cpu_offload(cpu_offload, strategy),
-            *check_type("checkpoint_dir", checkpoint_dir, (str, Path), "a path"),
-            *check_type("log_dir", log_dir, (str, Path), "a path"),
-            *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
+            *more.problems(strategy),
+            *check_names(options, _OPTIONS),
         ]
         refuse("DistributedTrainer", problems)
         self.strategy = strategy
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.gradient_clip_val = gradient_clip_val
-        self.checkpoint_dir = Path(checkpoint_dir)
-        self.log_dir = Path(log_dir)
-        ranks = connect() if comm is None else comm
+        self.checkpoint_dir = Path(more.checkpoint_dir)
+        self.log_dir = Path(more.log_dir)
+        ranks = connect() if more.comm is None else more.comm
         trace = Trace(ranks.device, clock=clock_of(ranks))
         precision = usual_mixed_precision(ranks.device) if mixed_precision is True else mixed_precision or "fp32"
         self.engine = parallelize(
@@ -121,21 +143,24 @@ class DistributedTrainer:
             TracedCommunicator(ranks, trace),
             strategy,
             precision=precision,
-            checkpoint_activations="full" if enable_activation_checkpointing else "none",
-            offload=_offload(strategy) if cpu_offload else None,
-            sharding=sharding,
+            checkpoint_activations="full" if more.enable_activation_checkpointing else "none",
+            offload=_offload(strategy) if more.cpu_offload else Offload(),
+            shard_ranks=more.shard_ranks,
         )
         self.num_updates = 0
+        self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)
         self._scaler = make_scaler(self.engine.precision, ranks.device)
         self._bad_updates = BadSteps()
         self._timer = StepTimer(trace)
         self._optimizer: torch.optim.Optimizer | None = None
         self._writer: CheckpointWriter | None = None
-        self._last: tuple[Any, Any] = (None, None)  # batch and criterion of the last microbatch, for a replay
+        # The last microbatch and its loss, for a replay; before the first call one without samples.
+        unused = CriterionLoss(nn.functional.cross_entropy, self.engine.precision)
+        self._last: tuple[list[Any], CriterionLoss] = ([None], unused)
         self._num_steps = 0
         self._num_samples = 0
-        self._num_pending = 0  # microbatches since the last update, and their samples
-        self._pending_samples = 0
+        self._num_pending = 0  # microbatches since the last update, and the losses of those that had samples
+        self._pending: list[LossValue] = []
         self._applied_samples = 0  # in updates; rank 0 carries those of the checkpoint that was loaded
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -168,26 +193,24 @@ class DistributedTrainer:
         """
         self._use(optimizer)
         self._timer.start()
-        samples, placed = place_batch(batch, self.engine.comm.device)
-        if self._scaler is not None and not self._scaler.knows_elements:
-            first = on_device(samples * self.gradient_accumulation_steps, self.engine.comm.device)
-            self.engine.comm.all_reduce(first).wait()
-            self._scaler.note_elements(first)
+        samples = count_samples(batch)
+        placed = place(batch, self.engine.comm.device, None) if samples else None
+        loss = CriterionLoss(criterion, self.engine.precision)
+        self._expect_elements(samples)
         is_update = self._num_pending + 1 == self.gradient_accumulation_steps
-        with contextlib.nullcontext() if is_update else self.engine.no_sync():
-            loss = self._backward(placed, samples, criterion) if samples else None
-            if loss is None:
-                self.engine.sit_out()  # the others wait for this rank
-        self._num_pending += 1
-        self._pending_samples += samples
+        learning_rate, norm = _learning_rate(optimizer), None
+        self._last = ([placed], loss)
+        if is_update:
+            norm = self._update(optimizer, [placed])
+        else:
+            factor = None if self._scaler is None else self._scaler.factors(self.engine.comm.size, None)[0]
+            with self.engine.no_sync():
+                self._run_passes(self.engine, [placed], loss, factor, None, NoLaps())
         self._num_steps += 1
         self._num_samples += samples
-        learning_rate = _learning_rate(optimizer)
-        self._last = (placed if samples else None, criterion)
-        norm = self._update(optimizer) if is_update else None
         times = self._timer.stop()
         values = {
-            "loss": math.nan if loss is None else loss.item,
+            "loss": math.nan if loss.mean is None else loss.mean.item,
             "compute_time": times.compute_s,
             "communication_time": times.communication_s,
             "step_time": times.step_s,
@@ -212,8 +235,7 @@ class DistributedTrainer:
         self.engine.comm.all_reduce(total).wait()
         has_gradients = total.item() > 0  # sync point
         if has_gradients:
-            self.engine.sit_out()  # completes what was accumulated
-            self._update(optimizer)
+            self._update(optimizer, [])
         self._forget_gradients()
         self._timer.stop()
         return has_gradients
@@ -318,53 +340,64 @@ class DistributedTrainer:
             raise UsageError(f"{error}\n  with a trainer: trainer.parameters()") from None
         self._optimizer = optimizer
 
-    def _backward(self, batch: Any, samples: int, criterion: Criterion) -> torch.Tensor:
-        """Adds the gradient of the summed loss; returns the mean loss, unread."""
-        reduction = reduction_of(criterion)
-        loss = criterion_loss(self.engine, batch, criterion)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"criterion returned {what}\n  a loss is one number\n  return loss.mean()")
-        total = loss if reduction == "sum" else loss * samples
-        if self._scaler is not None:
-            total = total * self._scaler.factors(self.engine.comm.size, None)[0]
-        total.backward()  # type: ignore[no-untyped-call]
-        return loss.detach() / samples if reduction == "sum" else loss.detach()
+    @property
+    def _pending_samples(self) -> int:
+        return int(sum(value.count for value in self._pending))
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """Weighs the reduced gradients, clips them, and updates unless they are not finite; returns their norm."""
-        scaler, ranks, scale, factor = self._scaler, self.engine.comm.size, None, None
-        if scaler is not None:
-            scale, (factor, undo) = scaler.scale, scaler.factors(ranks, None)
-            scale_gradients(self.engine, undo)
-        weight = weigh_gradients(self.engine, self._pending_samples)
-        norm = self.engine.clip_grad_norm_(math.inf)
-        update_if_finite(optimizer, norm, self.gradient_clip_val)
-        if scaler is not None:
-            scaler.note_elements(ranks / weight)
-            scaler.update(norm)
+    def _expect_elements(self, samples: int) -> None:
+        """Tells a scaler that knows no count of elements yet how many the first update will have."""
+        if self._scaler is not None and not self._scaler.knows_elements:
+            first = on_device(samples * self.gradient_accumulation_steps, self.engine.comm.device)
+            self.engine.comm.all_reduce(first).wait()
+            self._scaler.note_elements(first)
+
+    def _run_passes(
+        self,
+        engine: Engine,
+        microbatches: Sequence[Any],
+        loss: Loss,
+        scale: float | torch.Tensor | None,
+        dtype: torch.dtype | None,
+        laps: Laps,
+    ) -> list[LossValue]:
+        """Adds the gradients of microbatches to those that wait; returns the losses of all of them.
+
+        Batches keep the dtypes that they came with.
+        """
+        del dtype
+        found = accumulate(engine, microbatches, loss, scale, None, laps)
+        self._num_pending += len(microbatches)
+        self._pending += [LossValue(value.total.detach(), value.count) for value in found]
+        return self._pending
+
+    def _update(self, optimizer: torch.optim.Optimizer, microbatches: list[Any]) -> torch.Tensor:
+        """Makes the step of which ``microbatches`` are the last, with those that wait; returns the gradient norm."""
+        batch = StepBatch(
+            position=0, next_position=0, epoch=0, global_samples=1, microbatches=microbatches, local_samples=[]
+        )
+        outcome = train_step(
+            self.engine, optimizer, batch, self._last[1], self._policy, scaler=self._scaler, passes=self._run_passes
+        )
         self.num_updates += 1
         self._applied_samples += self._pending_samples
         self._forget_gradients()
-        outcome = StepOutcome(loss_sum=norm, count=0.0, grad_norm=norm, loss_scale=scale, factor=factor)
         for bad in self._bad_updates.note(self.num_updates, outcome, self._last):
             self._stop_if_stuck(bad)
-        return norm
+        return outcome.grad_norm
 
     def _stop_if_stuck(self, bad: BadStep) -> None:
         """Raises TrainingError if this bad update is one too many in a row; all ranks come here together."""
-        if bad.num_in_a_row < _MAX_BAD_UPDATES:
+        if bad.num_in_a_row < self._policy.max_bad_steps:
             return
-        batch, criterion = bad.batch
-        replayed = CriterionLoss(self.engine, criterion)
-        finding = find_overflow(self.engine, [batch], replayed, bad.outcome.factor, dtype=None)
+        microbatches, loss = bad.batch
+        finding = find_overflow(self.engine, microbatches, loss, bad.outcome.factor, dtype=None)
         raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
 
     def _forget_gradients(self) -> None:
         """Starts a new group. Not the optimizer's zero_grad(), which leaves parameters that it does not update."""
         for parameter in self.engine.parameters():
             parameter.grad = None
-        self._num_pending = self._pending_samples = 0
+        self._num_pending, self._pending = 0, []
 
     # Checkpoints.
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 
 from paceline.cli import checkpoint_text as text
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.checkpoint.tools.outgoing import Format
@@ -46,8 +48,6 @@ def list_all(
 
       paceline checkpoint ls s3://bucket/run --full --json
     """
-    import time
-
     from paceline.checkpoint.tools.listing import list_folder
 
     with _reading(), _progress("reading", None, as_json) as tell:
@@ -162,8 +162,6 @@ def reshard(
 
       paceline checkpoint reshard runs/gpt /data/gpt-8 --ranks 8 --pipeline 2 --tensor 2
     """
-    from typing import cast
-
     from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.reshard import World
     from paceline.checkpoint.tools.reshard import reshard as write
@@ -172,7 +170,7 @@ def reshard(
     world = World(ranks=ranks, strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor)
     checkpoint = open_checkpoint(_find_whole(source, fast))
     with _progress("writing", checkpoint.manifest.num_bytes, as_json) as tell:
-        path = write(checkpoint, Path(target), world, tell=tell, may_replace=force)
+        path = write(checkpoint, Path(target), world, progress=tell, may_replace=force)
     text.show_written("resharded", path, as_json=as_json)
 
 
@@ -203,8 +201,6 @@ def export(
 
       paceline checkpoint export runs/gpt gpt-dcp --format dcp --optimizer
     """
-    from typing import cast
-
     from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.outgoing import ExportOptions, exported_bytes, format_by_name
     from paceline.checkpoint.tools.outgoing import export as write
@@ -243,8 +239,6 @@ def take(
 
       paceline checkpoint import llama-folder start
     """
-    from typing import cast
-
     from paceline.checkpoint.tools.incoming import format_of, open_incoming, take_in
 
     if kind is not None:
@@ -252,7 +246,7 @@ def take(
     with _reading():
         found = open_incoming(source, cast("Format", kind) if kind is not None else format_of(source), prefix)
     with _progress("writing", found.num_bytes, as_json) as tell:
-        path = take_in(found, Path(target), str(source), tell=tell, may_replace=force)
+        path = take_in(found, Path(target), str(source), progress=tell, may_replace=force)
     text.show_written("imported", path, as_json=as_json)
 
 
@@ -260,7 +254,7 @@ def _find(where: str) -> Path:
     """Returns the checkpoint that is named, as it is; of a run or folder, the newest whole one."""
     from paceline.checkpoint import find_checkpoint
     from paceline.checkpoint.manifest import MANIFEST
-    from paceline.checkpoint.remote import storage_of
+    from paceline.checkpoint.storage import storage_of
 
     path = Path(where)
     if storage_of(path).size(path / MANIFEST) is not None:
@@ -281,7 +275,6 @@ def _find_whole(where: str, fast: bool) -> Path:
 
 def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
     from paceline.config.suggest import nearest
-    from paceline.errors import UsageError
 
     if word not in known:
         meant = nearest(word, known)
@@ -292,7 +285,7 @@ def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
     """Tells what the system lets nobody read in words, and not as a traceback."""
-    from paceline.checkpoint.refusals import cannot_read
+    from paceline.checkpoint.storage import cannot_read
 
     try:
         yield

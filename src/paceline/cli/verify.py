@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.errors import ConfigError, UsageError
+
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.engines.composition import Parallelism
+    from paceline.plan.layout import Layout
     from paceline.verify.certificate import Certificate
-    from paceline.verify.settings import Settings
 
 # Small enough for seconds, rich enough to have several buckets and units, norms, ties and convolutions.
 BUILT_IN: dict[str, dict[str, Any]] = {
@@ -29,10 +32,16 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 _EXACT = {"dtype": "float64", "precision": "fp32"}
 
 
-def verify(
-    config: str = typer.Argument(
-        None, help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors."
+_Case = Annotated[
+    str | None,
+    typer.Argument(
+        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors."
     ),
+]
+
+
+def verify(
+    config: _Case = None,
     overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
     strategy: str = typer.Option(None, help="ddp, zero1, zero2, zero3, fsdp or hybrid; by default the config's."),
     ranks: int = typer.Option(4, help="How many ranks."),
@@ -71,30 +80,25 @@ def verify(
 
       paceline verify configs/digits.yaml --backend gloo --ranks 2 --json
     """
-    import json
-
     from paceline.verify.case import ConfigCase
     from paceline.verify.certificate import certify
-    from paceline.verify.settings import check_settings, complete
+    from paceline.verify.settings import Settings, check_settings, complete
 
     is_spread = any(degree is not None and degree > 1 for degree in (pipeline, tensor))
     name = model or config or ("gpt" if is_spread else "mlp")
     roomy = _with_room(name, pipeline or 1, tensor or 1, schedule or "", chunks)
     loaded = _load(name, [*roomy, *(overrides or [])])
-    settings = complete(
-        _settings(
-            loaded,
-            strategy=strategy or loaded.parallel.strategy,
-            ranks=ranks,
-            steps=steps,
-            accumulate=accumulate,
-            clip=_clip_norm(clip),
-            precision=precision,
-            shard_ranks=shard_ranks,
-            checkpoint=checkpoint_policy or ("full" if checkpoint_activations else None),
-            spread=_spread(loaded, pipeline, tensor, data, schedule, chunks, sequence_parallel),
-        )
-    )
+    options: dict[str, Any] = {
+        "pipeline": pipeline,
+        "tensor": tensor,
+        "data": data or 0,
+        "schedule": schedule,
+        "chunks": chunks,
+    }
+    options |= {"sequence_parallel": sequence_parallel or None, "accumulate": accumulate, "precision": precision}
+    options["checkpoint_activations"] = checkpoint_policy or ("full" if checkpoint_activations else None)
+    layout = _layout(loaded, strategy=strategy, shard_ranks=shard_ranks, **options)
+    settings = complete(Settings(layout=layout, ranks=ranks, steps=steps, clip=_clip_norm(clip)))
     check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
     size = batch or 2 * settings.data_ranks * accumulate + 1  # one over: no two shares weigh the same
     case = ConfigCase(loaded, batch=size, layers_as_blocks=name in BUILT_IN)
@@ -119,61 +123,29 @@ def _with_room(name: str, pipeline: int, tensor: int, schedule: str, chunks: int
     return changes
 
 
-def _settings(config: Config, *, shard_ranks: int | None, checkpoint: str | None, **values: Any) -> Settings:
-    """Puts the options on top of what the config says about sharding and memory."""
-    from paceline.engines.fsdp import ShardingPolicy
-    from paceline.verify.settings import Settings
-
-    parallel = config.parallel
-    if shard_ranks is None and values["strategy"] == "hybrid":
-        shard_ranks = parallel.shard_ranks
-    sharding = ShardingPolicy(
-        units=parallel.units,
-        unit_mb=parallel.unit_mb,
-        reshard_after_forward=parallel.reshard_after_forward,
-        prefetch=parallel.prefetch,
-        shard_ranks=shard_ranks,
-    )
-    return Settings(
-        checkpoint_activations=checkpoint or config.memory.checkpoint_activations,
-        sharding=sharding,
-        sync_batchnorm=parallel.sync_batchnorm,
-        **values,
-    )
-
-
-def _spread(
-    config: Config,
-    pipeline: int | None,
-    tensor: int | None,
-    data: int | None,
-    schedule: str | None,
-    chunks: int | None,
-    sequence: bool,
-) -> Parallelism:
-    """Puts the options on top of how the config spreads the model."""
-    from dataclasses import replace
-
+def _layout(config: Config, *, schedule: str | None, strategy: str | None, **options: Any) -> Layout:
+    """Puts the options on top of the layout that the config asks for; its buckets are small ones."""
+    from paceline.config import layout_of
+    from paceline.plan.layout import Compression, Offload
     from paceline.schedule.schedules import read_csv
-    from paceline.train.assemble import build_parallelism
+    from paceline.verify.settings import SMALL_BUCKETS
 
-    spread = build_parallelism(config)
+    asked = layout_of(config)
+    changes = {name: value for name, value in options.items() if value is not None}
+    said: Any = strategy or config.parallel.strategy
+    changes["strategy"] = "fsdp" if said == "zero3" else said
+    if changes["strategy"] != "hybrid" and options["shard_ranks"] is None:
+        changes["shard_ranks"] = 0
     if schedule is not None:  # another one may take other chunks
         made = read_csv(Path(schedule)) if schedule.endswith(".csv") else schedule
-        spread = replace(spread, schedule=made, chunks=None)
-    if pipeline is not None and pipeline != spread.pipeline:  # a cut is for the stages it has
-        spread = replace(spread, pipeline=pipeline, stages="auto", stage_layers=None)
-    return replace(
-        spread,
-        tensor=spread.tensor if tensor is None else tensor,
-        data=data,
-        chunks=spread.chunks if chunks is None else chunks,
-        sequence=spread.sequence or sequence,
-    )
+        changes = {"schedule": made, "chunks": 0, **changes}
+    if options["pipeline"] is not None and options["pipeline"] != asked.pipeline:  # a cut is for the stages it has
+        changes = {"stages": "estimated", "stage_layers": None, **changes}
+    plain = {"offload": Offload(), "compression": Compression(), "compile": False, "algorithm": "native"}
+    return replace(asked, **{**plain, **SMALL_BUCKETS, "tunes_buckets": False, **changes})
 
 
 def _clip_norm(text: str) -> float | None:
-    from paceline.errors import UsageError
 
     if text == "none":
         return None
@@ -215,7 +187,6 @@ def _with_overrides(values: dict[str, Any], overrides: list[str], source: str) -
     import yaml
 
     from paceline.config import load_config
-    from paceline.errors import ConfigError
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.yaml"

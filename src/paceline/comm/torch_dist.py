@@ -12,7 +12,7 @@ import datetime
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from paceline.comm.gloo import Scratch, exchange_pieces, exchange_slices, exchan
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Named all_gather_single and reduce_scatter_single since torch 2.13; the older names warn there.
@@ -33,6 +33,7 @@ _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 Backend = Literal["auto", "nccl", "gloo", "shared_memory"]
+Group: TypeAlias = Communicator | dist.ProcessGroup
 
 
 def connect(
@@ -43,15 +44,24 @@ def connect(
 ) -> Communicator:
     """Joins the ranks that a launcher started, or makes a world of one where none did.
 
-    ``auto`` takes NCCL where this rank has a GPU to itself; else shared memory, if all ranks are on one host and there
-    is room for it, or Gloo. Raises CommunicationError when the launcher's environment is incomplete, the others cannot
-    be reached within ``timeout_s``, or the ranks cannot share the memory that was asked for.
+    Returns on no rank before all have joined, so that a rank with little to do may leave at once. ``auto`` takes
+    NCCL where this rank has a GPU to itself; else shared memory, if all ranks are on one host and there is room for it,
+    or Gloo. Raises CommunicationError when the launcher's environment is incomplete, the others do not come within
+    ``timeout_s``, or the ranks cannot share the memory that was asked for.
     """
     where = _device(device, backend)
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not dist.is_initialized():
         return SoloCommunicator(where)
-    if not dist.is_initialized():
-        _initialize("nccl" if backend in ("auto", "nccl") and where.type == "cuda" else "gloo", timeout_s)
+    if dist.is_initialized():
+        return _join(backend, where, timeout_s)
+    meeting = _Meeting(timeout_s)
+    meeting.initialize("nccl" if backend in ("auto", "nccl") and where.type == "cuda" else "gloo")
+    comm = _join(backend, where, timeout_s)
+    meeting.wait_until_all_joined()
+    return comm
+
+
+def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicator:
     group = dist.group.WORLD
     assert group is not None
     if dist.get_world_size() == 1:
@@ -63,6 +73,37 @@ def connect(
         with contextlib.suppress(CommunicationError):  # too little of it, on all ranks alike: Gloo does as well
             return share_memory(comm, timeout_s=timeout_s)
     return comm
+
+
+def communicator_of(group: Group | None, device: torch.device, *, timeout_s: float = 300.0) -> Communicator:
+    """Returns a torch process group as a communicator; None: all ranks. A communicator is returned as it is.
+
+    Raises UsageError for what is no group, and on a rank that is not a member of it.
+    """
+    if is_outside(group):
+        raise UsageError(
+            "this rank is not a member of the group\n  only members call a collective\n  leave the call out here"
+        )
+    if group is None:
+        if not dist.is_initialized():
+            return connect(device=device)
+        group = dist.group.WORLD
+        assert group is not None
+    if not isinstance(group, dist.ProcessGroup):
+        if not isinstance(group, Communicator):
+            raise UsageError(
+                f"a {type(group).__name__} is no group\n"
+                "  give a communicator, as paceline.connect() and its split() make, or a torch process group"
+            )
+        return group
+    if dist.get_world_size(group) == 1:
+        return SoloCommunicator(device, world_rank=dist.get_rank())
+    return TorchCommunicator(group, device, timeout_s=timeout_s)
+
+
+def is_outside(group: object) -> bool:
+    """Says whether a group is what torch gives to ranks that are not in the group that they made."""
+    return group is not None and group is dist.GroupMember.NON_GROUP_MEMBER
 
 
 def disconnect() -> None:
@@ -94,26 +135,66 @@ def _device(device: str | torch.device | None, backend: str) -> torch.device:
     return where
 
 
-def _initialize(backend: str, timeout_s: float) -> None:
-    missing = [name for name in _ENVIRONMENT if name not in os.environ]
-    if missing:
-        raise CommunicationError(
-            f"the launcher's environment is incomplete: {', '.join(missing)} not set\n"
-            f"  ranks find one another through {', '.join(_ENVIRONMENT)}\n  start with paceline train or torchrun"
-        )
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    try:
-        with _threads_that_do_not_preempt():
-            dist.init_process_group(
-                # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world
-                # must take part, while ours are made by their members alone.
-                backend,
-                timeout=datetime.timedelta(seconds=timeout_s),
+class _Meeting:
+    """How the ranks that a launcher started find one another: through a store, at the address in the environment.
+
+    Torch makes the process group of a rank as soon as this rank is connected. The others may still be connecting, and
+    fail if this one leaves. So each says in the store that it has joined, and waits until all have.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        missing = [name for name in _ENVIRONMENT if name not in os.environ]
+        if missing:
+            raise CommunicationError(
+                f"the launcher's environment is incomplete: {', '.join(missing)} not set\n"
+                f"  ranks find one another through {', '.join(_ENVIRONMENT)}\n  start with paceline train or torchrun"
             )
-    except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
-        raise CommunicationError(_explain_start(error, rank, world, address)) from error
-    atexit.register(disconnect)
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._store: Any = None
+
+    def initialize(self, backend: str) -> None:
+        """Makes the process group."""
+        with self._explained("arrived"), _threads_that_do_not_preempt():
+            c10d: Any = dist.distributed_c10d  # whose public names torch does not declare
+            store, rank, world = next(c10d.rendezvous("env://", timeout=self._timeout))
+            store.set_timeout(self._timeout)
+            self._store = c10d.PrefixStore("default_pg", store)
+            self._store.set(f"paceline arrived {rank}", "")
+            # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
+            # take part, while ours are made by their members alone.
+            dist.init_process_group(backend, store=self._store, rank=rank, world_size=world, timeout=self._timeout)
+        atexit.register(disconnect)
+
+    def wait_until_all_joined(self) -> None:
+        """Returns when every rank has called it; on rank 0, which may hold the store, after all others."""
+        rank, world, store = dist.get_rank(), dist.get_world_size(), self._store
+        with self._explained("joined"):
+            store.set(f"paceline joined {rank}", "")
+            if store.add("paceline joined", 1) == world:
+                store.set("paceline all joined", "")
+            store.wait(["paceline all joined"], self._timeout)
+            if world > 1 and rank > 0 and store.add("paceline told", 1) == world - 1:
+                store.set("paceline all told", "")
+            if world > 1 and rank == 0:
+                store.wait(["paceline all told"], self._timeout)
+
+    @contextlib.contextmanager
+    def _explained(self, stage: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+            missing = _name_ranks(self._missing(stage))
+            raise CommunicationError(_explain_start(error, rank, world, address, missing)) from error
+
+    def _missing(self, stage: str) -> list[int]:
+        """Returns the ranks that have not come so far, if the store can still be asked."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            if self._store is not None:
+                world = range(int(os.environ["WORLD_SIZE"]))
+                return [rank for rank in world if not self._store.check([f"paceline {stage} {rank}"])]
+        return []
 
 
 @contextlib.contextmanager
@@ -134,15 +215,22 @@ def _threads_that_do_not_preempt() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def _explain_start(error: Exception, rank: str, world: str, address: str) -> str:
+def _explain_start(error: Exception, rank: str, world: str, address: str, missing: str) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "already in use" in text.lower():
         return (
             f"rank {rank} cannot listen on {address}: the port is in use\n  choose another MASTER_PORT, or end its user"
         )
     if "timed out" in text.lower() or "timeout" in text.lower():
-        return f"rank {rank} of {world} waited in vain for the others at {address}\n  {text.splitlines()[0]}"
+        return f"rank {rank} of {world} waited in vain for {missing} at {address}\n  {text.splitlines()[0]}"
     return f"rank {rank} of {world} cannot join at {address}\n  {text.splitlines()[0]}"
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    if not ranks:
+        return "the others"
+    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
 
 
 class _TorchWork:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.config.batch import BatchPlan, batch_plan
-from paceline.plan.layout import CHUNKS
+from paceline.config.batch import batch_plan
+from paceline.plan.plan import BatchPlan
+from paceline.schedule.schedules import CHUNKS
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config, ParallelConfig

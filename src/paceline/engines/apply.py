@@ -7,37 +7,39 @@ communication overlaps with backward.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.comm.base import Communicator, GradientCompression
+from paceline.comm.compress import Compressor
 from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.automatic import choose_for_module
 from paceline.engines.batchnorm import synchronise_batchnorm
 from paceline.engines.buckets.buckets import BucketPolicy
 from paceline.engines.buckets.choice import choose_for_link
 from paceline.engines.buckets.tuner import probe_link
-from paceline.engines.buffers import BufferPolicy
 from paceline.engines.checkpointing import checkpoint_blocks
-from paceline.engines.composition import Parallelism, combine, parallelism_of
+from paceline.engines.composition import combine
 from paceline.engines.ddp import DataParallel, DDPPolicy
 from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units
 from paceline.engines.flat.partition import choose_units
 from paceline.engines.fsdp import FullySharded, Groups, ShardingPolicy
-from paceline.engines.offload import Offload, check_offload
+from paceline.engines.offload import check_offload
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.zero import ZeroParallel, ZeroPolicy, parameters_to_bucket
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.models.registry import model_apart, model_blocks, model_ends
-from paceline.units import MIB
+from paceline.plan.layout import Layout
+from paceline.plan.rules import check_layout
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")
+STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
 _MARK = "_paceline_engine"
 _LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as good as several
 
@@ -45,129 +47,147 @@ _LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as g
 def parallelize(
     model: nn.Module,
     comm: Communicator,
-    strategy: str = "ddp",
+    strategy: str | None = None,
     *,
-    precision: str | Precision = "fp32",
-    bucket_mb: float | Literal["auto"] = 25.0,
-    first_bucket_mb: float = 1.0,
-    buffers: BufferPolicy = "broadcast",
-    overlap: bool = True,
-    compile_blocks: bool = False,
-    checkpoint_activations: str = "none",
-    offload: Offload | None = None,
-    sharding: ShardingPolicy | None = None,
-    sync_batchnorm: bool = True,
-    compression: GradientCompression | None = None,
-    parallel: Parallelism | Mapping[str, Any] | None = None,
+    layout: Layout | None = None,
+    precision: str | Precision | None = None,
+    compressor: GradientCompression | None = None,
+    **options: Any,
 ) -> Engine:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
 
-    ``ddp`` replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too, ``fsdp`` (or
-    ``zero3``) everything; ``hybrid`` shards within groups of ``sharding.shard_ranks`` and replicates across. The module
-    stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its own.
-    Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on the
-    meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone. ``compression``, a
-    ``Compressor``, makes gradients smaller on their way: between all ranks for ``ddp``, across groups for ``hybrid``.
-    ``bucket_mb="auto"`` finds the size of buckets by measuring: for ``ddp`` the first steps, for ZeRO the link alone;
-    ``engine.bucket_choice`` says what was found. Virtual ranks, whose times mean nothing, keep the default.
-    ``parallel`` spreads the model itself over ranks, ``{"pipeline": 2, "tensor": 2}``: the strategy, which may stand in
-    there too, is then that of the ranks that share the batch.
+    ``ddp``, the default, replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too,
+    ``fsdp`` (or ``zero3``) everything; ``hybrid`` shards within groups of ``shard_ranks`` and replicates across. The
+    module stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its
+    own. Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on
+    the meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone.
 
-    Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another.
+    All else is a ``Layout``, given whole or field by field: ``pipeline=2, tensor=2`` spreads the model itself, and the
+    strategy is then that of the ranks that share the batch; ``compression=Compression(policy="topk")`` makes gradients
+    smaller on their way; ``tunes_buckets=True`` finds the size of buckets by measuring (``engine.bucket_choice`` says
+    what was found; virtual ranks, whose times mean nothing, keep the default). ``precision`` is a name, or a policy of
+    your own; ``compressor`` one of your own in place of the layout's.
+
+    Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another, and
+    what is given twice.
     """
-    spread, said = parallelism_of(parallel)
-    strategy = said or strategy
-    options = _Options(
-        precision=precision_named(precision),
-        bucket_mb=bucket_mb,
-        first_bucket_mb=first_bucket_mb,
-        buffers=buffers,
-        overlap=overlap,
-        compile_blocks=compile_blocks,
-        checkpoint_activations=checkpoint_activations,
-        offload=offload or Offload(),
-        sharding=sharding,
-        sync_batchnorm=sync_batchnorm,
-        compression=compression,
-    )
-    _check_strategy(strategy, sharding, options.offload)
-    if not spread.is_any:
-        return _share(model, comm, strategy, options)
+    is_auto = strategy == "auto"
+    if layout is not None:
+        _refuse_twice(strategy, precision, options)
+    else:
+        layout = layout_from(options, None if is_auto else strategy)
+    policy = precision_named(layout.precision if precision is None else precision)
+    layout = replace(layout, precision=policy.name)
+    if layout.compression.is_any and compressor is None:
+        compressor = Compressor(layout.compression)
+    if is_auto:
+        layout = _choose(model, comm, layout)
+    layout = check_layout(layout, comm.size)
+    if not layout.is_split:
+        return _share(model, comm, layout, policy, compressor)
     _check_model(model, may_be_meta=comm.device.type == "meta")
-    _check_spread(spread, options)
-    engine = combine(model, comm, strategy, spread, lambda part, data: _share(part, data, strategy, options))
+    engine = combine(model, comm, layout, lambda part, data: _share(part, data, layout, policy, None))
     object.__setattr__(model, _MARK, True)
     return engine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What was asked of an engine besides its strategy."""
+def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layout:
+    """Makes a layout of its fields and the name of a strategy. Raises UsageError for names that it does not know."""
+    if strategy is not None and strategy not in STRATEGY_NAMES:
+        raise UsageError(f"strategy = {strategy!r} is unknown\n  it is one of {', '.join(STRATEGY_NAMES)}")
+    known = [field.name for field in fields(Layout)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise UsageError(
+                f"{name!r} is no option\n  options are the fields of a Layout: {', '.join(known)}\n"
+                f"  {f'did you mean {near[0]}?' if near else 'leave it out'}"
+            )
+    given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in options.items()}
+    if strategy is not None:
+        given["strategy"] = "fsdp" if strategy == "zero3" else strategy
+    return Layout(**given)
 
-    precision: Precision
-    bucket_mb: float | Literal["auto"]
-    first_bucket_mb: float
-    buffers: BufferPolicy
-    overlap: bool
-    compile_blocks: bool
-    checkpoint_activations: str
-    offload: Offload
-    sharding: ShardingPolicy | None
-    sync_batchnorm: bool
-    compression: GradientCompression | None
+
+def _refuse_twice(strategy: str | None, precision: object, options: Mapping[str, Any]) -> None:
+    """Raises UsageError where something is given beside a whole layout."""
+    given = {"strategy": strategy, "precision": precision, **options}
+    twice = [f"{name} = {value!r}" for name, value in given.items() if value is not None]
+    if twice:
+        raise UsageError(
+            f"{', '.join(twice)} beside layout=...\n  a layout says all of it, and one of the two would be ignored\n"
+            f"  put it into the layout: dataclasses.replace(layout, {twice[0].partition(' ')[0]}=...)"
+        )
 
 
-def _share(model: nn.Module, comm: Communicator, strategy: str, options: _Options) -> Engine:
+def _choose(model: nn.Module, comm: Communicator, layout: Layout) -> Layout:
+    """Decides ``strategy = "auto"``: the cheapest strategy that fits, and what is offloaded with it."""
+    if layout.is_split:
+        raise UsageError(
+            "strategy = 'auto' with pipeline or tensor\n  it chooses how the batch is shared, for a model on one rank\n"
+            "  give the strategy of the data axis: 'ddp', or 'zero1', which shards the optimizer"
+        )
+    _check_model(model, may_be_meta=False)
+    chosen = choose_for_module(model, comm, model_blocks(model), layout.precision).chosen.layout
+    offload = chosen.offload if chosen.offload.is_any else layout.offload
+    return replace(layout, strategy=chosen.strategy, offload=offload)
+
+
+def _share(
+    model: nn.Module,
+    comm: Communicator,
+    layout: Layout,
+    precision: Precision,
+    compressor: GradientCompression | None,
+) -> Engine:
     """Makes the engine of a model, or of a stage of one, over the ranks that share the batch."""
-    policy, offload, compression = options.precision, options.offload, options.compression
-    if strategy == "auto":
-        _check_model(model, may_be_meta=False)
-        chosen = choose_for_module(model, comm, model_blocks(model), policy.name).chosen
-        strategy = chosen.strategy
-        offload = Offload(**dict.fromkeys(chosen.offload, True)) if chosen.offload else offload
-    _check_compression(strategy, compression)
-    _check_model(model, may_be_meta=strategy in ("zero3", "fsdp", "hybrid") or comm.device.type == "meta")
-    check_precision(policy, comm.device)
-    check_offload(offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
+    _check_model(model, may_be_meta=layout.is_fully_sharded or comm.device.type == "meta")
+    check_precision(precision, comm.device)
+    check_offload(layout.offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
-    _prepare_blocks(model, comm, strategy, options)
-    if strategy in ("zero3", "fsdp", "hybrid"):
-        sharding = options.sharding or ShardingPolicy()
-        return _shard(model, comm, strategy, sharding, policy, offload, (options.buffers, compression))
+    _prepare_blocks(model, comm, layout, precision)
+    if layout.is_fully_sharded:
+        return _shard(model, comm, layout, precision, compressor)
     model.to(comm.device)
     broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    return _replicate(model, comm, strategy, options, offload)
+    return _replicate(model, comm, layout, precision, compressor)
 
 
-def _prepare_blocks(model: nn.Module, comm: Communicator, strategy: str, options: _Options) -> None:
+def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precision: Precision) -> None:
     """Synchronises batch norm, checkpoints and compiles blocks, in this order."""
-    if options.sync_batchnorm and comm.size > 1:
+    if layout.sync_batchnorm and comm.size > 1:
         synchronise_batchnorm(model, comm)
-    is_plain = options.checkpoint_activations == "none"
+    is_plain = layout.checkpoint_activations == "none"
     if not is_plain:
-        checkpoint_blocks(model_blocks(model), options.checkpoint_activations)
-    if options.compile_blocks:
+        checkpoint_blocks(model_blocks(model), layout.checkpoint_activations)
+    if layout.compile:
         # One rank has no communication to overlap: one graph loses nothing.
-        is_whole = comm.size == 1 and strategy == "ddp" and options.precision.param_dtype is None and is_plain
+        is_whole = comm.size == 1 and layout.strategy == "ddp" and precision.param_dtype is None and is_plain
         compile_model(model, whole=is_whole)
 
 
-def _replicate(model: nn.Module, comm: Communicator, strategy: str, options: _Options, offload: Offload) -> Engine:
+def _replicate(
+    model: nn.Module,
+    comm: Communicator,
+    layout: Layout,
+    precision: Precision,
+    compressor: GradientCompression | None,
+) -> Engine:
     """Makes an engine whose ranks compute with whole parameters."""
-    tunes = options.bucket_mb == "auto" and comm.size > 1 and comm.takes_real_time
-    buckets = _default_buckets(options.bucket_mb, options.first_bucket_mb)
-    if strategy == "ddp":
-        replicas = DDPPolicy(buckets=buckets, buffers=options.buffers, overlap=options.overlap, tunes_buckets=tunes)
-        return DataParallel(model, comm, replicas, options.precision, options.compression)
+    tunes = layout.tunes_buckets and comm.size > 1 and comm.takes_real_time
+    buckets = BucketPolicy(bucket_bytes=layout.bucket_bytes, first_bucket_bytes=layout.first_bucket_bytes)
+    if layout.strategy == "ddp":
+        replicas = DDPPolicy(buckets=buckets, buffers=layout.buffers, overlap=layout.overlap, tunes_buckets=tunes)
+        return DataParallel(model, comm, replicas, precision, compressor)
     choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm)) if tunes else None
     zero = ZeroPolicy(
-        stage=1 if strategy == "zero1" else 2,
+        stage=1 if layout.strategy == "zero1" else 2,
         buckets=buckets if choice is None else choice.policy,
-        buffers=options.buffers,
-        overlap=options.overlap,
+        buffers=layout.buffers,
+        overlap=layout.overlap,
     )
-    engine = ZeroParallel(model, comm, zero, options.precision, offload)
+    engine = ZeroParallel(model, comm, zero, precision, layout.offload)
     engine.bucket_choice = choice
     return engine
 
@@ -186,108 +206,35 @@ def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
 def _shard(
     model: nn.Module,
     comm: Communicator,
-    strategy: str,
-    policy: ShardingPolicy,
+    layout: Layout,
     precision: Precision,
-    offload: Offload,
-    rest: tuple[BufferPolicy, GradientCompression | None],
+    compressor: GradientCompression | None,
 ) -> FullySharded:
-    groups = _groups(comm, strategy, policy)
+    """Makes an engine whose ranks hold slices of everything."""
+    groups = _groups(comm, layout)
     blocks = model_blocks(model)
-    unit_mb = policy.unit_mb or (None if blocks or policy.units else _LARGE_UNIT_MB)
+    unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
     named = choose_units(
-        model, blocks, model_ends(model), names=policy.units, unit_mb=unit_mb, apart=model_apart(model)
+        model, blocks, model_ends(model), names=layout.units, unit_mb=unit_mb, apart=model_apart(model)
     )
-    units = build_units(model, named, comm, groups.shards, precision, offload)
-    engine = FullySharded(model, groups, units, policy, precision, *rest)
+    units = build_units(model, named, comm, groups.shards, precision, layout.offload)
+    policy = ShardingPolicy(reshard_after_forward=layout.reshard_after_forward, prefetch=layout.prefetch)
+    engine = FullySharded(model, groups, units, policy, precision, layout.buffers, compressor)
     engine.watch([*(module for _, module in named), model])
     return engine
 
 
-def _default_buckets(bucket_mb: float | Literal["auto"], first_bucket_mb: float) -> BucketPolicy:
-    """Returns the buckets that were asked for; for ``auto``, those to begin with."""
-    default = BucketPolicy()
-    bucket_bytes = default.bucket_bytes if bucket_mb == "auto" else int(bucket_mb * MIB)
-    return BucketPolicy(bucket_bytes=bucket_bytes, first_bucket_bytes=int(first_bucket_mb * MIB))
-
-
-def _groups(comm: Communicator, strategy: str, policy: ShardingPolicy) -> Groups:
-    """Splits the ranks: neighbours shard, counterparts replicate."""
-    shard_ranks = policy.shard_ranks if strategy == "hybrid" else comm.size
-    if shard_ranks is None or comm.size % shard_ranks:
-        raise UsageError(
-            f"hybrid sharding of {comm.size} ranks with shard_ranks = {shard_ranks}\n"
-            "  the ranks of a shard group, usually those of a node, must divide the ranks\n"
-            f"  set shard_ranks to one of {[n for n in range(1, comm.size + 1) if comm.size % n == 0]}"
-        )
-    mesh = Mesh.of(replicate=comm.size // shard_ranks, shard=shard_ranks)
-    shards = comm if shard_ranks == comm.size else comm.split(mesh.group(comm.rank, "shard"))
+def _groups(comm: Communicator, layout: Layout) -> Groups:
+    """Splits the ranks that share the batch: neighbours shard, counterparts replicate."""
+    mesh = Mesh.of(replicate=comm.size // layout.shards, shard=layout.shards)
+    shards = comm if layout.shards == comm.size else comm.split(mesh.group(comm.rank, "shard"))
     replicas = comm.split(mesh.group(comm.rank, "replicate"))
-    reshard = policy.reshard_after_forward
+    reshard = layout.reshard_after_forward
     if isinstance(reshard, bool):
         return Groups(world=comm, shards=shards, replicas=replicas)
-    if reshard < 1 or shard_ranks % reshard:
-        raise UsageError(
-            f"reshard_after_forward = {reshard} with {shard_ranks} ranks in a shard group\n"
-            "  the smaller group must divide the shard group\n"
-            f"  take True, False, or one of {[n for n in range(1, shard_ranks + 1) if shard_ranks % n == 0]}"
-        )
     first = shards.rank - shards.rank % reshard
     small = shards.split(range(first, first + reshard))
     return Groups(world=comm, shards=shards, replicas=replicas, small=small)
-
-
-def _check_strategy(strategy: str, sharding: ShardingPolicy | None, offload: Offload) -> None:
-    if strategy not in STRATEGIES:
-        raise UsageError(f"strategy = {strategy!r} is unknown\n  it is one of {', '.join(STRATEGIES)}")
-    problems = []
-    if offload.is_any and strategy == "ddp":
-        problems.append(
-            "offload with strategy = 'ddp'\n  data parallelism keeps whole parameters on the device\n"
-            "  take strategy = 'zero1' or 'fsdp', with one rank too"
-        )
-    if offload.parameters and strategy in ("zero1", "zero2"):
-        problems.append(
-            f"offload of parameters with strategy = {strategy!r}\n  it keeps whole parameters on the device\n"
-            "  take strategy = 'fsdp', or offload the optimizer alone"
-        )
-    if sharding is not None and sharding.prefetch < 0:
-        problems.append(f"prefetch = {sharding.prefetch}\n  units are gathered that many ahead\n  give 0 or more")
-    if problems:
-        raise UsageError("\n".join(problems))
-
-
-def _check_spread(spread: Parallelism, options: _Options) -> None:
-    problems = []
-    if options.compile_blocks and spread.splits_backward:
-        problems.append(
-            f"compile_blocks with schedule = {str(spread.schedule)!r}\n"
-            "  it runs backward in two parts, which a compiled block does in one\n"
-            "  take schedule = '1f1b', or leave compile_blocks out"
-        )
-    if options.compression is not None:
-        problems.append(
-            "compression with pipeline or tensor\n"
-            "  a tensor that several ranks or stages hold must get the same gradient on all of them\n"
-            "  leave compression out"
-        )
-    if options.offload.is_any:
-        problems.append(
-            "offload with pipeline or tensor\n"
-            "  gradients that stages or tensor ranks share are exchanged on the device\n"
-            "  leave offload out, and take strategy = 'zero2' for more room"
-        )
-    if problems:
-        raise UsageError("\n".join(problems))
-
-
-def _check_compression(strategy: str, compression: GradientCompression | None) -> None:
-    if compression is not None and strategy not in ("ddp", "hybrid"):
-        raise UsageError(
-            f"compression with strategy = {strategy!r}\n"
-            "  it works where replicas average the same gradients, and here each rank gets a slice of its own\n"
-            "  take strategy = 'ddp', or 'hybrid', which averages slices across groups; or leave compression out"
-        )
 
 
 def _check_model(model: Any, *, may_be_meta: bool) -> None:

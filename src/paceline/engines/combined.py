@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.engines.buckets.choice import BucketChoice
 from paceline.engines.combined_state import (
     global_groups,
     load_by_name,
@@ -34,13 +33,10 @@ from paceline.engines.combined_state import (
     named_states,
     numbered_states,
 )
-from paceline.engines.engine import Engine, check_updates_only, loss_scale
-from paceline.engines.face import EngineFace
-from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, ignore_phase
 from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.engines.flat.optimizer_state import gather_optimizer_state
-from paceline.engines.pipeline import Compute, Note, Pipeline, Value
-from paceline.engines.precision import Precision
+from paceline.engines.pipeline import Pipeline
 from paceline.engines.tensor.layout import TensorLayout
 from paceline.errors import UsageError
 from paceline.shards import Shard
@@ -58,19 +54,7 @@ class Axes:
     tensor: Communicator
 
 
-@dataclass(frozen=True, slots=True)
-class MeanParts:
-    """The summed loss of a step and its count, the same on every rank of a pipeline."""
-
-    total: torch.Tensor
-    count: torch.Tensor
-
-
-def _ignore(phase: str) -> None:
-    """Takes no note."""
-
-
-class CombinedParallel:
+class CombinedParallel(Engine):
     """Trains a model whose layers, or parts of layers, lie on several ranks."""
 
     def __init__(
@@ -83,19 +67,24 @@ class CombinedParallel:
         num_parameters: int,
     ) -> None:
         """Takes the names of the whole model's state in order, and the stages that share a tied parameter."""
-        self.num_parameters = num_parameters
         self.axes = axes
         self.comm = axes.data
-        self.pipeline = pipeline
         self.stages: dict[int, Engine] = dict(pipeline.stages)
-        self.bucket_choice: BucketChoice | None = None
+        self.pipeline = pipeline if pipeline.num_stages > 1 else None
         engines = list(self.stages.values())
-        self.precision: Precision = engines[0].precision
+        self.precision = engines[0].precision
+        self.flat_groups = [group for engine in engines for group in engine.flat_groups]
         self.module = engines[0].module if len(engines) == 1 else nn.ModuleList(e.module for e in engines)
+        self._num_parameters = num_parameters
         self._names = tuple(names)
         self._tied = dict(tied)
         self._layout = layout if axes.tensor.size > 1 else None
-        self._tie_comms = {name: comm for name, comm in self._split_ties() if comm is not None}
+        self._tie_comms = dict(self._split_ties(pipeline.placement))
+
+    @property
+    def num_parameters(self) -> int:
+        """How many parameters the whole model has."""
+        return self._num_parameters
 
     @property
     def random_stream(self) -> int:
@@ -119,7 +108,7 @@ class CombinedParallel:
 
         Raises UsageError for a forward with gradients through a pipeline, whose microbatches run by a schedule.
         """
-        if self.axes.pipe.size == 1 and len(self.stages) == 1:
+        if self.pipeline is None:
             return self.stages[0](*args, **kwargs)
         if torch.is_grad_enabled():
             raise UsageError(
@@ -133,29 +122,19 @@ class CombinedParallel:
     def run_microbatches(
         self,
         microbatches: Sequence[Any],
-        loss: Compute,
+        loss: LossFunction,
         scale: float | torch.Tensor | None = None,
-        note: Note = _ignore,
-    ) -> list[Value]:
-        """Runs forward and backward of a step's microbatches, None for those that have no samples on this rank.
+        on_phase: OnPhase = ignore_phase,
+    ) -> Sequence[LossSum]:
+        """Runs the passes of a step, through a pipeline by its schedule.
 
-        ``loss(model, microbatch)`` returns a sum and a count (``total``, ``count``); the sum times ``scale`` is what is
-        differentiated. Leaves the gradients, reduced, and returns sum and count over this rank's microbatches.
+        There the result is one sum and count over this rank's microbatches, the same on every rank of the pipeline.
         """
-        if not self.has_pipeline:
-            raise UsageError("run_microbatches without a pipeline\n  call engine(...) and backward() instead")
-        values = self.pipeline.run(microbatches, loss, scale, note)
+        if self.pipeline is None:
+            return super().run_microbatches(microbatches, loss, scale, on_phase)
+        values = self.pipeline.run(microbatches, loss, scale, on_phase)
         self._sum_tied()
-        return [MeanParts(*self.pipeline.share_values(values))]
-
-    @property
-    def has_pipeline(self) -> bool:
-        """Whether passes must go through ``run_microbatches``."""
-        return self.pipeline.num_stages > 1
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterates over what this rank updates."""
-        return (parameter for engine in self.stages.values() for parameter in engine.parameters())
+        return [self.pipeline.share_values(values)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over what this rank updates, under the whole model's names."""
@@ -167,10 +146,6 @@ class CombinedParallel:
             engine.train(mode)
         return self
 
-    def eval(self) -> Self:
-        """Puts the stages into evaluation mode."""
-        return self.train(False)
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
@@ -179,13 +154,9 @@ class CombinedParallel:
                 stack.enter_context(engine.no_sync())
             yield
 
-    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
-        """Returns N / (sum of ``count`` over the N ranks that share the batch)."""
-        return loss_scale(self.comm, count)
-
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
         """Returns ``compute(model, batch)`` on the last stage, None on the others."""
-        if not self.has_pipeline:
+        if self.pipeline is None:
             return compute(self, batch)
         result: T | None = self.pipeline.evaluate(compute, batch)
         return result
@@ -193,13 +164,22 @@ class CombinedParallel:
     def add_up(self, sums: torch.Tensor) -> None:
         """Adds numbers of the last stages over the ranks that share the batch; every rank gets the result."""
         self.comm.all_reduce(sums).wait()
-        if self.axes.pipe.size > 1:
+        if self.pipeline is not None and self.axes.pipe.size > 1:
             self.axes.pipe.broadcast(sums, self.pipeline.last_rank).wait()
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks for which this one has no samples."""
         for engine in self.stages.values():
             engine.sit_out()
+
+    def abandon_accumulation(self) -> None:
+        """Forgets the passes since the last one that reduced."""
+        self.sit_out()
+
+    def forget_pass(self) -> None:
+        """Takes back what the last pass taught the stages."""
+        for engine in self.stages.values():
+            engine.forget_pass()
 
     def interleave(self) -> None:
         """Prepares for passes that alternate, as each stage does."""
@@ -223,8 +203,8 @@ class CombinedParallel:
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UsageError unless the optimizer can update what this rank holds, and updates nothing else."""
-        check_updates_only(optimizer, self.parameters())
-        if self._flat_groups():
+        super().check_optimizer(optimizer)
+        if self.flat_groups:
             check_elementwise(optimizer)
 
     # Gradients.
@@ -254,7 +234,7 @@ class CombinedParallel:
     def _counted_gradients(self) -> Iterator[torch.Tensor]:
         """Iterates over the gradients of which this rank holds the copy that counts."""
         for stage, engine in self.stages.items():
-            if not _face(engine).holds_first_copy:
+            if not engine.holds_first_copy:
                 continue
             for name, parameter in engine.named_parameters():
                 is_copy = self._layout is not None and self.axes.tensor.rank > 0 and not self._layout.is_split(name)
@@ -276,11 +256,11 @@ class CombinedParallel:
                         if whole is not gradient:
                             gradient.copy_(whole)
 
-    def _split_ties(self) -> Iterator[tuple[str, Communicator | None]]:
+    def _split_ties(self, placement: Sequence[int]) -> Iterator[tuple[str, Communicator]]:
         """Makes the group of each tied parameter's ranks, one after another on all ranks alike."""
         pipe, made = self.axes.pipe, dict[tuple[int, ...], Communicator]()
         for name, stages in self._tied.items():
-            ranks = tuple(sorted({self.pipeline.placement[stage] for stage in stages}))
+            ranks = tuple(sorted({placement[stage] for stage in stages}))
             if len(ranks) > 1 and pipe.rank in ranks:
                 if ranks not in made:
                     made[ranks] = pipe.split(ranks)
@@ -336,14 +316,14 @@ class CombinedParallel:
         """Returns the names of all that ranks together hold."""
         return self._names
 
-    def note_filled(self) -> None:
-        """Takes note that the shards have new values."""
+    def mark_loaded(self) -> None:
+        """Tells the stages that the shards have new values."""
         for engine in self.stages.values():
-            engine.note_filled()
+            engine.mark_loaded()
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         """Returns the optimizer's state as one process would have it. All ranks call it."""
-        packed = gather_optimizer_state(optimizer, self._flat_groups(), comm=self.comm, rank0_only=rank0_only)
+        packed = gather_optimizer_state(optimizer, self.flat_groups, comm=self.comm, rank0_only=rank0_only)
         groups = global_groups(self.axes.pipe, optimizer, self._by_id(), self._names)
         mine = named_states(optimizer, packed, self._by_id()) if packed else {}
         whole = {name: self._whole_values(name, values) for name, values in mine.items()}
@@ -353,7 +333,7 @@ class CombinedParallel:
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads what ``full_optimizer_state`` gave, or one process had. All ranks call it."""
         groups = global_groups(self.axes.pipe, optimizer, self._by_id(), self._names)
-        load_by_name(optimizer, self._flat_groups(), groups, state, self._by_id(), self._part_values)
+        load_by_name(optimizer, self.flat_groups, groups, state, self._by_id(), self._part_values)
 
     def _whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Puts a tensor together from the parts of the tensor axis."""
@@ -389,16 +369,8 @@ class CombinedParallel:
             return {}
         return merge_over(self.axes.pipe, mine, rank0_only=rank0_only)
 
-    def _flat_groups(self) -> list[FlatGroup]:
-        return [group for engine in self.stages.values() for group in _face(engine).flat_groups]
-
     def _by_id(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.named_parameters()}
-
-
-def _face(engine: Engine) -> EngineFace:
-    assert isinstance(engine, EngineFace)
-    return engine
 
 
 def _has_shape(value: Any, shape: tuple[int, ...] | None) -> bool:

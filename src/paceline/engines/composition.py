@@ -8,9 +8,8 @@ are split, the model is cut into stages, and each stage of this rank goes to a d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -32,78 +31,29 @@ from paceline.free_memory import measure_room
 from paceline.mesh import Mesh
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
+from paceline.plan.layout import Layout
 from paceline.schedule.schedules import Schedule, check_schedule, make_schedule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parallelism:
-    """How a model is spread over ranks besides its batch.
-
-    ``data`` follows from the number of ranks; where it is given it must agree. ``schedule`` is a name or a schedule of
-    one's own. ``stages`` are found by estimated or measured cost, or are the names of the layers that begin one;
-    ``stage_layers`` counts the blocks of each stage instead. ``gathers_logits`` makes a split output layer return
-    whole logits.
-    """
-
-    pipeline: int = 1
-    tensor: int = 1
-    data: int | None = None
-    schedule: str | Schedule = "1f1b"
-    chunks: int | None = None
-    stages: Literal["auto", "measured"] | tuple[str, ...] = "auto"
-    stage_layers: tuple[int, ...] | None = None
-    sequence: bool = False
-    gathers_logits: bool = False
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the schedule runs backward in two parts."""
-        if self.pipeline == 1:
-            return False
-        return self.schedule.splits_backward if isinstance(self.schedule, Schedule) else self.schedule.startswith("zb-")
-
-    @property
-    def is_any(self) -> bool:
-        """Whether the model is spread at all."""
-        return self.pipeline > 1 or self.tensor > 1
-
-
-def parallelism_of(asked: Parallelism | Mapping[str, Any] | None) -> tuple[Parallelism, str | None]:
-    """Returns what was asked for, and a strategy if one is among it. Raises UsageError for unknown names."""
-    if asked is None or isinstance(asked, Parallelism):
-        return asked or Parallelism(), None
-    values = dict(asked)
-    strategy = values.pop("strategy", None)
-    known = [field.name for field in fields(Parallelism)]
-    unknown = [name for name in values if name not in known]
-    if unknown:
-        raise UsageError(f"parallel has no {unknown[0]!r}\n  it has strategy, {', '.join(known)}")
-    for name in ("stages", "stage_layers"):
-        if isinstance(values.get(name), list):
-            values[name] = tuple(values[name])
-    return Parallelism(**values), strategy
 
 
 def combine(
     model: nn.Module,
     comm: Communicator,
-    strategy: str,
-    asked: Parallelism,
+    asked: Layout,
     share: Callable[[nn.Module, Communicator], Engine],
 ) -> CombinedParallel:
     """Spreads a model over the ranks of ``comm``; ``share`` makes the engine of a stage over its data axis."""
     axes = _axes(comm, asked)
     schedule = _schedule(asked, 1)
-    _check(strategy, schedule)
     check_same_model(model, comm)
     _take_first_values(model, comm)
     names, num_parameters = tuple(model.state_dict()), sum(p.numel() for p in model.parameters())
     layers = model_layers(model) if schedule.stages > 1 else ()
-    share_of_states = _share_of_states(strategy, axes.data.size) / asked.tensor
+    share_of_states = _share_of_states(asked.strategy, axes.data.size) / asked.tensor
     bounds = _bounds(model, layers, asked, schedule, comm, share_of_states) if layers else (0, 1)
     layout: TensorLayout | None = None
     if asked.tensor > 1:
-        layout = apply_tensor_parallel(model, axes.tensor, sequence=asked.sequence, gathers_logits=asked.gathers_logits)
+        sequence, gathers = asked.sequence_parallel, asked.gathers_logits
+        layout = apply_tensor_parallel(model, axes.tensor, sequence=sequence, gathers_logits=gathers)
         layers = model_layers(model) if layers else ()
     mine = [stage for stage, rank in enumerate(schedule.placement) if rank == axes.pipe.rank]
     tied = tied_names(model, bounds, layers=layers) if layers else {}
@@ -114,35 +64,17 @@ def combine(
     return CombinedParallel(axes, pipeline, names, tied, layout, num_parameters)
 
 
-def _axes(comm: Communicator, asked: Parallelism) -> Axes:
-    parts = asked.pipeline * asked.tensor
-    if asked.pipeline < 1 or asked.tensor < 1 or comm.size % parts:
-        raise UsageError(
-            f"pipeline = {asked.pipeline} and tensor = {asked.tensor} on {comm.size} ranks\n"
-            "  their product must divide the ranks: what is left shares the batch\n"
-            f"  take a product among {[n for n in range(1, comm.size + 1) if comm.size % n == 0]}"
-        )
-    data = comm.size // parts
-    if asked.data is not None and asked.data != data:
-        raise UsageError(
-            f"data = {asked.data} with pipeline = {asked.pipeline} and tensor = {asked.tensor} on {comm.size} ranks\n"
-            f"  the product of the three is the number of ranks\n  leave data out, or give {data}"
-        )
-    mesh = Mesh.of(pipeline=asked.pipeline, data=data, tensor=asked.tensor)
+def _axes(comm: Communicator, asked: Layout) -> Axes:
+    mesh = Mesh.of(pipeline=asked.pipeline, data=asked.data, tensor=asked.tensor)
     groups = {axis: comm.split(mesh.group(comm.rank, axis)) for axis in ("pipeline", "data", "tensor")}
     return Axes(world=comm, pipe=groups["pipeline"], data=groups["data"], tensor=groups["tensor"])
 
 
-def _schedule(asked: Parallelism, microbatches: int) -> Schedule:
+def _schedule(asked: Layout, microbatches: int) -> Schedule:
     """Returns the schedule for a number of microbatches; one of the user's own is for the number that it has."""
     if isinstance(asked.schedule, str):
         return make_schedule(asked.schedule, asked.pipeline, microbatches, asked.chunks)
     own = asked.schedule
-    if own.ranks != asked.pipeline:
-        raise UsageError(
-            f"a schedule of {own.ranks} ranks with pipeline = {asked.pipeline}\n"
-            f"  every rank of the pipeline has its row\n  set pipeline = {own.ranks}, or make another schedule"
-        )
     if microbatches not in (1, own.microbatches):
         raise UsageError(
             f"{microbatches} microbatches with a schedule of {own.microbatches}\n"
@@ -155,7 +87,7 @@ def _schedule(asked: Parallelism, microbatches: int) -> Schedule:
 def _bounds(
     model: nn.Module,
     layers: tuple[PipelineLayer, ...],
-    asked: Parallelism,
+    asked: Layout,
     schedule: Schedule,
     comm: Communicator,
     share_of_states: float,
@@ -208,20 +140,6 @@ def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communic
         return measure_layers(model.to(comm.device), inputs, layers)
     finally:
         model.to(before)
-
-
-def _check(strategy: str, schedule: Schedule) -> None:
-    if strategy == "auto":
-        raise UsageError(
-            "strategy = 'auto' with pipeline or tensor\n  it chooses how the batch is shared, for a model on one rank\n"
-            "  give the strategy of the data axis: 'ddp', or 'zero1', which shards the optimizer"
-        )
-    if schedule.splits_backward and strategy in ("zero3", "fsdp", "hybrid"):
-        raise UsageError(
-            f"schedule = {schedule.name!r} with strategy = {strategy!r}\n"
-            "  it runs backward in two parts, and full sharding frees the weights between them\n"
-            "  take strategy = 'zero2', or schedule = '1f1b'"
-        )
 
 
 @torch.no_grad()

@@ -48,9 +48,7 @@ from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.ddp_bucket import GradientBucket
 from paceline.engines.buckets.tuner import BucketTuner
-from paceline.engines.buffers import BufferPolicy, SharedBuffers
-from paceline.engines.engine import check_updates_only
-from paceline.engines.face import EngineFace
+from paceline.engines.engine import BufferPolicy, ModuleEngine
 from paceline.engines.flat.flat import gradient_scale, reduction
 from paceline.engines.flat.masters import Masters
 from paceline.engines.flat.optimizer_state import load_optimizer_state
@@ -70,8 +68,10 @@ class DDPPolicy:
     tunes_buckets: bool = False
 
 
-class DataParallel(EngineFace):
+class DataParallel(ModuleEngine):
     """Replicates a module over the ranks of ``comm`` and keeps the replicas in step."""
+
+    can_leave_pass = True
 
     def __init__(
         self,
@@ -81,17 +81,14 @@ class DataParallel(EngineFace):
         precision: Precision | None = None,
         compression: GradientCompression | None = None,
     ) -> None:
-        self.module = module
-        self.comm = comm
         self.policy = policy or DDPPolicy()
-        self.precision = precision or Precision()
+        super().__init__(module, comm, precision or Precision(), self.policy.buffers)
         self.holds_first_copy = comm.rank == 0
         self._names = [name for name, _ in module.named_parameters()]
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
         self._parameters = self._held if self._masters is None else self._masters.parameters
         self.precision.cast_buffers(module)
-        self._buffers = SharedBuffers(module, comm, self.policy.buffers)
         is_plain = self._masters is None and self.precision.autocast_dtype is None
         self._forward: Callable[..., Any] = module if is_plain else self._forward_in_precision
         # NCCL averages while it reduces. Gloo would take a second pass over the sum, so on a CPU the division is part
@@ -100,7 +97,6 @@ class DataParallel(EngineFace):
         self._compression = compression
         self._scale = gradient_scale(comm) if compression is None else 1.0
         self._reductions: dict[GradientBucket, BucketReduction] = {}
-        self._is_syncing = True
         self._trainable: list[int] = []
         self._buckets: list[GradientBucket] = []
         self._place_of: dict[int, tuple[GradientBucket, int]] = {}
@@ -176,7 +172,7 @@ class DataParallel(EngineFace):
             self._share_buffers()  # as the others did in their forward
         self._finish()
 
-    def forget_order(self) -> None:
+    def forget_pass(self) -> None:
         """Drops what a pass that failed on some rank has taught: the next backward watches again. All ranks call it."""
         if self._compression is not None:
             self._compression.roll_back()
@@ -190,8 +186,8 @@ class DataParallel(EngineFace):
         state = self.module.state_dict() if self._masters is None else self._masters.state_dict()
         return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
-    def note_filled(self) -> None:
-        """Takes note that the shards have new values: the module's parameters follow their masters."""
+    def mark_loaded(self) -> None:
+        """Tells the engine that the shards have new values: the module's parameters follow their masters."""
         if self._masters is not None:
             self._masters.may_have_changed = True
             self._masters.refresh()
@@ -214,10 +210,6 @@ class DataParallel(EngineFace):
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Returns the reduced gradients on the CPU under the module's names; None where no rank had one."""
         return {name: None if p.grad is None else _on_cpu(p.grad) for name, p in self.named_parameters()}
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError unless the optimizer updates parameters of this engine, and no others."""
-        check_updates_only(optimizer, self.parameters())
 
     def _forward_in_precision(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module under its precision, with parameters that follow their masters."""

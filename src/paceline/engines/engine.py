@@ -6,148 +6,332 @@ What an engine updates may be the module's parameters themselves (data paralleli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
+from paceline.engines.agree import broadcast_tensors
 from paceline.engines.buckets.choice import BucketChoice
+from paceline.engines.flat.flat import FlatGroup, full_shape
+from paceline.engines.flat.shards import buffer_shards, parameter_shards
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.shards import Shard
 
+if TYPE_CHECKING:
+    from paceline.engines.pipeline import Pipeline
+
 T = TypeVar("T")
+BufferPolicy = Literal["broadcast", "local"]
+LossFunction = Callable[[Callable[..., Any], Any], Any]  # loss(model, batch) -> LossSum
+OnPhase = Callable[[str], None]
 
 
-class Engine(Protocol):
-    """A module that trains on the ranks of ``comm``, which share out every batch among them."""
+class LossSum(Protocol):
+    """What a loss returns: a sum over elements, and how many there are."""
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum."""
+
+    @property
+    def count(self) -> torch.Tensor | float:
+        """The number of elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetachedLoss:
+    """A summed loss and its count, without the graph that computed them."""
+
+    total: torch.Tensor
+    count: torch.Tensor | float
+
+
+def ignore_phase(phase: str) -> None:
+    """Ignores the end of a phase."""
+
+
+class Engine(ABC):
+    """A model that trains on the ranks of ``comm``, which share out every batch among them."""
 
     module: nn.Module
     comm: Communicator
     precision: Precision
-    bucket_choice: BucketChoice | None  # where the size of buckets was asked to be found, and was
+    bucket_choice: BucketChoice | None = None  # set where the engine was asked to find the size of its buckets
+    pipeline: Pipeline | None = None  # what runs the stages, where the model has several
+    flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
+    holds_first_copy: bool = True  # whether no rank before this one holds the same gradients
+    can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may sit out the rest of that pass
 
     @property
     def world(self) -> Communicator:
         """All ranks that train together; ``comm`` are those of them that share out the batch."""
+        return self.comm
 
     @property
     def random_stream(self) -> int:
         """Which stream of random numbers this rank draws from: ranks that compute the same draw the same."""
+        return self.comm.rank
 
     @property
     def reports_samples(self) -> bool:
         """Whether this rank's samples count, or are those of another rank that has another part of the model."""
+        return True
 
     @property
     def num_parameters(self) -> int:
         """How many parameters the whole model has."""
+        return sum(math.prod(full_shape(parameter)) for parameter in self.parameters())
 
-    def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
-        """Returns ``compute(model, batch)`` without gradients; None where another rank of a pipeline has the result."""
+    # Passes.
 
-    def add_up(self, sums: torch.Tensor) -> None:
-        """Adds what ``apply_loss`` gave over the ranks that share the batch, the same on every rank of the world."""
-
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. All ranks call it equally often; one without samples calls ``sit_out``."""
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterates over what this rank updates."""
+    def run_microbatches(
+        self,
+        microbatches: Sequence[Any],
+        loss: LossFunction,
+        scale: float | torch.Tensor | None = None,
+        on_phase: OnPhase = ignore_phase,
+    ) -> Sequence[LossSum]:
+        """Runs the forward and backward passes of a step, and leaves its gradients, reduced with the last pass.
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over what this rank updates, under the module's own names, the same on every rank."""
+        ``loss(model, microbatch)`` returns a sum and a count; the sum times ``scale`` is differentiated. A microbatch
+        without samples on this rank is None, and is sat out. Every rank passes the same number of microbatches, or
+        none, which counts as one without samples. ``on_phase`` is called at the end of each "forward" and "backward".
+        Returns the sums and counts of what this rank computed.
+        """
+        values: list[LossSum] = []
+        microbatches = microbatches or [None]  # no samples in the whole step, but the others wait for this rank
+        context = self.precision.context(self.comm.device)
+        for number, microbatch in enumerate(microbatches, start=1):
+            with contextlib.nullcontext() if number == len(microbatches) else self.no_sync():
+                if microbatch is None:
+                    self.sit_out()
+                else:
+                    with context:
+                        value = loss(self, microbatch)
+                    on_phase("forward")
+                    (value.total if scale is None else value.total * scale).backward()
+                    values.append(value)
+                on_phase("backward")
+        return values
 
-    def train(self, mode: bool = True) -> Engine:
-        """Puts the module into training mode."""
+    def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
+        """Returns ``compute(model, batch)`` without gradients; None where another rank of a pipeline has the result."""
+        return compute(self, batch)
 
-    def eval(self) -> Engine:
-        """Puts the module into evaluation mode."""
+    def add_up(self, sums: torch.Tensor) -> None:
+        """Adds what ``apply_loss`` gave over the ranks that share the batch, the same on every rank of the world."""
+        self.comm.all_reduce(sums).wait()
 
+    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
 
-    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
-        """Returns N / (sum of ``count`` over the N ranks): turns a rank's summed loss into its share of the mean."""
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
-
-        The same number on every rank; not finite if any gradient of any rank is not.
-        """
-
+    @abstractmethod
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks for which this rank has no samples.
 
         That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
         """
 
+    @abstractmethod
     def interleave(self) -> None:
         """Prepares for passes that alternate: forwards of later microbatches come before the backward of one."""
 
+    @abstractmethod
     def sit_out_forward(self) -> None:
         """Takes part in a forward for which this rank has no samples; ``sit_out_backward`` follows, later."""
 
+    @abstractmethod
     def sit_out_backward(self) -> None:
         """Takes part in the backward of a forward that was sat out."""
 
+    @abstractmethod
+    def abandon_accumulation(self) -> None:
+        """Forgets the passes since the last one that reduced; their gradients are dropped. All ranks call it."""
+
+    @abstractmethod
+    def forget_pass(self) -> None:
+        """Takes back what the last pass taught the engine; its gradients are dropped. All ranks call it."""
+
+    @abstractmethod
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0, where the policy says so."""
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns all parameters and buffers, whole, on the CPU, under the module's names. All ranks call it."""
+    def train(self, mode: bool = True) -> Self:
+        """Puts the module into training mode."""
+        self.module.train(mode)
+        return self
 
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``full_state_dict`` gave."""
+    def eval(self) -> Self:
+        """Puts the module into evaluation mode."""
+        return self.train(False)
 
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Returns the optimizer's state as one process would have it, whole tensors on the CPU. All ranks call it."""
+    # Parameters and gradients.
 
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Loads what ``full_optimizer_state`` gave, each rank its part."""
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over what this rank updates, under the module's own names, the same on every rank."""
 
-    def shards(self) -> Iterator[Shard]:
-        """Yields what this rank holds of the parameters and buffers: the tensors themselves, to save or to fill."""
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what this rank updates."""
+        return (parameter for _, parameter in self.named_parameters())
 
-    def state_names(self) -> Collection[str]:
-        """Returns the names of all that ranks together hold."""
+    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
+        """Returns N / (sum of ``count`` over the N ranks): turns a rank's summed loss into its share of the mean.
 
-    def note_filled(self) -> None:
-        """Takes note that the shards have new values."""
+        Gradients are averaged over ranks, so a rank's *summed* loss times this factor gives, after reduction, exactly
+        the gradient of the mean over all samples (or tokens) of all ranks and microbatches. Every rank calls it once a
+        step, with its count over all microbatches.
+        """
+        total = on_device(count, self.comm.device).clone()
+        self.comm.all_reduce(total).wait()
+        return self.comm.size / total
 
+    @abstractmethod
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
+
+        The same number on every rank; not finite if any gradient of any rank is not. An infinite ``max_norm`` only
+        measures.
+        """
+
+    @abstractmethod
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns the reduced gradients, whole, under the module's names; None where no rank had one.
+        """Returns the reduced gradients, whole, on the CPU, under the module's names; None where no rank had one.
 
         For tests and inspection: it gathers everything. All ranks call it.
         """
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UsageError unless the optimizer can update this engine's parameters, and updates no others."""
+        ours = {id(parameter) for parameter in self.parameters()}
+        theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strangers = sum(id(parameter) not in ours for parameter in theirs)
+        if strangers:
+            raise UsageError(
+                f"{strangers} of the optimizer's {len(theirs)} tensors are not parameters of this engine\n"
+                "  an optimizer updates what engine.parameters() gives, or training would change nothing\n"
+                f"  build it as {type(optimizer).__name__}(engine.parameters(), ...) after parallelize()"
+            )
+
+    # States.
+
+    @abstractmethod
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Returns all parameters and buffers, whole, on the CPU, under the module's names. All ranks call it.
+
+        With ``rank0_only`` the other ranks get an empty dict.
+        """
+
+    @abstractmethod
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``full_state_dict`` gave, each rank its part; every name must be there, and no other."""
+
+    @abstractmethod
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Returns the optimizer's state as one process would have it, whole tensors on the CPU. All ranks call it."""
+
+    @abstractmethod
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads what ``full_optimizer_state`` gave, each rank its part."""
+
+    @abstractmethod
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank holds of the parameters and buffers: the tensors themselves, to save or to fill."""
+
+    def state_names(self) -> Collection[str]:
+        """Returns the names of all that ranks together hold: every rank has a shard of each, if an empty one."""
+        return {shard.name for shard in self.shards()}
+
+    @abstractmethod
+    def mark_loaded(self) -> None:
+        """Tells the engine that the shards have new values, which no version counter shows."""
 
 
-def loss_scale(comm: Communicator, count: float | torch.Tensor) -> torch.Tensor:
-    """Returns N / (sum of ``count`` over the N ranks).
+class ModuleEngine(Engine):
+    """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""
 
-    Gradients are averaged over ranks, so a rank's *summed* loss times this factor gives, after reduction, exactly the
-    gradient of the mean over all samples (or tokens) of all ranks and microbatches.
+    piece_copies: tuple[int, int] = (0, 1)  # which of how many ranks this is that hold the same pieces
+
+    def __init__(self, module: nn.Module, comm: Communicator, precision: Precision, buffers: BufferPolicy) -> None:
+        self.module = module
+        self.comm = comm
+        self.precision = precision
+        self._buffers = SharedBuffers(module, comm, buffers)
+        self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def interleave(self) -> None:
+        """Prepares for passes that alternate: nothing to do where parameters stay whole."""
+
+    def sit_out_forward(self) -> None:
+        """Takes part in a forward of the others: they need nothing of this rank that backward does not give."""
+
+    def sit_out_backward(self) -> None:
+        """Takes part in the backward of a forward that was sat out."""
+        self.sit_out()
+
+    def abandon_accumulation(self) -> None:
+        """Forgets the passes since the last one that reduced: they have left nothing but gradients."""
+
+    def forget_pass(self) -> None:
+        """Takes back what the last pass taught the engine: nothing."""
+
+    def share_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0, where the policy says so."""
+        self._buffers.share()
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank holds of the parameters and buffers: the tensors themselves, to save or to fill."""
+        named = list(self.named_parameters())
+        whole = (self.comm.rank, self.comm.size)
+        yield from parameter_shards(named, self.flat_groups, whole=whole, pieces=self.piece_copies)
+        yield from buffer_shards(self.module, (name for name, _ in named), is_writer=self.comm.rank == 0)
+
+    def mark_loaded(self) -> None:
+        """Tells the engine that the shards have new values, which no version counter shows."""
+        for group in self.flat_groups:
+            group.mark_changed()
+
+
+class SharedBuffers:
+    """The persistent buffers of a module, kept alike: before a step and an evaluation those of rank 0 are everyone's.
+
+    A rank moves its own buffers (batch-norm statistics, say) in every forward. One model is trained, so one set counts.
     """
-    total = on_device(count, comm.device).clone()
-    comm.all_reduce(total).wait()
-    return comm.size / total
 
+    def __init__(self, module: nn.Module, comm: Communicator, policy: BufferPolicy) -> None:
+        self.comm = comm
+        self.policy = policy
+        persistent = module.state_dict(keep_vars=True)
+        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
+        # By owner and name: a module may put another tensor in a buffer's place.
+        self._owners = [(module.get_submodule(owner), name) for owner, _, name in paths]
 
-def check_updates_only(optimizer: torch.optim.Optimizer, parameters: Iterator[nn.Parameter]) -> None:
-    """Raises UsageError if the optimizer updates tensors that are not among ``parameters``."""
-    ours = {id(parameter) for parameter in parameters}
-    theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(id(parameter) not in ours for parameter in theirs)
-    if strangers:
-        raise UsageError(
-            f"{strangers} of the optimizer's {len(theirs)} tensors are not parameters of this engine\n"
-            "  an optimizer updates what engine.parameters() gives, or training would change nothing\n"
-            f"  build it as {type(optimizer).__name__}(engine.parameters(), ...) after parallelize()"
-        )
+    def share(self) -> None:
+        """Gives every rank the buffers of rank 0, where the policy says so. All ranks call it."""
+        if self.policy == "broadcast" and self.comm.size > 1 and self._owners:
+            found = [owner._buffers[name] for owner, name in self._owners]
+            broadcast_tensors(self.comm, [buffer for buffer in found if buffer is not None])

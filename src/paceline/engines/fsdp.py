@@ -36,14 +36,10 @@ from torch import nn
 from paceline.comm.base import BucketReduction, Communicator, GradientCompression, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
-from paceline.engines.buffers import BufferPolicy, SharedBuffers
-from paceline.engines.engine import check_updates_only
-from paceline.engines.face import EngineFace
+from paceline.engines.engine import BufferPolicy
 from paceline.engines.flat.flat import FlatGroup, gradient_scale
 from paceline.engines.flat.lane import Lane
-from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state
-from paceline.engines.flat.sharded import clip_pieces, gather_state, load_state, measured_norms
+from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
 from paceline.engines.flat.unit import Unit, slice_shape, world_scale
 from paceline.engines.precision import Precision
 from paceline.engines.stages.route import Route, gather_leg, reduce_leg
@@ -99,7 +95,7 @@ class _Call:
         self.num_inputs = num_inputs
 
 
-class FullySharded(EngineFace):
+class FullySharded(ShardedEngine):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group."""
 
     def __init__(
@@ -116,24 +112,22 @@ class FullySharded(EngineFace):
 
         ``compression`` averages over the replicas.
         """
-        self.module = module
-        self.comm = groups.world
-        self.precision = precision
+        super().__init__(module, groups.world, precision, buffers)
         self.policy = policy
         self._groups = groups
         self._units = list(units)
         self._root = self._units[-1]
-        self._flat = [group for unit in self._units for group in unit.groups]
-        self.flat_groups = self._flat
+        self.flat_groups = [group for unit in self._units for group in unit.groups]
         self.holds_first_copy = groups.replicas.rank == 0
         self.piece_copies = (groups.replicas.rank, groups.replicas.size)
-        self._buffers = SharedBuffers(module, self.comm, buffers)
         self._names = [name for name, _ in module.named_parameters()]
-        by_name = {name: piece for group in self._flat for name, piece in zip(group.names, group.pieces, strict=True)}
+        by_name = {
+            name: piece for group in self.flat_groups for name, piece in zip(group.names, group.pieces, strict=True)
+        }
         gathers, reductions = Lane(self.comm.device), Lane(self.comm.device)
-        for group in self._flat:
+        for group in self.flat_groups:
             group.gathers, group.reductions = gathers, reductions
-        self._is_plain = groups.replicas.size == 1 and not any(group.has_copy for group in self._flat)
+        self._is_plain = groups.replicas.size == 1 and not any(group.has_copy for group in self.flat_groups)
         if self._is_plain:
             for unit in self._units:
                 unit.use()
@@ -152,7 +146,6 @@ class FullySharded(EngineFace):
         self._interleaves = False
         self._forward_number = 0  # where each forward has a backward of its own: counts them
         self._undone = 0  # the forward that this backward belongs to
-        self._is_syncing = True
         self._pass_number = 0
         self._is_forward = self._is_backward = False
         self._reducing: Unit | None = None
@@ -165,8 +158,8 @@ class FullySharded(EngineFace):
         """Returns what averages the slices over the replicas, where an all-reduce does not."""
         if self._compression is None:
             return {}
-        shapes = [slice_shape(group) for group in self._flat]
-        return dict(zip(self._flat, self._compression.bind(shapes, self._groups.replicas), strict=True))
+        shapes = [slice_shape(group) for group in self.flat_groups]
+        return dict(zip(self.flat_groups, self._compression.bind(shapes, self._groups.replicas), strict=True))
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Hooks into the units' modules, the model itself last."""
@@ -204,7 +197,7 @@ class FullySharded(EngineFace):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
-        norms = measured_norms(self._flat) if norm_type == 2.0 else None
+        norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None
         return clip_pieces(self._pieces, self._groups.shards, max_norm, norm_type, norms=norms)
 
     def sit_out(self) -> None:
@@ -230,44 +223,15 @@ class FullySharded(EngineFace):
         self._begin_backward()
         self._finish_backward()
 
+    def abandon_accumulation(self) -> None:
+        """Forgets the passes since the last one that reduced."""
+        super().abandon_accumulation()
+        self.forget_pass()
+
     def forget_pass(self) -> None:
         """Takes back what the last pass has changed beside the gradients, which are dropped. All ranks call it."""
         if self._compression is not None:
             self._compression.roll_back()
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns all parameters and buffers on the CPU, gathered one group at a time."""
-        return gather_state(self.module, self._flat, self.comm, rank0_only=rank0_only)
-
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
-        load_state(self.module, self._flat, state)
-
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Returns the optimizer's state as one process would have it."""
-        return gather_optimizer_state(optimizer, self._flat, comm=self.comm, rank0_only=rank0_only)
-
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Loads what ``full_optimizer_state`` gave."""
-        load_optimizer_state(optimizer, self._flat, state)
-
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns the reduced gradients, whole; None where no rank had one."""
-        if self._is_plain:
-            gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
-            return {name: None if grad is None else grad.to("cpu", copy=True) for name, grad in gradients.items()}
-        found: dict[str, torch.Tensor | None] = {}
-        for group in self._flat:
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.pieces]
-            for name, piece, whole in zip(group.names, group.pieces, group.gather_whole(parts), strict=True):
-                found[name] = None if piece.grad is None else whole.cpu()
-        return {name: found[name] for name in self._names}
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError unless the optimizer updates pieces of this engine, element by element."""
-        check_updates_only(optimizer, self.parameters())
-        if self.comm.size > 1 or not self._is_plain:
-            check_elementwise(optimizer)
 
     # Forward: a unit is gathered, used, freed.
 
@@ -358,7 +322,7 @@ class FullySharded(EngineFace):
         self._forward_number += self._interleaves
         self._pass_number += 1
         self._is_forward, self._is_backward = True, False
-        for group in self._flat:
+        for group in self.flat_groups:
             group.drop_gradient()
         for unit in self._units:
             unit.sync_trainable()
@@ -458,7 +422,7 @@ class FullySharded(EngineFace):
             unit.free()
         self._check_nothing_left()
         if self._is_syncing:
-            for group in self._flat:
+            for group in self.flat_groups:
                 group.finish_gradient()
             self._settle()
 

@@ -1,33 +1,13 @@
-"""Offload: what lives in host memory instead of the device's. The sharded engines carry it out.
-
-optimizer     fp32 shards and optimizer state live on the host, and the update runs there
-gradients     reduced gradients are accumulated on the host (implied by ``optimizer``)
-parameters    the device keeps no shard: a unit is copied from the host before it is gathered
-"""
+"""Offload: whether the host can hold it, and the host's memory for it. ``plan/layout.py`` says what there is."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import psutil
 import torch
 
 from paceline.errors import UsageError
+from paceline.plan.layout import Offload
 from paceline.units import GIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offload:
-    """Which parts are offloaded."""
-
-    optimizer: bool = False
-    gradients: bool = False
-    parameters: bool = False
-
-    @property
-    def is_any(self) -> bool:
-        """Whether anything is offloaded."""
-        return self.optimizer or self.gradients or self.parameters
 
 
 def check_offload(offload: Offload, device: torch.device, num_parameters: int) -> None:

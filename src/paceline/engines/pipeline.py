@@ -24,7 +24,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,27 +32,11 @@ from torch import nn
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import Engine
+from paceline.engines.engine import DetachedLoss, Engine, LossFunction, LossSum, OnPhase
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key, tensors_of
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
 from paceline.errors import UsageError
 from paceline.schedule.schedules import Action, Schedule, lower
-
-
-class Value(Protocol):
-    """What a loss returns: a sum over elements, and how many there are."""
-
-    @property
-    def total(self) -> torch.Tensor:
-        """The sum."""
-
-    @property
-    def count(self) -> torch.Tensor | float:
-        """The number of elements."""
-
-
-Compute = Callable[[Callable[..., Any], Any], Any]
-Note = Callable[[str], None]
 
 
 class _Asked(BaseException):
@@ -61,14 +45,6 @@ class _Asked(BaseException):
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.inputs = args, kwargs
         super().__init__()
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A loss whose graph is not needed any more."""
-
-    total: torch.Tensor
-    count: torch.Tensor | float
 
 
 @dataclass(slots=True)
@@ -131,11 +107,11 @@ class Pipeline:
         return self.placement[-1]
 
     def run(
-        self, microbatches: Sequence[Any], loss: Compute, scale: float | torch.Tensor | None, note: Note
-    ) -> list[Value]:
+        self, microbatches: Sequence[Any], loss: LossFunction, scale: float | torch.Tensor | None, on_phase: OnPhase
+    ) -> list[LossSum]:
         """Leaves the gradients of all microbatches, reduced; returns the losses, on the rank of the last stage.
 
-        ``note`` is told of the end of each "forward" and "backward".
+        ``on_phase`` is called at the end of each "forward" and "backward".
         """
         self._finish_evaluations()
         program = self.program(max(len(microbatches), 1))
@@ -145,12 +121,12 @@ class Pipeline:
             step.do(action)
             self.journal.append(action)
             if action.kind in _PHASES:
-                note(_PHASES[action.kind])
+                on_phase(_PHASES[action.kind])
         step.finish()
         return step.values
 
     @torch.no_grad()
-    def evaluate(self, compute: Compute, batch: Any) -> Any:
+    def evaluate(self, compute: LossFunction, batch: Any) -> Any:
         """Runs one batch through all stages; returns what ``compute(model, batch)`` does, None but on the last stage.
 
         Sends are not waited for: the first stage may go on with the next batch.
@@ -171,14 +147,14 @@ class Pipeline:
             _wait(self._sent.popleft())
         return result
 
-    def share_values(self, values: Sequence[Value]) -> tuple[torch.Tensor, torch.Tensor]:
+    def share_values(self, values: Sequence[LossSum]) -> LossSum:
         """Returns the summed loss and count of a step on every rank of the pipeline: the last stage tells them."""
         device = self.pipe.device
         rows = [torch.stack([on_device(v.total, device), on_device(v.count, device)]) for v in values]
         sums = torch.stack(rows).sum(0) if rows else torch.zeros(2, dtype=torch.float64, device=device)
         if self.pipe.size > 1:
             self.pipe.broadcast(sums, self.last_rank).wait()
-        return sums[0], sums[1]
+        return DetachedLoss(sums[0], sums[1])
 
     def _is_end(self, stage: int) -> bool:
         return stage == self.num_stages - 1
@@ -216,11 +192,11 @@ class _Step:
         self,
         owner: Pipeline,
         microbatches: Sequence[Any],
-        loss: Compute,
+        loss: LossFunction,
         scale: float | torch.Tensor | None,
         program: RankProgram,
     ) -> None:
-        self.values: list[Value] = []
+        self.values: list[LossSum] = []
         self._owner = owner
         self._microbatches = microbatches
         self._keys: list[Hashable] = [shape_key(batch, "training") for batch in microbatches]
@@ -297,7 +273,7 @@ class _Step:
 
         value = self._loss(_once(engine, handed, cut), batch)
         # Not the sum itself: its graph would hold the stage's inputs, and their gradients, until the step is over.
-        self.values.append(_Told(value.total.detach(), value.count))
+        self.values.append(DetachedLoss(value.total.detach(), value.count))
         total = value.total if self._scale is None else value.total * self._scale
         if not is_split:
             return [total], [None]
@@ -424,7 +400,7 @@ class _Step:
             _wait(self._sends.pop(send, []))
 
 
-def model_inputs(compute: Compute, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def model_inputs(compute: LossFunction, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns what a loss calls the model with for a batch: runs it up to that call."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:

@@ -40,18 +40,14 @@ from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.gradients import BufferPool, GradientBucket
-from paceline.engines.buffers import BufferPolicy, SharedBuffers
-from paceline.engines.engine import check_updates_only
-from paceline.engines.face import EngineFace
+from paceline.engines.engine import BufferPolicy
 from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state
-from paceline.engines.flat.sharded import clip_pieces, gather_state, load_state, measured_norms
+from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
 from paceline.engines.flat.shards import own_region
-from paceline.engines.offload import Offload
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
+from paceline.plan.layout import Offload
 from paceline.shards import Shard
 
 _LARGE_BYTES = 2**18  # about what a second-level cache holds
@@ -67,8 +63,10 @@ class ZeroPolicy:
     overlap: bool = True
 
 
-class ZeroParallel(EngineFace):
+class ZeroParallel(ShardedEngine):
     """Trains a module on the ranks of ``comm``, each of which updates a slice of the parameters."""
+
+    can_leave_pass = True
 
     def __init__(
         self,
@@ -78,39 +76,35 @@ class ZeroParallel(EngineFace):
         precision: Precision | None = None,
         offload: Offload | None = None,
     ) -> None:
-        self.module = module
-        self.comm = comm
         self.policy = policy or ZeroPolicy()
-        self.precision = precision or Precision()
+        super().__init__(module, comm, precision or Precision(), self.policy.buffers)
         offload = offload or Offload()
         is_offloaded = offload.is_any and comm.device.type != "cpu"
         self._is_plain = comm.size == 1 and self.precision.param_dtype is None and not is_offloaded
         self.precision.cast_buffers(module)
-        self._buffers = SharedBuffers(module, comm, self.policy.buffers)
         self._named = dict(module.named_parameters())
-        self._groups: list[FlatGroup] = []
         if not self._is_plain:
-            _check_offload(offload)
-            self._groups = _make_groups(module, comm, self.policy.buckets, self.precision, offload)
-        self.flat_groups = self._groups
+            self.flat_groups = _make_groups(module, comm, self.policy.buckets, self.precision, offload)
         self.holds_first_copy = not self._is_plain or comm.rank == 0
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
-        self._updated = {**self._named, **{n: p for g in self._groups for n, p in zip(g.names, g.pieces, strict=True)}}
+        self._updated = {
+            **self._named,
+            **{n: p for g in self.flat_groups for n, p in zip(g.names, g.pieces, strict=True)},
+        }
         self._scale = gradient_scale(comm)
-        self._is_syncing = True
         self._has_shared_buffers = False
         # Gradients by the parameters' place in the groups.
-        self._names = [name for group in self._groups for name in group.names]
-        self._parameters = [parameter for group in self._groups for parameter in group.parameters]
+        self._names = [name for group in self.flat_groups for name in group.names]
+        self._parameters = [parameter for group in self.flat_groups for parameter in group.parameters]
         pool = BufferPool() if self.policy.stage == 2 else None
-        self._fixed = [GradientBucket(group, pool) for group in self._groups]
+        self._fixed = [GradientBucket(group, pool) for group in self.flat_groups]
         self._buckets = self._fixed  # in the order in which they leave
         self._is_ordered = comm.size == 1 or len(self._buckets) < 2
-        self._gathering = Gathering(module, list(reversed(self._groups)))
+        self._gathering = Gathering(module, list(reversed(self.flat_groups)))
         self._bucket_of = [(bucket, p) for bucket in self._fixed for p in range(len(bucket.group.names))]
         self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         # What ranks tell one another behind the buckets: the squares of their slices, and a 1 for what they have used.
-        wide = self._groups[0].dtype if self._groups else torch.float32
+        wide = self.flat_groups[0].dtype if self.flat_groups else torch.float32
         self._news = torch.zeros(1 + len(self._names), dtype=wide, device=comm.device)
         self._news_work: Work | None = None
         self._measured: list[tuple[int, list[bool]]] = []  # by group: which gradient, and of which pieces
@@ -180,7 +174,7 @@ class ZeroParallel(EngineFace):
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""
-        state = gather_state(self.module, self._groups, self.comm, rank0_only=rank0_only)
+        state = super().full_state_dict(rank0_only=rank0_only)
         for name, built in self._frozen.items() if state else ():
             if torch.equal(state[name], built.to(state[name].dtype)):  # else somebody has changed it since
                 state[name] = built.clone()
@@ -188,7 +182,7 @@ class ZeroParallel(EngineFace):
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
-        load_state(self.module, self._groups, state)
+        super().load_full_state_dict(state)
         self._frozen = {name: state[name].to("cpu", built.dtype, copy=True) for name, built in self._frozen.items()}
         self._gathering.may_have_changed = True
 
@@ -205,36 +199,13 @@ class ZeroParallel(EngineFace):
             yield dataclasses.replace(shard, tensor=built, region=region, parameter=shard.tensor)
 
     @torch.no_grad()
-    def note_filled(self) -> None:
-        """Takes note that the shards have new values."""
-        super().note_filled()
+    def mark_loaded(self) -> None:
+        """Tells the engine that the shards have new values."""
+        super().mark_loaded()
         for name, built in self._frozen.items():
             if name in self._named:  # else the second name of one that is shared
                 self._named[name].data.copy_(built)
         self._gathering.may_have_changed = True
-
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Returns the optimizer's state as one process would have it."""
-        return gather_optimizer_state(optimizer, self._groups, comm=self.comm, rank0_only=rank0_only)
-
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Loads what ``full_optimizer_state`` gave, each rank its part."""
-        load_optimizer_state(optimizer, self._groups, state)
-
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns the reduced gradients, whole, on the CPU; None where no rank had one."""
-        found = {n: None if p.grad is None else p.grad.to("cpu", copy=True) for n, p in self._named.items()}
-        for group in self._groups:
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.pieces]
-            for name, piece, whole in zip(group.names, group.pieces, group.gather_whole(parts), strict=True):
-                found[name] = None if piece.grad is None else whole.to("cpu", copy=True)
-        return found
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError unless the optimizer updates pieces of this engine, element by element."""
-        check_updates_only(optimizer, self.parameters())
-        if not self._is_plain:
-            check_elementwise(optimizer)
 
     # Forward.
 
@@ -365,7 +336,7 @@ class ZeroParallel(EngineFace):
                 bucket.land(is_last=self._is_syncing)
                 if self._is_syncing:
                     bucket.group.measure()  # while the others are under way
-            for group in self._groups:
+            for group in self.flat_groups:
                 group.finish_gradient()
             if self._is_syncing:
                 self._tell()
@@ -383,13 +354,13 @@ class ZeroParallel(EngineFace):
             self._news[1:].copy_(torch.tensor(used, dtype=self._news.dtype), non_blocking=True)
         else:
             self._news[1:].fill_(1)
-        norms = measured_norms(self._groups)
+        norms = measured_norms(self.flat_groups)
         if norms is not None:
             stacked = torch.stack(norms).to(self._news.dtype)
             self._news[0] = torch.dot(stacked, stacked)
         self._news_work = self.comm.all_reduce(self._news)
         self._settle(missing)
-        self._measured = [] if norms is None else [(g.gradient_version, _has_gradient(g)) for g in self._groups]
+        self._measured = [] if norms is None else [(g.gradient_version, _has_gradient(g)) for g in self.flat_groups]
 
     def _settle(self, missing: list[int]) -> None:
         """Takes the gradient from pieces of parameters that no rank has used. Reads the flags: a sync."""
@@ -407,7 +378,7 @@ class ZeroParallel(EngineFace):
         measured, self._measured = self._measured, []
         if not measured:
             return None
-        for group, (version, had) in zip(self._groups, measured, strict=True):
+        for group, (version, had) in zip(self.flat_groups, measured, strict=True):
             if not group.has_gradient_of(version) or _has_gradient(group) != had:
                 return None
         assert self._news_work is not None
@@ -503,14 +474,6 @@ def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torc
     for parameter in {module.get_parameter(name) for name in built}:
         parameter.data = parameter.data.to(dtype)
     return built
-
-
-def _check_offload(offload: Offload) -> None:
-    if offload.parameters:
-        raise UsageError(
-            "offload of parameters under ZeRO stages 1 and 2\n  whole parameters stay on the device\n"
-            "  offload the optimizer, or shard everything (strategy='fsdp')"
-        )
 
 
 def _explain_refusal(name: str, gradient: torch.Tensor) -> str:

@@ -20,11 +20,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, Entry, GroupName, LedgerView
-from paceline.records.records import StepRecord
 from paceline.units import format_seconds
+
+
+class StepSeconds(Protocol):
+    """The seconds of one rank's step and of its phases, as a step record has them."""
+
+    step_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +73,7 @@ class Straggler:
 
 
 def find_straggler(
-    steps: Sequence[Mapping[int, StepRecord]], policy: StragglerPolicy | None = None
+    steps: Sequence[Mapping[int, StepSeconds]], policy: StragglerPolicy | None = None
 ) -> Straggler | None:
     """Finds the rank that the others wait for in most steps: ``steps`` has the records of each, by rank."""
     rule = policy or StragglerPolicy()
@@ -91,7 +100,7 @@ def find_straggler(
     )
 
 
-def _phases(record: StepRecord) -> dict[str, float]:
+def _phases(record: StepSeconds) -> dict[str, float]:
     return {
         DATA: record.data_s,
         FORWARD: record.forward_s,
@@ -100,7 +109,7 @@ def _phases(record: StepRecord) -> dict[str, float]:
     }
 
 
-def _slow_phase(rank: int, steps: Sequence[Mapping[int, StepRecord]]) -> str:
+def _slow_phase(rank: int, steps: Sequence[Mapping[int, StepSeconds]]) -> str:
     """Returns the phase in which a rank takes most more than the others, in the median step."""
     excess: dict[str, list[float]] = defaultdict(list)
     for ranks in steps:

@@ -13,14 +13,17 @@ follows from the rest", and of ``node_ranks`` "as the machine says": ``for_ranks
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Literal, TypeAlias
 
+from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.schedule.grid import Schedule
+from paceline.schedule.schedules import CHUNKS
 from paceline.schedule.text import format_csv, parse_csv
 from paceline.units import MIB
 
@@ -32,14 +35,6 @@ FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of 
 CHECKPOINTS = ("none", "full", "matmuls", "every_2", "every_3", "every_4")
 OFFLOAD_PARTS = ("optimizer", "gradients", "parameters")
 COMPRESSIONS = ("none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16")
-# The fewest and the most stages of a rank, by schedule; None: as many as one likes.
-CHUNKS: Mapping[str, tuple[int, int | None]] = {
-    "gpipe": (1, 1),
-    "1f1b": (1, 1),
-    "interleaved": (2, None),
-    "zb-h1": (1, 1),
-    "zb-v": (2, 2),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +88,28 @@ class Compression:
     plain_steps: int = 0
     min_size: int = 1024
     exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for numbers that no policy can work with."""
+        if self.policy not in COMPRESSIONS:
+            near = difflib.get_close_matches(self.policy, COMPRESSIONS[1:], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "take one of these"
+            known = ", ".join(COMPRESSIONS[1:])
+            raise UsageError(f"compression policy = {self.policy!r} is unknown\n  it is one of {known}\n  {hint}")
+        limits = [
+            (0 < self.ratio <= 1, f"ratio = {self.ratio:g}", "it is the share of elements sent", "above 0, at most 1"),
+            (self.factor_rank >= 1, f"factor_rank = {self.factor_rank}", "factors have so many columns", "1 or more"),
+            (self.threshold > 0, f"threshold = {self.threshold:g}", "smaller elements are not sent", "above 0"),
+            (self.plain_steps >= 0, f"plain_steps = {self.plain_steps}", "it counts steps", "0 or more"),
+            (self.min_size >= 0, f"min_size = {self.min_size}", "it counts elements", "0 or more"),
+        ]
+        problems = [
+            f"compression {what}\n  {rule}\n  give a number that is {fix}"
+            for is_good, what, rule, fix in limits
+            if not is_good
+        ]
+        if problems:
+            raise UsageError("\n".join(problems))
 
     @property
     def is_any(self) -> bool:
@@ -199,7 +216,7 @@ class Layout:
             return 1
         if isinstance(self.schedule, Schedule):
             return self.schedule.stages
-        return self.pipeline * (self.chunks or CHUNKS[self.schedule][0])
+        return self.pipeline * (self.chunks or CHUNKS.get(self.schedule, (1, 1))[0])
 
     @property
     def schedule_name(self) -> str:

@@ -69,6 +69,14 @@ def check_layout(
 # The mesh.
 
 
+def _sizes_are_counts(case: Case) -> Iterator[Problem]:
+    for name in ("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks", "microbatch", "accumulate"):
+        if getattr(case.layout, name) < 0:
+            yield Problem(
+                what=case.said(name), rule="it is a count", fix=f"leave {case.key(name)} out, or give 1 or more"
+            )
+
+
 def _degrees_divide(case: Case) -> Iterator[Problem]:
     layout, ranks, parts = case.layout, case.ranks, case.parts
     if ranks is None:
@@ -166,6 +174,8 @@ def _sharding_is_read(case: Case) -> Iterator[Problem]:
     owners = {} if layout.is_fully_sharded else dict.fromkeys(_OF_FULL_SHARDING, "fsdp and hybrid")
     if layout.strategy != "hybrid":
         owners["shard_ranks"] = "hybrid"
+    if layout.data:  # filled in
+        owners.pop("shard_ranks", None)
     for name, owner in owners.items():
         if getattr(layout, name) != getattr(DEFAULT, name):
             yield Problem(
@@ -190,12 +200,18 @@ def _units_are_names(case: Case) -> Iterator[Problem]:
     if units is None:
         return
     twice = named_twice(units)
-    if not units or twice:
+    is_slip = not units and case.keys  # in code, () asks for one unit: the root
+    if is_slip or twice:
         yield Problem(
             what=f"{case.said('units')} " + (f"names {twice} twice" if twice else "names no module"),
             rule="each unit is a module of the model, such as layers.0; what is left makes a unit of its own",
             fix="name each once" if twice else "leave it out for the model's repeated blocks",
         )
+
+
+def _gathers_ahead(case: Case) -> Iterator[Problem]:
+    if case.layout.prefetch < 0:
+        yield Problem(what=f"{case.said('prefetch')}", rule="units are gathered that many ahead", fix="give 0 or more")
 
 
 def _offload_has_shards(case: Case) -> Iterator[Problem]:
@@ -285,6 +301,7 @@ def _engines_have_the_axes(case: Case) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(reads=("ranks",), find=_sizes_are_counts),
     Rule(reads=("first_bucket_mb", "bucket_mb"), find=_buckets_ordered),
     Rule(reads=("algorithm", "ranks"), find=_several_hosts),
     Rule(reads=("compression", "strategy"), find=_compression_has_replicas),
@@ -296,6 +313,7 @@ RULES: tuple[Rule, ...] = (
     Rule(reads=("strategy",), find=_sharding_is_read),
     Rule(reads=("units",), find=_one_way_to_cut),
     Rule(reads=("units",), find=_units_are_names),
+    Rule(reads=("prefetch",), find=_gathers_ahead),
     Rule(reads=("strategy", "offload"), find=_offload_has_shards),
     Rule(reads=("ranks",), find=_degrees_divide),
     Rule(reads=("pipeline", "tensor"), find=split_rules.split_is_read),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.errors import Problem
-from paceline.plan.layout import CHUNKS
 from paceline.plan.rule_case import DEFAULT, Case, named_twice, nearest_divisor, text_of
+from paceline.schedule.schedules import CHUNKS
 
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers")
 
@@ -17,6 +17,8 @@ def split_is_read(case: Case) -> Iterator[Problem]:
     owners = dict.fromkeys(_OF_A_PIPELINE, "pipeline") if layout.pipeline == 1 else {}
     if layout.tensor == 1:
         owners["sequence_parallel"] = "tensor"
+    if layout.data:  # filled in
+        owners.pop("chunks", None)
     for name, owner in owners.items():
         if getattr(layout, name) != getattr(DEFAULT, name):
             yield Problem(
@@ -31,7 +33,13 @@ def schedule_fits(case: Case) -> Iterator[Problem]:
     layout = case.layout
     if layout.pipeline == 1:
         return
-    if isinstance(layout.schedule, str):
+    if isinstance(layout.schedule, str) and layout.schedule not in CHUNKS:
+        yield Problem(
+            what=f"there is no schedule {layout.schedule!r}",
+            rule=f"the schedules are {', '.join(CHUNKS)}",
+            fix="take one of them, or a schedule of your own",
+        )
+    elif isinstance(layout.schedule, str):
         least, most = CHUNKS[layout.schedule]
         chunks = layout.chunks or least
         if chunks < least or (most is not None and chunks > most):

@@ -5,16 +5,13 @@
 
 Nothing here can tell a measured run from a simulated one: both leave the same records.
 
-How ranks and steps become one number, for step s and ranks r that took part in it:
+How ranks and steps become one number is said in ``summary.py``. Here besides, for step s and ranks r that took part:
 
-    samples/s        median over s of   sum_r samples / max_r step_s     the slowest rank sets the pace
     communication    sum over s of      mean_r comm_s                    exposed: what the steps waited
     its share        communication  /   sum over s of mean_r step_s
-    step time        median over s of   max_r step_s                     beside what was predicted
-    training loss    sum loss_sum   /   sum count                        over all r and the last few s
 
-Rate and step time leave out the first tenth of the steps, and at least one, as they pay for start-up. A prediction is
-of the last attempt that made a step, and compared with its steps alone.
+Rate and step time leave out the warm-up. A prediction is of the last attempt that made a step, and compared with its
+steps alone.
 
 A resumed run appends to the same files, so a step may be there twice, and from another number of ranks. What counts
 for a step is the last attempt that rank 0 (or the lowest rank there is) made at it.
@@ -22,11 +19,9 @@ for a step is the last attempt that rank 0 (or the lowest rank there is) made at
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from rich import box
@@ -37,13 +32,12 @@ from rich.text import Text
 from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.records.console import format_loss, format_percent
-from paceline.records.records import EndRecord, EvalRecord, RunRecord, StepRecord, read_records, strict_json
+from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
+from paceline.records.summary import FINAL_STEPS, RankAttempt, StepTable, add_up, read_run
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_seconds
 
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
-
-FINAL_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +96,19 @@ def summarize(run_folder: Path) -> RunSummary:
     Raises:
         RunFolderError: the folder holds no records, or a damaged one.
     """
-    logs = _read_logs(run_folder)
-    lead = logs[min(logs)]
-    run = lead.attempts[-1].run
-    steps = _steps_that_count(logs)
+    attempts = read_run(run_folder)
+    if not attempts:
+        raise _no_run(run_folder)
+    last_steps = {rank: _last_steps(own) for rank, own in attempts.items()}
+    lead, lead_steps = next(iter(attempts.values())), next(iter(last_steps.values()))
+    run = lead[-1].run
+    steps = _steps_that_count(last_steps)
+    table = StepTable(steps.values())
     # Every rank records the same result; after a resume on fewer ranks, some have only an older one.
-    evaluations = [log.evaluation for log in logs.values() if log.evaluation is not None]
-    evaluation = max(evaluations, key=lambda record: record.time, default=None)
-    end = _end(log.attempts[-1].end for rank, log in logs.items() if rank < run.world_size)
-    comm_s = sum(_mean(record.comm_s for record in ranks.values()) for ranks in steps.values())
-    step_s = sum(_mean(record.step_s for record in ranks.values()) for ranks in steps.values())
+    evaluations = [[each for attempt in own for each in attempt.evaluations] for own in attempts.values()]
+    evaluation = max((own[-1] for own in evaluations if own), key=lambda record: record.time, default=None)
+    end = _end(own[-1].end for rank, own in attempts.items() if rank < run.world_size)
+    comm_s, step_s = table.mean_s("comm_s"), table.mean_s("step_s")
     return RunSummary(
         name=run_folder.resolve().name,
         folder=run_folder,
@@ -123,17 +120,26 @@ def summarize(run_folder: Path) -> RunSummary:
         num_parameters=run.num_parameters,
         global_batch=run.global_batch,
         steps=max(steps, default=0),
-        seconds=sum(attempt.seconds for attempt in lead.attempts),
-        final_loss=_final_loss(list(steps.values())[-FINAL_STEPS:]),
+        seconds=sum(attempt.seconds for attempt in lead),
+        final_loss=table.last(FINAL_STEPS).totals().loss,
         test_loss=None if evaluation is None else evaluation.loss,
         test_accuracy=None if evaluation is None else evaluation.accuracy,
-        samples_per_s=_samples_per_s(list(steps.values())),
+        samples_per_s=table.without_warm_up().samples_per_s,
         comm_share=comm_s / step_s if step_s > 0 else 0.0,
         comm_s=comm_s,
-        ranks=tuple(_rank_summary(rank, logs, steps) for rank in sorted(logs)),
-        prediction=_compared(run_folder, logs, steps),
-        straggler=find_straggler(list(steps.values())),
-        late=tuple(told for _, log in sorted(logs.items()) for told in log.late),
+        ranks=tuple(
+            _rank_summary(rank, own[-1].run, table, [attempt for attempt, _ in lead_steps.values()])
+            for rank, own in attempts.items()
+        ),
+        prediction=_compared(run_folder, lead, lead_steps, steps),
+        straggler=find_straggler(table.rows),
+        late=tuple(
+            f"at step {event.step}: {event.detail.get('sentence', '')}"
+            for own in attempts.values()
+            for attempt in own
+            for event in attempt.events
+            if event.name == "straggler"
+        ),
     )
 
 
@@ -159,85 +165,34 @@ def render(summary: RunSummary) -> RenderableType:
     return Group(*parts)
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """From one RunRecord of a rank to the next."""
-
-    run: RunRecord
-    last_time: float
-    end: EndRecord | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self.end.seconds if self.end is not None else self.last_time - self.run.time
-
-
-@dataclass(slots=True)
-class _RankLog:
-    """All that one rank wrote; of a step written twice, the later record, with the attempt it belongs to."""
-
-    attempts: list[_Attempt] = field(default_factory=list)
-    steps: dict[int, tuple[_Attempt, StepRecord]] = field(default_factory=dict)
-    evaluation: EvalRecord | None = None
-    late: list[str] = field(default_factory=list)
-
-
-def _read_logs(run_folder: Path) -> dict[int, _RankLog]:
+def _no_run(run_folder: Path) -> RunFolderError:
     records = run_folder / "records"
-    logs = {}
-    for path in records.glob("rank-*.jsonl"):
-        number = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
-        log = _read_log(path)
-        if number and log.attempts:
-            logs[int(number[1])] = log
-    if not logs:
-        what = "has no rank-<r>.jsonl with a record in it" if records.is_dir() else "does not exist"
-        raise RunFolderError(
-            f"no run to report on in {run_folder}: {records} {what}\n"
-            "  every rank writes its records there from its first moment on\n"
-            "  give the folder of a run, such as runs/<name>, or start one with: paceline train CONFIG"
-        )
-    return logs
+    what = "has no rank-<r>.jsonl with a record in it" if records.is_dir() else "does not exist"
+    return RunFolderError(
+        f"no run to report on in {run_folder}: {records} {what}\n"
+        "  every rank writes its records there from its first moment on\n"
+        "  give the folder of a run, such as runs/<name>, or start one with: paceline train CONFIG"
+    )
 
 
-def _read_log(path: Path) -> _RankLog:
-    log = _RankLog()
-    try:
-        for record in read_records(path):
-            if isinstance(record, RunRecord):
-                log.attempts.append(_Attempt(run=record, last_time=record.time))
-                continue
-            if not log.attempts:
-                raise ValueError(f"{path}, line 1: the first record of a file is that of the run")
-            attempt = log.attempts[-1]
-            attempt.last_time = record.time
-            if isinstance(record, StepRecord):
-                log.steps[record.step] = (attempt, record)
-            elif isinstance(record, EvalRecord):
-                log.evaluation = record
-            elif isinstance(record, EndRecord):
-                attempt.end = record
-            elif record.name == "straggler":
-                log.late.append(f"at step {record.step}: {record.detail.get('sentence', '')}")
-    except ValueError as error:
-        raise RunFolderError(
-            f"a record cannot be read: {error}\n"
-            "  every line is one record, written whole\n"
-            "  remove the line if the file was edited or the disk failed; the rest can be reported on"
-        ) from error
-    return log
+def _last_steps(attempts: Sequence[RankAttempt]) -> dict[int, tuple[RankAttempt, StepRecord]]:
+    """Returns, by step in order, the record of a rank with its attempt; of a step made twice, the later."""
+    found = {record.step: (attempt, record) for attempt in attempts for record in attempt.steps}
+    return dict(sorted(found.items()))
 
 
-def _steps_that_count(logs: dict[int, _RankLog]) -> dict[int, dict[int, StepRecord]]:
+def _steps_that_count(
+    last_steps: Mapping[int, Mapping[int, tuple[RankAttempt, StepRecord]]],
+) -> dict[int, dict[int, StepRecord]]:
     """Returns, by step in order, the record of each rank that took part in the attempt that counts."""
-    lead = logs[min(logs)]
+    lead = next(iter(last_steps.values()))
     return {
         step: {
-            rank: log.steps[step][1]
-            for rank, log in logs.items()
-            if step in log.steps and log.steps[step][0].run.world_size == attempt.run.world_size
+            rank: own[step][1]
+            for rank, own in last_steps.items()
+            if step in own and own[step][0].run.world_size == attempt.run.world_size
         }
-        for step, (attempt, _) in sorted(lead.steps.items())
+        for step, (attempt, _) in lead.items()
     }
 
 
@@ -250,63 +205,45 @@ def _end(ends: Iterable[EndRecord | None]) -> EndRecord | None:
     return next((end for end in known if end is not None and end.status == "stopped"), known[0])
 
 
-def _final_loss(steps: list[dict[int, StepRecord]]) -> float | None:
-    records = [record for ranks in steps for record in ranks.values()]
-    count = sum(record.count for record in records)
-    return sum(record.loss_sum for record in records) / count if count else None
+def _compared(
+    run_folder: Path,
+    attempts: Sequence[RankAttempt],
+    last_steps: Mapping[int, tuple[RankAttempt, StepRecord]],
+    steps: Mapping[int, Mapping[int, StepRecord]],
+) -> Compared | None:
+    """Returns what was expected of the last attempt that made a step, beside what it did; None if nothing was.
 
-
-def _compared(run_folder: Path, logs: dict[int, _RankLog], steps: dict[int, dict[int, StepRecord]]) -> Compared | None:
-    """Returns what was expected of the last attempt that made a step, beside what it did; None if nothing was."""
+    ``attempts`` and ``last_steps`` are those of the lowest rank.
+    """
     expected = read_expectation(run_folder)
     if expected is None:
         return None
-    lead = logs[min(logs)]
-    last = next(
-        (each for each in reversed(lead.attempts) if any(each is made for made, _ in lead.steps.values())), None
-    )
+    last = next((each for each in reversed(attempts) if any(each is made for made, _ in last_steps.values())), None)
     if last is None or last.run.world_size != expected.ranks:
         return compare(expected, None, None)
-    made = [ranks for step, ranks in steps.items() if lead.steps[step][0] is last]
-    slowest = [max(record.step_s for record in ranks.values()) for ranks in made]
-    memory = max(record.memory_bytes for ranks in made for record in ranks.values())
-    return compare(expected, median(slowest[max(1, len(slowest) // 10) :] or slowest), memory)
+    made = StepTable(ranks for step, ranks in steps.items() if last_steps[step][0] is last)
+    return compare(expected, made.without_warm_up().step_s, made.totals().memory_bytes)
 
 
-def _samples_per_s(steps: list[dict[int, StepRecord]]) -> float | None:
-    num_warm_up = max(1, len(steps) // 10)
-    rates = [
-        sum(record.samples for record in ranks.values()) / slowest
-        for ranks in steps[num_warm_up:] or steps
-        if (slowest := max(record.step_s for record in ranks.values())) > 0
-    ]
-    return median(rates) if rates else None
-
-
-def _rank_summary(rank: int, logs: dict[int, _RankLog], steps: dict[int, dict[int, StepRecord]]) -> RankSummary:
-    records = [ranks[rank] for ranks in steps.values() if rank in ranks]
-    run, lead = logs[rank].attempts[-1].run, logs[min(logs)]
+def _rank_summary(rank: int, run: RunRecord, table: StepTable, attempts: Sequence[RankAttempt]) -> RankSummary:
+    """Adds up one rank's steps; ``attempts`` has the one that counts of each step of the run."""
+    totals = add_up(table.of_rank(rank))
     return RankSummary(
         rank=rank,
         device=run.device,
         host=run.host,
-        steps=len(records),
-        samples=sum(record.samples for record in records),
-        step_s=median(record.step_s for record in records) if records else 0.0,
-        total_s=sum(record.step_s for record in records),
-        data_s=sum(record.data_s for record in records),
-        forward_s=sum(record.forward_s for record in records),
-        backward_s=sum(record.backward_s for record in records),
-        comm_s=sum(record.comm_s for record in records),
-        optimizer_s=sum(record.optimizer_s for record in records),
-        memory_bytes=max((record.memory_bytes for record in records), default=0),
-        absent_steps=sum(attempt.run.world_size <= rank for attempt, _ in lead.steps.values()),
+        steps=totals.steps,
+        samples=totals.samples,
+        step_s=totals.median_s,
+        total_s=totals.step_s,
+        data_s=totals.data_s,
+        forward_s=totals.forward_s,
+        backward_s=totals.backward_s,
+        comm_s=totals.comm_s,
+        optimizer_s=totals.optimizer_s,
+        memory_bytes=totals.memory_bytes,
+        absent_steps=sum(attempt.run.world_size <= rank for attempt in attempts),
     )
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return sum(known) / len(known)
 
 
 def _title(summary: RunSummary) -> Text:

@@ -1,42 +1,49 @@
-"""One rank's part in one attempt at a run: set-up, training, records, and what is left when it fails."""
+"""One rank's part in one attempt at a run: set-up, training, records, and what is left when it fails.
+
+The set-up gives the trainer what it needs to survive: its hooks, the checkpoint to start from, the way back to the last
+one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import sys
 import time
 import traceback
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paceline.errors import PreemptedError
-from paceline.run.codes import DONE, FAILED, PREEMPTED, REFUSED
-from paceline.run.failure import Failure, describe_error, is_refusal, write_failure
-from paceline.run.folder import settle_config
-from paceline.run.progress import StepNote
+from paceline.chaos.notes import VARIABLE
+from paceline.checkpoint import find_checkpoint, open_checkpoint
+from paceline.checkpoint.manifest import Line
+from paceline.checkpoint.storage import FileStore
+from paceline.comm.base import Communicator
+from paceline.comm.objects import broadcast_object
+from paceline.config import Config
+from paceline.errors import CheckpointError, PreemptedError
+from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
+from paceline.health.failure import Failure, describe_error, is_refusal
+from paceline.plan.plan import Plan
+from paceline.records.records import EndRecord, EventRecord, RunRecord
+from paceline.records.sinks import Fanout, JsonlSink, Sink, SpaceSink, Strided, TensorBoardSink
+from paceline.run.folder import adopt_config
+from paceline.run.notes import StepNote, note_preemption, write_failure
 from paceline.run.rank_process import leave_process, node_ranks, use_threads
-from paceline.run.rank_records import run_record, write_settings, write_trace
-from paceline.run.rank_recovery import (
-    NoteStep,
-    find_faults,
-    find_together,
-    load_checkpoint,
-    make_hooks,
-    prepare_recovery,
-)
-from paceline.run.requests import note_preemption
-from paceline.train.stop import StopRequest
+from paceline.run.records import name_strategy, run_record, write_settings, write_trace
+from paceline.run.watch import keep_ledger
+from paceline.train.assemble import build_trainer
+from paceline.train.survive.consensus import ConsensusHook, Listener, SpikeListener, StopWhenAsked
+from paceline.train.survive.recovery import LossPolicy, StopRequest
+from paceline.train.survive.saving import ForgivingSaver, Saver, save_policy
+from paceline.train.trainer import EvaluateHook, Every, Hook, StepResult, Trainer, WayBack
 
 if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
-    from paceline.records.records import RunRecord
-    from paceline.records.sinks import Sink
-    from paceline.train.trainer import Trainer
+    from paceline.chaos.inject import Injector
 
 
-class Attempt:
+class RankAttempt:
     """One rank's part in one attempt at a run, from its set-up to its last record or its failure."""
 
     def __init__(
@@ -55,24 +62,27 @@ class Attempt:
         self._is_built = False
         self._first_step = 0
 
-    def of_rank(self, rank: int) -> Attempt:
-        """Returns the part of another rank in this process, which hears the same signals."""
-        return Attempt(self._folder, rank, restart=self._restart, request=self.request)
+    def of_rank(self, rank: int) -> RankAttempt:
+        """Returns the attempt of another rank in this process, which obeys the same signals."""
+        return RankAttempt(self._folder, rank, restart=self._restart, request=self.request)
 
     def run(
-        self, config: Config, comm: Communicator, *, resume: str | Path | None = None, view: Sink | None = None
+        self,
+        config: Config,
+        comm: Communicator,
+        *,
+        plan: Plan | None = None,
+        resume: str | Path | None = None,
+        view: Sink | None = None,
     ) -> None:
         """Trains this rank's share and writes its records. Until set-up has worked, the folder stays as it is."""
-        from paceline.run.watch import keep_ledger
-        from paceline.train.assemble import build_trainer
-
         use_threads(config)
         comm = keep_ledger(comm, self._folder)
         started = time.time()
         try:
             faults = find_faults(config, self._folder, self._rank)
             hooks = make_hooks(config, self._folder, self.request, None if faults is None else faults.storage())
-            trainer = self._trainer = build_trainer(config, comm, hooks=hooks, node_ranks=node_ranks(config))
+            trainer = self._trainer = build_trainer(config, comm, plan=plan, hooks=hooks, node_ranks=node_ranks(config))
             checkpoint = find_together(config, comm, self._folder, resume)
             if checkpoint is not None:
                 load_checkpoint(trainer, checkpoint)
@@ -85,9 +95,8 @@ class Attempt:
             raise
         self._is_built, self._first_step = True, trainer.step
         if self._rank == 0:
-            settle_config(self._folder)
-            text = json.dumps(trainer.parts.plan.to_json(), indent=2)
-            (self._folder / "plan.json").write_text(text + "\n", encoding="utf-8")
+            adopt_config(self._folder)
+            (self._folder / "plan.json").write_text(trainer.parts.plan.to_text(), encoding="utf-8")
         trainer.sink = self._open_sinks(config, view)
         trainer.hooks.append(NoteStep(StepNote(self._folder, self._rank, trainer.step)))
         try:
@@ -101,11 +110,11 @@ class Attempt:
         comm.ledger.finish()
 
     def describe(self, error: BaseException) -> Failure:
-        """Tells how this rank failed."""
+        """Describes how this rank failed."""
         return describe_error(self._rank, error, is_refusal=self._is_refusal(error))
 
     def leave(self, error: BaseException) -> NoReturn:
-        """Ends this process with an error, which it leaves to the launcher and in its log."""
+        """Writes the error for the launcher and into the log of this rank, and ends this process."""
         if isinstance(error, PreemptedError):
             # An agent that restarts by itself takes every other code for a failure.
             restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
@@ -123,8 +132,6 @@ class Attempt:
         return is_refusal(error, is_built=self._is_built, has_trained=has_trained)
 
     def _train(self, config: Config, trainer: Trainer, resume: Path | None, started: float) -> None:
-        from paceline.records.records import EndRecord, EventRecord
-
         assert trainer.sink is not None
         try:
             if self._restart is not None:
@@ -150,8 +157,6 @@ class Attempt:
         trainer.sink.write(EndRecord(status="done", step=trainer.step, seconds=now - started, message="", time=now))
 
     def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
-        from paceline.records.sinks import Fanout, JsonlSink, SpaceSink, Strided, TensorBoardSink
-
         goes_on = config.recovery.on_full_disk == "warn"
         sinks: list[Sink] = [JsonlSink(self._records, waits_for_space=goes_on)]
         if config.monitor.tensorboard and self._rank == 0:
@@ -162,11 +167,93 @@ class Attempt:
         return Fanout(sinks)
 
     def _write_start(self, record: RunRecord) -> None:
-        from paceline.records.sinks import JsonlSink
-
         with contextlib.suppress(OSError), contextlib.closing(JsonlSink(self._records)) as sink:
             sink.write(record)
 
     @property
     def _records(self) -> Path:
         return self._folder / "records" / f"rank-{self._rank}.jsonl"
+
+
+def make_hooks(config: Config, folder: Path, request: StopRequest, storage: FileStore | None = None) -> list[Hook]:
+    """Returns what runs after each step: evaluation, saving, and the ranks' agreement about stopping and losses."""
+    hooks: list[Hook] = [Every(config.train.eval_every, EvaluateHook())]
+    policy = save_policy(config.checkpoint, ask_every=config.monitor.log_every)
+    save = Saver(_checkpoint_folder(config, folder), policy, about=_about(config), storage=storage)
+    forgiving = ForgivingSaver(save, config.recovery.on_full_disk)
+    hooks.append(forgiving)
+    # The last: a wish to stop is obeyed when everything else of the step is done, and is not saved twice.
+    listeners: list[Listener] = [StopWhenAsked(request, forgiving.save_now)]
+    watches = config.recovery.on_spike != "ignore"
+    if watches:
+        listeners.insert(0, SpikeListener(_loss_policy(config)))
+    hooks.append(ConsensusHook(request, listeners, needs_losses=watches))
+    return hooks
+
+
+class NoteStep:
+    """Notes each step for the launcher."""
+
+    def __init__(self, note: StepNote) -> None:
+        self._note = note
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        del trainer
+        self._note.write(result.step)
+
+
+def find_together(config: Config, comm: Communicator, folder: Path, resume: str | Path | None) -> Path | None:
+    """Returns the checkpoint to start from, the same on all ranks; None with ``auto`` where there is none yet."""
+    if resume is None or str(resume) != "auto":
+        return None if resume is None else Path(resume)
+
+    found: Path | None = None
+    if comm.rank == 0:
+        with contextlib.suppress(CheckpointError):
+            found = _newest(config, folder)
+    return broadcast_object(comm, found)
+
+
+def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
+    """Loads a checkpoint into a trainer."""
+    trainer.load_state(open_checkpoint(checkpoint))
+
+
+def prepare_recovery(config: Config, trainer: Trainer, folder: Path) -> None:
+    """Gives the trainer its policy for bad losses, and the way back to the last checkpoint."""
+    trainer.losses = _loss_policy(config)
+    trainer.way_back = WayBack(lambda: _newest(config, folder, trainer.line), load_checkpoint)
+
+
+def find_faults(config: Config, folder: Path, rank: int) -> Injector | None:
+    """Returns the faults that ``paceline chaos`` has for this rank; None in every other run."""
+    where = os.environ.get(VARIABLE)
+    if where is None:
+        return None
+    from paceline.chaos.inject import Injector
+
+    return Injector(Path(where), rank, _checkpoint_folder(config, folder))
+
+
+def _newest(config: Config, folder: Path, own: Line | None = None) -> Path:
+    """Finds the newest checkpoint of a run's line that is whole; tells in the log of those that are not."""
+    where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    return find_checkpoint("auto", where, config.checkpoint.verify, lambda passed: print(passed, file=sys.stderr), own)
+
+
+def _checkpoint_folder(config: Config, folder: Path) -> Path:
+    return folder / "checkpoints" if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+
+
+def _loss_policy(config: Config) -> LossPolicy:
+
+    return LossPolicy(**{each.name: getattr(config.recovery, each.name) for each in fields(LossPolicy)})
+
+
+def _about(config: Config) -> dict[str, Any]:
+    """Returns what a checkpoint tells of the run that it belongs to."""
+    parallel = config.parallel
+    ranks = parallel.ranks if isinstance(parallel.ranks, int) else 0
+    mesh = {name: getattr(parallel, name) for name in ("pipeline", "tensor")}
+    strategy = name_strategy(config, ranks)
+    return {"name": config.name, "strategy": strategy, "mesh": mesh, "config": config.model_dump(mode="json")}

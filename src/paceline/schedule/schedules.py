@@ -136,6 +136,8 @@ _SCHEDULES = {
 
 
 SCHEDULE_NAMES = tuple(_SCHEDULES)
+# The fewest and the most stages of a rank, by schedule; None: as many as one likes.
+CHUNKS = {name: (entry.chunks, entry.most_chunks) for name, entry in _SCHEDULES.items()}
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:

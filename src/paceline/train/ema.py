@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
+from paceline.checkpoint.manifest import AVERAGE, prefixed
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.state import AVERAGE, prefixed
 from paceline.engines.engine import Engine
 from paceline.shards import Shard
 
@@ -70,7 +70,7 @@ class WeightAverage:
             kept = parameter.clone()  # one tensor at a time
             parameter.copy_(average)
             average.copy_(kept)
-        self._engine.note_filled()
+        self._engine.mark_loaded()
 
 
 def _is_trained(shard: Shard) -> bool:

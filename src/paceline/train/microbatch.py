@@ -16,9 +16,7 @@ import torch
 
 from paceline.data.datasets import MapDataset
 from paceline.data.fetch import fetch_batch
-from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
-from paceline.engines.fsdp import FullySharded
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.search.choice import MARGIN
@@ -123,10 +121,7 @@ class _Trials:
 
     def clean_up(self) -> None:
         """Leaves the engine as it was."""
-        if not isinstance(self._engine, DataParallel):
-            self._engine.sit_out()  # a sharded engine notes which parameters were used until a pass that reduces
-        if isinstance(self._engine, FullySharded):
-            self._engine.forget_pass()
+        self._engine.abandon_accumulation()
         drop_gradients(self._engine)
         release_memory(self._engine.comm.device)
 

@@ -11,9 +11,8 @@ of microbatches, and sits out those for which it has no samples. In fp16 the los
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,9 +20,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from paceline.data.loader import StepBatch
-from paceline.engines.combined import CombinedParallel
-from paceline.engines.engine import Engine
-from paceline.train.loss import Loss, LossValue
+from paceline.engines.engine import Engine, LossSum
+from paceline.train.loss import Loss
 from paceline.train.scaler import LossScaler
 from paceline.train.update import update_if_finite
 
@@ -46,7 +44,7 @@ class Passes(Protocol):
         scale: float | torch.Tensor | None,
         dtype: torch.dtype | None,
         laps: Laps,
-    ) -> list[LossValue]:
+    ) -> Sequence[LossSum]:
         """Leaves the gradients of all microbatches, reduced; returns the losses of those that had samples."""
 
 
@@ -146,34 +144,13 @@ def accumulate(
     scale: float | torch.Tensor | None,
     dtype: torch.dtype | None,
     laps: Laps,
-) -> list[LossValue]:
-    """Runs forward and backward over the microbatches; gradients are reduced with the last one.
+) -> Sequence[LossSum]:
+    """Runs forward and backward over the microbatches, each brought to the device when its turn comes."""
 
-    A pipeline runs them itself, by its schedule.
-    """
-    if isinstance(engine, CombinedParallel) and engine.has_pipeline:
-        placed = [None if batch is None else place(batch, engine.comm.device, dtype) for batch in microbatches]
-        found = engine.run_microbatches(placed, loss, scale, laps.lap)
-        return [LossValue(value.total, value.count) for value in found]
-    values = []
-    last = len(microbatches) - 1
-    context = engine.precision.context(engine.comm.device)
-    for number, microbatch in enumerate(microbatches):
-        with contextlib.nullcontext() if number == last else engine.no_sync():
-            if microbatch is None:
-                engine.sit_out()
-                laps.lap("backward")
-                continue
-            with context:
-                value = loss(engine, place(microbatch, engine.comm.device, dtype))
-            laps.lap("forward")
-            (value.total if scale is None else value.total * scale).backward()  # type: ignore[no-untyped-call]
-            laps.lap("backward")
-        values.append(value)
-    if not microbatches:
-        engine.sit_out()  # no samples in the whole step, but the others wait for this rank
-        laps.lap("backward")
-    return values
+    def loss_of_placed(model: Callable[..., Any], batch: Any) -> LossSum:
+        return loss(model, place(batch, engine.comm.device, dtype))
+
+    return engine.run_microbatches(microbatches, loss_of_placed, scale, laps.lap)
 
 
 def weigh_gradients(engine: Engine, count: float | torch.Tensor) -> torch.Tensor:

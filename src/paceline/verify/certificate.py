@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,17 +21,16 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import share_memory
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.composition import Parallelism, parallelism_of
-from paceline.engines.fsdp import ShardingPolicy
+from paceline.engines.apply import layout_from
 from paceline.errors import RankFailedError, UsageError
 from paceline.run.processes import run_processes
-from paceline.train.threads import compute_threads
+from paceline.train.randomness import compute_threads
 from paceline.verify.case import Case, FunctionCase
 from paceline.verify.locate import Divergence, locate
 from paceline.verify.measure import Bound, Errors, absolute, bound_for, compare, merge
 from paceline.verify.reference import Reference, run_reference
 from paceline.verify.runs import run_distributed
-from paceline.verify.settings import Settings, check_settings, complete
+from paceline.verify.settings import SMALL_BUCKETS, Settings, check_settings, complete
 from paceline.verify.values import StepValues
 
 Backend = Literal["virtual", "gloo", "shared_memory"]
@@ -75,6 +74,20 @@ class Certificate:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thoroughness:
+    """How long and how strictly is verified.
+
+    The backends ``gloo`` and ``shared_memory`` are real processes, and need functions that can be pickled.
+    """
+
+    steps: int = 3
+    clip: float | None = 1.0
+    backend: Backend = "virtual"
+    tolerance: float | None = None  # None: what rounding explains
+    make_optimizer: Callable[..., torch.optim.Optimizer] | None = None
+
+
 def verify(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[int], Any],
@@ -82,45 +95,27 @@ def verify(
     *,
     strategy: str = "ddp",
     ranks: int = 4,
-    shard_ranks: int | None = None,
-    steps: int = 3,
-    accumulate: int = 1,
-    clip: float | None = 1.0,
-    precision: str = "fp32",
-    checkpoint_activations: str = "none",
-    sync_batchnorm: bool = True,
-    backend: Backend = "virtual",
-    tolerance: float | None = None,
-    make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-    sharding: ShardingPolicy | None = None,
-    parallel: Parallelism | Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Certificate:
     """Verifies that ``strategy`` on ``ranks`` ranks trains ``make_model()`` exactly as one process would.
 
     ``make_batch(step)`` gives the global batch as (inputs, targets); ``loss_fn(outputs, targets)`` a mean over
     samples, or (sum, count) where elements weigh otherwise. Dropout modules are switched off, as their numbers depend
-    on the rank. ``precision="fp32"`` is verified in float64, any other against one process of the same policy. Without
-    ``shard_ranks`` hybrid shards over half of the ranks. ``parallel`` spreads the model itself, as for
-    ``parallelize``: ``{"pipeline": 2, "schedule": "zb-h1"}``, with ``accumulate`` microbatches. The backends ``gloo``
-    and ``shared_memory`` are real processes, and need functions that can be pickled. Raises UsageError, before
-    anything starts, with all that is wrong with the arguments.
+    on the rank. ``options`` are fields of a ``Layout``, as for ``parallelize`` (``precision="bf16"``, ``accumulate=3``,
+    ``pipeline=2, schedule="zb-h1"``), and of ``Thoroughness``: ``steps``, ``clip``, ``backend``, ``tolerance``,
+    ``make_optimizer``. ``precision="fp32"`` is verified in float64, any other against one process of the same policy.
+    Without ``shard_ranks`` hybrid shards over half of the ranks.
+
+    Raises UsageError, before anything starts, with all that is wrong with the arguments.
     """
-    case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=make_optimizer)
-    policy = sharding or ShardingPolicy()
-    spread, said = parallelism_of(parallel)
-    settings = Settings(
-        strategy=said or strategy,
-        ranks=ranks,
-        steps=steps,
-        accumulate=accumulate,
-        clip=clip,
-        precision=precision,
-        checkpoint_activations=checkpoint_activations,
-        sharding=policy if shard_ranks is None else dataclasses.replace(policy, shard_ranks=shard_ranks),
-        sync_batchnorm=sync_batchnorm,
-        spread=spread,
-    )
-    return certify(case, settings, backend=backend, tolerance=tolerance)
+    names = {each.name for each in dataclasses.fields(Thoroughness)}
+    how = Thoroughness(**{name: value for name, value in options.items() if name in names})
+    case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=how.make_optimizer)
+    asked = layout_from({name: value for name, value in options.items() if name not in names})
+    said: Any = "fsdp" if strategy == "zero3" else strategy
+    layout = replace(asked, strategy=said, **SMALL_BUCKETS)
+    settings = Settings(layout=layout, ranks=ranks, steps=how.steps, clip=how.clip)
+    return certify(case, settings, backend=how.backend, tolerance=how.tolerance)
 
 
 def certify(
@@ -161,28 +156,28 @@ def certify(
 
 
 def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bound, **found: Any) -> Certificate:
-    spread = settings.spread
+    layout = settings.layout
     pieces = "whole batches" if reference.pieces == 1 else f"batches in {reference.pieces} pieces"
     what = f"one process on {pieces}"
     if not settings.is_exact:
-        what = f"one process of {settings.precision} on {pieces}, from the ranks' parameters in each step"
+        what = f"one process of {layout.precision} on {pieces}, from the ranks' parameters in each step"
     return Certificate(
         passed=found["divergence"] is None,
         measure="relative" if bound.is_relative else "absolute",
         tolerance=bound.tolerance,
         bound=bound.reason,
         reference=what,
-        strategy=settings.strategy,
-        shard_ranks=settings.sharding.shard_ranks,
+        strategy=layout.strategy,
+        shard_ranks=layout.shard_ranks or None,
         ranks=settings.ranks,
-        pipeline=spread.pipeline,
-        tensor=spread.tensor,
-        schedule=None if spread.pipeline == 1 else str(spread.schedule),
+        pipeline=layout.pipeline,
+        tensor=layout.tensor,
+        schedule=None if layout.pipeline == 1 else str(layout.schedule),
         steps=settings.steps,
         accumulate=settings.accumulate,
         clip=settings.clip,
-        checkpoint_activations=settings.checkpoint_activations,
-        precision=settings.precision,
+        checkpoint_activations=layout.checkpoint_activations,
+        precision=layout.precision,
         num_parameters=sum(p.numel() for p in case.make_model().parameters()),
         batch=reference.samples,
         dtype=str(settings.dtype).removeprefix("torch."),

@@ -145,7 +145,7 @@ def _cancels(gradient: torch.Tensor | None) -> bool:
 
 def _hint(model: nn.Module, settings: Settings) -> str:
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if norms and not settings.sync_batchnorm:
+    if norms and not settings.layout.sync_batchnorm:
         return (
             "the model has BatchNorm, which normalises over the samples of one rank: its results depend on how the "
             "batch is cut\n  synchronise it over the ranks (sync_batchnorm), or use GroupNorm or LayerNorm"

@@ -95,19 +95,7 @@ def share_of(batch: Any, comm: Communicator, accumulate: int) -> StepBatch:
 
 
 def _build(model: nn.Module, comm: Communicator, settings: Settings) -> Engine:
-    # Buckets far smaller than real ones: even a small model is cut into several.
-    return parallelize(
-        model,
-        comm,
-        settings.strategy,
-        precision=settings.precision,
-        bucket_mb=0.02,
-        first_bucket_mb=0.005,
-        checkpoint_activations=settings.checkpoint_activations,
-        sharding=settings.sharding,
-        sync_batchnorm=settings.sync_batchnorm,
-        parallel=settings.spread,
-    )
+    return parallelize(model, comm, layout=settings.layout)
 
 
 def _state(engine: Engine, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

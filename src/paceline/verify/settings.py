@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from paceline.engines.apply import STRATEGIES
-from paceline.engines.checkpointing import POLICIES
-from paceline.engines.composition import Parallelism
-from paceline.engines.fsdp import ShardingPolicy
+from paceline.engines.apply import STRATEGY_NAMES
 from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
+from paceline.plan.layout import CHECKPOINTS, Layout
+from paceline.plan.rules import rules
 
 BACKENDS = ("virtual", "gloo", "shared_memory")
-VERIFIED = tuple(strategy for strategy in STRATEGIES if strategy != "auto")
+VERIFIED = tuple(name for name in STRATEGY_NAMES if name != "auto")
+# Buckets far smaller than real ones: even a small model is cut into several.
+SMALL_BUCKETS: dict[str, Any] = {"bucket_mb": 0.02, "first_bucket_mb": 0.005}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,33 +30,41 @@ class Settings:
     so that one virtual rank would clear another's, and round other numbers than one process.
     """
 
-    strategy: str = "ddp"
+    layout: Layout = field(default_factory=lambda: Layout(**SMALL_BUCKETS))
     ranks: int = 4
     steps: int = 3
-    accumulate: int = 1
     clip: float | None = 1.0
-    precision: str = "fp32"
-    checkpoint_activations: str = "none"
-    sharding: ShardingPolicy = field(default_factory=ShardingPolicy)
-    sync_batchnorm: bool = True
-    spread: Parallelism = field(default_factory=Parallelism)
     caches_casts: bool = True
     record_step: int | None = None
+
+    @classmethod
+    def of(cls, *, ranks: int = 4, steps: int = 3, clip: float | None = 1.0, **layout: Any) -> Settings:
+        """Makes settings of a layout's fields: ``Settings.of(ranks=2, strategy="fsdp", accumulate=3)``."""
+        return cls(layout=Layout(**{**SMALL_BUCKETS, **layout}), ranks=ranks, steps=steps, clip=clip)
+
+    def with_layout(self, **changes: Any) -> Settings:
+        """Returns the settings with some fields of the layout changed."""
+        return replace(self, layout=replace(self.layout, **changes))
+
+    @property
+    def accumulate(self) -> int:
+        """Microbatches of a step."""
+        return self.layout.accumulate
 
     @property
     def data_ranks(self) -> int:
         """How many ranks share the batch: those that are left when the model is spread."""
-        return max(1, self.ranks // max(1, self.spread.pipeline * self.spread.tensor))
+        return max(1, self.ranks // max(1, self.layout.pipeline * self.layout.tensor))
 
     @property
     def policy(self) -> Precision:
         """The precision policy."""
-        return PRECISIONS[self.precision]
+        return PRECISIONS[self.layout.precision]
 
     @property
     def is_exact(self) -> bool:
         """Whether both runs compute in float64, where nothing but the order of sums can differ."""
-        return self.precision == "fp32"
+        return self.layout.precision == "fp32"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,10 +74,9 @@ class Settings:
 
 def complete(settings: Settings) -> Settings:
     """Fills in what follows from the rest: without a size, hybrid shards over half of the ranks."""
-    sharding = settings.sharding
-    if settings.strategy != "hybrid" or sharding.shard_ranks is not None or settings.data_ranks % 2:
+    if settings.layout.strategy != "hybrid" or settings.layout.shard_ranks or settings.data_ranks % 2:
         return settings
-    return dataclasses.replace(settings, sharding=dataclasses.replace(sharding, shard_ranks=settings.data_ranks // 2))
+    return settings.with_layout(shard_ranks=settings.data_ranks // 2)
 
 
 def check_settings(
@@ -78,8 +86,7 @@ def check_settings(
     problems = [
         *_unknown_names(settings, backend),
         *_numbers(settings, tolerance, batch),
-        *_spread(settings),
-        *_shards(settings),
+        *_layout(settings),
         *_precision(settings),
     ]
     if problems:
@@ -87,13 +94,14 @@ def check_settings(
 
 
 def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
-    if settings.strategy == "auto":
+    layout, strategy = settings.layout, str(settings.layout.strategy)
+    if strategy == "auto":
         rule = "a run decides by its memory, and each strategy is verified by itself"
         yield Problem(what="strategy = 'auto'", rule=rule, fix=f"give one of {', '.join(VERIFIED)}")
     known: list[tuple[str, str, Sequence[str]]] = [
-        ("strategy", settings.strategy, (*VERIFIED, "auto")),
-        ("precision", settings.precision, tuple(PRECISIONS)),
-        ("checkpoint_activations", settings.checkpoint_activations, POLICIES),
+        ("strategy", strategy, (*VERIFIED, "auto")),
+        ("precision", layout.precision, tuple(PRECISIONS)),
+        ("checkpoint_activations", layout.checkpoint_activations, CHECKPOINTS),
         ("backend", backend, BACKENDS),
     ]
     for name, value, choices in known:
@@ -105,7 +113,7 @@ def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
 
 
 def _numbers(settings: Settings, tolerance: float | None, batch: int | None) -> Iterator[Problem]:
-    counts = {name: getattr(settings, name) for name in ("ranks", "steps", "accumulate")}
+    counts = {"ranks": settings.ranks, "steps": settings.steps, "accumulate": settings.accumulate}
     for name, value in {**counts, "batch": 1 if batch is None else batch}.items():
         if value < 1:
             yield Problem(what=f"{name} = {value}", rule="there is at least one", fix=f"give {name} = 1 or more")
@@ -119,46 +127,18 @@ def _numbers(settings: Settings, tolerance: float | None, batch: int | None) -> 
         )
 
 
-def _spread(settings: Settings) -> Iterator[Problem]:
-    spread = settings.spread
+def _layout(settings: Settings) -> Iterator[Problem]:
+    layout = settings.layout
     for name in ("pipeline", "tensor"):
-        if getattr(spread, name) < 1:
-            yield Problem(what=f"{name} = {getattr(spread, name)}", rule="there is at least one", fix="give 1 or more")
+        if getattr(layout, name) < 1:
+            yield Problem(what=f"{name} = {getattr(layout, name)}", rule="there is at least one", fix="give 1 or more")
             return
-    parts = spread.pipeline * spread.tensor
-    if settings.ranks % parts:
-        yield Problem(
-            what=f"pipeline = {spread.pipeline} and tensor = {spread.tensor} on {settings.ranks} ranks",
-            rule="their product divides the ranks, and what is left shares the batch",
-            fix=f"give ranks = {parts * max(1, settings.ranks // parts)}, or other degrees",
-        )
-    elif spread.data is not None and spread.data != settings.ranks // parts:
-        yield Problem(
-            what=f"data = {spread.data} with {spread.pipeline} x {spread.tensor} on {settings.ranks} ranks",
-            rule="the product of pipeline, tensor and data is the number of ranks",
-            fix=f"give ranks = {parts * spread.data}, or data = {settings.ranks // parts}",
-        )
-
-
-def _shards(settings: Settings) -> Iterator[Problem]:
-    ranks, shard_ranks = settings.data_ranks, settings.sharding.shard_ranks
-    if settings.strategy != "hybrid":
-        if shard_ranks is not None:
-            yield Problem(
-                what=f"shard_ranks = {shard_ranks} with strategy = {settings.strategy!r}",
-                rule="only hybrid has shard groups of a size of their own",
-                fix="leave shard_ranks out, or give strategy = 'hybrid'",
-            )
-    elif ranks >= 1 and (shard_ranks is None or shard_ranks < 1 or ranks % shard_ranks):
-        yield Problem(
-            what=f"strategy = 'hybrid' on {ranks} ranks with shard_ranks = {shard_ranks}",
-            rule="the ranks of a shard group must divide the ranks",
-            fix=f"give shard_ranks as one of {[n for n in range(1, ranks + 1) if ranks % n == 0]}",
-        )
+    if settings.ranks >= 1:
+        yield from rules(layout, ranks=settings.ranks)
 
 
 def _precision(settings: Settings) -> Iterator[Problem]:
-    if settings.precision in PRECISIONS:
+    if settings.layout.precision in PRECISIONS:
         try:
             check_precision(settings.policy, torch.device("cpu"))
         except UsageError as error:

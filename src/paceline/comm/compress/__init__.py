@@ -1,7 +1,7 @@
 """Gradients that shrink where the link is slow: policies on a bucket, with error feedback.
 
     compressor = Compressor(Compression(policy="topk", ratio=0.01))
-    engine = parallelize(model, comm, "ddp", compression=compressor)
+    engine = parallelize(model, comm, "ddp", compressor=compressor)
 
 A policy (``sparse.py``, ``low_rank.py``, ``quantised.py``) says how one flat vector is exchanged. What surrounds it is
 the same for all and lives in ``feedback.py``: which tensors take part, what was not sent and comes with the next step,

@@ -21,8 +21,9 @@ from torch import nn
 
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.engines.flat.lane import Lane
-from paceline.engines.offload import Offload, host_empty
+from paceline.engines.offload import host_empty
 from paceline.engines.precision import Precision
+from paceline.plan.layout import Offload
 from paceline.shards import FlatLayout, flat_layout, row_major
 
 _ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, whatever the dtype
@@ -112,6 +113,11 @@ class FlatGroup:
         if self.param_dtype != self.dtype or self.is_on_host:
             return True
         return self.comm.size > 1 and not self._is_in_place
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether the memory of ``full`` is freed and allocated again as training goes on."""
+        return self.has_copy and not self._is_in_place
 
     def keep_slice(self, *, in_place: bool = False) -> None:
         """Makes this rank's master and pieces from the values in ``full``. Once, when these are final.
@@ -212,8 +218,8 @@ class FlatGroup:
             return self._resident
         return master if self._staged is None else self._staged
 
-    def note_change(self) -> None:
-        """Takes note that the master has new values."""
+    def mark_changed(self) -> None:
+        """Tells the group that the master has new values."""
         self._seen_version = -1
 
     def _may_have_changed(self) -> bool:

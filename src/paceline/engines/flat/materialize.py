@@ -16,9 +16,9 @@ from paceline.comm.base import Communicator
 from paceline.engines.agree import broadcast_tensors
 from paceline.engines.flat.partition import Named, owned_parameters
 from paceline.engines.flat.unit import Place, Unit
-from paceline.engines.offload import Offload
 from paceline.engines.precision import Precision, keeps_dtype
 from paceline.errors import UsageError
+from paceline.plan.layout import Offload
 
 
 def build_units(

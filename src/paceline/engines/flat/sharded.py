@@ -1,15 +1,61 @@
-"""What the sharded engines have in common: clipping by the global norm, and whole state dicts from slices."""
+"""What the engines have in common whose ranks update slices: clipping by the global norm, and whole states."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
+from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.matrixwise import check_elementwise
+from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state
+
+
+class ShardedEngine(ModuleEngine):
+    """An engine whose optimizer updates this rank's pieces of the parameters."""
+
+    _is_plain = False  # whether pieces and parameters are the same, as on one rank that keeps no copies
+
+    def abandon_accumulation(self) -> None:
+        """Forgets the passes since the last one that reduced: which parameters they used is settled by reducing."""
+        self.sit_out()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError unless the optimizer updates pieces of this engine, element by element."""
+        super().check_optimizer(optimizer)
+        if not self._is_plain:
+            check_elementwise(optimizer)
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Returns the reduced gradients, whole, on the CPU; None where no rank had one."""
+        named = dict(self.named_parameters())
+        found = {name: None if p.grad is None else p.grad.to("cpu", copy=True) for name, p in named.items()}
+        for group in () if self._is_plain else self.flat_groups:
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.pieces]
+            for name, piece, whole in zip(group.names, group.pieces, group.gather_whole(parts), strict=True):
+                found[name] = None if piece.grad is None else whole.to("cpu", copy=True)
+        return found
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Returns all parameters and buffers on the CPU, gathered one group at a time."""
+        return gather_state(self.module, self.flat_groups, self.comm, rank0_only=rank0_only)
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
+        load_state(self.module, self.flat_groups, state)
+
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Returns the optimizer's state as one process would have it."""
+        return gather_optimizer_state(optimizer, self.flat_groups, comm=self.comm, rank0_only=rank0_only)
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads what ``full_optimizer_state`` gave, each rank its part."""
+        load_optimizer_state(optimizer, self.flat_groups, state)
 
 
 @torch.no_grad()

@@ -17,8 +17,8 @@ from torch import nn
 
 from paceline.comm.base import DONE, BucketReduction, BucketShape, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone, reduction
-from paceline.engines.offload import Offload
 from paceline.engines.precision import Precision
+from paceline.plan.layout import Offload
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.engines.engine import Engine
-from paceline.engines.face import EngineFace
 from paceline.engines.flat.flat import FlatGroup
-from paceline.engines.fsdp import FullySharded
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.rehearse.dryrun.parts import Parts
 
@@ -21,14 +18,13 @@ from paceline.rehearse.dryrun.parts import Parts
 def claim_states(memory: HeldMemory, parts: Parts) -> None:
     """Says what the engine and the optimizer hold."""
     engine = parts.engine
-    for each in _faces(engine):
-        for group in each.flat_groups:
-            if isinstance(each, FullySharded) and group.has_copy:
-                memory.follow(group.full, "temporary")
-                _look_after(group, memory)
-            memory.claim([group.master] if group.resident is None else [group.master, group.resident], "parameters")
-            if group.gradient is not None:
-                memory.claim([group.gradient], "gradients")
+    for group in engine.flat_groups:
+        if group.comes_and_goes:
+            memory.follow(group.full, "temporary")
+            _look_after(group, memory)
+        memory.claim([group.master] if group.resident is None else [group.master, group.resident], "parameters")
+        if group.gradient is not None:
+            memory.claim([group.gradient], "gradients")
     memory.claim(engine.parameters(), "parameters")
     memory.claim(engine.module.parameters(), "parameters")
     memory.claim(engine.module.buffers(), "buffers")
@@ -81,11 +77,3 @@ def claiming_gradients(memory: HeldMemory, parts: Parts) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _faces(engine: Engine) -> Iterator[EngineFace]:
-    if isinstance(engine, EngineFace):
-        yield engine
-        return
-    for each in getattr(engine, "stages", {}).values():
-        yield from _faces(each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
 from paceline.comm.dry.algorithms import DryAlgorithmCommunicator
 from paceline.comm.dry.communicator import META, DryCommunicator
-from paceline.config import Config, config_batch
+from paceline.config import Config, config_batch, layout_of
 from paceline.data.loader import StepBatch
 from paceline.data.registry import DataSplits, build_data
+from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.models.registry import build_model, model_context
+from paceline.plan.layout import Offload
 from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
-from paceline.train.assemble import build_compressor, build_engine, build_policy
+from paceline.train.assemble import build_compressor, build_policy
 from paceline.train.ema import WeightAverage
 from paceline.train.loss import Loss, build_loss
 from paceline.train.optim import build_optimizer
@@ -73,11 +75,13 @@ def build_parts(
     node_ranks: int | None,
 ) -> Parts:
     """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
-    plain = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
+    layout = layout_of(config, comm.size, node_ranks)
+    # Compiled blocks cannot be seen into; in the first plain steps gradients travel whole, and a later step is meant.
+    layout = replace(layout, compile=False, compression=replace(layout.compression, plain_steps=0))
     if comm.device_kind == "cpu":  # which is the host: engines offload nothing there
-        plain = plain.model_copy(update={"memory": plain.memory.model_copy(update={"offload": ()})})
-    compressor = build_compressor(_past_plain_steps(config))
-    engine = build_engine(plain, model, _through(config, comm, node_ranks), node_ranks, compressor)
+        layout = replace(layout, offload=Offload())
+    compressor = build_compressor(layout)
+    engine = parallelize(model, _through(config, comm, node_ranks), layout=layout, compressor=compressor)
     batch = config_batch(config, comm.size)
     microbatch = tree_map(lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, _batch(data, 1))
     microbatch = tree_map(
@@ -101,12 +105,6 @@ def build_parts(
         compressor=compressor,
         average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
     )
-
-
-def _past_plain_steps(config: Config) -> Config:
-    """Returns the config without the first steps, in which gradients travel whole: a step later on is told of."""
-    compression = config.comm.compression.model_copy(update={"plain_steps": 0})
-    return config.model_copy(update={"comm": config.comm.model_copy(update={"compression": compression})})
 
 
 def _through(config: Config, comm: DryCommunicator, node_ranks: int | None) -> Communicator:

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from itertools import chain
 from typing import Any
 
 from paceline.comm.virtual.clock import VirtualClock
 from paceline.records.records import EndRecord, EvalRecord, Record, StepRecord
+from paceline.records.summary import FINAL_STEPS, StepTable, Totals, add_up
 from paceline.rehearse.simulate.recording import StepBounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankTimes:
+class SimulatedRankTimes:
     """Seconds of one rank's steps together, and how much of its communication it did not wait for."""
 
     rank: int
@@ -44,7 +45,7 @@ class SimulationSummary:
     final_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
-    by_rank: tuple[RankTimes, ...]
+    by_rank: tuple[SimulatedRankTimes, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the summary as plain data."""
@@ -56,44 +57,36 @@ def summarize_clocks(
 ) -> SimulationSummary:
     """Adds up what the ranks recorded."""
     by_rank = [[each for each in own if isinstance(each, StepRecord)] for own in records]
-    rounds = list(zip(*by_rank, strict=True))
-    lengths = [max(record.step_s for record in each) for each in rounds]
-    total_s = sum(record.step_s for own in by_rank for record in own)
-    waited_s = sum(record.comm_s for own in by_rank for record in own)
-    samples = [sum(record.samples for record in each) for each in rounds]
+    table = StepTable(dict(enumerate(row)) for row in zip(*by_rank, strict=True))
+    totals = add_up(chain.from_iterable(by_rank))
     evaluations = [each for each in records[0] if isinstance(each, EvalRecord)]
-    last = rounds[-5:]
-    count = sum(record.count for each in last for record in each)
     return SimulationSummary(
         ranks=len(records),
-        steps=len(rounds),
+        steps=len(table),
         seconds=max(each.seconds for own in records for each in own if isinstance(each, EndRecord)),
-        step_s=median(lengths) if lengths else 0.0,
-        samples_per_s=median(n / s for n, s in zip(samples, lengths, strict=True) if s > 0) if any(lengths) else 0.0,
-        exposed_share=waited_s / total_s if total_s else 0.0,
-        efficiency=(total_s - waited_s) / (len(records) * sum(lengths)) if any(lengths) else 0.0,
-        final_loss=sum(record.loss_sum for each in last for record in each) / count if count else None,
+        step_s=table.step_s or 0.0,
+        samples_per_s=table.samples_per_s or 0.0,
+        exposed_share=totals.comm_share,
+        efficiency=totals.efficiency(len(records), table.took_s),
+        final_loss=table.last(FINAL_STEPS).totals().loss,
         test_loss=evaluations[-1].loss if evaluations else None,
         test_accuracy=evaluations[-1].accuracy if evaluations else None,
         by_rank=tuple(
-            _rank_times(rank, own, clock, bounds)
+            _rank_times(rank, add_up(own), clock, bounds)
             for rank, (own, clock, bounds) in enumerate(zip(by_rank, clocks, steps, strict=True))
         ),
     )
 
 
-def _rank_times(
-    rank: int, records: Sequence[StepRecord], clock: VirtualClock, steps: Sequence[StepBounds]
-) -> RankTimes:
-    exposed_s = sum(record.comm_s for record in records)
+def _rank_times(rank: int, totals: Totals, clock: VirtualClock, steps: Sequence[StepBounds]) -> SimulatedRankTimes:
     inside = _merge((max(b.start_s, 0.0), b.end_s) for b in steps)
     ways = _meet(_merge((s.start_s, s.end_s) for s in clock.spans if s.row == "communication"), inside)
     busy = _meet(_merge((s.start_s, s.end_s) for s in clock.spans if s.row == "compute"), inside)
     on_the_way_s = _length(ways)
-    return RankTimes(
+    return SimulatedRankTimes(
         rank=rank,
-        compute_s=sum(record.step_s for record in records) - exposed_s,
-        exposed_s=exposed_s,
+        compute_s=totals.compute_s,
+        exposed_s=totals.comm_s,
         hidden_share=_length(_meet(ways, busy)) / on_the_way_s if on_the_way_s else 0.0,
     )
 

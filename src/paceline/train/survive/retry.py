@@ -24,18 +24,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.comm.base import Communicator
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.ddp import DataParallel
-from paceline.engines.engine import Engine
-from paceline.engines.zero import ZeroParallel
+from paceline.engines.engine import Engine, LossSum
 from paceline.errors import MemoryExhaustedError, TrainingError
-from paceline.train.loss import Loss, LossValue
+from paceline.train.loss import Loss
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.step import Laps, accumulate
 
 PROVING_STEPS = 3  # of a new microbatch: allocators reach their peak in the second
 
 
-_Run = Callable[[Laps], list[LossValue]]
+_Run = Callable[[Laps], Sequence[LossSum]]
 
 
 class Retry:
@@ -58,10 +56,10 @@ class Retry:
         scale: float | torch.Tensor | None,
         dtype: torch.dtype | None,
         laps: Laps,
-    ) -> list[LossValue]:
+    ) -> Sequence[LossSum]:
         """Runs forward and backward over the microbatches. Raises TrainingError where memory runs out for good."""
 
-        def run(laps: Laps) -> list[LossValue]:
+        def run(laps: Laps) -> Sequence[LossSum]:
             return accumulate(engine, cut_finer(microbatches, self._pieces), loss, scale, dtype, laps)
 
         if not self._num_unproven:
@@ -81,7 +79,7 @@ class Retry:
                 buffer.data.copy_(before)
             self._cut()
 
-    def _run_or_explain(self, engine: Engine, run: _Run, laps: Laps) -> list[LossValue]:
+    def _run_or_explain(self, engine: Engine, run: _Run, laps: Laps) -> Sequence[LossSum]:
         try:
             return run(laps)
         except RuntimeError as error:
@@ -89,7 +87,7 @@ class Retry:
                 raise
             raise MemoryExhaustedError(self._explain(engine)) from error
 
-    def _try(self, engine: Engine, run: _Run, laps: Laps, num_passes: int) -> list[LossValue] | None:
+    def _try(self, engine: Engine, run: _Run, laps: Laps, num_passes: int) -> Sequence[LossSum] | None:
         """Returns what the passes gave; None where this rank ran out of memory, and has sat out the rest of them."""
         if not can_fail_alone(engine):
             return self._run_or_explain(engine, run, laps)
@@ -146,7 +144,7 @@ class _CountedPasses:
 def can_fail_alone(engine: Engine) -> bool:
     """Says whether a rank whose pass fails can let the others finish theirs."""
     talks = any(isinstance(module, SyncBatchNorm) for module in engine.module.modules())
-    return isinstance(engine, DataParallel | ZeroParallel) and (engine.comm.size == 1 or not talks)
+    return engine.can_leave_pass and (engine.comm.size == 1 or not talks)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -170,8 +168,7 @@ def drop_gradients(engine: Engine) -> None:
 def forget_pass(engine: Engine) -> None:
     """Ends an attempt at a step that failed on some rank: nothing of it may last."""
     drop_gradients(engine)
-    if isinstance(engine, DataParallel):
-        engine.forget_order()
+    engine.forget_pass()
 
 
 def release_memory(device: torch.device) -> None:

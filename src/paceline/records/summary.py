@@ -1,0 +1,237 @@
+"""Adds up step records: the one place where the records of ranks become numbers.
+
+    files of a run  --read_run-->  attempts of each rank  --StepTable-->  one row a step  --> medians, sums, shares
+
+For step s and the ranks r that took part in it:
+
+    length of a step   max_r step_s                                the slowest rank sets the pace
+    samples/s          median over s of  sum_r samples / length
+    loss               sum loss_sum / sum count                    over all r and some s
+    compute            sum (step_s - comm_s)                       comm_s is exposed: what a step waited for others
+    efficiency         compute of all ranks / (ranks x sum of lengths): 1 where nobody ever waits
+
+The first tenth of the steps, and at least one, pays for start-up: ``without_warm_up`` leaves it out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from paceline.errors import RunFolderError
+from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord, read_records
+
+FINAL_STEPS = 5
+"""The training loss at the end of a run is that of its last few steps."""
+
+_Kind = TypeVar("_Kind", StepRecord, EvalRecord, EventRecord, EndRecord)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAttempt:
+    """One start of a rank: its run record, and what it wrote after that. A killed rank may miss its last records."""
+
+    run: RunRecord
+    records: tuple[Record, ...] = ()
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The steps, in the order in which they were made."""
+        return self._all(StepRecord)
+
+    @property
+    def evaluations(self) -> tuple[EvalRecord, ...]:
+        """The evaluations, in order."""
+        return self._all(EvalRecord)
+
+    @property
+    def events(self) -> tuple[EventRecord, ...]:
+        """The events, in order."""
+        return self._all(EventRecord)
+
+    @property
+    def end(self) -> EndRecord | None:
+        """The end that was recorded; None: the attempt goes on, or was killed."""
+        ends = self._all(EndRecord)
+        return ends[-1] if ends else None
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted, as far as the records say."""
+        last = self.records[-1] if self.records else self.run
+        return self.end.seconds if self.end is not None else last.time - self.run.time
+
+    def _all(self, kind: type[_Kind]) -> tuple[_Kind, ...]:
+        return tuple(each for each in self.records if isinstance(each, kind))
+
+
+def split_attempts(records: Sequence[Record]) -> list[RankAttempt]:
+    """Cuts the records of a rank into attempts; a resumed run appends to the same file."""
+    groups: list[tuple[RunRecord, list[Record]]] = []
+    for record in records:
+        if isinstance(record, RunRecord):
+            groups.append((record, []))
+        elif groups:
+            groups[-1][1].append(record)
+    return [RankAttempt(run=run, records=tuple(others)) for run, others in groups]
+
+
+def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
+    """Reads the attempts of each rank that has any, by rank in order.
+
+    Raises:
+        RunFolderError: a record is damaged.
+    """
+    found = {}
+    for path in (run_folder / "records").glob("rank-*.jsonl"):
+        number = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
+        try:
+            records = list(read_records(path))
+            if records and not isinstance(records[0], RunRecord):
+                raise ValueError(f"{path}, line 1: the first record of a file is that of the run")
+        except ValueError as error:
+            raise RunFolderError(
+                f"a record cannot be read: {error}\n"
+                "  every line is one record, written whole\n"
+                "  remove the line if the file was edited or the disk failed; the rest can be reported on"
+            ) from error
+        if number and records:
+            found[int(number[1])] = split_attempts(records)
+    return dict(sorted(found.items()))
+
+
+def final_steps(attempts: Sequence[RankAttempt]) -> dict[int, StepRecord]:
+    """Returns the steps of a rank that its final state is made of: a step made again replaces it and all later ones."""
+    steps: dict[int, StepRecord] = {}
+    for record in chain.from_iterable(attempt.steps for attempt in attempts):
+        for later in [number for number in steps if number >= record.step]:
+            del steps[later]
+        steps[record.step] = record
+    return steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums over step records. ``memory_bytes`` is the largest of them, and ``median_s`` the median step."""
+
+    steps: int
+    samples: int
+    count: int
+    loss_sum: float
+    median_s: float
+    step_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    comm_s: float
+    optimizer_s: float
+    memory_bytes: int
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss of all that was counted; None where nothing was."""
+        return self.loss_sum / self.count if self.count else None
+
+    @property
+    def compute_s(self) -> float:
+        """What the steps did not wait for others."""
+        return self.step_s - self.comm_s
+
+    @property
+    def comm_share(self) -> float:
+        """The share of the steps' time that they waited for others."""
+        return self.comm_s / self.step_s if self.step_s else 0.0
+
+    def efficiency(self, ranks: int, took_s: float) -> float:
+        """Returns the share in which ``ranks`` ranks computed, of steps that took so long together."""
+        return self.compute_s / (ranks * took_s) if took_s else 0.0
+
+
+def add_up(records: Iterable[StepRecord]) -> Totals:
+    """Adds up records of one rank or of many, in their order."""
+    known = list(records)
+    return Totals(
+        steps=len(known),
+        samples=sum(record.samples for record in known),
+        count=sum(record.count for record in known),
+        loss_sum=sum(record.loss_sum for record in known),
+        median_s=median(record.step_s for record in known) if known else 0.0,
+        step_s=sum(record.step_s for record in known),
+        data_s=sum(record.data_s for record in known),
+        forward_s=sum(record.forward_s for record in known),
+        backward_s=sum(record.backward_s for record in known),
+        comm_s=sum(record.comm_s for record in known),
+        optimizer_s=sum(record.optimizer_s for record in known),
+        memory_bytes=max((record.memory_bytes for record in known), default=0),
+    )
+
+
+class StepTable:
+    """Steps in order; each row has the records of the ranks that took part in the step, by rank."""
+
+    def __init__(self, rows: Iterable[Mapping[int, StepRecord]]) -> None:
+        self.rows = tuple(row for row in rows if row)
+
+    @classmethod
+    def of_numbers(cls, numbers: Iterable[int], by_rank: Sequence[Mapping[int, StepRecord]]) -> StepTable:
+        """Makes a row for each step number, of the ranks that have it; ``by_rank`` has their records by step."""
+        return cls({rank: own[number] for rank, own in enumerate(by_rank) if number in own} for number in numbers)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def last(self, num_steps: int) -> StepTable:
+        """Returns the last steps alone."""
+        return StepTable(self.rows[-num_steps:])
+
+    def without_warm_up(self) -> StepTable:
+        """Leaves out the first tenth of the steps, and at least one, unless nothing would be left."""
+        return StepTable(self.rows[max(1, len(self.rows) // 10) :] or self.rows)
+
+    @property
+    def lengths(self) -> list[float]:
+        """The seconds of each step: those of the slowest rank."""
+        return [max(record.step_s for record in row.values()) for row in self.rows]
+
+    @property
+    def took_s(self) -> float:
+        """The seconds of all steps, one after another."""
+        return sum(self.lengths)
+
+    @property
+    def step_s(self) -> float | None:
+        """The median length of a step; None without any."""
+        return median(self.lengths) if self.rows else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """The median throughput of all ranks; None without a step that took time."""
+        rates = [
+            sum(record.samples for record in row.values()) / length
+            for row, length in zip(self.rows, self.lengths, strict=True)
+            if length > 0
+        ]
+        return median(rates) if rates else None
+
+    def records(self) -> Iterator[StepRecord]:
+        """Iterates over all records, step by step."""
+        return chain.from_iterable(row.values() for row in self.rows)
+
+    def of_rank(self, rank: int) -> list[StepRecord]:
+        """Returns the records of one rank, in the order of steps."""
+        return [row[rank] for row in self.rows if rank in row]
+
+    def totals(self) -> Totals:
+        """Adds up all records, step by step."""
+        return add_up(self.records())
+
+    def mean_s(self, phase: str) -> float:
+        """Returns the seconds of a phase, such as ``comm_s``: the mean of the ranks, added up over the steps."""
+        seconds = attrgetter(phase)
+        return float(sum(sum(map(seconds, row.values())) / len(row) for row in self.rows))

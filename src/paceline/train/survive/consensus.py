@@ -1,0 +1,189 @@
+"""What ranks decide in common behind a step: to stop where one was asked to, to go back where the loss has jumped.
+
+A signal only sets a flag on the rank that gets it. Behind a step the ranks add up what they know, in one small
+all-reduce that nobody waits for; behind the next one it is there, and all of them read the same sum:
+
+    step s      issue   [wishes, seconds of the step, summed loss, count]
+    step s + 1  read    any wish: save and leave, on every rank alike
+
+Cost: one all-reduce of 32 bytes whose latency hides behind a step. Where steps are shorter than 100 ms it is, after the
+first 64, not issued in every one of them: how many are left out follows from the seconds in the sum, so that it is the
+same number on all ranks. Whoever asks for losses (spikes) gets them in every step, and since all ranks have the same
+numbers they react alike, as ``recovery.py`` decides.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from paceline.comm.base import Work
+from paceline.errors import PreemptedError, TrainingError
+from paceline.records.records import EventRecord
+from paceline.train.survive.recovery import GoBack, GoOn, LossPolicy, Spike, StopRequest, find_spike, on_spike
+from paceline.train.trainer import GoBackError, StepResult, Trainer
+
+_ASK_EVERY_S: Final = 0.1
+_FREE_SUMS: Final = 64  # so that a short run hears of a wish at once, too
+_MOST_STEPS: Final = 1000
+_WISHES, _SECONDS, _LOSS, _COUNT = range(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What all ranks know of a step: whether any wishes to stop, and the loss over the global batch."""
+
+    step: int
+    position: int
+    num_wishes: int
+    loss: float
+    step_s: float
+
+
+Listener = Callable[[Trainer, Common], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StopWhenAsked:
+    """Saves and ends the run when any rank was asked to stop."""
+
+    request: StopRequest
+    save: Callable[[Trainer], None]
+
+    def __call__(self, trainer: Trainer, common: Common) -> None:
+        """Raises PreemptedError, on all ranks after the same step, once the state is saved.
+
+        Not after the last step: the run is done, and was saved as one that is.
+        """
+        if not common.num_wishes or trainer.step >= trainer.parts.plan.total_steps:
+            return
+        self.save(trainer)
+        number = self.request.signal
+        name = signal.Signals(number).name if number else "a signal to another rank"
+        if trainer.sink is not None:
+            detail = {"signal": name, "ranks_asked": common.num_wishes}
+            trainer.sink.write(EventRecord(name="preempted", step=trainer.step, detail=detail, time=time.time()))
+        raise PreemptedError(f"stopped by {name} after step {trainer.step}; the state is saved")
+
+
+@dataclass(slots=True)
+class SpikeListener:
+    """Looks at the loss of each step over all ranks, and reacts when it jumps."""
+
+    policy: LossPolicy
+    _losses: list[tuple[int, float]] = field(default_factory=list)
+
+    def __call__(self, trainer: Trainer, common: Common) -> None:
+        """Notes a loss. Raises GoBackError or TrainingError if it is a spike and the policy says so."""
+        policy = self.policy
+        # After the run went back, steps come again.
+        self._losses = [known for known in self._losses if known[0] < common.step][-policy.spike_window :]
+        spike = find_spike(
+            [loss for _, loss in self._losses],
+            common.loss,
+            by=policy.spike_by,
+            threshold=policy.spike_threshold,
+            window=policy.spike_window,
+        )
+        if spike is not None:
+            self._react(trainer, common, spike)
+        self._losses.append((common.step, common.loss))
+
+    def _react(self, trainer: Trainer, common: Common, spike: Spike) -> None:
+        reaction = on_spike(
+            self.policy,
+            spike,
+            num_roll_backs=trainer.num_roll_backs,
+            has_checkpoint=trainer.has_checkpoint(),
+        )
+        if isinstance(reaction, GoOn):
+            if trainer.sink is not None and reaction.is_noted:
+                detail = {"loss": spike.loss, "median": spike.median, "times": spike.times}
+                trainer.sink.write(EventRecord(name="spike", step=common.step, detail=detail, time=time.time()))
+        elif isinstance(reaction, GoBack):
+            raise GoBackError(reaction, step=common.step, position=common.position)
+        else:
+            raise TrainingError(
+                f"{reaction.reason} at step {common.step}\n  recovery.on_spike = {self.policy.on_spike}\n"
+                "  lower optim.lr, set optim.clip_norm, or look at the data of that step"
+            )
+
+
+@dataclass(slots=True)
+class _PendingSum:
+    """A sum on its way."""
+
+    step: int
+    position: int
+    values: torch.Tensor
+    work: Work
+
+
+@dataclass(slots=True)
+class ConsensusHook:
+    """Adds up what the ranks know of a step, and hands it to the listeners one step later."""
+
+    request: StopRequest
+    listeners: Sequence[Listener]
+    needs_losses: bool = False
+    _pending: _PendingSum | None = None
+    _next_step: int = 0
+    _num_sums: int = 0
+    _last_time: float = field(default_factory=time.perf_counter)
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Reads the sum of an earlier step, and issues that of this one if it is due."""
+        now = time.perf_counter()
+        seconds, self._last_time = now - self._last_time, now
+        common = None if self._pending is None else _read(self._pending, trainer.parts.engine.world.size)
+        self._pending = None
+        if common is not None:
+            asks_always = self.needs_losses or self._num_sums < _FREE_SUMS
+            self._next_step = result.step if asks_always else next_ask(common.step_s, result.step)
+        if not result.is_last and result.step >= self._next_step:
+            self._pending = self._issue(trainer, result, seconds)
+            self._num_sums += 1
+        if common is not None:
+            self._tell(trainer, common)
+
+    def _tell(self, trainer: Trainer, common: Common) -> None:
+        try:
+            for listener in self.listeners:
+                listener(trainer, common)
+        except TrainingError:  # the run ends or goes back: the sum on its way is of no use
+            if self._pending is not None:
+                self._pending.work.wait()
+                self._pending = None
+            raise
+
+    def _issue(self, trainer: Trainer, result: StepResult, seconds: float) -> _PendingSum:
+        comm, outcome = trainer.parts.engine.world, result.outcome
+        values = torch.tensor([float(bool(self.request.signal)), seconds, 0.0, 0.0], dtype=torch.float64)
+        values = values.to(comm.device, non_blocking=True)
+        if self.needs_losses:  # they stay on the device
+            values[_LOSS] = outcome.loss_sum.detach()
+            values[_COUNT] = outcome.count
+        return _PendingSum(result.step, result.position, values, comm.all_reduce(values))
+
+
+def _read(pending: _PendingSum, ranks: int) -> Common:
+    pending.work.wait()
+    values = pending.values.tolist()  # sync point on CUDA, with the step before the last one issued
+    return Common(
+        step=pending.step,
+        position=pending.position,
+        num_wishes=round(values[_WISHES]),
+        loss=values[_LOSS] / values[_COUNT] if values[_COUNT] else math.nan,
+        step_s=values[_SECONDS] / ranks,
+    )
+
+
+def next_ask(step_s: float, step: int) -> int:
+    """Returns the step behind which the ranks ask one another again."""
+    return step + min(_MOST_STEPS, math.ceil(_ASK_EVERY_S / max(step_s, 1e-6)) - 1)
