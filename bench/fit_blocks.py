@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from paceline.plan.workload import ModelShape
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.measured_blocks import BlockShape, Factors, MeasuredBlocks, shape_of
-from paceline.predict.formulas.predict import in_metric, predict_case
+from paceline.predict.scored.cases import in_metric, predict_case
 from paceline.predict.scored.published import Case
 
 PULL_BLOCK = 1.0

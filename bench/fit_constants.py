@@ -37,7 +37,7 @@ from paceline.predict.formulas.constants import (
 )
 from paceline.predict.formulas.domain import Domain, domain_of, format_domain, kind_of
 from paceline.predict.formulas.measured_blocks import format_blocks
-from paceline.predict.formulas.predict import in_metric, predict_case
+from paceline.predict.scored.cases import in_metric, predict_case
 from paceline.predict.scored.measured_table import read_table
 from paceline.predict.scored.published import read_case
 

@@ -12,10 +12,11 @@ from itertools import pairwise
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.plan.workload import Compute, Layout, ModelShape, Running, SampleModel, Workload
+from paceline.plan.layout import Layout
+from paceline.plan.workload import Compute, ModelShape, Running, SampleModel, Workload
 from paceline.predict.formulas.predict import predict
-from paceline.predict.scored.known_models import known_samples
-from paceline.search.candidates import Candidate, Task
+from paceline.predict.scored.published import known_samples
+from paceline.search.candidates import Task
 from paceline.search.scaling import resized
 from paceline.search.search import search
 
@@ -59,7 +60,7 @@ class Point:
 def convolutional(cluster: Cluster, compute: Compute, counts: Iterable[int]) -> list[Point]:
     """ResNet-50 under data parallelism."""
     found = [predict(_images(count, compute), resized(cluster, count)) for count in counts]
-    rates = [(each.samples_per_s, each.workload.layout.devices, each.memory.total) for each in found]
+    rates = [(each.samples_per_s, each.workload.layout.ranks, each.memory.total) for each in found]
     return list(_points(rates))
 
 
@@ -69,21 +70,21 @@ def language(cluster: Cluster, compute: Compute, counts: Iterable[int]) -> list[
     for count in counts:
         task = Task(model=LANGUAGE, global_batch=SEQUENCES_EACH * count, seq_len=TOKENS, compute=compute)
         ranked = search(task, resized(cluster, count)).ranked
-        best = next(each for each in ranked if _is_compared(each.candidate, count))
+        best = next(each for each in ranked if _is_compared(each.layout, count))
         rates.append((best.tokens_per_s, count, best.memory_bytes))
     return list(_points(rates))
 
 
-def _is_compared(candidate: Candidate, count: int) -> bool:
-    is_sharded = candidate.strategy == "fsdp" and candidate.layout.data == count
-    return is_sharded and candidate.microbatch == MICROBATCH and candidate.recompute == "none"
+def _is_compared(layout: Layout, count: int) -> bool:
+    is_sharded = layout.strategy == "fsdp" and layout.data == count
+    return is_sharded and layout.microbatch == MICROBATCH and layout.checkpoint_activations == "none"
 
 
 def _images(count: int, compute: Compute) -> Workload:
     return Workload(
         model=_resnet(),
-        layout=Layout(devices=count, data=count, sharding="ddp"),
-        run=Running(global_batch=IMAGES_EACH * count, micro_batch=IMAGES_EACH, seq_len=1, compute=compute),
+        layout=Layout(microbatch=IMAGES_EACH).for_ranks(count),
+        run=Running(seq_len=1, compute=compute),
     )
 
 

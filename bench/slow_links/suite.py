@@ -19,9 +19,9 @@ from typing import Any
 
 from paceline.cluster.costs import ALGORITHMS, Placement
 from paceline.comm.base import Communicator
-from paceline.comm.compress import Compression
 from paceline.errors import LaunchError
-from paceline.run.processes import Place, run_processes
+from paceline.plan.layout import Compression
+from paceline.run.processes import RankHost, run_processes
 from slow_links.arms import COMPUTE, Workbench
 from slow_links.meeting import Meeting
 from slow_links.network import INTERFACE, Network, enter, hosts
@@ -78,7 +78,9 @@ def measure(where: Placement, schedule: Schedule) -> list[Row]:
         Meeting.prepare(meeting, where.ranks)
         assignment = Assignment(network=network, where=where, schedule=schedule, meeting=meeting)
         places = [
-            Place(enter=partial(enter, network.host(where.host(rank))), meet_at=network.address(0), interface=INTERFACE)
+            RankHost(
+                enter=partial(enter, network.host(where.host(rank))), meet_at=network.address(0), interface=INTERFACE
+            )
             for rank in range(where.ranks)
         ]
         by_rank = run_processes(measure_on_rank, where.ranks, args=(assignment,), places=places, timeout_s=_TIMEOUT_S)

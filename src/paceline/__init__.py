@@ -7,32 +7,58 @@ do not pay for torch before it is needed.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from paceline import errors as errors
+    from paceline.checkpoint.loops import load as load
+    from paceline.checkpoint.loops import save as save
     from paceline.classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
     from paceline.classic.communication import CommunicationOptimizer as CommunicationOptimizer
     from paceline.classic.simulated import MockDistributedTrainer as MockDistributedTrainer
     from paceline.classic.simulated import SimulatedTrainer as SimulatedTrainer
     from paceline.classic.trainer import DistributedConfig as DistributedConfig
     from paceline.classic.trainer import DistributedTrainer as DistributedTrainer
+    from paceline.comm.base import Communicator as Communicator
     from paceline.comm.torch_dist import connect as connect
+    from paceline.comm.torch_dist import disconnect as disconnect
     from paceline.comm.virtual.communicator import run_virtual as run_virtual
+    from paceline.config.load import load_config as load_config
     from paceline.engines.apply import parallelize as parallelize
+    from paceline.engines.engine import Engine as Engine
     from paceline.models.mlp import MLPClassifier as MLPClassifier
+    from paceline.plan.layout import Compression as Compression
+    from paceline.plan.layout import Layout as Layout
+    from paceline.plan.layout import Offload as Offload
     from paceline.rehearse.planning import plan as plan
-    from paceline.run.beside import watch as watch
+    from paceline.rehearse.prediction import predict as predict
+    from paceline.run.self_watch import watch as watch
+    from paceline.run.train import train as train
     from paceline.verify.certificate import verify as verify
 
 _HOMES = {
     "connect": "paceline.comm.torch_dist",
-    "run_virtual": "paceline.comm.virtual.communicator",
+    "disconnect": "paceline.comm.torch_dist",
+    "Communicator": "paceline.comm.base",
     "parallelize": "paceline.engines.apply",
-    "watch": "paceline.run.beside",
+    "Layout": "paceline.plan.layout",
+    "Offload": "paceline.plan.layout",
+    "Compression": "paceline.plan.layout",
+    "Engine": "paceline.engines.engine",
+    "save": "paceline.checkpoint.loops",
+    "load": "paceline.checkpoint.loops",
+    "run_virtual": "paceline.comm.virtual.communicator",
     "verify": "paceline.verify.certificate",
+    "load_config": "paceline.config.load",
+    "train": "paceline.run.train",
     "plan": "paceline.rehearse.planning",
+    "predict": "paceline.rehearse.prediction",
+    "watch": "paceline.run.self_watch",
+    "errors": "paceline",
     "DistributedConfig": "paceline.classic.trainer",
     "DistributedTrainer": "paceline.classic.trainer",
     "SimulatedTrainer": "paceline.classic.simulated",
@@ -49,6 +75,23 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    value = getattr(importlib.import_module(home), name)
+    value = importlib.import_module(f"{home}.{name}") if home == "paceline" else None
+    value = value or getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
+
+
+class _Face(ModuleType):
+    """Keeps a function public where a room has the same name: ``paceline.plan`` is the function, always.
+
+    Python sets a package's attribute when a module below it is imported; here the public name wins. Modules are
+    imported as ``from paceline.plan.layout import Layout``, which does not ask the attribute.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, ModuleType) and name in _HOMES and _HOMES[name] != "paceline":
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
-from paceline.cli.train import resolve_config
 from paceline.config import config_from_dict
 from paceline.errors import ConfigError
+from paceline.run.decide import resolve_config
 
 Call = Callable[..., Any]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import list_checkpoints, verify_checkpoint
+from paceline.health.exit_codes import DONE, FAILED
 from paceline.records.records import EventRecord, StepRecord, read_records
-from paceline.run.codes import DONE, FAILED
 
 pytestmark = [
     pytest.mark.soak,

@@ -18,7 +18,7 @@ import pytest
 
 from paceline.checkpoint import list_checkpoints, open_checkpoint
 from paceline.data.consumed import recompute
-from paceline.run.codes import DONE
+from paceline.health.exit_codes import DONE
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 

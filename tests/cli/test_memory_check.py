@@ -14,7 +14,7 @@ from paceline.cluster.detect import Machine
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, load_config
 from paceline.errors import UsageError
-from paceline.run.memory_check import check_memory, check_virtual
+from paceline.run.decide import check_memory, check_virtual
 from paceline.search.choice import Room
 from paceline.search.memory_verdict import needed
 
@@ -80,7 +80,7 @@ def test_a_rank_on_a_gpu_has_the_memory_of_that(monkeypatch: pytest.MonkeyPatch)
 def test_a_rank_of_another_launcher_is_refused_too(project: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("paceline.comm.torch_dist.connect", lambda *_, **__: SoloCommunicator(torch.device("cpu")))
+    monkeypatch.setattr("paceline.run.under_launcher.connect", lambda *_, **__: SoloCommunicator(torch.device("cpu")))
     monkeypatch.setattr("paceline.cluster.detect.host_memory", lambda: 2.0**20)
     words = ["tiny.yaml", "model={kind: mlp}", "data={kind: digits}", "parallel.ranks=auto"]
     refused = call("train", *words)
@@ -102,6 +102,6 @@ def test_train_refuses_before_it_makes_a_folder(project: Path, call: Call, monke
     assert "out of memory: 2 ranks need " in refused.err
     assert not (project / "runs").exists()
     started: list[object] = []
-    monkeypatch.setattr("paceline.cli.train._launch_in", lambda *args, **_: started.append(args))
+    monkeypatch.setattr("paceline.run.train.run_decided", lambda *args, **_: started.append(args))
     assert call("train", *words, "--no-memory-check").code == 0
     assert len(started) == 1

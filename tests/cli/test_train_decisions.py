@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.train import resolve_config, resolve_strategy, show_decisions, show_result
+from paceline.cli.train import show_result
 from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.records.records import RunRecord, read_records
+from paceline.run.decide import decide_strategy, resolve_config, show_decisions
+from paceline.run.train import read_result
 from paceline.search.choice import Room
 
 MLP = ["model.kind=mlp", "data.kind=digits", "parallel.device=cpu"]
@@ -42,7 +44,8 @@ def test_a_run_that_decides_for_itself(project: Path, call: Call, capsys: pytest
     assert (first.strategy, first.microbatch) == ("ddp", 4)
 
     asked = load_config(project / "tiny.yaml", ["parallel={strategy: auto, ranks: 2, device: cpu}"])
-    show_result(folder, config, as_json=True, choice=resolve_strategy(resolve_config(asked))[1])
+    choice = decide_strategy(resolve_config(asked))[1]
+    show_result(read_result(folder, config, choice), as_json=True)
     check_choice(json.loads(capsys.readouterr().out)["choice"])
 
 
@@ -82,13 +85,13 @@ def test_a_strategy_is_chosen_by_the_memory_there_is(
     room = Room(device="cpu", device_bytes=560 * 2**20, host_bytes=2**40, ranks=2, node_ranks=2)
     monkeypatch.setattr("paceline.free_memory.measure_room", lambda *_: room)
     asked = load_config(None, [*MLP, "parallel.strategy=auto", "parallel.ranks=2", "model.hidden_dim=4096"])
-    config, choice = resolve_strategy(resolve_config(asked))
+    config, choice = decide_strategy(resolve_config(asked))
     assert choice is not None
-    assert config.parallel.strategy == choice.chosen.strategy == "zero1"
+    assert config.parallel.strategy == choice.chosen.layout.strategy == "zero1"
     show_decisions(config, choice)
     assert "not ddp needs" in " ".join(capsys.readouterr().out.split())
     fixed = resolve_config(load_config(None, [*MLP, "parallel.ranks=2"]))
-    assert resolve_strategy(fixed) == (fixed, None)
+    assert decide_strategy(fixed) == (fixed, None)
 
 
 def test_offload_that_moves_nothing_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,16 @@ import pytest
 from made_records import write_records
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
-from paceline.cli.train import Place, Progress, _next_steps, find_place, show_result
+from paceline.cli.train import _next_steps, show_result
 from paceline.config import Config, load_config
 from paceline.errors import CheckpointError, LaunchError, RunFolderError
+from paceline.health.failure import Failure
 from paceline.records.records import EventRecord, to_line
 from paceline.run import under_launcher
-from paceline.run.failure import Failure
-from paceline.run.folder import RunFolder, claim_folder, settle_config
+from paceline.run.console import LiveProgress
+from paceline.run.folder import RunFolder, adopt_config, claim_folder
+from paceline.run.location import RunLocation, locate_run
+from paceline.run.train import read_result
 
 RUN = replace(records.RUN, world_size=1, device="x", backend="gloo", total_steps=4, time=4e9)
 STEP = replace(records.STEP, step=4, samples_per_s=0.5, time=4e9)
@@ -50,36 +53,36 @@ def run(project: Path) -> Path:
     "resume", ["auto", "runs/tiny", "runs/tiny/checkpoints", "runs/tiny/checkpoints/step-00000003"]
 )
 def test_a_checkpoint_of_its_own_continues_a_run(config: Config, project: Path, resume: str) -> None:
-    place = find_place(config, force=False, resume=resume)
+    place = locate_run(config, force=False, resume=resume)
     checkpoint = project / "runs" / "tiny" / "checkpoints" / "step-00000003"
-    assert place == Place(folder=Path("runs/tiny"), checkpoint=checkpoint, is_continued=True)
+    assert place == RunLocation(folder=Path("runs/tiny"), checkpoint=checkpoint, is_continued=True)
 
 
 @pytest.mark.usefixtures("run")
 def test_the_checkpoint_of_another_run_starts_a_new_one(config: Config, project: Path) -> None:
     other = config.model_copy(update={"name": "fork"})
-    place = find_place(other, force=False, resume="runs/tiny")
+    place = locate_run(other, force=False, resume="runs/tiny")
     assert (place.folder, place.is_continued) == (Path("runs/fork"), False)
     with claim_folder(project / "runs" / "fork", "name: fork\n"):
         pass
     with pytest.raises(RunFolderError, match="runs/fork exists already"):
-        find_place(other, force=False, resume="runs/tiny")
-    assert not find_place(other, force=True, resume="runs/tiny").is_continued
+        locate_run(other, force=False, resume="runs/tiny")
+    assert not locate_run(other, force=True, resume="runs/tiny").is_continued
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(config: Config) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in runs/tiny"):
-        find_place(config, force=False, resume="auto")
+        locate_run(config, force=False, resume="auto")
 
 
 def test_what_is_expected_of_a_resumed_run_waits_until_it_is_set_up(run: Path) -> None:
     with claim_folder(run, "name: tiny\n", resume=True) as claimed:
-        claimed.expect("first\n")
+        claimed.write_prediction("first\n")
         assert not (run / "prediction.json").exists()
-        settle_config(run)
+        adopt_config(run)
     assert (run / "prediction.json").read_text() == "first\n"
     with claim_folder(run, "name: tiny\n", resume=True) as claimed:
-        claimed.expect("refused\n")
+        claimed.write_prediction("refused\n")
         claimed.discard()
     assert (run / "prediction.json").read_text() == "first\n"
     assert not (run / ".prediction.json").exists()
@@ -91,14 +94,14 @@ def test_what_is_expected_of_a_resumed_run_waits_until_it_is_set_up(run: Path) -
 def test_ranks_that_left_too_early_without_an_error_are_no_success(config: Config, run: Path) -> None:
     write_records(run, 0, RUN, STEP)
     with pytest.raises(LaunchError, match=r"left before the run was done: it is unfinished, at step 4\n.*logs"):
-        show_result(run, config, as_json=False)
+        read_result(run, config)
 
 
 def test_a_run_with_nothing_left_to_do_still_gives_its_summary_as_json(
     config: Config, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_records(run, 0, RUN, STEP, END, RUN, END)
-    show_result(run, config, as_json=True)
+    show_result(read_result(run, config), as_json=True)
     shown = capsys.readouterr()
     assert json.loads(shown.out)["status"] == "done"
     assert shown.err.startswith("nothing left to do: the checkpoint is of step 4")
@@ -133,7 +136,7 @@ def test_progress_leaves_out_failures_and_older_attempts(run: Path, capsys: pyte
     old = replace(RUN, time=1.0, strategy="older")
     failed = replace(END, status="failed", message="rank 0")
     write_records(run, 0, old, RUN, STEP, event, replace(RUN, total_steps=0), failed)
-    with Progress(run, is_shown=True):
+    with LiveProgress(run, is_shown=True):
         pass
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
@@ -141,7 +144,7 @@ def test_progress_leaves_out_failures_and_older_attempts(run: Path, capsys: pyte
         "step 4   saved   folder runs/x",
         "step 4/4   epoch 0.50   loss 0.2500   640 samples/s",
     ]
-    with Progress(run, is_shown=False):
+    with LiveProgress(run, is_shown=False):
         pass
     assert capsys.readouterr().out == ""
 

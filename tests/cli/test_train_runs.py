@@ -15,9 +15,9 @@ import pytest
 from paceline.config import dump_yaml, load_config
 from paceline.records.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, read_records
 from paceline.run.folder import claim_folder
-from paceline.run.foretell import Foretold
+from paceline.run.prediction import BackgroundPrediction
 from paceline.run.processes import loopback_interface
-from paceline.run.under_launcher import _foretell
+from paceline.run.under_launcher import _predict
 
 pytestmark = [
     # torch leaves the files of redirected output to the garbage collector.
@@ -100,14 +100,14 @@ def test_a_transformer_is_told_what_it_was_expected_to_take(project: Path, call:
     assert [line.split()[0] for line in called.out.splitlines() if " measured " in line] == ["predicted"] * 2
 
 
-@pytest.mark.parametrize(("ranks_here", "is_foretold"), [("2", True), ("1", False)])
+@pytest.mark.parametrize(("ranks_here", "is_predicted"), [("2", True), ("1", False)])
 def test_under_torchrun_the_first_rank_predicts_a_run_on_one_host(
-    project: Path, monkeypatch: pytest.MonkeyPatch, ranks_here: str, is_foretold: bool
+    project: Path, monkeypatch: pytest.MonkeyPatch, ranks_here: str, is_predicted: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
     config = load_config(project / "tiny.yaml", ["train.steps=100"])
     with claim_folder(project / "runs" / "tiny", dump_yaml(config)) as claimed:
-        assert isinstance(_foretell(config, claimed, (0, 1)), Foretold) == is_foretold
+        assert isinstance(_predict(config, claimed, (0, 1)), BackgroundPrediction) == is_predicted
 
 
 def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> None:

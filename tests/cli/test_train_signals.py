@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from paceline.checkpoint import list_checkpoints
+from paceline.health.exit_codes import DONE, PREEMPTED
 from paceline.records.records import EndRecord, EventRecord, StepRecord, read_records
-from paceline.run.codes import DONE, PREEMPTED
 
 pytestmark = pytest.mark.timeout(900)
 

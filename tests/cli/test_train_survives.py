@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import list_checkpoints
+from paceline.health.exit_codes import DONE, NO_PROGRESS, PREEMPTED
 from paceline.records.records import EndRecord, EventRecord, RunRecord, StepRecord, read_records
-from paceline.run.codes import DONE, NO_PROGRESS, PREEMPTED
 
 pytestmark = [
     # torch leaves the files of redirected output to the garbage collector.

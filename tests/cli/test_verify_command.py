@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_what_the_config_says_about_sharding_is_verified(
         asked.append((args[2], kwargs["sharding"]))
         return parallelize(*args, **kwargs)
 
-    monkeypatch.setattr("paceline.verify.runs.parallelize", noted)
+    monkeypatch.setattr(import_module("paceline.verify.runs"), "parallelize", noted)
     changes = ["parallel.strategy=fsdp", "parallel.units=[layers.1]", "parallel.prefetch=2"]
     found = verified(call, str(config), *changes, "--ranks", "2", "--steps", "1")
     assert found["strategy"] == "fsdp"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.health.ledger_text import views_from_text, views_to_text
 from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
-from paceline.health.verdict import Limits, Verdict, judge
+from paceline.health.verdict import HangVerdict, Limits, judge
 
 WORLD = GroupName((0, 1, 2))
 PAIR = GroupName((1, 2))
@@ -38,7 +38,7 @@ def waits(number: int, *calls: Call, group: GroupName = WORLD, **values: object)
     return rank(number, *calls, group=group, waiting=len(calls), **values)
 
 
-def hung(*views: LedgerView) -> Verdict:
+def hung(*views: LedgerView) -> HangVerdict:
     found = judge(views, 10.0, LIMITS)
     assert found is not None
     return found
@@ -59,7 +59,7 @@ def test_what_takes_long_by_nature_has_a_limit_of_its_own(slow: dict[str, object
     assert hung_at(views, 50.0).ranks == (1,)
 
 
-def hung_at(views: list[LedgerView], now: float) -> Verdict:
+def hung_at(views: list[LedgerView], now: float) -> HangVerdict:
     found = judge(views, now, LIMITS)
     assert found is not None
     return found
@@ -244,7 +244,7 @@ def test_a_verdict_and_its_ledgers_survive_the_way_to_another_host() -> None:
     assert [replace(view, changed_s=view.changed_s - 990.0) for view in read] == views
     found = judge(read[:2], 1000.0, LIMITS)
     assert found is not None
-    assert Verdict.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert HangVerdict.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_the_operation_that_a_rank_waits_in_is_sent_however_old_it_is() -> None:

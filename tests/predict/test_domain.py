@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster.devices import load_cluster
-from paceline.plan.workload import Framework, Layout, ModelShape, Running, Workload
+from paceline.plan.layout import Layout
+from paceline.plan.workload import Framework, ModelShape, Running, Workload
 from paceline.predict.formulas.domain import (
     calibrated_domain,
     domain_of,
@@ -17,11 +18,11 @@ from paceline.predict.formulas.domain import (
     parse_domain,
 )
 from paceline.predict.formulas.predict import predict
-from paceline.predict.scored.known_models import known_samples, known_transformer
+from paceline.predict.scored.published import known_samples, known_transformer
 
 SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
 RUN = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16")
-INSIDE = Workload(model=SHAPE, layout=Layout(devices=8, data=8, sharding="fsdp"), run=RUN)
+INSIDE = Workload(model=SHAPE, layout=Layout(strategy="fsdp").for_ranks(8), run=RUN)
 AMPERE, HOPPER, BLACKWELL = (load_cluster(name) for name in ("8x a100-sxm-80gb", "8x h100-sxm", "8x b200"))
 
 
@@ -54,7 +55,7 @@ def test_models_of_a_kind_that_was_not_fitted_are_outside() -> None:
     image = known_samples("ResNet-50")
     assert image is not None
     run = Running(global_batch=1024, micro_batch=128, seq_len=1, compute="fp16")
-    work = Workload(model=image, layout=Layout(devices=8, data=8, sharding="ddp"), run=run)
+    work = Workload(model=image, layout=Layout().for_ranks(8), run=run)
     assert predict(work, AMPERE).outside == ()
     assert "no model of this kind (convolution)" in predict(work, HOPPER).outside[0]
     experts = known_transformer("Mixtral 8x7B")

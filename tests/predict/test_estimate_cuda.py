@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.comm.solo import SoloCommunicator
-from paceline.config import Config, config_from_dict
+from paceline.config import Config, config_from_dict, layout_of
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import estimate_memory, setting_of
+from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.train.assemble import build_trainer
 from paceline.train.resolve import measure_config
 
@@ -76,7 +77,8 @@ def test_estimate_against_the_peak(precision: str, checkpoint: str) -> None:
     config = config.model_copy(update={"memory": memory})
     facts = describe_model(config, "cuda")
     assert facts is not None
-    need = estimate_memory(facts, setting_of(config, group=1, microbatch=16, device="cuda"))
+    layout = replace(layout_of(config, 1), microbatch=16)
+    need = estimate_memory(facts, layout, StateFacts.of(config, "cuda"))
     gc.collect()  # what other tests left must not go while this one is measured
     before = torch.cuda.memory_allocated()
     trainer = build_trainer(config, SoloCommunicator(torch.device("cuda", 0)))

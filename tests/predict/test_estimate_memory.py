@@ -16,20 +16,21 @@ from paceline.config import Config, OptimConfig, config_from_dict, layout_of
 from paceline.data.shape import DataShape
 from paceline.engines.apply import parallelize
 from paceline.models.registry import build_model
+from paceline.plan.layout import Compression, Layout, Offload, Strategy
+from paceline.plan.memory import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import (
-    MemoryEstimate,
-    Setting,
+    StateFacts,
     activation_bytes,
     estimate_memory,
     largest_microbatch,
     optimizer_slots,
-    setting_of,
 )
 from paceline.train.assemble import build_compressor
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
+from paceline.units import MIB
 
 P = 1_000_000
 MODEL = ModelFacts(
@@ -39,6 +40,18 @@ MODEL = ModelFacts(
     buffer_bytes=64,
     temporary_bytes=10.0,
 )
+
+
+ADAM = StateFacts()
+
+
+def shared(strategy: Strategy, ranks: int = 1, *offload: str, **options: Any) -> Layout:
+    """A layout of whole models, whose states so many ranks share."""
+    return Layout(strategy=strategy, data=ranks, shard_ranks=ranks, offload=Offload.of(offload), **options)
+
+
+def need_of(layout: Layout, model: ModelFacts = MODEL, states: StateFacts = ADAM) -> MemoryEstimate:
+    return estimate_memory(model, layout, states)
 
 
 def states(need: MemoryEstimate) -> float:
@@ -57,8 +70,8 @@ def states(need: MemoryEstimate) -> float:
         ("fsdp", 1, 16.0),
     ],
 )
-def test_the_table_of_the_design(strategy: str, group: int, expected: float) -> None:
-    assert states(estimate_memory(MODEL, Setting(strategy=strategy, group=group))) == expected
+def test_the_table_of_the_design(strategy: Strategy, group: int, expected: float) -> None:
+    assert states(need_of(shared(strategy, group))) == expected
 
 
 @pytest.mark.parametrize(
@@ -70,9 +83,9 @@ def test_the_table_of_the_design(strategy: str, group: int, expected: float) -> 
         ("fsdp", 16 / 4),
     ],
 )
-def test_masters(strategy: str, expected: float) -> None:
-    setting = Setting(strategy=strategy, group=1 if strategy == "ddp" else 4, precision="bf16_master")
-    assert states(estimate_memory(MODEL, setting)) == expected
+def test_masters(strategy: Strategy, expected: float) -> None:
+    layout = shared(strategy, 1 if strategy == "ddp" else 4, precision="bf16_master")
+    assert states(need_of(layout)) == expected
 
 
 def test_optimizers_and_dtypes() -> None:
@@ -82,21 +95,21 @@ def test_optimizers_and_dtypes() -> None:
         2,
     ]
     assert optimizer_slots(OptimConfig(kind="sgd", momentum=0.0)) == 0
-    assert states(estimate_memory(MODEL, Setting(strategy="ddp", optimizer_slots=0, itemsize=8))) == 16
+    assert states(need_of(shared("ddp"), states=StateFacts(optimizer_slots=0, itemsize=8))) == 16
 
 
 def test_full_sharding_gathers_the_root_and_two_units() -> None:
-    setting = Setting(strategy="fsdp", group=4)
+    layout = shared("fsdp", 4)
     gathered = 4 * (200_000 + 2 * 200_000)
     gradients = 4 * 2 * 200_000
-    assert estimate_memory(MODEL, setting).temporary == 10 + gathered + gradients
-    more = dataclasses.replace(setting, prefetch=2)
-    assert estimate_memory(MODEL, more).temporary == 10 + gathered + 4 * 200_000 + gradients
-    keeps = dataclasses.replace(setting, reshard=False)
-    assert estimate_memory(MODEL, keeps).temporary == 10 + 4 * P + gradients
-    halves = dataclasses.replace(setting, precision="bf16_master")
-    assert estimate_memory(MODEL, halves).temporary == 10 + gathered // 2 + gradients
-    assert estimate_memory(MODEL, dataclasses.replace(setting, group=1)).temporary == 10
+    assert need_of(layout).temporary == 10 + gathered + gradients
+    more = dataclasses.replace(layout, prefetch=2)
+    assert need_of(more).temporary == 10 + gathered + 4 * 200_000 + gradients
+    keeps = dataclasses.replace(layout, reshard_after_forward=False)
+    assert need_of(keeps).temporary == 10 + 4 * P + gradients
+    halves = dataclasses.replace(layout, precision="bf16_master")
+    assert need_of(halves).temporary == 10 + gathered // 2 + gradients
+    assert need_of(shared("fsdp")).temporary == 10
 
 
 def test_buckets_of_zero_hold_a_tensor_at_least() -> None:
@@ -104,38 +117,38 @@ def test_buckets_of_zero_hold_a_tensor_at_least() -> None:
         MODEL, blocks=tuple(dataclasses.replace(block, largest_parameter=100_000) for block in MODEL.blocks)
     )
     ends = dataclasses.replace(wide, root=dataclasses.replace(MODEL.root, largest_parameter=150_000))
-    small = Setting(strategy="zero1", group=4, bucket_bytes=1000)
-    assert estimate_memory(MODEL, small).temporary == 10 + 2 * 1000
-    assert estimate_memory(wide, small).temporary == 10 + 4 * 2 * 100_000
-    assert estimate_memory(ends, small).temporary == 10 + 4 * (100_000 + 150_000)
-    slices = dataclasses.replace(small, strategy="zero2", offload=("optimizer",))
-    assert estimate_memory(wide, slices).temporary == 10 + 4 * 2 * 100_000 * 5 // 4
-    alone = dataclasses.replace(small, group=1)
-    assert estimate_memory(wide, alone).temporary == 10  # which watches no gradients, unless it has something to move
-    moved = dataclasses.replace(alone, offload=("optimizer",))
-    assert estimate_memory(wide, moved).temporary == 10 + 4 * 2 * 100_000
+    small = shared("zero1", 4, bucket_mb=1000 / MIB)
+    assert need_of(small).temporary == 10 + 2 * 1000
+    assert need_of(small, wide).temporary == 10 + 4 * 2 * 100_000
+    assert need_of(small, ends).temporary == 10 + 4 * (100_000 + 150_000)
+    slices = dataclasses.replace(small, strategy="zero2", offload=Offload(optimizer=True))
+    assert need_of(slices, wide).temporary == 10 + 4 * 2 * 100_000 * 5 // 4
+    alone = dataclasses.replace(small, shard_ranks=1, data=1)
+    assert need_of(alone, wide).temporary == 10  # which watches no gradients, unless it has something to move
+    moved = dataclasses.replace(alone, offload=Offload(optimizer=True))
+    assert need_of(moved, wide).temporary == 10 + 4 * 2 * 100_000
 
 
 def test_offload_moves_to_the_host() -> None:
-    plain = estimate_memory(MODEL, Setting(strategy="fsdp", group=4))
-    setting = Setting(strategy="fsdp", group=4, offload=("optimizer",))
-    need = estimate_memory(MODEL, setting)
+    plain = need_of(shared("fsdp", 4))
+    layout = shared("fsdp", 4, "optimizer")
+    need = need_of(layout)
     assert (need.parameters, need.gradients, need.optimizer) == (P, 0, 0)  # its slice stays, to be gathered from
     assert need.host == 4 * P
-    every = estimate_memory(MODEL, dataclasses.replace(setting, offload=("optimizer", "gradients", "parameters")))
+    every = need_of(shared("fsdp", 4, "optimizer", "gradients", "parameters"))
     assert (every.parameters, every.host) == (0, 4 * P)
-    on_zero = estimate_memory(MODEL, Setting(strategy="zero1", group=4, offload=("optimizer",)))
+    on_zero = need_of(shared("zero1", 4, "optimizer"))
     assert (on_zero.parameters, on_zero.optimizer) == (5 * P, 0)  # whole, and a slice to gather from
     assert (on_zero.gradients, on_zero.host) == (4 * P, 4 * P)  # whole in its buckets, and a slice on the host
-    halves = dataclasses.replace(setting, strategy="zero2", precision="bf16_master")
-    on_zero = estimate_memory(MODEL, halves)
+    halves = dataclasses.replace(layout, strategy="zero2", precision="bf16_master")
+    on_zero = need_of(halves)
     assert (on_zero.parameters, on_zero.gradients) == (2 * P + P // 2, 0)
     assert on_zero.host == 4 * P + P // 2  # with the slice that is copied from
-    gradients = estimate_memory(MODEL, dataclasses.replace(setting, offload=("gradients",)))
+    gradients = need_of(shared("fsdp", 4, "gradients"))
     assert (gradients.parameters, gradients.gradients, gradients.host) == (plain.parameters, 0, P)
-    assert estimate_memory(MODEL, dataclasses.replace(setting, device="cpu")).host == 0
-    alone = Setting(strategy="fsdp", offload=("gradients",))
-    assert estimate_memory(MODEL, alone).gradients == 4 * P  # those of the parameters themselves, which stay
+    assert need_of(layout, states=StateFacts(device="cpu")).host == 0
+    alone = shared("fsdp", 1, "gradients")
+    assert need_of(alone).gradients == 4 * P  # those of the parameters themselves, which stay
 
 
 @pytest.mark.parametrize(
@@ -149,7 +162,7 @@ def test_offload_moves_to_the_host() -> None:
     ],
 )
 def test_checkpointing(checkpoint: str, expected: float) -> None:
-    assert activation_bytes(MODEL, Setting(strategy="ddp", microbatch=8, checkpoint=checkpoint)) == expected
+    assert activation_bytes(MODEL, Layout(microbatch=8, checkpoint_activations=checkpoint)) == expected
 
 
 @given(
@@ -157,12 +170,12 @@ def test_checkpointing(checkpoint: str, expected: float) -> None:
     budget=st.integers(0, 10**9),
     microbatch=st.integers(1, 1000),
 )
-def test_the_largest_microbatch_is_the_largest(strategy: str, budget: int, microbatch: int) -> None:
-    setting = Setting(strategy=strategy, group=1 if strategy == "ddp" else 8)
-    found = largest_microbatch(MODEL, setting, budget)
+def test_the_largest_microbatch_is_the_largest(strategy: Strategy, budget: int, microbatch: int) -> None:
+    layout = shared(strategy, 1 if strategy == "ddp" else 8)
+    found = largest_microbatch(MODEL, layout, ADAM, budget)
 
     def need(samples: int) -> int:
-        return estimate_memory(MODEL, dataclasses.replace(setting, microbatch=samples)).device_bytes
+        return need_of(dataclasses.replace(layout, microbatch=samples)).device_bytes
 
     assert need(found) <= budget or found == 1
     assert need(found + 2) > budget  # one sample of rounding
@@ -172,10 +185,8 @@ def test_the_largest_microbatch_is_the_largest(strategy: str, budget: int, micro
 @given(ranks=st.sampled_from([1, 2, 4, 8, 64]), offload=st.booleans())
 def test_sharing_more_never_takes_more(ranks: int, offload: bool) -> None:
     kept = ("optimizer",) if offload else ()
-    needs = [
-        states(estimate_memory(MODEL, Setting(strategy=strategy, group=ranks, offload=kept)))
-        for strategy in ("zero1", "zero2", "fsdp")
-    ]
+    sharded: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp")
+    needs = [states(need_of(shared(strategy, ranks, *kept))) for strategy in sharded]
     assert needs == sorted(needs, reverse=True)
     assert needs[0] <= 16
 
@@ -247,8 +258,9 @@ def test_engines_hold_what_is_estimated(strategy: str, precision: str, optim: di
     config = make_config(strategy, precision, optim)
     model = describe_model(config, "cpu")
     assert model is not None
-    group = {"ddp": 1, "hybrid": 2}.get(strategy, 4)
-    need = estimate_memory(model, setting_of(config, group=group, microbatch=1, device="cpu"))
+    layout = dataclasses.replace(layout_of(config, 4), microbatch=1)
+    assert layout.shards == {"ddp": 1, "hybrid": 2}.get(strategy, 4)
+    need = need_of(layout, model, StateFacts.of(config, "cpu"))
     for found in run_virtual(lambda comm: held(comm, config), ranks=4):
         for category, num_bytes in found.items():
             assert num_bytes == pytest.approx(getattr(need, category), rel=TOLERANCE, abs=2048), category
@@ -284,16 +296,16 @@ def test_compression_keeps_what_is_estimated(strategy: str, compression: dict[st
     model = describe_model(config, "cpu")
     assert model is not None
     group = 2 if strategy == "hybrid" else 1
-    need = estimate_memory(model, setting_of(config, group=group, microbatch=1, device="cpu"))
+    need = need_of(layout_of(config, 4), model, StateFacts.of(config, "cpu"))
     found = run_virtual(lambda comm: owed(comm, config), ranks=4)
     # Two slices that share a tensor both have a factor of it.
     assert sum(found) / 4 == pytest.approx(need.compression, rel=0.02 if group == 1 else 0.12, abs=16)
 
 
 def test_without_compression_nothing_is_owed() -> None:
-    plain = estimate_memory(MODEL, Setting(strategy="ddp"))
-    kept = estimate_memory(MODEL, Setting(strategy="ddp", compression="topk"))
-    lost = estimate_memory(MODEL, Setting(strategy="ddp", compression="topk", error_feedback=False))
+    plain = need_of(shared("ddp"))
+    kept = need_of(shared("ddp", compression=Compression(policy="topk")))
+    lost = need_of(shared("ddp", compression=Compression(policy="topk", error_feedback=False)))
     assert (plain.compression, kept.compression, lost.compression) == (0, 8 * P, 0)
     assert kept.device_bytes - plain.device_bytes == 8 * P + 4 * P  # what is owed, and the average of one bucket
     assert lost.device_bytes - plain.device_bytes == 4 * P + 4 * P  # the vectors, and the average of one bucket

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import Config, config_batch, config_from_dict, layout_of, shard_group
+from paceline.config import Config, config_batch, config_from_dict, layout_of
 from paceline.data.shape import DataShape
 from paceline.engines.apply import parallelize
 from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.models.registry import build_model
+from paceline.plan.layout import Layout
+from paceline.plan.memory import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import MemoryEstimate, estimate_memory, estimate_ranks, setting_of, spread_of
-from paceline.predict.memory.parts import Spread, num_in_flight, part_of, parts_of, stage_bounds, stages_of
+from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
+from paceline.predict.memory.parts import bounds_of, num_in_flight, part_of, parts_of, stage_bounds, stages_of
 from paceline.schedule.schedules import make_schedule, measure_schedule
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
@@ -61,7 +63,7 @@ def test_all_layers_are_the_whole_model(values: dict[str, Any], precision: str) 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_add_up(values: dict[str, Any], stages: int) -> None:
     model = facts_of(config_from_dict(values))
-    parts = [part.model for part in parts_of(model, Spread(pipeline=stages, microbatches=8))]
+    parts = [part.model for part in parts_of(model, Layout(pipeline=stages, chunks=1, accumulate=8))]
     assert sum(part.parameters for part in parts) == model.parameters + model.tied_parameters
     assert sum(part.buffer_bytes for part in parts) == model.buffer_bytes
     assert sum(len(part.blocks) for part in parts) == len(model.blocks)
@@ -75,14 +77,14 @@ def test_stages_add_up(values: dict[str, Any], stages: int) -> None:
 def test_as_many_are_in_flight_as_in_the_schedule(name: str, ranks: int, microbatches: int) -> None:
     schedule = make_schedule(name, ranks, microbatches)
     chunks = schedule.stages // ranks
-    spread = Spread(pipeline=ranks, schedule=name, chunks=chunks, microbatches=microbatches)
+    layout = Layout(pipeline=ranks, schedule=name, chunks=chunks, accumulate=microbatches)
     for rank, count in enumerate(measure_schedule(schedule).in_flight):
         mine = tuple(stage for stage, place in enumerate(schedule.placement) if place == rank)
-        assert stages_of(name, ranks, chunks, rank) == mine
+        assert stages_of(layout, rank) == mine
         if name.startswith("zb"):
-            assert num_in_flight(spread, rank) >= count
+            assert num_in_flight(layout, rank) >= count
         else:
-            assert num_in_flight(spread, rank) == count
+            assert num_in_flight(layout, rank) == count
 
 
 @pytest.mark.parametrize("size", ["gpt-mini", "gpt-124m"])
@@ -101,23 +103,22 @@ def test_a_gpt_is_cut_where_a_run_cuts_it(size: str) -> None:
 def test_a_cut_by_hand_is_kept() -> None:
     for parallel in ({"stage_layers": [3, 1]}, {"stages": ["layers.3"]}):
         config = config_from_dict({**GPT, "parallel": {"pipeline": 2, **parallel}})
-        spread = spread_of(config, facts_of(config), 4)
-        assert spread is not None
-        assert spread.bounds == (0, 4, 6)
+        assert is_known(facts_of(config), layout_of(config))
+        assert bounds_of(facts_of(config), layout_of(config)) == (0, 4, 6)
     config = config_from_dict({**MLP, "parallel": {"pipeline": 2, "stage_layers": [2, 1]}})
-    spread = spread_of(config, facts_of(config), 4)
-    assert spread is not None
-    assert spread.bounds == (0, 2, 3)
+    assert is_known(facts_of(config), layout_of(config))
+    assert bounds_of(facts_of(config), layout_of(config)) == (0, 2, 3)
 
 
 def test_the_rank_that_needs_most_counts() -> None:
     config = split_config({"pipeline": 4}, ranks=4, microbatches=8)
-    setting = setting_of(config, group=1, microbatch=1, device="cpu", spread=spread_of(config, facts_of(config), 8))
-    ranks = estimate_ranks(facts_of(config), setting)
+    model, states = facts_of(config), StateFacts.of(config, "cpu")
+    layout = dataclasses.replace(layout_of(config, 4), microbatch=1)
+    ranks = estimate_ranks(model, layout, states)
     assert len(ranks) == 4
-    assert estimate_memory(facts_of(config), setting) == max(ranks, key=lambda need: need.device_bytes)
-    whole = dataclasses.replace(setting, spread=Spread())
-    assert max(need.parameters for need in ranks) < estimate_memory(facts_of(config), whole).parameters
+    assert estimate_memory(model, layout, states) == max(ranks, key=lambda need: need.device_bytes)
+    whole = dataclasses.replace(layout, pipeline=1)
+    assert max(need.parameters for need in ranks) < estimate_memory(model, whole, states).parameters
 
 
 # Real engines.
@@ -215,11 +216,8 @@ def storage_bytes(tensors: list[Any]) -> int:
 )
 def test_split_engines_hold_what_is_estimated(parallel: dict[str, Any], ranks: int, tied: bool) -> None:
     config = split_config(parallel, ranks=ranks, tied=tied)
-    model, batch = facts_of(config), config_batch(config, ranks)
-    spread = spread_of(config, model, batch.accumulate)
-    group = shard_group(config.parallel, ranks)
-    setting = setting_of(config, group=group, microbatch=batch.microbatch, device="cpu", spread=spread)
-    needs: tuple[MemoryEstimate, ...] = estimate_ranks(model, setting)
+    states = StateFacts.of(config, "cpu")
+    needs: tuple[MemoryEstimate, ...] = estimate_ranks(facts_of(config), layout_of(config, ranks), states)
     is_sharded = parallel.get("strategy") == "fsdp"
     for stage, found in run_virtual(lambda comm: held(comm, config), ranks=ranks):
         for category in ("parameters", "gradients", "optimizer"):

@@ -13,7 +13,8 @@ import math
 import pytest
 
 from paceline.cluster.devices import build_cluster
-from paceline.plan.workload import Framework, Layout, ModelShape, Running, Sharding, Workload
+from paceline.plan.layout import Layout, Strategy
+from paceline.plan.workload import Framework, ModelShape, Running, Workload
 from paceline.predict.formulas.constants import FRAMEWORKS
 from paceline.predict.formulas.predict import Prediction, predict
 
@@ -23,7 +24,7 @@ SHAPE = ModelShape(layers=64, hidden=4096, heads=32, kv_heads=32, ffn=16384, voc
 MIXTURE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=2048, vocab=51200, gated=True, experts=64, active_experts=8
 )
-SHARDINGS: dict[Framework, Sharding] = {"eager": "fsdp", "compiled": "fsdp", "megatron": "zero1"}
+SHARDINGS: dict[Framework, Strategy] = {"eager": "fsdp", "compiled": "fsdp", "megatron": "zero1"}
 FIGURES = ("compute", "tensor_wait", "launch_wait", "bubble", "exposed", "hidden", "contention", "slowest", "optimizer")
 
 
@@ -42,14 +43,12 @@ def run_on(
     """Predicts a run with so many samples for each data-parallel rank."""
     devices = data * tensor * pipeline
     layout = Layout(
-        devices=devices,
-        data=data,
+        strategy=SHARDINGS[framework],
         tensor=tensor,
         pipeline=pipeline,
         expert=min(8, data) if model.experts else 1,
-        sharding=SHARDINGS[framework],
         sequence_parallel=tensor > 1,
-    )
+    ).for_ranks(devices)
     run = Running(
         global_batch=each * data, micro_batch=micro_batch, seq_len=seq_len, compute="fp16", framework=framework
     )
@@ -62,7 +61,7 @@ def run_on(
 
 def token_seconds(found: Prediction) -> float:
     """What a token costs: seconds x devices."""
-    return found.workload.layout.devices / found.samples_per_s / found.workload.run.seq_len
+    return found.workload.layout.ranks / found.samples_per_s / found.workload.run.seq_len
 
 
 def powers(first: int, last: int) -> list[int]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster.devices import load_cluster
-from paceline.plan.workload import Layout, ModelShape, Running, Workload
+from paceline.plan.layout import Layout
+from paceline.plan.workload import ModelShape, Running, Workload
 from paceline.predict.formulas.constants import Constants, ConstantSets, constants_for, fitted_constants
 from paceline.predict.formulas.measured_blocks import Factors, format_blocks, parse_blocks, shape_of
 from paceline.predict.formulas.predict import predict
@@ -15,13 +16,12 @@ from paceline.predict.formulas.predict import predict
 CLUSTER = load_cluster("4x a100-sxm-80gb")
 WORK = Workload(
     model=ModelShape(layers=20, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=50304),
-    layout=Layout(devices=4, data=2, pipeline=2),
+    layout=Layout(pipeline=2, overlap=False, checkpoint_activations="full").for_ranks(4),
     run=Running(
         global_batch=16,
         micro_batch=2,
         seq_len=1024,
         compute="fp16",
-        recompute="full",
         framework="megatron",
         fused_attention=False,
     ),
@@ -56,7 +56,7 @@ def test_blocks_and_heads_have_factors_of_their_own() -> None:
     "other",
     [
         replace(WORK, run=replace(WORK.run, micro_batch=4)),
-        replace(WORK, run=replace(WORK.run, recompute="none")),
+        replace(WORK, layout=replace(WORK.layout, checkpoint_activations="none")),
         replace(WORK, layout=replace(WORK.layout, data=1, tensor=2)),
         replace(WORK, model=replace(WORK.model, hidden=4096)),  # type: ignore[type-var]
     ],

@@ -9,14 +9,15 @@ import pytest
 
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict
+from paceline.plan.layout import Layout, Offload, Strategy
+from paceline.plan.workload import Workload
 from paceline.predict.formulas.engine_costs import price
 from paceline.predict.formulas.offload import Offloaded, Piece
 from paceline.predict.memory.engine_memory import EngineMemory
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record
-from paceline.search.candidates import Candidate
-from paceline.search.from_config import candidate_of, task_of
+from paceline.search.from_config import task_of, workload_as_written
 from paceline.search.search import rank_one
 
 BOTH = ("optimizer", "parameters")
@@ -54,9 +55,9 @@ class Case:
         )
 
     @property
-    def candidate(self) -> Candidate:
+    def workload(self) -> Workload:
         cluster = load_cluster(self.cluster)
-        found = candidate_of(self.config, task_of(self.config, cluster.devices), cluster)
+        found = workload_as_written(self.config, task_of(self.config, cluster.devices), cluster)
         assert found is not None
         return found
 
@@ -68,7 +69,7 @@ def recorded(case: Case) -> Program:
 
 
 def planned(case: Case) -> float:
-    return price(case.candidate, load_cluster(case.cluster)).seconds
+    return price(case.workload, load_cluster(case.cluster)).seconds
 
 
 def replayed(case: Case) -> float:
@@ -96,19 +97,18 @@ def test_a_plan_needs_no_less_than_the_engine_holds(strategy: str, offload: tupl
     held = sum(replay(recorded(case), cluster).memory.values())
     need = EngineMemory.of(case.config)
     assert need is not None
-    assert 0.98 * held <= need(case.candidate) <= 1.25 * held
-    assert held <= rank_one(case.candidate, cluster, need).memory_bytes
+    assert 0.98 * held <= need(case.workload.layout) <= 1.25 * held
+    assert held <= rank_one(case.workload, cluster, need).memory_bytes
 
 
-def walked(strategy: str, *offload: str, microbatches: int = 1, ranks: int = 4) -> Offloaded:
+def walked(strategy: Strategy, *offload: str, microbatches: int = 1, ranks: int = 4) -> Offloaded:
     """Ten pieces of a billion parameters, in seconds that tell parts apart: 4 s for gradients on the bus."""
     piece = Piece(params=1e9, forward=1.0, backward=2.0, gather=0.0, reduce=0.0)
     return Offloaded(
-        strategy=strategy,
-        offload=offload,
+        layout=Layout(
+            strategy=strategy, data=ranks, shard_ranks=ranks, accumulate=microbatches, offload=Offload.of(offload)
+        ),
         pieces=(piece,) * 10,
-        microbatches=microbatches,
-        ranks=ranks,
         width=2,
         bus=1e9,
         host=1e9,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.kernels import memory_seconds
 from paceline.cluster.nccl import Group, collective_seconds, group_of
-from paceline.plan.workload import Layout, ModelShape, Recompute, Running, Sharding, Workload
+from paceline.plan.layout import Layout
+from paceline.plan.workload import ModelShape, Running, Workload
 from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
 from paceline.predict.formulas.constants import (
     Constants,
@@ -31,12 +33,19 @@ def cluster(devices: int = 8) -> Cluster:
 
 
 def workload(
-    data: int = 8, tensor: int = 1, pipeline: int = 1, sharding: Sharding = "fsdp", recompute: Recompute = "none"
+    data: int = 8, tensor: int = 1, pipeline: int = 1, sharding: str = "fsdp", recompute: str = "none"
 ) -> Workload:
-    devices = data * tensor * pipeline
-    layout = Layout(devices=devices, data=data, tensor=tensor, pipeline=pipeline, sharding=sharding)
-    run = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16", recompute=recompute)
-    return Workload(model=SHAPE, layout=layout, run=run)
+    """A step; ``sharding`` is a strategy, or none: gradients are sent when the backward is done."""
+    strategy: Any = "ddp" if sharding == "none" else sharding
+    layout = Layout(
+        strategy=strategy,
+        tensor=tensor,
+        pipeline=pipeline,
+        overlap=sharding != "none",
+        checkpoint_activations=recompute,
+    )
+    run = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16")
+    return Workload(model=SHAPE, layout=layout.for_ranks(data * tensor * pipeline), run=run)
 
 
 def test_parts_add_up_to_the_step() -> None:
@@ -157,7 +166,9 @@ def test_a_block_keeps_the_published_bytes_a_token() -> None:
     one = workload(data=1, sharding="none")
     run = replace(one.run, framework="megatron", compute="fp16", fused_attention=False, micro_batch=1, global_batch=1)
     tokens = 2048 * SHAPE.layers
-    kept = predict(replace(one, run=replace(run, recompute="attention")), cluster(1), SETS).memory.activations
+    attention = replace(one.layout, checkpoint_activations="matmuls")
+    again = replace(one, layout=attention, run=replace(run, recomputes_attention=True))
+    kept = predict(again, cluster(1), SETS).memory.activations
     whole = predict(replace(one, run=run), cluster(1), SETS).memory.activations
     assert kept == pytest.approx(34 * SHAPE.hidden * tokens)
     assert whole == pytest.approx((34 * SHAPE.hidden + 5 * SHAPE.heads * 2048) * tokens)
@@ -172,7 +183,7 @@ def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
     ]
     assert totals[0] == pytest.approx(totals[1])
     assert totals[2] > 1.2 * totals[1]
-    kept = replace(one, run=replace(one.run, recompute="none"))
+    kept = replace(one, layout=replace(one.layout, checkpoint_activations="none"))
     small, large = (footprint(replace(kept, model=replace(SHAPE, vocab=vocab))).temporary for vocab in (128, 1024))
     assert large == pytest.approx(8 * small)
 
@@ -182,7 +193,7 @@ def test_states_of_experts_are_cut_by_the_ranks_that_hold_the_same_ones() -> Non
     layout = replace(workload(data=8, sharding="fsdp").layout, expert=8)
     found = footprint(Workload(model=model, layout=layout, run=workload().run))
     assert found.states == pytest.approx(16 * model.params / 8)
-    ends = replace(layout, sharding="zero1", data=16, devices=16)
+    ends = replace(layout, strategy="zero1").for_ranks(16)
     spread = footprint(Workload(model=model, layout=ends, run=workload().run))
     assert spread.optimizer == pytest.approx(8 * model.params / 16)
 

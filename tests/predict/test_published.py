@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
+from paceline.plan.layout import Layout
 from paceline.plan.workload import ModelShape, SampleModel
 from paceline.predict.scored.measured_table import RowError, read_table
 from paceline.predict.scored.published import read_case
 
 MakeTable = Callable[..., Path]
+
+
+def _sharing(layout: Layout) -> str:
+    """What data-parallel ranks share; "none" where the gradients are sent when the backward is done."""
+    return layout.strategy if layout.overlap else "none"
 
 
 def test_a_row_becomes_a_workload_on_a_cluster(make_table: MakeTable) -> None:
@@ -22,7 +28,7 @@ def test_a_row_becomes_a_workload_on_a_cluster(make_table: MakeTable) -> None:
     )
     case = read_case(table.rows[0])
     layout, run = case.workload.layout, case.workload.run
-    assert (layout.data, layout.tensor, layout.pipeline, layout.chunks, layout.sharding) == (4, 2, 2, 3, "fsdp")
+    assert (layout.data, layout.tensor, layout.pipeline, layout.chunks, layout.strategy) == (4, 2, 2, 3, "fsdp")
     assert (run.compute, run.scaling, run.framework, run.fused_attention) == ("fp8", "row", "compiled", True)
     assert (case.cluster.nodes, case.cluster.node.devices) == (2, 8)
     assert case.cluster.between is not None
@@ -50,18 +56,18 @@ def test_the_count_of_parameters_tells_gated_and_tied(
 @pytest.mark.parametrize(
     ("cells", "framework", "sharding", "group"),
     [
-        ({"zero_stage_or_fsdp": "none"}, "megatron", "none", 0),
-        ({"zero_stage_or_fsdp": "DDP"}, "eager", "ddp", 0),
+        ({"zero_stage_or_fsdp": "none"}, "megatron", "none", 8),
+        ({"zero_stage_or_fsdp": "DDP"}, "eager", "ddp", 8),
         ({"zero_stage_or_fsdp": "ZeRO-1 within 4 ranks (hybrid)"}, "eager", "zero1", 4),
-        ({"zero_stage_or_fsdp": "distributed optimizer (ZeRO-1)"}, "megatron", "zero1", 0),
-        ({"zero_stage_or_fsdp": "FSDP2", "compile": "yes"}, "compiled", "fsdp", 0),
+        ({"zero_stage_or_fsdp": "distributed optimizer (ZeRO-1)"}, "megatron", "zero1", 8),
+        ({"zero_stage_or_fsdp": "FSDP2", "compile": "yes"}, "compiled", "fsdp", 8),
     ],
 )
 def test_texts_name_the_framework_and_what_is_sharded(
     make_table: MakeTable, cells: dict[str, str], framework: str, sharding: str, group: int
 ) -> None:
     workload = read_case(read_table(make_table(cells)).rows[0]).workload
-    assert (workload.run.framework, workload.layout.sharding, workload.layout.shard_group) == (
+    assert (workload.run.framework, _sharing(workload.layout), workload.layout.shard_ranks) == (
         framework,
         sharding,
         group,
@@ -148,15 +154,15 @@ def test_an_odd_cell_is_named_by_its_column(make_table: MakeTable, cells: dict[s
 def test_of_a_remark_counts_what_is_known_in_it(make_table: MakeTable) -> None:
     remarks = {"compile": "per block, with graphs", "activation_recompute": "every second layer", "vpp": "interleaved"}
     case = read_case(read_table(make_table(remarks)).rows[0])
-    assert (case.workload.run.framework, case.workload.run.recompute, case.workload.layout.chunks) == (
+    assert (case.workload.run.framework, case.workload.recompute, case.workload.layout.chunks) == (
         "compiled",
         "none",
         1,
     )
     shared = read_case(read_table(make_table({"zero_stage_or_fsdp": "HSDP"})).rows[0]).workload
-    assert (shared.layout.sharding, shared.run.framework) == ("fsdp", "eager")
+    assert (shared.layout.strategy, shared.run.framework) == ("fsdp", "eager")
     odd = read_case(read_table(make_table({"zero_stage_or_fsdp": "as the paper has it"})).rows[0]).workload
-    assert odd.layout.sharding == "none"
+    assert _sharing(odd.layout) == "none"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +198,7 @@ def test_texts_that_are_known_may_say_more(
     make_table: MakeTable, cells: dict[str, str], recompute: str, framework: str, sharding: str
 ) -> None:
     workload = read_case(read_table(make_table(cells)).rows[0]).workload
-    assert (workload.run.recompute, workload.run.framework, workload.layout.sharding) == (
+    assert (workload.recompute, workload.run.framework, _sharing(workload.layout)) == (
         recompute,
         framework,
         sharding,

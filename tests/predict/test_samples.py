@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster.devices import load_cluster
-from paceline.plan.workload import Compute, Layout, Running, SampleModel, Workload
+from paceline.plan.layout import Layout
+from paceline.plan.workload import Compute, Running, SampleModel, Workload
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.samples import sample_step
-from paceline.predict.scored.known_models import known_samples
+from paceline.predict.scored.published import known_samples
 
 CONSTANTS = Constants()
 ONE = load_cluster("1x a100-sxm-80gb")
@@ -20,7 +21,7 @@ def work(name: str, batch: float, compute: Compute = "fp16", ranks: int = 1) -> 
     model = known_samples(name)
     assert isinstance(model, SampleModel)
     run = Running(global_batch=batch * ranks, micro_batch=batch, seq_len=1, compute=compute)
-    return Workload(model=model, layout=Layout(devices=ranks, data=ranks, sharding="ddp"), run=run)
+    return Workload(model=model, layout=Layout().for_ranks(ranks), run=run)
 
 
 @pytest.mark.parametrize("name", ["ResNet-50", "EfficientNet-B0", "SSD300 ResNet-50", "GNMT v2", "Transformer-big"])

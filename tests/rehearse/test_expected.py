@@ -14,7 +14,7 @@ from paceline.calibrate.refit import rescale
 from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
 from paceline.rehearse.dryrun.expected import Background, better_of, expect_by_dry_run, plain_start
-from paceline.run.foretell import is_worth
+from paceline.run.prediction import is_worth_dry_run
 from paceline.search.expectation import Expectation
 from paceline.units import GIB
 
@@ -113,9 +113,9 @@ def test_a_process_that_is_not_done_is_not_waited_for() -> None:
 
 
 def test_short_runs_and_threads_are_not_worth_a_process() -> None:
-    assert is_worth(_config())
-    assert not is_worth(_config(train={"steps": 10}))
-    assert not is_worth(_config(comm={"backend": "virtual"}))
+    assert is_worth_dry_run(_config())
+    assert not is_worth_dry_run(_config(train={"steps": 10}))
+    assert not is_worth_dry_run(_config(comm={"backend": "virtual"}))
 
 
 def test_a_dry_run_is_started_as_somebody_says_and_gets_the_config(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.operations import Operation
-from paceline.config import Config, config_from_dict
+from paceline.config import Config, config_from_dict, layout_of
 from paceline.engines.offload import host_empty
 from paceline.errors import UsageError
 from paceline.predict.formulas.predict import COMPOSED_P90
 from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import estimate_memory, setting_of
+from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Event, Issue, OnHost, Run, Wait
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
@@ -66,7 +67,9 @@ def test_the_device_holds_what_the_estimate_says(strategy: str, offload: tuple[s
     config = make_config(strategy, offload)
     facts = describe_model(config, "cuda")
     assert facts is not None
-    expected = estimate_memory(facts, setting_of(config, group=4, microbatch=1, device="cuda"))
+    layout = replace(layout_of(config, 4), microbatch=1)
+    assert layout.shards == 4
+    expected = estimate_memory(facts, layout, StateFacts.of(config, "cuda"))
     total = sum(recorded(strategy, *offload).peak_memory().values())
     assert total == pytest.approx(expected.device_bytes - expected.framework, rel=0.35)
 

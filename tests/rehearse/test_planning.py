@@ -43,7 +43,7 @@ def test_a_config_in_every_form(tmp_path: Path) -> None:
     assert len({json.dumps(each.to_json()) for each in found}) == 1
     first = found[0]
     assert first.winner is first.plans[0]
-    assert first.explanations(3)[0].startswith(str(first.winner.candidate) if first.winner else "")
+    assert first.explanations(3)[0].startswith(str(first.winner) if first.winner else "")
     assert len(first.explanations(3)) == 3
     assert paceline.plan(config, load_cluster("dgx-a100")).to_text() in texts
     assert paceline.plan(VALUES, "dgx-a100", overrides=["train.global_batch=32"]).request.task.global_batch == 32
@@ -56,7 +56,7 @@ def test_the_first_plan_is_a_config_that_trains(tmp_path: Path) -> None:
     path.write_text(found.to_yaml())
     assert load_config(path) == found.config
     assert found.winner is not None
-    assert found.config.train.microbatch == found.winner.candidate.microbatch
+    assert found.config.train.microbatch == found.winner.layout.microbatch
     assert found.config.parallel.ranks == 8
 
 
@@ -93,7 +93,7 @@ def test_a_hugging_face_model_by_its_values() -> None:
 def test_a_function_that_makes_a_module() -> None:
     found = paceline.plan(make_own, "dgx-a100", overrides=DATA)
     assert found.request.task.model.params == sum(each.numel() for each in make_own().parameters())
-    assert {each.candidate.strategy for each in found.plans} == {"ddp", "zero1", "zero2", "fsdp"}
+    assert {each.layout.strategy for each in found.plans} == {"ddp", "zero1", "zero2", "fsdp"}
     assert found.config.model.kind == "factory"
     assert f"{__name__}:make_own" in found.to_yaml()
     assert "samples/s" in found.to_text()
@@ -140,7 +140,7 @@ def test_nothing_that_fits_is_a_result() -> None:
 
 def test_gradients_that_are_compressed_are_those_of_whole_models() -> None:
     found = paceline.plan({**VALUES, "comm": {"compression": {"policy": "topk"}}}, "dgx-a100")
-    assert {each.candidate.layout.tensor * each.candidate.layout.pipeline for each in found.plans} == {1}
+    assert {each.layout.tensor * each.layout.pipeline for each in found.plans} == {1}
     assert found.found.left_out["the config forbids them"] > 0
     assert found.config.comm.compression.policy == "topk"
 
@@ -149,8 +149,8 @@ def test_a_trillion_parameters_on_4096_devices() -> None:
     found = paceline.plan(ROOT / "configs" / "gpt_1t.yaml", "512x dgx-h100")
     assert found.request.task.model.params == pytest.approx(1e12, rel=0.02)
     assert found.winner is not None
-    assert found.winner.candidate.layout.pipeline > 1
-    assert found.winner.candidate.layout.tensor > 1
+    assert found.winner.layout.pipeline > 1
+    assert found.winner.layout.tensor > 1
     assert 0.2 < found.winner.mfu < 0.7
     assert found.config.parallel.ranks == 4096
 

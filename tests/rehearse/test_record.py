@@ -15,14 +15,15 @@ from torch import nn
 
 from paceline.bench.predict import device_families
 from paceline.cluster.devices import load_cluster
-from paceline.config import Config, config_batch, config_from_dict
+from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import UsageError
 from paceline.models.registry import build_model
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import estimate_memory, setting_of
-from paceline.predict.replay.program import Issue, Program, Run, Wait
+from paceline.predict.memory.memory import StateFacts, estimate_memory
+from paceline.predict.replay.events import Issue, Run, Wait
+from paceline.predict.replay.program import Program
+from paceline.predict.replay.repeat import counted
 from paceline.predict.replay.replay import replay
-from paceline.predict.replay.turns import counted
 from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.record import record, record_stages
 from paceline.train.assemble import build_workload
@@ -95,10 +96,9 @@ def test_states_take_the_memory_of_the_estimate(strategy: str) -> None:
     program = recorded(strategy)
     facts = describe_model(config, "cuda")
     assert facts is not None
-    group = 1 if strategy == "ddp" else RANKS
-    batch = config_batch(config, RANKS)
-    setting = setting_of(config, group=group, microbatch=batch.microbatch, device="cuda")
-    expected, peak = estimate_memory(facts, setting), program.peak_memory()
+    layout = layout_of(config, RANKS)
+    assert layout.shards == (1 if strategy == "ddp" else RANKS)
+    expected, peak = estimate_memory(facts, layout, StateFacts.of(config, "cuda")), program.peak_memory()
     assert peak["parameters"] == pytest.approx(expected.parameters, rel=0.03)
     assert peak["optimizer"] == pytest.approx(expected.optimizer, rel=0.03)
     total = sum(peak.values())
@@ -437,7 +437,7 @@ def test_an_average_of_the_weights_is_held_and_updated(strategy: str) -> None:
     assert [k.name for k in program.kernels if k.name not in {each.name for each in plain.kernels}] == [
         "_foreach_lerp_"
     ]
-    facts, group = describe_model(config, "cuda"), RANKS if strategy == "fsdp" else 1
+    facts, layout = describe_model(config, "cuda"), replace(layout_of(config, RANKS), microbatch=2)
     assert facts is not None
-    expected = estimate_memory(facts, setting_of(config, group=group, microbatch=2, device="cuda"))
+    expected = estimate_memory(facts, layout, StateFacts.of(config, "cuda"))
     assert program.peak_memory()["optimizer"] == pytest.approx(expected.optimizer, rel=0.03)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import signal
 import sys
@@ -25,22 +24,11 @@ from paceline.errors import (
     TrainingError,
     UsageError,
 )
+from paceline.health.exit_codes import FAILED
+from paceline.health.failure import Failure, describe_error, is_refusal, silent_failure, user_traceback
 from paceline.imports import import_from_path
-from paceline.run.codes import FAILED
-from paceline.run.failure import (
-    Failure,
-    RunFailedError,
-    RunStoppedError,
-    clear_failures,
-    describe_error,
-    explain_failures,
-    first_cause,
-    is_refusal,
-    read_failures,
-    silent_failure,
-    user_traceback,
-    write_failure,
-)
+from paceline.run.failure import RunFailedError, RunStoppedError, explain_failures
+from paceline.run.notes import clear_failures, read_failures, write_failure
 
 
 @pytest.fixture
@@ -185,7 +173,7 @@ def test_of_long_output_the_end_is_shown(tmp_path: Path) -> None:
     assert "line 79" not in text
 
 
-# Who is to blame
+# What the user is told
 
 
 CONSEQUENCES = [
@@ -200,26 +188,11 @@ CAUSES = [
 ]
 
 
-@pytest.mark.parametrize("cause", [*CAUSES, *CONSEQUENCES], ids=lambda failure: failure.cause)
-def test_a_consequence_is_never_the_cause_however_early(cause: Failure) -> None:
-    later = CONSEQUENCES[CONSEQUENCES.index(cause) + 1 :] if cause in CONSEQUENCES else CONSEQUENCES
-    for order in itertools.permutations([cause, *later]):
-        assert first_cause(order) is cause
-
-
-def test_of_equal_causes_the_first_counts() -> None:
-    first, second = (Failure(rank=rank, cause="raised", message="", time=time) for rank, time in ((3, 1.5), (0, 1.6)))
-    assert first_cause([second, first]) is first
-
-
-# What the user is told
-
-
 def test_a_failure_names_rank_cause_traceback_and_log(tmp_path: Path) -> None:
     cause = Failure(rank=1, cause="raised", message="ValueError: bad", traceback="Traceback\nValueError: bad", time=2.0)
     problem = explain_failures([*CONSEQUENCES, cause], tmp_path)
     assert type(problem) is RunFailedError
-    assert (problem.cause, problem.code) == (cause, FAILED)
+    assert (problem.diagnosis.cause, problem.code) == (cause, FAILED)
     assert str(problem) == (
         f"rank 1 failed: ValueError: bad\n\nTraceback\nValueError: bad\n\n  its log is {tmp_path}/logs/rank-1.log"
     )
@@ -239,7 +212,7 @@ def test_a_full_disk_explains_a_rank_that_could_not_say_why(tmp_path: Path, monk
     problem = explain_failures([silent], tmp_path)
     assert f"the disk of {tmp_path} is full" in str(problem)
     assert isinstance(problem, RunFailedError)
-    assert problem.cause.kind == "full_disk"  # so that it is not started again in vain
+    assert problem.diagnosis.cause.kind == "full_disk"  # so that it is not started again in vain
     assert "the disk" not in str(explain_failures([CAUSES[0]], tmp_path))
 
 
@@ -249,9 +222,9 @@ def test_ranks_that_left_nothing_at_all_still_make_a_message(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("number", "text"), [(signal.SIGINT, "SIGINT (Ctrl-C)"), (signal.SIGTERM, "SIGTERM")])
 def test_a_run_that_was_stopped_names_the_signal(number: int, text: str) -> None:
-    error = RunStoppedError(number, "\n  go on")
-    assert str(error) == f"ended by {text}; no rank is left\n  go on"
-    assert error.number == number
+    error = RunStoppedError(number)
+    assert str(error) == f"ended by {text}; no rank is left"
+    assert error.code == 128 + number
 
 
 # Refusals

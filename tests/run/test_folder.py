@@ -13,7 +13,7 @@ import pytest
 
 from paceline.errors import RunFolderError
 from paceline.run import folder as folder_module
-from paceline.run.folder import RunFolder, check_folder, claim_folder, config_of, settle_config
+from paceline.run.folder import RunFolder, adopt_config, check_folder, claim_folder, config_of
 
 
 class Claim(Protocol):
@@ -184,9 +184,9 @@ def test_a_resumed_run_keeps_its_own_config_until_it_has_been_set_up(tmp_path: P
     assert (path / "checkpoints" / "step-00000001").is_dir()
     assert (path / "config.yaml").read_text() == "name: old\n"
     assert config_of(path).read_text() == "name: longer\n"
-    settle_config(path)
+    adopt_config(path)
     assert (path / "config.yaml").read_text() == config_of(path).read_text() == "name: longer\n"
-    settle_config(path)
+    adopt_config(path)
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path, claim: Claim) -> None:

@@ -19,7 +19,7 @@ from paceline.errors import LaunchError, UsageError
 from paceline.records.records import EndRecord, RunRecord, read_records
 from paceline.run.failure import RunStoppedError
 from paceline.run.local import check_port, launch_local
-from paceline.run.orphans import noted_processes
+from paceline.run.notes import noted_processes
 
 # torch leaves the files of redirected output to the garbage collector.
 pytestmark = [
@@ -35,8 +35,9 @@ from pathlib import Path
 
 folder, plot = Path(sys.argv[1]), sys.argv[2:]
 rank = int(os.environ["RANK"])
-from paceline.run.failure import describe_error, write_failure
-from paceline.run.orphans import end_with_parent, note_process
+from paceline.health.failure import describe_error
+from paceline.run.notes import note_process, write_failure
+from paceline.run.rank_process import end_with_parent
 
 end_with_parent(os.getppid())
 note_process(folder, rank)

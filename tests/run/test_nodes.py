@@ -15,10 +15,13 @@ import pytest
 from gone_processes import is_running
 
 from paceline.errors import UsageError
+from paceline.health.diagnosis import RestartPolicy
 from paceline.records.records import EventRecord, Record, RunRecord, read_records
 from paceline.run.folder import claim_folder
 from paceline.run.nodes import address_towards, interface_of, is_in_use, parse_nodes
 from paceline.run.processes import free_port
+
+RESTARTS = RestartPolicy(max_restarts=3)
 
 CONFIG = """
 name: tiny
@@ -32,9 +35,9 @@ monitor: {tensorboard: false, console: false}
 
 
 def test_hosts_are_read_from_the_command_line() -> None:
-    nodes = parse_nodes("1:4", "host1:29400", run_id="tiny", max_restarts=3)
+    nodes = parse_nodes("1:4", "host1:29400", run_id="tiny", restarts=RESTARTS)
     assert (nodes.least, nodes.most, nodes.endpoint) == (1, 4, "host1:29400")
-    assert parse_nodes("2", "[::1]:29400", run_id="tiny", max_restarts=3).host == "::1"
+    assert parse_nodes("2", "[::1]:29400", run_id="tiny", restarts=RESTARTS).host == "::1"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,7 @@ def test_hosts_are_read_from_the_command_line() -> None:
 )
 def test_what_is_no_number_of_hosts_is_refused(counts: str, endpoint: str) -> None:
     with pytest.raises(UsageError, match=r"--nnodes|--rdzv"):
-        parse_nodes(counts, endpoint, run_id="tiny", max_restarts=3)
+        parse_nodes(counts, endpoint, run_id="tiny", restarts=RESTARTS)
 
 
 def test_the_way_to_a_host() -> None:

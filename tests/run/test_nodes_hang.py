@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from gone_processes import wait_until_gone
 
-from paceline.health.verdict import Verdict
+from paceline.health.diagnosis import RestartPolicy
+from paceline.health.exit_codes import HUNG
+from paceline.health.verdict import HangVerdict
 from paceline.records.records import EndRecord, EventRecord, RunRecord, read_records
-from paceline.run.codes import HUNG
-from paceline.run.hangs import forget_hangs, hung_attempts, is_over, note_hang, note_over, telling_restarts, was_hung
+from paceline.run.hosts import telling_restarts
+from paceline.run.notes import StepNote, forget_hangs, hung_attempts, is_over, note_hang
 from paceline.run.processes import free_port
-from paceline.run.progress import StepNote
-from paceline.train.survive.recovery import RestartPolicy
 
 CONFIG = """
 name: tiny
@@ -149,7 +149,7 @@ def test_ranks_that_hang_are_started_again_while_that_helps(tmp_path: Path) -> N
     wait_until_gone([each.pid for each in starts(tmp_path)])
 
 
-VERDICT = Verdict(kind="missing", ranks=(1,), sentence="rank 1 is missing (step 3, for 2.1 s); rank 0 waits for it")
+VERDICT = HangVerdict(kind="missing", ranks=(1,), sentence="rank 1 is missing (step 3, for 2.1 s); rank 0 waits for it")
 
 
 def make_run(folder: Path) -> None:
@@ -168,16 +168,13 @@ def test_a_hang_is_noted_once_for_an_attempt_and_ends_the_run_as_the_policy_says
     assert attempt.incident.message == "rank 1 is missing (step 3); rank 0 waits for it"
     assert is_over(tmp_path, RestartPolicy(on_hang="stop"))
     assert not is_over(tmp_path, RestartPolicy(on_hang="restart"))
-    note_over(tmp_path)
-    assert was_hung(tmp_path)
     forget_hangs(tmp_path)
-    assert not was_hung(tmp_path)
     assert not hung_attempts(tmp_path)
 
 
 def test_a_rank_that_died_is_not_noted_as_a_hang(tmp_path: Path) -> None:
     make_run(tmp_path)
-    note_hang(tmp_path, Verdict(kind="dead", ranks=(1,), sentence="rank 1 is dead"))
+    note_hang(tmp_path, HangVerdict(kind="dead", ranks=(1,), sentence="rank 1 is dead"))
     assert not hung_attempts(tmp_path)
 
 

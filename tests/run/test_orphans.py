@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from gone_processes import wait_until_gone
 
-from paceline.run.orphans import end_groups, forget_processes, note_process, noted_processes
+from paceline.run.notes import forget_attempt, note_process, noted_processes
+from paceline.run.rank_process import end_groups
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -22,7 +23,7 @@ STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {CHIL
 # A rank in a session of its own, with a child, that watches the process that started it.
 RANK = f"""
 import os, subprocess, sys, time
-from paceline.run.orphans import end_with_parent
+from paceline.run.rank_process import end_with_parent
 end_with_parent(int(sys.argv[1]) or os.getppid(), every_s=0.02)
 print(os.getpid(), flush=True)
 subprocess.run([sys.executable, "-c", {CHILD!r}])
@@ -102,5 +103,5 @@ def test_processes_are_noted_by_rank_until_they_are_forgotten(tmp_path: Path) ->
         note_process(tmp_path, rank)
     (tmp_path / "logs" / "rank-2.pid").write_text("")  # killed while it wrote
     assert noted_processes(tmp_path) == {0: os.getpid(), 11: os.getpid()}
-    forget_processes(tmp_path)
+    forget_attempt(tmp_path)
     assert noted_processes(tmp_path) == {}

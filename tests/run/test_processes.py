@@ -15,7 +15,7 @@ import rank_functions
 import torch
 
 from paceline.errors import CommunicationError, LaunchError, RankFailedError, UsageError
-from paceline.run.processes import Place, _first_cause, free_port, loopback_interface, run_processes
+from paceline.run.processes import RankHost, _first_cause, free_port, loopback_interface, run_processes
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_a_rank_enters_its_place_before_it_joins_the_others(tmp_path: Path) -> N
     for folder in folders:
         folder.mkdir()
     places = [
-        Place(enter=partial(os.chdir, folder), meet_at="127.0.0.1", interface=loopback_interface())
+        RankHost(enter=partial(os.chdir, folder), meet_at="127.0.0.1", interface=loopback_interface())
         for folder in folders
     ]
     found = run_processes(rank_functions.where_am_i, 2, places=places)

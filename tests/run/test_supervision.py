@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.config import dump_yaml, load_config
-from paceline.run.folder import claim_folder, config_of, settle_config
-from paceline.run.supervision import halve_microbatch, rank_threads, restart_policy
+from paceline.run.folder import adopt_config, claim_folder, config_of
+from paceline.run.supervise import halve_microbatch, restart_policy
+from paceline.run.warm import rank_threads
 
 
 def plan(folder: Path, microbatch: int) -> None:
@@ -29,7 +30,7 @@ def test_the_microbatch_is_halved_and_the_global_batch_stays(project: Path) -> N
             halved = load_config(config_of(folder)).train
             assert (halved.microbatch, halved.accumulate, halved.global_batch) == (used, None, 8)
         assert load_config(folder / "config.yaml").train.microbatch == config.train.microbatch  # until it works
-        settle_config(folder)
+        adopt_config(folder)
         assert load_config(folder / "config.yaml").train.microbatch == 1
         plan(folder, 1)
         assert not halve_microbatch(folder)

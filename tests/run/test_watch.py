@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.health.exit_codes import FAILED, HUNG
 from paceline.health.verdict import Limits
-from paceline.run.codes import FAILED, HUNG
 from paceline.run.failure import RunFailedError
 from paceline.run.local import launch_local
 from paceline.run.processes import free_port, loopback_interface

@@ -75,10 +75,10 @@ def test_less_memory_takes_more_sharing(gib: float, expected: str) -> None:
 
 def test_hosts_share_among_themselves_first() -> None:
     across = choose(room(9.5, ranks=32, node_ranks=16))
-    assert (across.chosen.strategy, across.chosen.group) == ("hybrid", 16)
+    assert (across.chosen.layout.strategy, across.chosen.layout.shards) == ("hybrid", 16)
     config = apply_choice(config_of(), across)
     assert (config.parallel.strategy, config.parallel.shard_ranks) == ("hybrid", 16)
-    assert choose(room(9.5, ranks=32)).chosen.strategy == "fsdp"
+    assert choose(room(9.5, ranks=32)).chosen.layout.strategy == "fsdp"
 
 
 def test_one_rank_has_nobody_to_share_with() -> None:
@@ -88,11 +88,11 @@ def test_one_rank_has_nobody_to_share_with() -> None:
 
 
 def test_a_model_without_blocks_is_not_checkpointed() -> None:
-    assert all(each.checkpoint == "none" for each in choose(room(80), NO_BLOCKS).ladder)
+    assert all(each.layout.checkpoint_activations == "none" for each in choose(room(80), NO_BLOCKS).ladder)
 
 
 def test_cpu_ranks_do_not_offload() -> None:
-    assert all(not each.offload for each in choose(room(80, device="cpu")).ladder)
+    assert all(not each.layout.offload.is_any for each in choose(room(80, device="cpu")).ladder)
 
 
 def test_the_host_has_limits_too() -> None:
@@ -102,20 +102,20 @@ def test_the_host_has_limits_too() -> None:
 
 def test_what_is_asked_for_is_kept() -> None:
     full = choose(room(80), memory={"checkpoint_activations": "full"})
-    assert {each.checkpoint for each in full.ladder} == {"full"}
+    assert {each.layout.checkpoint_activations for each in full.ladder} == {"full"}
     none = {"checkpoint_activations": "none", "offload": []}
     with pytest.raises(ConfigError, match="nothing fits"):
         choose(room(6), memory=none)
     offload = choose(room(80), memory={"offload": ["optimizer"]})
-    assert {each.offload for each in offload.ladder} == {("optimizer",)}
-    assert offload.chosen.strategy == "zero1"
+    assert {each.layout.offload.parts for each in offload.ladder} == {("optimizer",)}
+    assert offload.chosen.layout.strategy == "zero1"
 
 
 def test_a_microbatch_to_be_found_counts_as_one_sample() -> None:
     assert choose(room(80), microbatch="auto", global_batch=64).microbatch == 1
     assert choose(room(80), microbatch=None, global_batch=64).microbatch == 8
-    assert choose(room(40), microbatch=None, global_batch=64).chosen.strategy != "ddp"
-    assert choose(room(40), microbatch="auto", global_batch=64).chosen.strategy == "ddp"
+    assert choose(room(40), microbatch=None, global_batch=64).chosen.layout.strategy != "ddp"
+    assert choose(room(40), microbatch="auto", global_batch=64).chosen.layout.strategy == "ddp"
 
 
 def test_where_nothing_fits_the_nearest_is_named() -> None:
@@ -167,5 +167,5 @@ def test_real_models() -> None:
     model = describe_model(config, "cuda")
     assert model is not None
     choice = choose_for_config(config, model, room(80))
-    assert choice.chosen.strategy in ("zero2", "fsdp")
-    assert [each.strategy for each in choice.tried[:2]] == ["ddp", "zero1"]
+    assert choice.chosen.layout.strategy in ("zero2", "fsdp")
+    assert [each.layout.strategy for each in choice.tried[:2]] == ["ddp", "zero1"]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.train import predict_run
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, load_config
 from paceline.predict.memory.engine_memory import EngineMemory
+from paceline.run.prediction import predict_run
 from paceline.search.expect import expect_run
 from paceline.search.expectation import Expectation, compare
-from paceline.search.from_config import candidate_of, task_of
+from paceline.search.from_config import task_of, workload_as_written
 from paceline.search.search import rank_one
 from paceline.units import GIB
 
@@ -34,17 +34,17 @@ def _seconds(config: Config, machine: Machine = HOST) -> float:
 
 def test_a_cpu_run_is_priced_as_a_plan_for_the_small_host_is() -> None:
     config, cluster = _config(), load_cluster("cpu-host")
-    candidate = candidate_of(config, task_of(config, 2), cluster)
+    workload = workload_as_written(config, task_of(config, 2), cluster)
     need = EngineMemory.of(config, "cpu")
-    assert candidate is not None
+    assert workload is not None
     assert need is not None
-    ranked = rank_one(candidate, cluster)
+    ranked = rank_one(workload, cluster)
     found = expect_run(config, HOST)
     around = cluster.device.step_s + cluster.device.loop_s
     assert around > 0
-    assert (found.step_s, found.memory_bytes) == (ranked.seconds + around, need(candidate))
+    assert (found.step_s, found.memory_bytes) == (ranked.seconds + around, need(workload.layout))
     assert (found.step_s_low, found.step_s_high) == tuple(bound + around for bound in ranked.prediction.band)
-    assert (found.ranks, found.cluster, found.plan, found.reason) == (2, "2x cpu-host", str(candidate), "")
+    assert (found.ranks, found.cluster, found.plan, found.reason) == (2, "2x cpu-host", str(ranked), "")
     assert any("measured elsewhere" in line for line in found.assumed)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cli.train import check_host
-from paceline.config import Config, load_config
+from paceline.config import Config, layout_of, load_config
 from paceline.errors import ConfigError
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import estimate_memory, setting_of
-from paceline.search.host_room import host_problems
+from paceline.predict.memory.memory import StateFacts, estimate_memory
+from paceline.run.decide import check_host
+from paceline.search.memory_verdict import host_problems
 from paceline.units import GIB
 
 GPT = ("model={kind: gpt, size: gpt-1.1b}", "data={kind: synthetic_tokens, vocab_size: 50304, context: 2048}")
@@ -24,7 +24,8 @@ def _config(*changes: str, ranks: int = 4) -> Config:
 def _on_host(config: Config, group: int) -> int:
     model = describe_model(config, "cuda")
     assert model is not None
-    return estimate_memory(model, setting_of(config, group=group, microbatch=1, device="cuda")).host
+    layout = layout_of(config, group)
+    return estimate_memory(model, layout, StateFacts.of(config, "cuda")).host
 
 
 def test_all_ranks_of_a_host_count() -> None:

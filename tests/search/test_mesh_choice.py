@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_plans import plan_of
 
 from paceline.config import Config, config_from_dict, run_checks
 from paceline.errors import ConfigError
-from paceline.plan.plan import make_plan, with_memory
+from paceline.plan.describe import mesh_text
+from paceline.plan.layout import Layout, Offload
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
-from paceline.predict.memory.memory import Setting
-from paceline.predict.memory.parts import Spread
 from paceline.search.choice import Choice, Room, apply_choice
+from paceline.search.memory_verdict import with_memory
 from paceline.search.mesh_choice import choose_mesh, overhead_of
 from paceline.units import GIB
 
@@ -58,18 +59,22 @@ def choose(values: dict[str, Any], where: Room, **train: Any) -> Choice:
 def test_whole_models_come_first() -> None:
     assert choose(SEVEN_BILLION, room(300)).chosen.label == "ddp"
     choice = choose(SEVEN_BILLION, room(60))
-    assert choice.chosen.mesh == "data 16"
+    assert mesh_text(choice.chosen.layout) == "data 16"
     assert choice.reason().startswith("parallel.sharding_strategy = auto: hybrid in groups of 8, about")
 
 
 def test_less_memory_splits_the_model_before_all_is_computed_again() -> None:
     choice = choose(SEVEN_BILLION, room(17))
-    chosen = choice.chosen
+    chosen = choice.chosen.layout
     assert chosen.pipeline * chosen.tensor > 1
-    assert chosen.checkpoint != "full"
+    assert chosen.checkpoint_activations != "full"
     assert all(each.rejected for each in choice.tried[:-1])
-    whole = [each for each in choice.ladder if each.pipeline * each.tensor == 1]
-    assert not [each for each in whole if each.checkpoint != "full" and not each.offload and not each.rejected]
+    whole = [each for each in choice.ladder if not each.layout.is_split]
+    assert not [
+        each
+        for each in whole
+        if each.layout.checkpoint_activations != "full" and not each.layout.offload.is_any and not each.rejected
+    ]
     text = choice.reason()
     assert f"pipeline {chosen.pipeline}" in text or f"tensor {chosen.tensor}" in text
     assert "not ddp needs" in text
@@ -77,34 +82,38 @@ def test_less_memory_splits_the_model_before_all_is_computed_again() -> None:
 
 def test_tensor_parallelism_stays_inside_a_host() -> None:
     choice = choose(SEVEN_BILLION, room(300, ranks=16, node_ranks=4))
-    assert {each.tensor for each in choice.ladder} == {1, 2, 4}
-    assert {each.pipeline for each in choice.ladder} == {1, 2, 4, 8, 16}
+    assert {each.layout.tensor for each in choice.ladder} == {1, 2, 4}
+    assert {each.layout.pipeline for each in choice.ladder} == {1, 2, 4, 8, 16}
 
 
 def test_split_candidates_stand_in_the_order_of_overhead() -> None:
     ladder = choose(SEVEN_BILLION, room(300)).ladder
     for is_full in (False, True):
-        split = [each for each in ladder if each.pipeline * each.tensor > 1 and (each.checkpoint == "full") == is_full]
+        split = [
+            each
+            for each in ladder
+            if each.layout.is_split and (each.layout.checkpoint_activations == "full") == is_full
+        ]
         assert [each.overhead for each in split] == sorted(each.overhead for each in split)
-    first_split = next(number for number, each in enumerate(ladder) if each.pipeline * each.tensor > 1)
-    assert all(each.checkpoint != "full" for each in ladder[:first_split])
-    assert ladder[-1].offload
+    first_split = next(number for number, each in enumerate(ladder) if each.layout.is_split)
+    assert all(each.layout.checkpoint_activations != "full" for each in ladder[:first_split])
+    assert ladder[-1].layout.offload.is_any
 
 
 def test_the_overhead_of_a_pipeline_is_its_bubble() -> None:
     block = BlockFacts(parameters=0, operations=1e6, input_bytes=0.0)
     model = ModelFacts(name="blocks", blocks=(block,) * 6, root=block, entry=(block,), exit=(block,))
     for pipeline, count in ((2, 4), (4, 4), (4, 32)):
-        setting = Setting(strategy="ddp", spread=Spread(pipeline=pipeline, microbatches=count))
+        layout = Layout(pipeline=pipeline, data=1, accumulate=count)
         bubble = (pipeline - 1) / (count + pipeline - 1)
-        overhead = overhead_of(model, setting, room(1, ranks=pipeline))
+        overhead = overhead_of(model, layout, room(1, ranks=pipeline))
         assert overhead / (1 + overhead) == pytest.approx(bubble)
 
 
 def test_what_is_impossible_is_said() -> None:
     heads = {**SEVEN_BILLION, "model": {"kind": "gpt", "layers": 2, "heads": 6, "width": 48, "context": 2048}}
     choice = choose(heads, room(300))
-    assert {each.tensor for each in choice.ladder} == {1, 2}
+    assert {each.layout.tensor for each in choice.ladder} == {1, 2}
     assert "pipeline 1 x tensor 4: parallel.tensor = 4 does not divide model.heads = 6" in choice.left_out
     assert any("makes 8 stages of a model with 4 layers" in reason for reason in choice.left_out)
     assert json.loads(json.dumps(choice.to_json()))["left_out"] == list(choice.left_out)
@@ -112,21 +121,21 @@ def test_what_is_impossible_is_said() -> None:
 
 def test_a_microbatch_to_be_found_allows_no_pipeline() -> None:
     choice = choose(SEVEN_BILLION, room(300), microbatch="auto")
-    assert {each.pipeline for each in choice.ladder} == {1}
+    assert {each.layout.pipeline for each in choice.ladder} == {1}
     assert any("train.microbatch = auto with parallel.pipeline = 2" in reason for reason in choice.left_out)
 
 
 def test_a_batch_for_fewer_ranks_leaves_whole_models_out() -> None:
     choice = choose(SEVEN_BILLION, room(300), global_batch=8)
-    assert {each.data for each in choice.ladder} <= {1, 2, 4, 8}
+    assert {each.layout.data for each in choice.ladder} <= {1, 2, 4, 8}
     assert choice.left_out[0].startswith("data 16: parallel.ranks = 16 is more than train.global_batch = 8")
-    assert choice.chosen.pipeline * choice.chosen.tensor > 1
+    assert choice.chosen.layout.is_split
 
 
 def test_other_models_have_stages_and_no_tensor_plan() -> None:
     choice = choose(RESNET, room(300))
-    assert {each.tensor for each in choice.ladder} == {1}
-    assert max(each.pipeline for each in choice.ladder) > 1
+    assert {each.layout.tensor for each in choice.ladder} == {1}
+    assert max(each.layout.pipeline for each in choice.ladder) > 1
     assert choice.left_out[0] == "tensor parallelism: there is no plan of what to split for model.kind = resnet"
 
 
@@ -134,7 +143,7 @@ def test_models_of_other_code_stay_whole() -> None:
     config = config_of({"model": {"kind": "factory", "factory": "a:b"}, "data": {"kind": "digits"}})
     model = ModelFacts(name="own", blocks=(), root=BlockFacts(parameters=1000), source="measured")
     choice = choose_mesh(config, model, room(10))
-    assert {each.mesh for each in choice.ladder} == {"data 16"}
+    assert {mesh_text(each.layout) for each in choice.ladder} == {"data 16"}
     assert choice.left_out == ("pipeline and tensor parallelism: only the model's own code knows its layers",)
 
 
@@ -142,7 +151,10 @@ def test_what_memory_says_is_kept() -> None:
     config = config_of({**SEVEN_BILLION, "memory": {"checkpoint_activations": "none", "offload": []}})
     model = describe_model(config, "cuda")
     assert model is not None
-    assert {(each.checkpoint, each.offload) for each in choose_mesh(config, model, room(300)).ladder} == {("none", ())}
+    assert {
+        (each.layout.checkpoint_activations, each.layout.offload)
+        for each in choose_mesh(config, model, room(300)).ladder
+    } == {("none", Offload())}
 
 
 def test_where_nothing_fits_the_nearest_is_named() -> None:
@@ -183,9 +195,9 @@ def test_a_choice_is_a_sound_config_that_needs_what_was_said(
     except ConfigError:
         return
     decided = apply_choice(config, choice)
-    assert (decided.parallel.sharding_strategy, decided.parallel.strategy) == ("manual", choice.chosen.strategy)
+    assert (decided.parallel.sharding_strategy, decided.parallel.strategy) == ("manual", choice.chosen.layout.strategy)
     assert run_checks(decided) == []
-    plan = make_plan(decided, ranks=ranks, train_samples=1000, eval_samples=0, node_ranks=where.node_ranks)
-    assert plan.batch.ranks == choice.chosen.data
-    assert plan.batch.microbatch == choice.chosen.microbatch
+    plan = plan_of(decided, ranks=ranks, train_samples=1000, eval_samples=0, node_ranks=where.node_ranks)
+    assert plan.batch.ranks == choice.chosen.layout.data
+    assert plan.batch.microbatch == choice.chosen.layout.microbatch
     assert with_memory(plan, decided, model, "cuda").memory == choice.chosen.memory

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_plans import plan_of
 
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.plan import make_plan
 from paceline.plan.workload import SampleModel
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.engine_memory import EngineMemory
-from paceline.search.from_config import candidate_of, planned_values, planned_yaml, task_of
+from paceline.search.from_config import planned_values, planned_yaml, task_of, workload_as_written
 from paceline.search.hugging_face import HuggingFaceModel, read_hugging_face
 from paceline.search.request import request_for, request_for_hugging_face
 from paceline.search.search import Search, search, smallest_changes
@@ -117,9 +117,9 @@ def test_models_that_are_no_transformers_have_data_parallel_plans(name: str) -> 
     task = task_of(config, 8)
     assert isinstance(task.model, SampleModel)
     found = search(task, load_cluster("dgx-h100"), need=EngineMemory.of(config))
-    assert {each.candidate.strategy for each in found.ranked} == {"ddp", "zero1", "zero2", "fsdp"}
-    assert all(each.candidate.layout.data == 8 for each in found.ranked)
-    recomputed = {each.candidate.recompute for each in search(task, CLUSTER, order="memory").ranked}
+    assert {each.layout.strategy for each in found.ranked} == {"ddp", "zero1", "zero2", "fsdp"}
+    assert all(each.layout.data == 8 for each in found.ranked)
+    recomputed = {each.workload.recompute for each in search(task, CLUSTER, order="memory").ranked}
     assert recomputed == ({"none"} if name == "digits" else {"none", "selective", "full"})
 
 
@@ -151,10 +151,10 @@ def test_a_context_that_nobody_says_is_asked_for() -> None:
 def test_every_plan_is_a_config_with_that_mesh_and_batch(config: Config, found: Search, tmp_path: Path) -> None:
     kinds = {}
     for each in found.ranked:
-        layout = each.candidate.layout
-        tuning = each.candidate.tuning
-        kind = (each.candidate.strategy, layout.pipeline > 1, each.candidate.schedule, layout.tensor > 1)
-        kinds.setdefault((*kind, tuning.offload, tuning.reshard, tuning.bucket_mb), each)
+        layout = each.layout
+        schedule = layout.schedule_name if layout.pipeline > 1 else ""
+        kind = (layout.strategy, layout.pipeline > 1, schedule, layout.tensor > 1)
+        kinds.setdefault((*kind, layout.offload.parts, layout.reshard_after_forward, layout.bucket_mb), each)
     assert len(kinds) > 25
     assert {schedule for _, _, schedule, *_ in kinds} == {"", "1f1b", "interleaved"}  # it is compiled
     assert {offload for *_, offload, _, _ in kinds} > {(), ("optimizer",)}
@@ -162,23 +162,23 @@ def test_every_plan_is_a_config_with_that_mesh_and_batch(config: Config, found: 
         path = tmp_path / "plan.yaml"
         path.write_text(planned_yaml(config, each, CLUSTER))
         planned = load_config(path)
-        plan = make_plan(planned, ranks=32, train_samples=65536, eval_samples=1, node_ranks=8)
+        plan = plan_of(planned, ranks=32, train_samples=65536, eval_samples=1, node_ranks=8)
         axes = dict(plan.mesh.axes)
-        candidate = each.candidate
-        assert axes.get("pipeline", 1) == candidate.layout.pipeline
-        assert axes.get("tensor", 1) == candidate.layout.tensor
-        assert axes.get("shard", 1) == candidate.shard
-        assert (plan.batch.microbatch, plan.batch.accumulate) == (candidate.microbatch, candidate.accumulate)
-        assert candidate_of(planned, found.task, CLUSTER) == candidate
+        layout = each.layout
+        assert axes.get("pipeline", 1) == layout.pipeline
+        assert axes.get("tensor", 1) == layout.tensor
+        assert axes.get("shard", 1) == layout.shards
+        assert (plan.batch.microbatch, plan.batch.accumulate) == (layout.microbatch, layout.accumulate)
+        assert workload_as_written(planned, found.task, CLUSTER) == each.workload
 
 
 def test_what_belongs_to_another_machine_is_left_out_of_a_plan(config: Config, found: Search) -> None:
     asked = load_config(
         CONFIG, ["parallel.threads=4", "parallel.strategy=fsdp", "parallel.prefetch=2", "memory.offload=[optimizer]"]
     )
-    ranked = (each.candidate for each in found.ranked if not each.candidate.offload)
-    candidate = next(each for each in ranked if each.strategy == "zero1")
-    values = planned_values(asked, candidate, CLUSTER)
+    ranked = (each for each in found.ranked if not each.layout.offload.is_any)
+    chosen = next(each for each in ranked if each.layout.strategy == "zero1")
+    values = planned_values(asked, chosen.workload, CLUSTER)
     assert "threads" not in values["parallel"]
     assert "prefetch" not in values["parallel"]
     assert "offload" not in values["memory"]
@@ -187,9 +187,9 @@ def test_what_belongs_to_another_machine_is_left_out_of_a_plan(config: Config, f
 
 def test_a_plan_that_the_config_forbids_is_refused(found: Search) -> None:
     asked = load_config(CONFIG, ["comm.compression.policy=topk"])
-    candidate = next(each.candidate for each in found.ranked if each.candidate.layout.tensor > 1)
+    split = next(each.workload for each in found.ranked if each.layout.tensor > 1)
     with pytest.raises(ConfigError, match=r"comm\.compression\.policy = topk"):
-        planned_values(asked, candidate, CLUSTER)
+        planned_values(asked, split, CLUSTER)
 
 
 @pytest.mark.parametrize(
@@ -200,14 +200,14 @@ def test_a_plan_that_the_config_forbids_is_refused(found: Search) -> None:
     ],
 )
 def test_changes_that_make_a_config_fit_do_so(given: list[str], named: list[str], found: Search) -> None:
-    asked = candidate_of(load_config(CONFIG, given), found.task, CLUSTER)
+    asked = workload_as_written(load_config(CONFIG, given), found.task, CLUSTER)
     assert asked is not None
     changes = smallest_changes(asked, found, named=named)
     assert changes
     for change in changes:
         keys = [f"{key}={str(value).lower()}" for key, value in change.keys.items()]
         assert change.ranked is not None
-        assert candidate_of(load_config(CONFIG, [*given, *keys]), found.task, CLUSTER) == change.ranked.candidate
+        assert workload_as_written(load_config(CONFIG, [*given, *keys]), found.task, CLUSTER) == change.ranked.workload
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_changes_that_make_a_config_fit_do_so(given: list[str], named: list[str]
 )
 def test_what_a_config_leaves_open_is_not_judged(override: str) -> None:
     asked = load_config(CONFIG, [override, *(["model.heads=33", "model.width=4224"] if "tensor" in override else [])])
-    assert candidate_of(asked, task_of(asked, 32), CLUSTER) is None
+    assert workload_as_written(asked, task_of(asked, 32), CLUSTER) is None
 
 
 # Hugging Face.
@@ -283,7 +283,7 @@ def test_mixtures_of_experts_are_planned_without_a_config(
     assert "experts" in model.no_config
     config = load_config(None, [*model.overrides, "train.global_batch=16"])
     found = search(task_of(config, 16, model.shape), load_cluster("2x dgx-h100"), host_memory=1e9)
-    assert max(each.candidate.layout.expert for each in found.ranked) > 1
+    assert max(each.layout.expert for each in found.ranked) > 1
 
 
 def test_what_differs_from_the_model_is_said() -> None:

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.errors import UsageError
-from paceline.plan.workload import Layout, ModelShape
+from paceline.plan.describe import count_differences, layout_text
+from paceline.plan.layout import Layout, Offload, Strategy
+from paceline.plan.workload import ModelShape, Workload
 from paceline.predict.formulas.engine_costs import engine_footprint, price, price_untuned
 from paceline.predict.formulas.predict import COMPOSED_P90, Prediction, predict
 from paceline.predict.formulas.tuning import zero_bubble_share
 from paceline.schedule.schedules import make_schedule, measure_schedule
-from paceline.search.candidates import (
-    Candidate,
-    Task,
-    Tuning,
-    Value,
-    candidates_for,
-    divisors,
-    recomputing,
-    workload_of,
-)
+from paceline.search.candidates import Task, candidates_for, divisors
 from paceline.search.scaling import resized, scaling_rows
 from paceline.search.search import (
     NO_ROOM_ON_HOST,
     TOO_LARGE,
-    Change,
     Search,
     budget_of,
     explain_against,
@@ -51,27 +44,25 @@ def found() -> Search:
     return search(TASK, NODES)
 
 
-def written(data: int = 16, strategy: str = "ddp", microbatch: int = 8) -> Candidate:
-    sharding = "ddp" if strategy == "ddp" else "fsdp"
-    layout = Layout(devices=16, data=data, sharding=sharding)  # type: ignore[arg-type]
-    workload = workload_of(TASK, layout, microbatch)
-    return Candidate(workload=workload, strategy=strategy, shard=1 if strategy == "ddp" else data)
+def laid_out(strategy: Strategy, accumulate: int, task: Task = TASK, ranks: int = 16, **options: Any) -> Workload:
+    """A task on so many ranks, in microbatches that make its batch."""
+    layout = Layout(strategy=strategy, accumulate=accumulate, **options).for_ranks(ranks)
+    return task.workload(replace(layout, microbatch=task.global_batch // accumulate // layout.data))
 
 
 def test_every_candidate_is_a_mesh_of_all_devices() -> None:
     left_out: Counter[str] = Counter()
-    candidates = list(candidates_for(TASK, NODES, left_out))
-    assert len({str(each) for each in candidates}) == len(candidates)
-    assert {each.strategy for each in candidates} == {"ddp", "zero1", "zero2", "fsdp", "hybrid"}
-    assert {each.schedule for each in candidates} == {"", "1f1b", "interleaved", "zb-h1", "zb-v"}
-    assert not any(each.zero_bubble and each.layout.sharding == "fsdp" for each in candidates)
-    for each in candidates:
-        layout = each.layout
-        assert layout.pipeline * layout.data * layout.tensor == 16
-        assert each.microbatch * each.accumulate * layout.data == 128
+    layouts = list(candidates_for(TASK, NODES, left_out))
+    assert len({layout_text(each) for each in layouts}) == len(layouts)
+    assert {each.strategy for each in layouts} == {"ddp", "zero1", "zero2", "fsdp", "hybrid"}
+    assert {each.schedule for each in layouts if each.pipeline > 1} == {"1f1b", "interleaved", "zb-h1", "zb-v"}
+    assert not any(each.splits_backward and each.is_fully_sharded for each in layouts)
+    for layout in layouts:
+        assert layout.ranks == 16
+        assert layout.microbatch * layout.accumulate * layout.data == 128
         assert LARGE.kv_heads % layout.tensor == 0
-        assert layout.data % each.shard == 0
-        assert layout.pipeline == 1 or each.accumulate >= layout.pipeline
+        assert layout.data % layout.shards == 0
+        assert layout.pipeline == 1 or layout.accumulate >= layout.pipeline
     assert set(left_out) == {"fewer microbatches than stages"}
 
 
@@ -79,7 +70,7 @@ def test_what_cannot_be_is_counted_by_reason() -> None:
     left_out: Counter[str] = Counter()
     odd = replace(TASK, model=replace(SMALL, heads=10, kv_heads=5), global_batch=24)
     found = list(candidates_for(odd, NODES, left_out))
-    assert {each.layout.tensor for each in found} == {1}
+    assert {each.tensor for each in found} == {1}
     assert left_out["tensor ranks do not divide the heads"] == 3
     assert left_out["more stages than blocks"] == 1
     assert left_out["data ranks do not divide the batch"] == 1
@@ -97,15 +88,15 @@ def test_all_that_is_ranked_fits_and_the_fastest_is_first(found: Search) -> None
 
 def test_recomputation_is_taken_only_where_less_does_not_fit(found: Search) -> None:
     for each in found.ranked:
-        if each.candidate.recompute == "full":
-            less = recomputing(each.candidate, "selective")
-            assert engine_footprint(less.workload).total > budget_of(NODES)
+        if each.workload.recompute == "full":
+            less = replace(each.workload, layout=replace(each.layout, checkpoint_activations="matmuls"))
+            assert engine_footprint(less).total > budget_of(NODES)
 
 
 def test_another_estimate_of_memory_counts_where_it_is_larger(found: Search) -> None:
-    winner = str(found.ranked[0].candidate)
-    again = search(TASK, NODES, need=lambda each: 1e15 if str(each) == winner else 0.0)
-    assert winner not in {str(each.candidate) for each in again.ranked}
+    winner = str(found.ranked[0])
+    again = search(TASK, NODES, need=lambda each: 1e15 if layout_text(each) == winner else 0.0)
+    assert winner not in {str(each) for each in again.ranked}
 
 
 def test_by_memory_the_smallest_is_first(found: Search) -> None:
@@ -113,18 +104,16 @@ def test_by_memory_the_smallest_is_first(found: Search) -> None:
     sizes = [each.memory_bytes for each in smallest.ranked]
     assert sizes == sorted(sizes)
     assert sizes[0] < min(each.memory_bytes for each in found.ranked)
-    assert smallest.ranked[0].candidate.recompute == "full"
+    assert smallest.ranked[0].workload.recompute == "full"
 
 
 def test_the_same_search_finds_the_same(found: Search) -> None:
-    assert [str(each.candidate) for each in search(TASK, NODES).ranked] == [
-        str(each.candidate) for each in found.ranked
-    ]
+    assert [str(each) for each in search(TASK, NODES).ranked] == [str(each) for each in found.ranked]
 
 
 def test_winner_and_runners_up_are_explained(found: Search) -> None:
     first = explain_winner(found)
-    assert str(found.ranked[0].candidate) in first
+    assert str(found.ranked[0]) in first
     assert f"fastest of {len(found.ranked)} that fit: computing" in first
     slowest = explain_against(found.ranked[0], found.ranked[-1])
     assert "longer, with" in slowest
@@ -134,9 +123,9 @@ def test_winner_and_runners_up_are_explained(found: Search) -> None:
 def test_of_a_thousand_devices_few_candidates_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = []
 
-    def counted(candidate: Candidate, cluster: Cluster) -> Prediction:
-        timed.append(candidate)
-        return price_untuned(candidate, cluster)
+    def counted(workload: Workload, cluster: Cluster) -> Prediction:
+        timed.append(workload)
+        return price_untuned(workload, cluster)
 
     monkeypatch.setattr("paceline.search.search.price_untuned", counted)
     large = search(replace(TASK, global_batch=1024), load_cluster("128x dgx-h100"))
@@ -158,40 +147,31 @@ def test_a_batch_that_no_mesh_shares_is_refused() -> None:
 
 
 def test_engines_pay_for_every_microbatch_where_they_do() -> None:
-    def both(strategy: str, sharding: str, pipeline: int = 1, shard: int = 0) -> tuple[float, float]:
-        data = 16 // pipeline
-        layout = Layout(devices=16, data=data, pipeline=pipeline, sharding=sharding, shard_group=shard)  # type: ignore[arg-type]
-        workload = workload_of(TASK, layout, 1)
-        candidate = Candidate(workload=workload, strategy=strategy, shard=shard or data)
-        steps = price(candidate, NODES).step, predict(workload, NODES).step
+    def both(strategy: Strategy, pipeline: int = 1, shard: int = 0) -> tuple[float, float]:
+        workload = laid_out(strategy, 8 * pipeline, pipeline=pipeline, shard_ranks=shard)
+        assert workload.layout.microbatch == 1
+        # What frameworks call full sharding in groups is priced without what the groups send to one another.
+        plain = replace(workload.layout, strategy="fsdp") if strategy == "hybrid" else workload.layout
+        steps = price(workload, NODES).step, predict(replace(workload, layout=plain), NODES).step
         return steps[0].exposed + steps[0].hidden, steps[1].exposed + steps[1].hidden
 
-    for strategy, sharding, pipeline, shard in (
-        ("zero2", "zero2", 1, 0),
-        ("fsdp", "fsdp", 2, 0),
-        ("hybrid", "fsdp", 1, 8),
-    ):
-        ours, plain = both(strategy, sharding, pipeline, shard)
+    cases: tuple[tuple[Strategy, int, int], ...] = (("zero2", 1, 0), ("fsdp", 2, 0), ("hybrid", 1, 8))
+    for strategy, pipeline, shard in cases:
+        ours, plain = both(strategy, pipeline, shard)
         assert ours > plain, strategy
-    ours, plain = both("fsdp", "fsdp")
+    ours, plain = both("fsdp")
     assert ours == plain
-    for strategy in ("ddp", "zero1"):  # more, and smaller, pieces than blocks
-        ours, plain = both(strategy, strategy)
+    few: tuple[Strategy, ...] = ("ddp", "zero1")
+    for strategy in few:  # more, and smaller, pieces than blocks
+        ours, plain = both(strategy)
         assert plain < ours < 2 * plain, strategy
 
 
 # What is tuned.
 
 
-def whole(strategy: str, microbatch: int = 1, **tuning: object) -> Candidate:
-    sharding = "fsdp" if strategy == "hybrid" else strategy
-    layout = Layout(devices=16, data=16, sharding=sharding)  # type: ignore[arg-type]
-    return Candidate(
-        workload=workload_of(TASK, layout, microbatch),
-        strategy=strategy,
-        shard=1 if strategy == "ddp" else 16,
-        tuning=Tuning(**tuning),  # type: ignore[arg-type]
-    )
+def whole(strategy: Strategy, *offload: str, **tuning: Any) -> Workload:
+    return laid_out(strategy, 8, offload=Offload.of(offload), **tuning)
 
 
 def test_small_buckets_cost_latency_and_one_bucket_hides_nothing() -> None:
@@ -204,65 +184,61 @@ def test_small_buckets_cost_latency_and_one_bucket_hides_nothing() -> None:
 
 
 def test_what_stays_gathered_is_sent_less_and_takes_memory() -> None:
-    usual, kept = (price(whole("fsdp", reshard=reshard), NODES) for reshard in (True, False))
+    usual, kept = (price(whole("fsdp", reshard_after_forward=reshard), NODES) for reshard in (True, False))
     assert kept.step.exposed + kept.step.hidden < usual.step.exposed + usual.step.hidden
     assert kept.memory.total > usual.memory.total + LARGE.params
     assert kept.step.compute == usual.step.compute
 
 
 def test_offload_trades_memory_for_time() -> None:
-    found = [
-        price(whole("fsdp", offload=offload), NODES) for offload in ((), ("optimizer",), ("optimizer", "parameters"))
-    ]
+    found = [price(whole("fsdp", *offload), NODES) for offload in ((), ("optimizer",), ("optimizer", "parameters"))]
     sizes, times = [each.memory.total for each in found], [each.seconds for each in found]
     assert sizes == sorted(sizes, reverse=True)
     assert times == sorted(times)
     assert found[1].step.optimizer > 5 * found[0].step.optimizer
-    assert host_bytes(whole("fsdp", offload=("optimizer",))) == pytest.approx(18 * LARGE.params / 16)
+    assert host_bytes(whole("fsdp", "optimizer")) == pytest.approx(18 * LARGE.params / 16)
 
 
 def test_an_update_on_the_host_takes_as_long_as_it_was_measured() -> None:
     """3.4 billion parameters of one rank beside an H200, a sample of 2048 tokens: bench/results/memory-h200.json."""
     shape = ModelShape(layers=69, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, gated=True, tied=False)
     task = Task(model=shape, global_batch=1, seq_len=2048)
-    layout = Layout(devices=1, data=1, sharding="fsdp")
-    workload = workload_of(task, layout, 1, "full")
     for offload, measured in ((("optimizer",), 2048 / 1569.6), (("optimizer", "parameters"), 2048 / 1024.8)):
-        candidate = Candidate(workload=workload, strategy="fsdp", shard=1, tuning=Tuning(offload=offload))
-        assert 0.5 < price(candidate, load_cluster("1x h200-sxm")).seconds / measured < 1.5
+        moved = Offload.of(offload)
+        workload = laid_out("fsdp", 1, task, 1, checkpoint_activations="full", offload=moved)
+        assert 0.5 < price(workload, load_cluster("1x h200-sxm")).seconds / measured < 1.5
 
 
 def test_offload_is_of_whole_models_beside_devices_with_memory_of_their_own(found: Search) -> None:
     for each in found.ranked:
-        if each.candidate.offload:
-            layout = each.candidate.layout
-            assert layout.tensor * layout.pipeline == 1
-            assert each.candidate.strategy != "ddp"
+        if each.layout.offload.is_any:
+            assert not each.layout.is_split
+            assert each.layout.strategy != "ddp"
             assert each.host_bytes > 0
-    assert all(not each.candidate.offload for each in search(TASK, NODES, host_memory=1e9).ranked)
+    assert all(not each.layout.offload.is_any for each in search(TASK, NODES, host_memory=1e9).ranked)
 
 
 def test_one_device_offloads_in_every_way_and_may_be_faster_with_more_of_it() -> None:
     task = Task(model=replace(LARGE, layers=16), global_batch=64, seq_len=4096)
     ranked = search(task, load_cluster("1x h100-sxm")).ranked
-    ways = {(each.candidate.strategy, each.candidate.offload) for each in ranked}
+    ways = {(each.layout.strategy, each.layout.offload.parts) for each in ranked}
     both = ("optimizer", "parameters")
     assert ways >= {("zero1", both[:1]), ("fsdp", both[:1]), ("fsdp", both)}
-    assert all(each.candidate.offload for each in ranked if each.candidate.strategy != "ddp")
+    assert all(each.layout.offload.is_any for each in ranked if each.layout.strategy != "ddp")
     # Gradients are reduced, and added up on the host, once a step and not in every microbatch.
-    assert ranked[0].candidate.strategy == "zero1"
-    same = [each for each in ranked if each.candidate.strategy == "fsdp" and each.candidate.microbatch == 1]
-    alike = {each.candidate.offload: each for each in same if each.candidate.recompute == "none"}
+    assert ranked[0].layout.strategy == "zero1"
+    same = [each for each in ranked if each.layout.strategy == "fsdp" and each.layout.microbatch == 1]
+    alike = {each.layout.offload.parts: each for each in same if each.workload.recompute == "none"}
     assert alike[both].seconds < alike[both[:1]].seconds
 
 
 def test_what_no_published_run_has_is_outside_and_has_the_wider_range() -> None:
-    plain, moved = (price(whole("fsdp", offload=offload), NODES) for offload in ((), ("optimizer",)))
+    plain, moved = (price(whole("fsdp", *offload), NODES) for offload in ((), ("optimizer",)))
     assert not any("offload" in reason for reason in plain.outside)
     assert "offloaded states: no published run has them" in moved.outside
     assert not moved.fitted
     assert (moved.band[1] - moved.band[0]) / moved.seconds == pytest.approx(2 * COMPOSED_P90)
-    ranked = [each for each in search(TASK, NODES).ranked if each.candidate.zero_bubble]
+    ranked = [each for each in search(TASK, NODES).ranked if each.layout.splits_backward]
     assert ranked
     assert all("a zero-bubble schedule: no published run has one" in each.prediction.outside for each in ranked)
     host = search(Task(model=SMALL, global_batch=8, seq_len=128, compute="fp32"), load_cluster("cpu-host"))
@@ -286,13 +262,13 @@ def test_zero_bubbles_are_those_of_the_schedules(name: str) -> None:
 def test_compiled_blocks_have_no_zero_bubble_schedule() -> None:
     left_out: Counter[str] = Counter()
     compiled = replace(TASK, framework="compiled")
-    assert not any(each.zero_bubble for each in candidates_for(compiled, NODES, left_out))
+    assert not any(each.splits_backward for each in candidates_for(compiled, NODES, left_out))
     assert left_out["zero-bubble schedules cut the backward of compiled blocks"] > 0
 
 
 def test_experts_are_shared_inside_a_node() -> None:
     mixture = replace(LARGE, experts=8, active_experts=2)
-    found = {each.layout.expert for each in candidates_for(replace(TASK, model=mixture), NODES, Counter())}
+    found = {each.expert for each in candidates_for(replace(TASK, model=mixture), NODES, Counter())}
     assert found == {1, 2, 4, 8}
 
 
@@ -300,14 +276,14 @@ def test_experts_are_shared_inside_a_node() -> None:
 
 
 def test_changes_that_make_it_fit_come_fastest_first_and_more_of_them_are_faster(found: Search) -> None:
-    asked = written()
+    asked = laid_out("ddp", 1)
     assert rank_one(asked, NODES).memory_bytes > found.budget
     changes = smallest_changes(asked, found, most=10)
     times = [each.ranked.seconds for each in changes if each.ranked]
     assert len(times) == len(changes) >= 2
     assert times == sorted(times)
     assert times[0] == pytest.approx(found.ranked[0].seconds)
-    decided = [sum(asked.knobs[key] != value for key, value in _knobs(each).items()) for each in changes]
+    decided = [count_differences(asked.layout, each.ranked.layout) for each in changes if each.ranked]
     assert decided == sorted(decided, reverse=True)
     few = smallest_changes(asked, found, most=1)
     assert [str(each) for each in few] == [str(changes[-1])]  # of the fewest decisions, were it the slowest
@@ -329,11 +305,6 @@ def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> Non
     more = next(each.keys["devices"] for each in changes if "devices" in each.keys)
     assert isinstance(more, int)
     assert search(replace(TASK, global_batch=8), resized(small, more), host_memory=1e9).ranked
-
-
-def _knobs(change: Change) -> dict[str, Value]:
-    assert change.ranked is not None
-    return change.ranked.candidate.knobs
 
 
 # Scaling.

@@ -16,7 +16,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import CheckpointError, RankFailedError
-from paceline.run.failure import describe_error
+from paceline.health.failure import describe_error
 from paceline.train.assemble import build_trainer
 from paceline.train.survive.saving import ForgivingSaver, SavePolicy, Saver
 from paceline.train.trainer import StepResult, Trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -97,7 +98,9 @@ def test_what_cannot_be_an_optimizer_is_refused(values: dict[str, Any], message:
 
 
 def test_what_is_made_must_be_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.train.optim.import_from_path", lambda *_: lambda groups, **_kwargs: groups)
+    monkeypatch.setattr(
+        import_module("paceline.train.optim"), "import_from_path", lambda *_: lambda groups, **_kwargs: groups
+    )
     with pytest.raises(UsageError, match="made a list, not a torch optimizer"):
         build(make_model(), kind="somewhere:thing")
 

@@ -7,104 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from paceline.health.diagnosis import Stop
 from paceline.train.survive.recovery import (
-    Attempt,
     GoBack,
     GoOn,
-    Incident,
-    Kind,
     LossPolicy,
-    Restart,
-    RestartPolicy,
     Spike,
-    Stop,
-    after_failure,
     find_spike,
-    num_stalled,
     on_bad_steps,
     on_full_disk,
     on_spike,
 )
-
-
-def attempt(kind: Kind = "killed", step: int = 5, *, first: int = 0, message: str = "", rank: int = 1) -> Attempt:
-    text = message or f"rank {rank} was killed by SIGKILL"
-    return Attempt(first_step=first, incident=Incident(kind=kind, rank=rank, step=step, message=text))
-
-
-def decide(*attempts: Attempt, **settings: Any) -> Restart | Stop:
-    return after_failure(RestartPolicy(**settings), attempts)
-
-
-def test_a_killed_rank_is_started_again_up_to_the_limit() -> None:
-    found = [attempt(step=10 * number) for number in range(1, 5)]
-    decisions = [decide(*found[:number]) for number in range(1, 5)]
-    assert decisions[:3] == [Restart(number=1), Restart(number=2), Restart(number=3)]
-    assert decisions[3] == Stop(reason="not started again: recovery.max_restarts = 3 is reached", gives_up=True)
-    assert decide(found[0], max_restarts=0) == Stop()
-
-
-def test_the_same_at_the_same_step_twice_is_not_tried_a_third_time() -> None:
-    decision = decide(attempt("error", 7, message="ValueError: x"), attempt("error", 7, message="ValueError: x"))
-    assert decision == Stop(reason="not started again: the same came twice, after step 7", gives_up=True)
-    other = decide(attempt("error", 7, message="ValueError: x"), attempt("error", 7, message="OSError: y"))
-    assert other == Restart(number=2)
-    assert decide(attempt(step=7), attempt(step=7, rank=2), max_stalled_restarts=1) == Restart(number=2)
-
-
-def test_a_run_must_get_further() -> None:
-    stalled = [attempt(step=37), attempt(step=33, first=30), attempt(step=36, first=30, rank=0)]
-    assert decide(*stalled[:2]) == Restart(number=2)  # once is forgiven
-    decision = decide(*stalled)
-    assert isinstance(decision, Stop)
-    assert decision.gives_up
-    assert decision.reason == "not started again: each of the last 2 restarts came no further than step 37"
-    strict = decide(*stalled[:2], max_stalled_restarts=0)
-    assert strict == Stop(reason="not started again: the last restart came no further than step 37", gives_up=True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "text"),
-    [
-        ("refused", {}, ""),
-        ("mistake", {}, "an error of this kind comes again"),
-        ("out_of_memory", {}, "memory would run out again"),
-        ("full_disk", {}, "it must be able to write first"),
-        ("hang", {"on_hang": "stop"}, "recovery.on_hang = stop"),
-    ],
-)
-def test_what_a_restart_does_not_help_against(kind: Kind, settings: dict[str, Any], text: str) -> None:
-    decision = decide(attempt(kind), **settings)
-    assert isinstance(decision, Stop)
-    assert text in decision.reason
-    assert not decision.gives_up
-
-
-def test_an_error_before_the_first_step_comes_again() -> None:
-    assert isinstance(decide(attempt("error", 0)), Stop)
-    assert decide(attempt("killed", 0)) == Restart(number=1)
-    assert decide(attempt("error", 30, first=30)) == Restart(number=1)
-
-
-def test_memory_and_hangs_are_asked_for() -> None:
-    assert decide(attempt("out_of_memory"), on_oom="restart") == Restart(number=1)
-    halved = [attempt("out_of_memory"), attempt("out_of_memory")]
-    assert decide(*halved, on_oom="halve") == Restart(number=2, halves_microbatch=True)
-    assert isinstance(decide(*halved, on_oom="restart"), Stop)
-    assert decide(attempt("hang")) == Restart(number=1)
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 2))
-def test_restarts_end_whatever_comes(steps: list[int], limit: int, stalled: int) -> None:
-    attempts = [attempt(step=step, rank=place) for place, step in enumerate(steps)]
-    decision = decide(*attempts, max_restarts=limit, max_stalled_restarts=stalled)
-    if isinstance(decision, Restart):
-        assert decision.number == len(attempts) <= limit
-        assert num_stalled(attempts) <= stalled
-    assert decision == decide(*attempts, max_restarts=limit, max_stalled_restarts=stalled)
 
 
 def spike(losses: Sequence[float], loss: float, **settings: Any) -> Spike | None:

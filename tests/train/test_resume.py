@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def numbered_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         shape = DataShape(kind="classes", features=5, classes=3)
         return DataSplits(train=TensorPairs(inputs, targets), eval=None, shape=shape)
 
-    monkeypatch.setattr("paceline.train.assemble.build_data", build_data)
+    monkeypatch.setattr(import_module("paceline.train.assemble"), "build_data", build_data)
     monkeypatch.setattr("os.fsync", lambda _: None)  # hundreds of saves, and no crash of the machine
 
 
@@ -395,7 +396,7 @@ def test_frozen_parameters_and_buffers_are_part_of_the_state(tmp_path: Path, mon
     def build_model(*_: Any) -> nn.Module:
         return Frozen()
 
-    monkeypatch.setattr("paceline.train.assemble.build_model", build_model)
+    monkeypatch.setattr(import_module("paceline.train.assemble"), "build_model", build_model)
     config = make_config()
     whole = run_virtual(lambda comm: train(comm, config, save=tmp_path), 2)
     resumed = run_virtual(lambda comm: train(comm, config, load=tmp_path / "step-00000005"), 2)

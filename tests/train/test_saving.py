@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_it_saves_every_n_steps_and_at_the_end_and_tells_of_each(tmp_path: Path,
 
 def test_it_saves_by_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("paceline.train.survive.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(import_module("paceline.train.survive.saving").time, "monotonic", lambda: now[0])
     saver = Saver(tmp_path, SavePolicy(every_seconds=60.0, ask_every=2, at_end=False))
 
     def pass_time(*_: Any) -> None:
@@ -160,7 +161,7 @@ def test_a_run_that_is_taken_up_further_back_has_a_line_of_its_own(tmp_path: Pat
 def test_what_is_large_is_saved_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: int, expected: bool
 ) -> None:
-    monkeypatch.setattr("paceline.train.survive.saving._WORTH_BYTES", worth)
+    monkeypatch.setattr(import_module("paceline.train.survive.saving"), "_WORTH_BYTES", worth)
     sink = Kept()
     make_trainer(SoloCommunicator(CPU), [Saver(tmp_path, SavePolicy(every_steps=2, in_background=None))], sink).run()
     assert [(event.step, event.detail["background"]) for event in sink.events] == [

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def fast_clock(monkeypatch: pytest.MonkeyPatch, seconds_a_call: Callable[[], flo
         perf_counter = staticmethod(lambda: 0.0)
         time = staticmethod(lambda: 0.0)
 
-    monkeypatch.setattr("paceline.train.trainer.time", Time)
+    monkeypatch.setattr(import_module("paceline.train.trainer"), "time", Time)
 
 
 def test_ranks_agree_on_hooks_by_steps_and_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

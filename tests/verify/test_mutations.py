@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -502,7 +503,7 @@ BUGS: dict[str, Bug] = {
         plant=replacing(DataParallel, "_finish", tied_reduced_twice), case=known(Tied), shows="gradient", module="embed"
     ),
     "tie lost": Bug(
-        plant=lambda m: m.setattr("paceline.verify.runs.parallelize", untied(parallelize)),
+        plant=lambda m: m.setattr(import_module("paceline.verify.runs"), "parallelize", untied(parallelize)),
         case=known(Tied),
         shows="gradient",
         module="embed",
@@ -530,16 +531,20 @@ BUGS: dict[str, Bug] = {
         settings=SETTINGS.with_layout(accumulate=1),
     ),
     "an update lost on one rank": Bug(
-        plant=lambda m: m.setattr("paceline.verify.runs.train_step", update_lost(steps.train_step)),
+        plant=lambda m: m.setattr(import_module("paceline.verify.runs"), "train_step", update_lost(steps.train_step)),
         case=KNOWN,
         shows="update",
         settings=dataclasses.replace(SETTINGS, steps=1),  # later, all ranks would be wrong
     ),
     "shares overlap": Bug(
-        plant=lambda m: m.setattr("paceline.verify.case.share", overlapping(None)), case=KNOWN, shows="gradient"
+        plant=lambda m: m.setattr(import_module("paceline.verify.case"), "share", overlapping(None)),
+        case=KNOWN,
+        shows="gradient",
     ),
     "a share misses a sample": Bug(
-        plant=lambda m: m.setattr("paceline.verify.case.share", one_missing(None)), case=KNOWN, shows="gradient"
+        plant=lambda m: m.setattr(import_module("paceline.verify.case"), "share", one_missing(None)),
+        case=KNOWN,
+        shows="gradient",
     ),
 }
 

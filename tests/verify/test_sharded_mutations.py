@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -331,7 +332,8 @@ def every(name: str) -> Plant:
 
 
 def at(path: str, make: Callable[[Any], Any], original: Any) -> Plant:
-    return lambda monkeypatch: monkeypatch.setattr(path, make(original))
+    module, _, name = path.rpartition(".")
+    return lambda monkeypatch: monkeypatch.setattr(import_module(module), name, make(original))
 
 
 def mean_of_means_in(precision: str) -> dict[str, Bug]:

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.run.orphans import noted_processes
-from paceline.run.progress import Progress, read_progress
+from paceline.health.diagnosis import TrainedSteps
+from paceline.run.notes import noted_processes, read_progress
 
 _KILL_AFTER = 35
 _PATIENCE_S = 300.0
@@ -44,8 +44,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from paceline.run.orphans import note_process
-from paceline.run.progress import StepNote
+from paceline.run.notes import StepNote, note_process
 
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
@@ -138,7 +137,7 @@ def _measure(start: Starter, ranks: int, environment: Mapping[str, str]) -> Rest
                 process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path, is_met: Callable[[Progress], bool]) -> Progress:
+def _wait(process: subprocess.Popen[bytes], folder: Path, is_met: Callable[[TrainedSteps], bool]) -> TrainedSteps:
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         found = read_progress(folder).get(1)

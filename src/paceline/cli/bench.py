@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from paceline.cli import bench_tables as tables
 from paceline.cli.bench_options import (
-    Rows,
+    AsJson,
+    BenchRows,
+    Output,
+    Rounds,
     check_device,
     check_models,
     check_parts,
     numbers_of,
-    show_rows,
+    tell,
     words_of,
-    write_rows,
 )
-from paceline.cli.destination import check_record, check_scratch
+from paceline.cli.destination import check_scratch
 
 app = typer.Typer(no_args_is_help=True, help="Time ours beside the best of the others, and see how large a model fits.")
 
@@ -28,9 +33,9 @@ def engines(
     device: str = typer.Option("cpu", help="cpu or cuda."),
     ranks: int = typer.Option(2, help="Gloo ranks on a CPU, beside world size 1.", min=2),
     arms: str = typer.Option(None, help="Only arms whose name contains one of these words, and their peers."),
-    rounds: int = typer.Option(None, help="Rounds in which every arm takes a turn.", min=2),
-    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    rounds: Rounds = None,
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time one training step of every engine beside torch DDP and FSDP2.
 
@@ -47,8 +52,6 @@ def engines(
 
       paceline bench engines --device cuda --models gpt-1.1b
     """
-    import dataclasses
-
     import torch
 
     from paceline.bench.arms import arms_alone, arms_in_bf16, arms_on_ranks, check_words
@@ -61,50 +64,46 @@ def engines(
     check_models(wanted, list(known), device)
     on_cpu = [*arms_alone(), *(arm for name in wanted for arm in arms_on_ranks(known[name][0], ranks))]
     check_words(arms_in_bf16() if device == "cuda" else on_cpu, words)
-    rows: Rows = []
-    protocols = {}
+    protocols: dict[str, Any] = {}
+    rows = BenchRows("engines", {"device": device, "protocols": protocols}, output)
     for name in wanted:
         workload, protocol = known[name]
         if rounds:
             protocol = dataclasses.replace(protocol, rounds=rounds)
         protocols[name] = dataclasses.asdict(protocol)
         if device == "cuda":
-            typer.echo(f"{name} at world size 1 in bf16 ...", err=True)
-            rows += bench_bf16(workload, protocol, torch.device("cuda", 0), words)
+            tell(f"{name} at world size 1 in bf16 ...")
+            rows.add(bench_bf16(workload, protocol, torch.device("cuda", 0), words))
         else:
-            typer.echo(f"{name} on {ranks} Gloo ranks ...", err=True)
-            rows += bench_ranks(workload, protocol, ranks, words)
-            typer.echo(f"{name} at world size 1 ...", err=True)
-            rows += bench_alone(workload, protocol, words)
-        write_rows("engines", rows, {"device": device, "protocols": protocols}, output)
-    show_rows("engines", rows, {"device": device, "protocols": protocols}, tables.show_steps if not as_json else None)
+            tell(f"{name} on {ranks} Gloo ranks ...")
+            rows.add(bench_ranks(workload, protocol, ranks, words))
+            tell(f"{name} at world size 1 ...")
+            rows.add(bench_alone(workload, protocol, words))
+    rows.show(tables.show_steps, as_json=as_json)
 
 
 @app.command()
 def loop(
-    rounds: int = typer.Option(None, help="Rounds in which both arms take a turn.", min=2),
+    rounds: Rounds = None,
     ranks: int = typer.Option(2, help="Gloo ranks with one thread each.", min=1),
-    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time what the trainer adds to a bare step: timing, records, TensorBoard, hooks.
 
     Example:  paceline bench loop --rounds 300
     """
-    import dataclasses
-
     from paceline.bench.loop import PROTOCOLS, bench_loop
 
-    rows: Rows = []
-    protocols = {}
+    protocols: dict[str, Any] = {}
+    rows = BenchRows("loop", {"device": "cpu", "protocols": protocols}, output)
     for name, protocol in PROTOCOLS.items():
         if rounds:
             protocol = dataclasses.replace(protocol, rounds=rounds)
         protocols[name] = dataclasses.asdict(protocol)
-        typer.echo(f"{name} ...", err=True)
-        rows += bench_loop(name, protocol, ranks)
-    write_rows("loop", rows, {"device": "cpu", "protocols": protocols}, output)
-    show_rows("loop", rows, {"device": "cpu", "protocols": protocols}, tables.show_steps if not as_json else None)
+        tell(f"{name} ...")
+        rows.add(bench_loop(name, protocol, ranks))
+    rows.show(tables.show_steps, as_json=as_json)
 
 
 @app.command()
@@ -115,10 +114,8 @@ def memory(
     size: str = typer.Option("gpt-1.1b", help="The GPT whose layers are repeated; its width stays."),
     context: int = typer.Option(2048, help="Tokens of the one sample of a step.", min=2),
     options: str = typer.Option(None, help="Only rows whose name contains one of these words."),
-    output: Path = typer.Option(
-        None, callback=check_record, help="Also write the record to this file, after every row."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find the largest GPT that trains within a memory budget, for each strategy and option.
 
@@ -149,12 +146,11 @@ def memory(
         "batch": 1,
         "context": context,
     }
-    rows: Rows = []
+    rows = BenchRows("memory", config, output)
     for option in chosen:
-        typer.echo(f"{option.name} ...", err=True)
-        rows.append(bench_memory(option, family, budget, where))
-        write_rows("memory", rows, config, output)
-    show_rows("memory", rows, config, tables.show_memory if not as_json else None)
+        tell(f"{option.name} ...")
+        rows.add([bench_memory(option, family, budget, where)])
+    rows.show(tables.show_memory, as_json=as_json)
 
 
 @app.command()
@@ -167,8 +163,8 @@ def compression(
     rank: int = typer.Option(None, help="Columns of a factor of powersgd.", min=1),
     threshold: float = typer.Option(None, help="Smallest element that threshold sends.", min=1e-30),
     both: bool = typer.Option(False, "--both", help="Each policy without error feedback as well."),
-    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """See which gradient compression pays for a model, and on which links.
 
@@ -187,18 +183,18 @@ def compression(
     loaded = load_config(config, list(overrides or []))
     numbers = {"ratio": ratio, "factor_rank": rank, "threshold": threshold}
     settings = {"config": str(config), "overrides": overrides or [], "ranks": ranks, "steps": steps, "device": "cpu"}
-    rows = bench_compression(loaded, ranks, steps, {k: v for k, v in numbers.items() if v is not None}, both=both)
-    write_rows("compression", rows, settings, output)
-    show_rows("compression", rows, settings, tables.show_compression if not as_json else None)
+    rows = BenchRows("compression", settings, output)
+    rows.add(bench_compression(loaded, ranks, steps, {k: v for k, v in numbers.items() if v is not None}, both=both))
+    rows.show(tables.show_compression, as_json=as_json)
 
 
 @app.command()
 def comm(
     ranks: int = typer.Option(2, help="Ranks on this machine, with one thread each.", min=2),
     sizes: str = typer.Option(None, help="Comma-separated bytes, such as 1024,1048576; default: 1 KiB to 64 MiB."),
-    rounds: int = typer.Option(None, help="Rounds in which every arm takes a turn.", min=2),
-    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    rounds: Rounds = None,
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time all-reduce by every backend and algorithm, size by size, beside Gloo's own.
 
@@ -214,11 +210,11 @@ def comm(
     from paceline.bench.comm import SIZES, bench_comm
 
     wanted = numbers_of("--sizes", sizes) or list(SIZES)
-    typer.echo(f"{len(wanted)} sizes on {ranks} ranks ...", err=True)
+    tell(f"{len(wanted)} sizes on {ranks} ranks ...")
     settings = {"device": "cpu", "ranks": ranks, "sizes": wanted, "dtype": "float32", "op": "avg"}
-    rows = bench_comm(ranks, wanted, rounds)
-    write_rows("comm", rows, settings, output)
-    show_rows("comm", rows, settings, tables.show_comm if not as_json else None)
+    rows = BenchRows("comm", settings, output)
+    rows.add(bench_comm(ranks, wanted, rounds))
+    rows.show(tables.show_comm, as_json=as_json)
 
 
 @app.command()
@@ -227,10 +223,8 @@ def convergence(
     ranks: int = typer.Option(2, help="Virtual ranks.", min=2),
     seeds: int = typer.Option(3, help="Runs of each arm, with seeds of their own.", min=1),
     workers: int = typer.Option(2, help="Runs at a time, each on one core.", min=1),
-    output: Path = typer.Option(
-        None, callback=check_record, help="Also write the record to this file, after every config."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """See where training ends under each gradient compression, with error feedback and without.
 
@@ -250,11 +244,10 @@ def convergence(
     chosen = list(configs or []) or [Path("configs/digits.yaml"), Path("configs/gpt_small.yaml")]
     loaded = [load_config(each, []) for each in chosen]  # all of them before anything runs
     settings = {"configs": [str(each) for each in chosen], "ranks": ranks, "seeds": seeds, "device": "cpu"}
-    rows: Rows = []
+    rows = BenchRows("convergence", settings, output)
     for config in loaded:
-        rows += bench_convergence(config, ranks, seeds, workers, lambda text: typer.echo(text, err=True))
-        write_rows("convergence", rows, settings, output)
-    show_rows("convergence", rows, settings, tables.show_convergence if not as_json else None)
+        rows.add(bench_convergence(config, ranks, seeds, workers, tell))
+    rows.show(tables.show_convergence, as_json=as_json)
 
 
 @app.command()
@@ -266,10 +259,8 @@ def pipeline(
     microbatches: int = typer.Option(8, help="Microbatches of a step, of one sample each.", min=2),
     rounds: int = typer.Option(None, help="Speed: rounds in which every arm takes a turn.", min=2),
     steps: int = typer.Option(None, help="Features: steps that are timed.", min=2),
-    output: Path = typer.Option(
-        None, callback=check_record, help="Also write the record to this file, after every part."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time our pipeline beside torch.distributed.pipelining, and see what each way to spread a model gives.
 
@@ -295,12 +286,11 @@ def pipeline(
     check_words(pipeline_arms(), words)
     asked = make_workload(model, context, microbatches, rounds=rounds, steps=steps)
     settings = {"device": "cpu", "ranks": 2, "parts": wanted, **asked.to_json()}
-    rows: Rows = []
+    rows = BenchRows("pipeline", settings, output)
     for part in wanted:
-        typer.echo(f"{part} ...", err=True)
-        rows += bench_part(part, asked, words)
-        write_rows("pipeline", rows, settings, output)
-    show_rows("pipeline", rows, settings, tables.show_pipeline if not as_json else None)
+        tell(f"{part} ...")
+        rows.add(bench_part(part, asked, words))
+    rows.show(tables.show_pipeline, as_json=as_json)
 
 
 @app.command()
@@ -313,8 +303,8 @@ def checkpoint(
     folder: str = typer.Option(
         None, callback=check_scratch, help="The disk to write to.  [default: where temporary files go]"
     ),
-    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time saves and loads of a sharded state beside torch's distributed checkpoints (DCP).
 
@@ -342,17 +332,17 @@ def checkpoint(
         rounds=rounds,
         folder=folder,
     )
-    rows = bench_checkpoint(work, lambda text: typer.echo(text, err=True))
     settings = {"device": "cpu", "fairness": FAIRNESS, **work.to_json()}
-    write_rows("checkpoint", rows, settings, output)
-    show_rows("checkpoint", rows, settings, tables.show_checkpoints if not as_json else None)
+    rows = BenchRows("checkpoint", settings, output)
+    rows.add(bench_checkpoint(work, tell))
+    rows.show(tables.show_checkpoints, as_json=as_json)
 
 
 @app.command()
 def ledger(
     blocks: int = typer.Option(60, help="Blocks of ten steps that each arm takes, in turns.", min=1),
-    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time what it costs that every operation is written down: one alone, and steps of two ranks with and without.
 
@@ -364,18 +354,18 @@ def ledger(
     """
     from paceline.bench.ledger import BATCH, BLOCK, WIDTH, bench_ledger
 
-    rows = bench_ledger(blocks)
     settings = {"device": "cpu", "ranks": 2, "width": WIDTH, "batch": BATCH, "block": BLOCK, "blocks": blocks}
-    write_rows("ledger", rows, settings, output)
-    show_rows("ledger", rows, settings, tables.show_ledger if not as_json else None)
+    rows = BenchRows("ledger", settings, output)
+    rows.add(bench_ledger(blocks))
+    rows.show(tables.show_ledger, as_json=as_json)
 
 
 @app.command()
 def restart(
     ranks: int = typer.Option(2, help="Gloo ranks, with one thread each.", min=2),
     rounds: int = typer.Option(5, help="Rounds in which every arm takes a turn.", min=1),
-    output: Path = typer.Option(None, callback=check_record, help="Also write the record to this file."),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time how long a killed rank stops a run: from SIGKILL to the first new step, beside a script under torchrun.
 
@@ -385,14 +375,12 @@ def restart(
 
       paceline bench restart --ranks 4 --rounds 3 --json
     """
-    import os
-
     from paceline.bench.restart import bench_restart
 
-    rows = bench_restart(ranks, rounds, os.environ, lambda text: typer.echo(text, err=True))
     settings = {"device": "cpu", "ranks": ranks, "rounds": rounds}
-    write_rows("restart", rows, settings, output)
-    show_rows("restart", rows, settings, tables.show_restarts if not as_json else None)
+    rows = BenchRows("restart", settings, output)
+    rows.add(bench_restart(ranks, rounds, os.environ, tell))
+    rows.show(tables.show_restarts, as_json=as_json)
 
 
 @app.command()
@@ -405,10 +393,8 @@ def predict(
     arms: str = typer.Option(None, help="Only arms whose name contains one of these words."),
     steps: int = typer.Option(None, help="Steps that are timed.  [default: 20 on cuda, 30 on a CPU]", min=3),
     entry: Path = typer.Option(None, help="Also write what was measured of the device to this file."),
-    output: Path = typer.Option(
-        None, callback=check_record, help="Also write the record to this file, after every arm."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print the record as JSON."),
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Set predicted beside measured: step time, and on a GPU peak memory, of training steps on this machine.
 
@@ -435,13 +421,9 @@ def predict(
     chosen = only(arms_on(device), wanted, words)
     count = steps or (20 if device == "cuda" else 30)
 
-    def tell(text: str) -> None:
-        typer.echo(text, err=True)
-
     found = clusters(device, cluster, entry, tell)
     settings = {"device": device, "cluster": found.name, "steps": count, "measured": found.measured}
-    rows: Rows = []
+    rows = BenchRows("predict", settings, output)
     for row in bench_predict(chosen, device, found.of, steps=count, tell=tell):
-        rows.append(row)
-        write_rows("predict", rows, settings, output)
-    show_rows("predict", rows, settings, tables.show_predictions if not as_json else None)
+        rows.add([row])
+    rows.show(tables.show_predictions, as_json=as_json)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import platform
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.destination import check_file
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.calibrate.machine import Measured
+    from paceline.calibrate.machine import Measured, Wanted
 
 
 def _check_entry(path: Path | None) -> Path | None:
@@ -26,24 +31,33 @@ def _check_entry(path: Path | None) -> Path | None:
     return path
 
 
+_Ranks = Annotated[
+    int | None, typer.Option(min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]")
+]
+_Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", callback=_check_entry, metavar="FILE.yaml", help="Write the entry to this file."),
+]
+_Run = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="RUN", help="Measure nothing: fit an entry to a finished run's folder."),
+]
+_Cluster = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.yaml", help="The entry that --from fits.  [default: the catalog's cpu-host]"),
+]
+
+
 def calibrate(
     device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]"),
-    ranks: int | None = typer.Option(
-        None, "--ranks", min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]"
-    ),
-    name: str | None = typer.Option(None, "--name", help="The entry's name.  [default: after the device]"),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", callback=_check_entry, metavar="FILE.yaml", help="Write the entry to this file."
-    ),
+    ranks: _Ranks = None,
+    name: str | None = typer.Option(None, help="The entry's name.  [default: after the device]"),
+    output: _Output = None,
     compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
     noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
     as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
-    run: Path | None = typer.Option(
-        None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a finished run's folder."
-    ),
-    cluster: Path | None = typer.Option(
-        None, "--cluster", metavar="FILE.yaml", help="The entry that --from fits.  [default: the catalog's cpu-host]"
-    ),
+    run: _Run = None,
+    cluster: _Cluster = None,
 ) -> None:
     """Measure this machine: products by shape, attention, memory, launches, and collectives where ranks are several.
 
@@ -67,15 +81,9 @@ def calibrate(
     if run is not None:
         _refit(run, cluster, output, as_json=as_json)
         return
-    import json
-    import platform
-    import time
-
     import torch
 
-    from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
-    from paceline.calibrate.machine import Wanted, best_rates, check_wanted, measure_machine
-    from paceline.cluster.detect import detect_machine
+    from paceline.calibrate.machine import Wanted, check_wanted, measure_machine
 
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     count = ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
@@ -87,33 +95,41 @@ def calibrate(
     if not as_json:
         typer.echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
     measured = measure_machine(wanted)
+    entry_name, text = _entry(name, wanted, measured)
+    if output is not None:
+        from paceline.calibrate.entry import write_entry
+
+        write_entry(text, output)
+    if as_json:
+        typer.echo(json.dumps({"name": entry_name, **asdict(measured)}, indent=2))
+        return
+    _show(measured)
+    typer.echo(f"\n{text}" if output is None else f"\nwrote {output}: use it as --cluster {output}\n", nl=False)
+
+
+def _entry(name: str | None, wanted: Wanted, measured: Measured) -> tuple[str, str]:
+    """Returns the name of the catalog's entry for what was measured, and its text."""
+    import torch
+
+    from paceline.calibrate.entry import Origin, make_entry, suggest_name
+    from paceline.calibrate.machine import best_rates
+    from paceline.cluster.detect import detect_machine
+
     machine = detect_machine()
     entry_name = name or suggest_name(machine, measured)
-    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
+    compiled = "" if wanted.with_compiled else " --no-compiled"
     origin = Origin(
-        command=command,
+        command=f"paceline calibrate --device {wanted.device} --ranks {wanted.ranks}{compiled}",
         versions=f"torch {torch.__version__}",
         spread=measured.spread,
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         python=platform.python_version(),
     )
-    text = make_entry(entry_name, machine, measured, best_rates(measured.kernels.rates), origin)
-    if output is not None:
-        write_entry(text, output)
-    if as_json:
-        typer.echo(json.dumps(_to_json(entry_name, measured), indent=2))
-        return
-    _show(measured)
-    if output is None:
-        typer.echo(f"\n{text}", nl=False)
-    else:
-        typer.echo(f"\nwrote {output}: use it as --cluster {output}")
+    return entry_name, make_entry(entry_name, machine, measured, best_rates(measured.kernels.rates), origin)
 
 
 def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
     """Raises UsageError for options that nobody would read, and for a name that is none."""
-    from paceline.errors import UsageError
-
     if run is None and "--cluster" in given:
         raise UsageError(
             "--cluster without --from\n  what is measured starts from no entry\n  name a run to fit it to: --from RUN"
@@ -131,8 +147,6 @@ def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
 
 
 def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) -> None:
-    import json
-
     from paceline.calibrate.entry import write_entry
     from paceline.calibrate.refit import refit, to_json
     from paceline.cluster.detect import detect_machine
@@ -173,9 +187,3 @@ def _show(measured: Measured) -> None:
         shown = f"{link.bandwidth / 1e9:10.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop"
         typer.echo(f"{kind:<17} {shown}; the fit is off by {100 * link.worst:.0f} % at worst")
     typer.echo(f"samples spread    {100 * measured.spread:10.1f} %")
-
-
-def _to_json(name: str, measured: Measured) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {"name": name, **asdict(measured)}

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 
 from paceline.cli import checkpoint_text as text
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.checkpoint.tools.outgoing import Format
@@ -46,8 +48,6 @@ def list_all(
 
       paceline checkpoint ls s3://bucket/run --full --json
     """
-    import time
-
     from paceline.checkpoint.tools.listing import list_folder
 
     with _reading(), _progress("reading", None, as_json) as tell:
@@ -162,8 +162,6 @@ def reshard(
 
       paceline checkpoint reshard runs/gpt /data/gpt-8 --ranks 8 --pipeline 2 --tensor 2
     """
-    from typing import cast
-
     from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.reshard import World
     from paceline.checkpoint.tools.reshard import reshard as write
@@ -203,8 +201,6 @@ def export(
 
       paceline checkpoint export runs/gpt gpt-dcp --format dcp --optimizer
     """
-    from typing import cast
-
     from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.outgoing import ExportOptions, exported_bytes, format_by_name
     from paceline.checkpoint.tools.outgoing import export as write
@@ -243,8 +239,6 @@ def take(
 
       paceline checkpoint import llama-folder start
     """
-    from typing import cast
-
     from paceline.checkpoint.tools.incoming import format_of, open_incoming, take_in
 
     if kind is not None:
@@ -281,7 +275,6 @@ def _find_whole(where: str, fast: bool) -> Path:
 
 def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
     from paceline.config.suggest import nearest
-    from paceline.errors import UsageError
 
     if word not in known:
         meant = nearest(word, known)

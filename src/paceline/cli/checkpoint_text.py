@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.units import format_bytes, format_count, format_seconds
+
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Manifest
     from paceline.checkpoint.tools.audit import Audit
@@ -26,7 +28,6 @@ def show_list(found: Sequence[Listed], *, as_json: bool) -> None:
     if as_json:
         _print_json([{**asdict(each), "path": str(each.path), "is_whole": not each.problem} for each in found])
         return
-    from paceline.units import format_bytes, format_seconds
 
     rows = [
         (
@@ -48,7 +49,6 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     if as_json:
         _print_json(_summary_json(found, lists_tensors))
         return
-    from paceline.units import format_bytes, format_count
 
     manifest = found.manifest
     about = manifest.about

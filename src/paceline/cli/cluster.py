@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.cluster.detect import Detected
@@ -90,7 +93,6 @@ def show(
 
 
 def _show_machine(detected: Detected) -> None:
-    from paceline.units import format_bytes
 
     machine = detected.machine
     gpus = ", ".join(machine.gpus) or "no GPU"
@@ -124,7 +126,6 @@ def _show(cluster: Cluster) -> None:
 
 
 def _to_json(cluster: Cluster | None, detected: Detected | None) -> dict[str, Any]:
-    from dataclasses import asdict
 
     found: dict[str, Any] = {} if cluster is None else {**asdict(cluster), "devices": cluster.devices}
     if detected is not None:

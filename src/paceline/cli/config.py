@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.options import AsJson, ConfigPath, Overrides
+from paceline.errors import ConfigError
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -21,15 +24,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/digits.yaml.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the file.")
-]
 Ranks = Annotated[
     int | None, typer.Option("--ranks", "-n", min=1, help="The number of ranks, where parallel.ranks is auto.")
 ]
 _LADDER = "derived.strategy_ladder"
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command()
@@ -82,8 +80,6 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
 
     Example: [bold]paceline config check configs/gpt_pydoc.yaml parallel.ranks=3[/bold]
     """
-    from paceline.errors import ConfigError
-
     try:
         _check(config, overrides, ranks)
     except ConfigError as error:
@@ -99,6 +95,7 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     """Returns all rows of a config that leaves the mesh open, as it is decided; none where ranks or mesh are given."""
     from paceline.config import ExplainRow, LoadedConfig, leaf_values
     from paceline.config import explain as explain_config
+    from paceline.plan.describe import mesh_text
 
     config = loaded.config
     known = config.parallel.ranks if ranks is None else ranks
@@ -110,7 +107,7 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     before, after = leaf_values(config), leaf_values(settled)
     key, origin = "parallel.sharding_strategy", "derived: chosen, as parallel.sharding_strategy = auto"
     chosen = {path: value for path, value in after.items() if value != before.get(path)}
-    chosen["derived.mesh"] = choice.chosen.mesh
+    chosen["derived.mesh"] = mesh_text(choice.chosen.layout)
     changed = {path: ExplainRow(key=path, value=value, origin=origin) for path, value in chosen.items()}
     changed[key] = ExplainRow(key=key, value="auto", origin=loaded.sources[key])
     rows = explain_config(LoadedConfig(config=settled, sources=loaded.sources), ranks)
@@ -134,10 +131,10 @@ def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
 
 def _decide(config: Config, ranks: int) -> tuple[Config, Choice]:
     """Decides what is open, for this machine and a number of ranks."""
-    from paceline.cli.train import resolve_config, resolve_strategy
+    from paceline.run.decide import decide_strategy, resolve_config
 
     parallel = config.parallel.model_copy(update={"ranks": ranks})
-    decided, choice = resolve_strategy(resolve_config(config.model_copy(update={"parallel": parallel})))
+    decided, choice = decide_strategy(resolve_config(config.model_copy(update={"parallel": parallel})))
     assert choice is not None
     return decided, choice
 
@@ -156,32 +153,26 @@ def _choice_rows(choice: Choice) -> list[ExplainRow]:
 
 
 def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
-    from paceline.config import ExplainRow, config_batch, shard_group
+    from paceline.config import ExplainRow, layout_of
     from paceline.predict.memory.activations import describe_model
-    from paceline.predict.memory.memory import estimate_memory, setting_of, spread_of
+    from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
 
-    batch = config_batch(config, ranks)
-    model = describe_model(config, device)
-    spread = None if model is None else spread_of(config, model, batch.accumulate)
-    if model is None or spread is None:
+    model, layout = describe_model(config, device), layout_of(config, ranks)
+    if model is None or not is_known(model, layout):
         who = "a schedule of your own is read when the run starts" if model else "only the model's own code can tell"
         return [ExplainRow(key="derived.memory", value=None, origin=f"derived: {who}")]
-    is_open = config.train.microbatch == "auto"
-    microbatch = 1 if is_open else batch.microbatch
-    setting = setting_of(
-        config, group=shard_group(config.parallel, ranks), microbatch=microbatch, device=device, spread=spread
-    )
-    need = estimate_memory(model, setting).to_json()
+    microbatch = 1 if config.train.microbatch == "auto" else layout.microbatch
+    layout = replace(layout, microbatch=microbatch)
+    need = estimate_memory(model, layout, StateFacts.of(config, device)).to_json()
     total = need.pop("device_bytes")
     parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in need.items() if value)
-    which = f"the {device} rank that needs most" if spread.pipeline > 1 else f"a {device} rank"
+    which = f"the {device} rank that needs most" if layout.pipeline > 1 else f"a {device} rank"
     formula = f"an estimate for {which} and a microbatch of {microbatch}: {parts}"
     return [ExplainRow(key="derived.memory", value=total, origin=f"derived: {formula}")]
 
 
 def _check(config: Path, overrides: list[str] | None, ranks: int | None) -> None:
     from paceline.config import check_ranks
-    from paceline.errors import ConfigError
 
     loaded = _load(config, overrides)
     problems = check_ranks(loaded.config, ranks) if ranks is not None else []

@@ -6,7 +6,10 @@ these functions as callbacks.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from paceline.errors import UsageError
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -20,9 +23,7 @@ def check_file(path: Path | None) -> Path | None:
 
 def check_record(path: Path | None) -> Path | None:
     """Returns the path of a file whose folder is made for it. Raises UsageError where it cannot be written."""
-    import os
-
-    from paceline.run.folder import find_hindrance
+    from paceline.run.folder import find_write_error
 
     if path is None:
         return None
@@ -31,7 +32,7 @@ def check_record(path: Path | None) -> Path | None:
     if path.exists():
         why = "" if os.access(path, os.W_OK) else "it is there, and may not be changed"
     else:
-        error = find_hindrance(path.parent)
+        error = find_write_error(path.parent)
         why = "" if error is None else error.strerror or str(error)
     if why:
         raise _refusal(path, why)
@@ -49,12 +50,11 @@ def check_picture(path: Path | None) -> Path | None:
 
 def check_scratch(folder: str | None) -> str | None:
     """Returns a folder for files that come and go. Raises UsageError where there is none, or nothing can be written."""
-    from paceline.errors import UsageError
-    from paceline.run.folder import find_hindrance
+    from paceline.run.folder import find_write_error
 
     if folder is None:
         return None
-    error = find_hindrance(Path(folder))
+    error = find_write_error(Path(folder))
     if Path(folder).is_dir() and error is None:
         return folder
     why = "it is not there" if error is None else error.strerror or str(error)
@@ -64,26 +64,7 @@ def check_scratch(folder: str | None) -> str | None:
     )
 
 
-def check_checkpoint_folder(where: str | None) -> None:
-    """Raises UsageError or CheckpointError where ``checkpoint.folder`` cannot be written: before the run begins."""
-    import errno
-
-    from paceline.checkpoint.refusals import cannot_write
-    from paceline.checkpoint.remote import is_remote, storage_of
-    from paceline.run.folder import find_hindrance
-
-    if where is None:
-        return
-    if is_remote(where):
-        storage_of(Path(where))  # says which package is missing
-        return
-    error = find_hindrance(Path(where))
-    if error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # room may come: recovery.on_full_disk
-        raise cannot_write(Path(where), error, name="checkpoint.folder")
-
-
 def _refusal(path: Path, why: str) -> Exception:
-    from paceline.errors import UsageError
 
     return UsageError(
         f"{path} cannot be written: {why}\n  what comes out is written there at the end\n"

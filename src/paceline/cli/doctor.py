@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.errors import ConfigError, PacelineError, UsageError
+
 if TYPE_CHECKING:
     from paceline.doctor.findings import Check, Finding, Surroundings
 
@@ -69,7 +71,6 @@ def _surroundings(path: Path | None, overrides: list[str], *, is_quick: bool) ->
     from paceline.config import load_config
     from paceline.doctor.findings import Surroundings
     from paceline.doctor.settings import problem_finding
-    from paceline.errors import ConfigError
 
     environment = dict(os.environ)
     if path is None:
@@ -114,7 +115,6 @@ def _test_ranks(ranks: int) -> list[Finding]:
     """Lets ranks talk: new ones on this host, or those of a launcher, of which this process is one."""
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.doctor.self_test import failed_test, report_findings, self_test
-    from paceline.errors import PacelineError, UsageError
     from paceline.run.processes import run_processes
 
     try:

@@ -26,7 +26,7 @@ from paceline.cli.train import train
 from paceline.cli.validate import validate
 from paceline.cli.verify import verify
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
-from paceline.run.codes import FAILED, PREEMPTED, REFUSED
+from paceline.health.exit_codes import FAILED, REFUSED
 from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
 
 app = typer.Typer(
@@ -74,7 +74,7 @@ def _root(
 def main() -> None:
     """Runs the command line; our own errors are one message and an exit code, never a traceback.
 
-    Exit codes: those of ``run/codes.py``, and 128 + n for what signal n ended (Ctrl-C: 130).
+    Exit codes: those of ``health/exit_codes.py``, and 128 + n for what signal n ended (Ctrl-C: 130).
     """
     try:
         app(prog_name="paceline")
@@ -83,14 +83,6 @@ def main() -> None:
         # Under torchrun every rank finds the same wrong input, and one tells it.
         if not is_refusal or os.environ.get("RANK", "0") == "0":
             typer.echo(f"paceline: {error}", err=True)
-        sys.exit(_exit_code(error, is_refusal=is_refusal))
-
-
-def _exit_code(error: PacelineError, *, is_refusal: bool) -> int:
-    if isinstance(error, RunStoppedError):
-        return 128 + error.number
-    if isinstance(error, RunPreemptedError):
-        return PREEMPTED
-    if isinstance(error, RunFailedError):
-        return error.code
-    return REFUSED if is_refusal else FAILED
+        if isinstance(error, RunFailedError | RunPreemptedError | RunStoppedError):
+            sys.exit(error.code)
+        sys.exit(REFUSED if is_refusal else FAILED)

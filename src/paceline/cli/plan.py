@@ -2,68 +2,77 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.destination import check_file, check_picture
+from paceline.cli.options import ClusterName, Overrides
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.search.result import PlanResult
 
 
-def plan(
-    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
-    overrides: list[str] | None = typer.Argument(
-        None, metavar="SECTION.KEY=VALUE", help="Values that replace those of the file."
+_Model = Annotated[
+    Path | None,
+    typer.Option(
+        "--hf", metavar="FILE", help="The config.json of a Hugging Face model, or its folder; in the place of CONFIG."
     ),
-    cluster: str = typer.Option(
-        ..., "--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100' or '32x h100-sxm'; see paceline cluster ls."
-    ),
-    hf: Path | None = typer.Option(
-        None,
-        "--hf",
-        metavar="FILE",
-        help="The config.json of a Hugging Face model, or its folder; in the place of CONFIG.",
-    ),
-    gpus: str | None = typer.Option(
-        None,
-        "--gpus",
+]
+_Counts = Annotated[
+    str | None,
+    typer.Option(
         metavar="N,N,...",
         help="How it scales: a table over these numbers of devices; 1,2,4,...,64 is understood.",
     ),
-    png: Path | None = typer.Option(
-        None,
-        "--png",
-        callback=check_picture,
-        metavar="FILE",
-        help="Draw the tables of --gpus, as predicted; .svg and .pdf go too.",
+]
+_Picture = Annotated[
+    Path | None,
+    typer.Option(
+        callback=check_picture, metavar="FILE", help="Draw the tables of --gpus, as predicted; .svg and .pdf go too."
     ),
-    by: str = typer.Option("time", "--by", metavar="time|cost|memory", help="What comes first."),
-    price: float | None = typer.Option(None, "--price", metavar="USD", help="What a device costs for an hour."),
-    precision: str | None = typer.Option(
-        None, "--precision", metavar="auto|NAME", help="In the place of the config's; auto: the best of all."
-    ),
-    host_gb: float | None = typer.Option(
-        None, "--host-gb", metavar="GIB", help="Memory of a node's host, for what is offloaded; else it has room."
-    ),
-    top: int = typer.Option(5, "--top", min=1, help="How many plans to show."),
-    output: Path | None = typer.Option(
-        None,
+]
+_Output = Annotated[
+    Path | None,
+    typer.Option(
         "--output",
         "-o",
         callback=check_file,
         metavar="FILE",
         help="Write the first plan as a config for paceline train.",
     ),
-    trace: Path | None = typer.Option(
-        None,
-        "--trace",
+]
+_Trace = Annotated[
+    Path | None,
+    typer.Option(
         callback=check_file,
         metavar="FILE",
         help="Run the first plan's engine without values, and write its time line.",
     ),
+]
+
+
+def plan(
+    cluster: ClusterName,
+    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
+    overrides: Overrides = None,
+    hf: _Model = None,
+    gpus: _Counts = None,
+    png: _Picture = None,
+    by: str = typer.Option("time", metavar="time|cost|memory", help="What comes first."),
+    price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour."),
+    precision: str | None = typer.Option(
+        None, metavar="auto|NAME", help="In the place of the config's; auto: the best of all."
+    ),
+    host_gb: float | None = typer.Option(
+        None, metavar="GIB", help="Memory of a node's host, for what is offloaded; else it has room."
+    ),
+    top: int = typer.Option(5, min=1, help="How many plans to show."),
+    output: _Output = None,
+    trace: _Trace = None,
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Find the fastest way to train a model on a cluster: mesh, strategy, microbatch, schedule, recomputation, offload.
@@ -79,8 +88,6 @@ def plan(
 
       paceline plan --hf config.json --cluster "p4d.24xlarge x 2" --by cost --price 2.5
     """
-    import json
-
     from paceline.rehearse.planning import plan as find
 
     source, words = _source(config, list(overrides or []), hf)
@@ -119,8 +126,6 @@ def _tell_files(found: PlanResult, output: Path | None, png: Path | None, *, is_
 
 def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[Path, list[str]]:
     """Returns the file of the model, and what replaces its values; without CONFIG the first of these stands there."""
-    from paceline.errors import UsageError
-
     if hf is None:
         if config is None:
             raise UsageError("nothing to plan\n  a plan is for a model\n  name a config, or --hf config.json")
@@ -137,7 +142,6 @@ def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[
 
 
 def _counts(text: str | None, png: Path | None) -> list[int] | None:
-    from paceline.errors import UsageError
 
     if text is None:
         if png is not None:
@@ -188,7 +192,6 @@ def _between(first: int, second: int, last: int) -> list[int]:
 
 
 def _write(output: Path, found: PlanResult) -> None:
-    from paceline.errors import UsageError
 
     if found.request.no_config:
         raise UsageError(

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.destination import check_file
+from paceline.cli.options import ClusterName, ConfigPath, Overrides
+from paceline.errors import UsageError
+from paceline.units import format_seconds
 
 if TYPE_CHECKING:
-    from paceline.cluster.devices import Cluster
     from paceline.config import BatchPlan, Config
     from paceline.predict.replay.replayed import Replay
 
 
 def predict(
-    config: Path = typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
-    overrides: list[str] = typer.Argument(None, metavar="SECTION.KEY=VALUE", help="Changes to the config."),
-    cluster: str = typer.Option(
-        ..., "--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100' or '32x h100-sxm'; see paceline cluster ls."
-    ),
+    config: ConfigPath,
+    cluster: ClusterName,
+    overrides: Overrides = None,
     ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices."),
     rank: int = typer.Option(
         None, min=0, help="The rank to tell of; else the one that computes most, of rank 0 and those it passes work to."
@@ -53,16 +54,17 @@ def predict(
     from paceline.cli.simulate import read_slow
     from paceline.cluster.devices import load_cluster
     from paceline.config import config_batch
+    from paceline.rehearse.prediction import config_on, predict_decided
 
     slow_ranks, slow_links = read_slow(slow)
     _check_options(slow_links, price)
     where = load_cluster(cluster)
-    asked, count = _config_for(config, overrides or [], ranks, where)
-    _check_ranks(where, count, rank, slow_ranks)
-    asked, found = _replay(asked, where, count, slow_ranks, rank=rank, keeps_spans=trace is not None)
+    asked, count = config_on(config, where, overrides=overrides or [], ranks=ranks)
+    keeps = trace is not None
+    asked, found = predict_decided(asked, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
     batch = config_batch(asked, count)
     if trace is not None:
-        from paceline.predict.replay.trace import write_trace
+        from paceline.predict.replay.replayed import write_trace
 
         write_trace(found, trace)
     if as_json:
@@ -81,9 +83,6 @@ def predict(
 
 
 def _check_options(slow_links: dict[int, float], price: float | None) -> None:
-    import math
-
-    from paceline.errors import UsageError
 
     if slow_links:
         raise UsageError(
@@ -95,49 +94,8 @@ def _check_options(slow_links: dict[int, float], price: float | None) -> None:
         )
 
 
-def _config_for(path: Path, overrides: list[str], ranks: int | None, cluster: Cluster) -> tuple[Config, int]:
-    """Returns the config for so many ranks: as asked, else as it says itself, else one for each device."""
-    from paceline.config import load_config
-
-    if ranks is None:
-        asked = load_config(path, overrides)
-        if isinstance(asked.parallel.ranks, int):
-            return asked, asked.parallel.ranks
-    count = cluster.devices if ranks is None else ranks
-    return load_config(path, [*overrides, f"parallel.ranks={count}"]), count
-
-
-def _check_ranks(cluster: Cluster, count: int, rank: int | None, slow: dict[int, float]) -> None:
-    from paceline.cluster.wires import wire_cost
-    from paceline.errors import UsageError
-    from paceline.predict.replay.replay import check_slow
-
-    wire_cost(cluster, count)  # refuses ranks that the cluster has no devices for
-    check_slow(slow, count)
-    if rank is not None and rank >= count:
-        raise UsageError(f"--rank {rank} of {count} ranks\n  ranks are 0 to {count - 1}\n  try --rank {count - 1}")
-
-
-def _replay(
-    config: Config, cluster: Cluster, ranks: int, slow: dict[int, float], *, rank: int | None, keeps_spans: bool
-) -> tuple[Config, Replay]:
-    """Returns the step, and the config with what was found for it."""
-    from paceline.predict.replay.replay import replay
-    from paceline.rehearse.dryrun.microbatch import with_fitting_microbatch
-    from paceline.rehearse.dryrun.record import record_stages
-
-    if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
-        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": "cpu"})})
-    config = with_fitting_microbatch(config, cluster, ranks=ranks, rank=rank or 0)
-    programs = record_stages(config, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
-    found = replay(programs, cluster, slow=slow, keeps_spans=keeps_spans, with_loop=True)
-    return config, replace(found, shown=rank)
-
-
 def describe(found: Replay, batch: BatchPlan, price: float | None = None) -> list[str]:
     """Returns what there is to say about a step, line by line."""
-    from paceline.units import format_seconds
-
     low, high = found.band
     kind = ", the band of runs outside what was calibrated" if found.outside else " in nine of ten runs of this kind"
     lines = [
@@ -197,8 +155,6 @@ def _memory(found: Replay) -> list[str]:
 
 def _ways_out(found: Replay, config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
     """Says what to do about a step that does not fit."""
-    import shlex
-
     from paceline.config.sharding import FULLY_SHARDED
 
     if found.fits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import typer
@@ -15,8 +16,6 @@ def report(
 
     Example:  paceline report runs/digits
     """
-    import json
-
     from rich.console import Console
 
     from paceline.records.report import render, summarize, to_json

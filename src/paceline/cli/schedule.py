@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.schedule.schedules import Schedule, ScheduleCosts, ScheduleMeasure
@@ -73,7 +76,6 @@ def schedule(
 
 
 def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
-    from paceline.errors import UsageError
     from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule, read_csv
 
     if name in SCHEDULE_NAMES or not (name.endswith(".csv") or Path(name).exists()):
@@ -98,9 +100,6 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
 
 def _read_costs(text: str | None, communication: float, found: Schedule) -> ScheduleCosts | None:
     """Reads ``1,1.5:3,2:2:1``: a stage's forward; with its backward; or with the two parts of that."""
-    from dataclasses import replace
-
-    from paceline.errors import UsageError
     from paceline.schedule.schedules import ScheduleCosts, StageCost, equal_costs
 
     if text is None:
@@ -129,7 +128,6 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
 
 
 def _with_messages(found: Schedule) -> Schedule:
-    from dataclasses import replace
 
     from paceline.schedule.schedules import lower
 
@@ -139,7 +137,6 @@ def _with_messages(found: Schedule) -> Schedule:
 
 
 def _write_csv(found: Schedule, target: str) -> None:
-    from paceline.errors import UsageError
     from paceline.schedule.schedules import format_csv, write_csv
 
     if target == "-":

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.destination import check_file
+from paceline.cli.options import ConfigPath, Overrides
+from paceline.errors import RunFolderError, UsageError
+from paceline.units import format_seconds
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -22,8 +25,8 @@ _MARK = "simulation.json"  # what tells a simulation's folder from a run's: it m
 
 
 def simulate(
-    config: Path = typer.Argument(metavar="CONFIG", help="A YAML file; see configs/ for examples."),
-    overrides: list[str] = typer.Argument(None, metavar="SECTION.KEY=VALUE", help="Changes to the config."),
+    config: ConfigPath,
+    overrides: Overrides = None,
     ranks: int = typer.Option(None, min=1, help="Virtual ranks; else parallel.ranks, or 4."),
     cluster: str = typer.Option(None, help='Whose network they have: "4x dgx-h100"; else processes of one host.'),
     slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A slow rank, or link=2:3x; may be repeated."),
@@ -60,7 +63,7 @@ def simulate(
     where = None if cluster is None else load_cluster(cluster)
     settled = prepare(asked, ranks=ranks, device=device, source=str(config))
     if not no_memory_check:
-        from paceline.run.memory_check import check_virtual
+        from paceline.run.decide import check_virtual
 
         check_virtual(settled)
     conditions = Conditions(cluster=where, compute=compute, slow=slow_ranks, slow_links=slow_links)  # type: ignore[arg-type]
@@ -69,8 +72,6 @@ def simulate(
 
 def read_slow(texts: list[str]) -> tuple[dict[int, float], dict[int, float]]:
     """Reads ``rank=2:1.5x`` and ``link=0:3x``. Raises UsageError for anything else."""
-    from paceline.errors import UsageError
-
     found: dict[str, dict[int, float]] = {"rank": {}, "link": {}}
     for text in texts:
         match = _SLOW.match(text.replace(" ", ""))
@@ -85,18 +86,17 @@ def read_slow(texts: list[str]) -> tuple[dict[int, float], dict[int, float]]:
 
 def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: bool, as_json: bool) -> None:
     from paceline.config import dump_yaml
-    from paceline.errors import RunFolderError
     from paceline.records.console import ProgressView
     from paceline.records.report import summarize
     from paceline.rehearse.simulate.recording import write_records
     from paceline.rehearse.simulate.run import simulate as run_simulation
     from paceline.rehearse.simulate.timeline import write_trace
-    from paceline.run.folder import check_folder, claim_folder, find_hindrance
+    from paceline.run.folder import check_folder, claim_folder, find_write_error
 
     folder = Path(config.monitor.folder) / f"{config.name}-simulated"
     may_replace = force or (folder / _MARK).is_file()
     check_folder(folder, force=may_replace)
-    error = find_hindrance(folder.parent)
+    error = find_write_error(folder.parent)
     if error is not None:
         raise RunFolderError(
             f"cannot make the run's folder {folder}: {error.strerror or error}\n  it is made when training is over\n"
@@ -135,7 +135,6 @@ def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
 
     from paceline.records.report import render, to_json
     from paceline.rehearse.simulate.timeline import LEGEND, draw_step
-    from paceline.units import format_seconds
 
     if as_json:
         typer.echo(json.dumps(to_json(summary) | {"simulation": describe(found)}, indent=2))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.destination import check_file
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.predict.scored.scores import Errors
@@ -41,9 +43,6 @@ def validate(
 
     Example:  paceline validate measurements.csv --split dev --rows rows.csv
     """
-    import json
-
-    from paceline.errors import UsageError
     from paceline.predict.scored.measured_table import read_table
     from paceline.predict.scored.validation import rows_csv, to_json
     from paceline.predict.scored.validation import validate as score
@@ -67,8 +66,6 @@ def validate(
 
 def _shipped() -> Path:
     """The selection of this project: in the working folder, or beside an editable installation."""
-    from paceline.errors import UsageError
-
     places = [Path.cwd() / _SHIPPED, Path(__file__).parents[3] / _SHIPPED]
     for place in places:
         if place.is_file():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from paceline.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -28,10 +32,16 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 _EXACT = {"dtype": "float64", "precision": "fp32"}
 
 
-def verify(
-    config: str = typer.Argument(
-        None, help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors."
+_Case = Annotated[
+    str | None,
+    typer.Argument(
+        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors."
     ),
+]
+
+
+def verify(
+    config: _Case = None,
     overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
     strategy: str = typer.Option(None, help="ddp, zero1, zero2, zero3, fsdp or hybrid; by default the config's."),
     ranks: int = typer.Option(4, help="How many ranks."),
@@ -70,8 +80,6 @@ def verify(
 
       paceline verify configs/digits.yaml --backend gloo --ranks 2 --json
     """
-    import json
-
     from paceline.verify.case import ConfigCase
     from paceline.verify.certificate import certify
     from paceline.verify.settings import Settings, check_settings, complete
@@ -80,20 +88,16 @@ def verify(
     name = model or config or ("gpt" if is_spread else "mlp")
     roomy = _with_room(name, pipeline or 1, tensor or 1, schedule or "", chunks)
     loaded = _load(name, [*roomy, *(overrides or [])])
-    layout = _layout(
-        loaded,
-        strategy=strategy,
-        accumulate=accumulate,
-        precision=precision,
-        shard_ranks=shard_ranks,
-        checkpoint_activations=checkpoint_policy or ("full" if checkpoint_activations else None),
-        pipeline=pipeline,
-        tensor=tensor,
-        data=data or 0,
-        schedule=schedule,
-        chunks=chunks,
-        sequence_parallel=sequence_parallel or None,
-    )
+    options: dict[str, Any] = {
+        "pipeline": pipeline,
+        "tensor": tensor,
+        "data": data or 0,
+        "schedule": schedule,
+        "chunks": chunks,
+    }
+    options |= {"sequence_parallel": sequence_parallel or None, "accumulate": accumulate, "precision": precision}
+    options["checkpoint_activations"] = checkpoint_policy or ("full" if checkpoint_activations else None)
+    layout = _layout(loaded, strategy=strategy, shard_ranks=shard_ranks, **options)
     settings = complete(Settings(layout=layout, ranks=ranks, steps=steps, clip=_clip_norm(clip)))
     check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
     size = batch or 2 * settings.data_ranks * accumulate + 1  # one over: no two shares weigh the same
@@ -121,8 +125,6 @@ def _with_room(name: str, pipeline: int, tensor: int, schedule: str, chunks: int
 
 def _layout(config: Config, *, schedule: str | None, strategy: str | None, **options: Any) -> Layout:
     """Puts the options on top of the layout that the config asks for; its buckets are small ones."""
-    from dataclasses import replace
-
     from paceline.config import layout_of
     from paceline.plan.layout import Compression, Offload
     from paceline.schedule.schedules import read_csv
@@ -144,7 +146,6 @@ def _layout(config: Config, *, schedule: str | None, strategy: str | None, **opt
 
 
 def _clip_norm(text: str) -> float | None:
-    from paceline.errors import UsageError
 
     if text == "none":
         return None
@@ -186,7 +187,6 @@ def _with_overrides(values: dict[str, Any], overrides: list[str], source: str) -
     import yaml
 
     from paceline.config import load_config
-    from paceline.errors import ConfigError
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.yaml"

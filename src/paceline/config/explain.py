@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.batch import DEFAULT_GLOBAL_BATCH, BatchPlan
+from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.fields import known_fields
 from paceline.config.gpt_sizes import gpt_shape
-from paceline.config.known_data import known_shape
 from paceline.config.load import LoadedConfig, leaf_values
-from paceline.config.rates import peak_learning_rate
-from paceline.config.schema import Config, GPTModelConfig, TextDataConfig, TrainConfig
+from paceline.config.schema import Config, TrainConfig
+from paceline.config.sections import GPTModelConfig, TextDataConfig, known_shape
 from paceline.config.settings import config_settings
 from paceline.config.sharding import (
     FULLY_SHARDED,
@@ -23,6 +22,7 @@ from paceline.config.sharding import (
     num_stages,
     shard_group,
 )
+from paceline.plan.plan import BatchPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +247,7 @@ def _buckets(config: Config) -> Iterator[ExplainRow]:
 
 
 def _settings(config: Config) -> Iterator[ExplainRow]:
-    """Which variables the ranks get, and what each key means."""
+    """Lists the variables that the ranks get, and what each key means."""
     known = {each.path: each.description for each in known_fields()}
     for variable, setting in config_settings(config.comm).items():
         yield _row(f"derived.{variable}", setting.value, f"{setting}; {known[setting.name]}")

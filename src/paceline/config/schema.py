@@ -14,22 +14,19 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, Strict, model_validator
 
-from paceline.config.checkpointing import CheckpointConfig
-from paceline.config.datasets import DataConfig as DataConfig
-from paceline.config.datasets import DigitsDataConfig as DigitsDataConfig
-from paceline.config.datasets import FactoryDataConfig as FactoryDataConfig
-from paceline.config.datasets import SyntheticClassificationDataConfig as SyntheticClassificationDataConfig
-from paceline.config.datasets import SyntheticImagesDataConfig as SyntheticImagesDataConfig
-from paceline.config.datasets import SyntheticTokensDataConfig as SyntheticTokensDataConfig
-from paceline.config.datasets import TextDataConfig as TextDataConfig
-from paceline.config.models import FactoryModelConfig as FactoryModelConfig
-from paceline.config.models import GPTModelConfig as GPTModelConfig
-from paceline.config.models import GPTSize as GPTSize
-from paceline.config.models import MLPModelConfig as MLPModelConfig
-from paceline.config.models import ModelConfig as ModelConfig
-from paceline.config.models import ResNetModelConfig as ResNetModelConfig
-from paceline.config.recovery import RecoveryConfig
-from paceline.config.section import Count, ImportPath, NotNegative, Positive, Probability, Section, Seed
+from paceline.config.sections import (
+    CheckpointConfig,
+    Count,
+    DataConfig,
+    ImportPath,
+    ModelConfig,
+    NotNegative,
+    Positive,
+    Probability,
+    RecoveryConfig,
+    Section,
+    Seed,
+)
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]

@@ -17,7 +17,7 @@ from paceline.data.text import load_text, split_blocks
 from paceline.errors import DataError
 
 if TYPE_CHECKING:
-    from paceline.config.schema import (
+    from paceline.config.sections import (
         DataConfig,
         DigitsDataConfig,
         FactoryDataConfig,

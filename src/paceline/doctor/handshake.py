@@ -13,7 +13,7 @@ from paceline.config.settings import GLOO_INTERFACE
 from paceline.doctor.findings import Finding, Surroundings
 from paceline.doctor.network import find_interfaces, gloo_interface, resolve_host, settings_of
 from paceline.errors import CommunicationError, PacelineError
-from paceline.run.processes import Place, run_processes
+from paceline.run.processes import RankHost, run_processes
 from paceline.units import format_seconds
 
 _PATIENCE_S = 240.0  # two interpreters that import torch, on a machine that may be busy
@@ -47,7 +47,7 @@ def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterat
     Never takes longer than it may.
     """
     name = "handshake" + (f" over {interface}" if interface else "")
-    place = None if interface is None else Place(enter=_stay, meet_at="127.0.0.1", interface=interface)
+    place = None if interface is None else RankHost(enter=_stay, meet_at="127.0.0.1", interface=interface)
     places = None if place is None else [place] * 2
     start = time.monotonic()
     try:

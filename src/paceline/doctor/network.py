@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import psutil
 
 from paceline.config import config_settings, exported_settings
-from paceline.config.setting_rules import matching
-from paceline.config.settings import GLOO_INTERFACE, NCCL_INTERFACE, Setting
+from paceline.config.settings import GLOO_INTERFACE, NCCL_INTERFACE, BackendSetting, matching
 from paceline.doctor.findings import Finding, Surroundings
 from paceline.units import format_seconds
 
@@ -146,7 +145,7 @@ def name_finding(found: Resolution) -> Finding:
     )
 
 
-def gloo_interface(settings: Mapping[str, Setting], present: list[Interface], usable: str | None) -> str | None:
+def gloo_interface(settings: Mapping[str, BackendSetting], present: list[Interface], usable: str | None) -> str | None:
     """Returns the interface that Gloo takes in a group over several hosts; None: one that is not there."""
     asked = settings.get(GLOO_INTERFACE)
     if asked is not None:
@@ -161,7 +160,7 @@ def gloo_interface(settings: Mapping[str, Setting], present: list[Interface], us
     return next((each.name for each in present if each.is_loopback), None) if is_loopback(usable) else None
 
 
-def nccl_interfaces(settings: Mapping[str, Setting], present: list[Interface]) -> list[str]:
+def nccl_interfaces(settings: Mapping[str, BackendSetting], present: list[Interface]) -> list[str]:
     """Returns the interfaces that NCCL takes: as it is told, or ib*, then all but docker* and lo, then these."""
     names = [each.name for each in present]
     asked = settings.get(NCCL_INTERFACE)
@@ -219,7 +218,7 @@ def ports(_: Surroundings) -> Iterator[Finding]:
     )
 
 
-def settings_of(surroundings: Surroundings) -> dict[str, Setting]:
+def settings_of(surroundings: Surroundings) -> dict[str, BackendSetting]:
     """Returns what Gloo and NCCL are told: by the config if there is one, and else by the environment."""
     given = {} if surroundings.config is None else config_settings(surroundings.config.comm)
     return {**exported_settings(surroundings.environment), **given}

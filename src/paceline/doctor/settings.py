@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.cluster.detect import usable_cores
 from paceline.config import check_exported, check_interfaces, exported_settings
-from paceline.config.setting_rules import contradictions, unknown_variables
+from paceline.config.settings import contradictions, unknown_variables
 from paceline.doctor.findings import Finding, Surroundings
 from paceline.doctor.network import find_interfaces, settings_of
 from paceline.errors import Problem

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from paceline.engines.zero import ZeroParallel, ZeroPolicy, parameters_to_bucket
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.models.registry import model_apart, model_blocks, model_ends
-from paceline.plan.layout import Layout, Offload, Strategy
+from paceline.plan.layout import Layout
 from paceline.plan.rules import check_layout
 
 STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
@@ -128,9 +128,9 @@ def _choose(model: nn.Module, comm: Communicator, layout: Layout) -> Layout:
             "  give the strategy of the data axis: 'ddp', or 'zero1', which shards the optimizer"
         )
     _check_model(model, may_be_meta=False)
-    chosen = choose_for_module(model, comm, model_blocks(model), layout.precision).chosen
-    offload = Offload.of(chosen.offload) if chosen.offload else layout.offload
-    return replace(layout, strategy=cast(Strategy, chosen.strategy), offload=offload)
+    chosen = choose_for_module(model, comm, model_blocks(model), layout.precision).chosen.layout
+    offload = chosen.offload if chosen.offload.is_any else layout.offload
+    return replace(layout, strategy=chosen.strategy, offload=offload)
 
 
 def _share(

@@ -15,8 +15,9 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.errors import ConfigError, UsageError
 from paceline.free_memory import measure_room
+from paceline.plan.layout import Layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
-from paceline.predict.memory.memory import Setting
+from paceline.predict.memory.memory import StateFacts
 from paceline.search.choice import Choice, choose_strategy
 
 _FOR_ACTIVATIONS = 0.5
@@ -35,9 +36,12 @@ def choose_for_module(
         room = measure_room(comm.device.type, comm.size, comm.size)
         room = dataclasses.replace(room, device_bytes=round(room.device_bytes * (1 - _FOR_ACTIVATIONS)))
         itemsize = max((p.element_size() for p in model.parameters()), default=4)
-        asked = Setting(strategy="auto", precision=precision, itemsize=itemsize, device=comm.device.type)
+        states = StateFacts(itemsize=itemsize, device=comm.device.type)
+        keep = frozenset({"checkpoint_activations"})
         try:
-            decided = choose_strategy(_facts(model, blocks), asked, room, keep=frozenset({"checkpoint_activations"}))
+            decided = choose_strategy(
+                _facts(model, blocks), Layout(precision=precision), room, states=states, keep=keep
+            )
         except ConfigError as error:
             decided = UsageError(f"strategy = 'auto'\n  {error.problems[0]}")
     decided = broadcast_object(comm, decided)

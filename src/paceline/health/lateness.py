@@ -6,8 +6,8 @@
 
 Both must agree, as neither is enough: a stage of a pipeline arrives late because others were before it, and a rank
 that takes long somewhere may keep nobody waiting. Ranks that take turns in one process arrive in the order of their
-turns, so that only their own time is compared. A rank is told that is late in several windows in a row, once for each
-phase.
+turns, so that only their own time is compared. The monitor reports a rank that is late in several windows in a row,
+once for each phase.
 
 Everything here reads what ranks have written for other reasons; none of them waits for it. A look costs some
 microseconds an entry of a ledger.
@@ -49,7 +49,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLook:
-    """One rank at one look. ``ahead_s`` is what its clock is ahead by; None: not known, so that arrivals are not."""
+    """One rank at one look. ``ahead_s`` is how far its clock is ahead; if it is None, arrivals are not compared."""
 
     view: LedgerView
     times: PhaseTimes
@@ -58,7 +58,7 @@ class RankLook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatenessPolicy:
-    """When a rank is told: in ``windows`` windows in a row of at least ``min_steps`` steps; see ``StragglerPolicy``."""
+    """When a rank is reported: late in ``windows`` windows in a row, each of ``rule.min_steps`` steps or more."""
 
     windows: int = 3
     rule: StragglerPolicy = field(default_factory=lambda: StragglerPolicy(min_steps=10))
@@ -75,7 +75,7 @@ class Lateness:
         self._told: set[tuple[int, str]] = set()
 
     def look(self, ranks: Sequence[RankLook]) -> Straggler | None:
-        """Takes a look at all ranks; returns one that has shown to be late, and was not told before."""
+        """Takes one look at all ranks; returns a rank that is late and was not reported before."""
         times = {look.view.rank: look.times for look in ranks}
         if self._start.keys() != times.keys():
             self._begin(times)

@@ -15,18 +15,18 @@ _COLLECTIVE = Call(kind="a collective")
 
 
 def views_to_text(views: Sequence[LedgerView], now: float) -> str:
-    """Writes views down, each with its last operations, and how long it has stood still in place of since when."""
+    """Turns views into text, each with its last operations and the seconds since it last changed."""
     return json.dumps([_to_json(replace(view, changed_s=now - view.changed_s)) for view in views])
 
 
 def views_from_text(text: str, now: float) -> list[LedgerView]:
-    """Reads them back: ``now`` is that of the reader's clock."""
+    """Reads what ``views_to_text`` wrote; ``now`` is on the reader's clock."""
     found = [_from_json(values) for values in json.loads(text)]
     return [replace(view, changed_s=now - view.changed_s) for view in found]
 
 
 def looks_to_text(looks: Sequence[RankLook]) -> str:
-    """Writes down what is needed to compare ranks: groups once, and of operations their places and times."""
+    """Turns looks into text with what comparing ranks needs: groups once, and the places and times of operations."""
     groups: dict[GroupName, int] = {}
     ranks = []
     for look in looks:
@@ -41,7 +41,7 @@ def looks_to_text(looks: Sequence[RankLook]) -> str:
 
 
 def looks_from_text(text: str) -> list[RankLook]:
-    """Reads them back."""
+    """Reads what ``looks_to_text`` wrote."""
     named, ranks = json.loads(text)
     groups = [GroupName(tuple(members), number) for members, number in named]
     looks = []

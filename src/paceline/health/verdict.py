@@ -56,7 +56,7 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class HangVerdict:
     """What went wrong, whom it is due to, and what every rank does."""
 
     kind: Kind
@@ -71,7 +71,7 @@ class Verdict:
         return {"schema": 1, **asdict(self)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Verdict:
+    def from_json(cls, values: Mapping[str, Any]) -> HangVerdict:
         """Reads back what ``to_json`` gave."""
         return cls(
             kind=values["kind"],
@@ -87,8 +87,8 @@ class Verdict:
         return "\n".join([self.sentence, *(f"  {state}" for state in self.states)]) + "\n"
 
 
-def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> Verdict | None:
-    """Says what is wrong with the ranks at ``now``, on the clock of ``changed_s``; None while nothing is.
+def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> HangVerdict | None:
+    """Finds what keeps the ranks from going on at time ``now``, on the clock of ``changed_s``; None if nothing does.
 
     Ranks that are not among ``ledgers`` are not known of, and nobody is blamed for them.
     """
@@ -104,7 +104,7 @@ def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> Verdict 
     return None if verdict is None else _with_states(verdict, states)
 
 
-def find_mismatch(ledgers: Sequence[LedgerView]) -> Verdict | None:
+def find_mismatch(ledgers: Sequence[LedgerView]) -> HangVerdict | None:
     """Finds the first operation of a group that ranks disagree on."""
     places: dict[_Place, list[tuple[int, Entry]]] = defaultdict(list)
     for view in ledgers:
@@ -118,8 +118,8 @@ def find_mismatch(ledgers: Sequence[LedgerView]) -> Verdict | None:
     return None
 
 
-def find_hang(ledgers: Sequence[LedgerView], now: float) -> Verdict:
-    """Says for whom ranks wait that all stand still."""
+def find_hang(ledgers: Sequence[LedgerView], now: float) -> HangVerdict:
+    """Finds the ranks that all others wait for, where no rank makes progress."""
     views = {view.rank: view for view in sorted(ledgers, key=lambda view: view.rank)}
     pending = _pending(views)
     waited = {rank: _absent(entry, rank, views) for rank, entry in pending.items()}
@@ -169,7 +169,7 @@ def _absent(entry: Entry, rank: int, views: Mapping[int, LedgerView]) -> list[in
 
 def _missing(
     guilty: list[LedgerView], views: Mapping[int, LedgerView], pending: Mapping[int, Entry], now: float
-) -> Verdict:
+) -> HangVerdict:
     ranks = {view.rank for view in guilty}
     waited = {rank: ranks & set(_absent(entry, rank, views)) for rank, entry in pending.items()}
     victims = [rank for rank, missing in waited.items() if missing]
@@ -182,7 +182,7 @@ def _missing(
     lines = _lines([views[rank] for rank in victims], pending)
     verb = "are" if len(absent) > 1 else "is"
     states = {view.state for view in guilty}
-    return Verdict(
+    return HangVerdict(
         kind="dead" if "dead" in states else "left" if states == {"finished"} else "missing",
         ranks=tuple(sorted(ranks)),
         sentence=f"{_tell(absent)} {verb} missing from {_describe_place(entry)}: {doing}; {waits}{lines}",
@@ -191,7 +191,7 @@ def _missing(
     )
 
 
-def _dead(dead: list[LedgerView], running: list[LedgerView]) -> Verdict:
+def _dead(dead: list[LedgerView], running: list[LedgerView]) -> HangVerdict:
     told = _tell(view.rank for view in dead)
     last = next((entry for view in dead for entry in reversed(view.entries)), None)
     after = f", after {last.call} at {last.site or 'an unknown line'}" if last is not None else ""
@@ -201,18 +201,18 @@ def _dead(dead: list[LedgerView], running: list[LedgerView]) -> Verdict:
         f"{told} {verb} dead: {'its process is' if len(dead) == 1 else 'their processes are'} gone "
         f"(step {dead[0].step}, phase {phase}{after}); {_tell(view.rank for view in running)} would wait in vain"
     )
-    return Verdict(kind="dead", ranks=tuple(sorted(view.rank for view in dead)), sentence=sentence)
+    return HangVerdict(kind="dead", ranks=tuple(sorted(view.rank for view in dead)), sentence=sentence)
 
 
 def _deadlock(
     views: Mapping[int, LedgerView], pending: Mapping[int, Entry], waited: Mapping[int, list[int]]
-) -> Verdict:
+) -> HangVerdict:
     parts = [
         f"rank {rank} waits for {_tell(waited[rank])} in {_describe_place(entry)}{_at(views[rank], entry)}"
         for rank, entry in pending.items()
     ]
     first = next(iter(pending.values()))
-    return Verdict(
+    return HangVerdict(
         kind="deadlock",
         ranks=tuple(pending),
         sentence="ranks wait for one another, and none can go on: " + "; ".join(parts),
@@ -221,7 +221,7 @@ def _deadlock(
     )
 
 
-def _silent(views: Mapping[int, LedgerView], now: float) -> Verdict:
+def _silent(views: Mapping[int, LedgerView], now: float) -> HangVerdict:
     running = [view for view in views.values() if view.state == "running"]
     entries = {view.rank: entry for view in running if (entry := view.waits_in) is not None}
     if len(entries) == len(running):
@@ -230,15 +230,15 @@ def _silent(views: Mapping[int, LedgerView], now: float) -> Verdict:
             f"all ranks are in {_describe_place(first)}, and it does not end: look at the network between them"
             f" (paceline doctor){_lines(running, entries)}"
         )
-        return Verdict(kind="silent", ranks=(), sentence=sentence, group=first.group.ranks, sequence=first.sequence)
+        return HangVerdict(kind="silent", ranks=(), sentence=sentence, group=first.group.ranks, sequence=first.sequence)
     told = [view for view in running if view.rank not in entries]
     sentence = "; ".join(_doing(view, now, is_named=True) for view in told)
-    return Verdict(kind="silent", ranks=tuple(view.rank for view in told), sentence=sentence)
+    return HangVerdict(kind="silent", ranks=tuple(view.rank for view in told), sentence=sentence)
 
 
 def _mismatch(
     place: _Place, found: list[tuple[int, Entry]], places: Mapping[_Place, list[tuple[int, Entry]]]
-) -> Verdict:
+) -> HangVerdict:
     group, sequence = place
     by_call: dict[tuple[object, ...], list[tuple[int, Entry]]] = defaultdict(list)
     for rank, entry in found:
@@ -249,7 +249,7 @@ def _mismatch(
     parts = [f"{_tell(rank for rank, _ in party)} called {_call_and_site(party[0][1])}" for party in parties]
     sentence = f"{_what_differs(place, parties, places)} (operation {sequence} of group {group}): " + ", ".join(parts)
     ranks = tuple(sorted(rank for rank, _ in blamed))
-    return Verdict(kind="mismatch", ranks=ranks, sentence=sentence, group=group.ranks, sequence=sequence)
+    return HangVerdict(kind="mismatch", ranks=ranks, sentence=sentence, group=group.ranks, sequence=sequence)
 
 
 def _what_differs(
@@ -273,8 +273,8 @@ def _what_differs(
     return "ranks called different operations: one skipped some, or has another order"
 
 
-def _with_states(verdict: Verdict, states: tuple[RankState, ...]) -> Verdict:
-    return Verdict(
+def _with_states(verdict: HangVerdict, states: tuple[RankState, ...]) -> HangVerdict:
+    return HangVerdict(
         kind=verdict.kind,
         ranks=verdict.ranks,
         sentence=verdict.sentence,

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.gpt_sizes import GPT_SIZES, GPTShape, gpt_shape, head_problems
-from paceline.config.schema import GPTModelConfig
+from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.layers import PipelineLayer
 
@@ -59,8 +59,9 @@ class GPTConfig:
         return self.width // self.heads
 
     def __post_init__(self) -> None:
-        problems = _value_problems(self) or head_problems(
-            width=self.width, heads=self.heads, kv_heads=self.kv_heads, is_rotary=self.positions == "rotary"
+        is_rotary = self.positions == "rotary"
+        problems = _value_problems(self) or list(
+            head_problems(width=self.width, heads=self.heads, kv_heads=self.kv_heads, is_rotary=is_rotary)
         )
         if problems:
             raise ConfigError(problems, source="model")

@@ -1,4 +1,4 @@
-"""A training step as data: the shape of the model, how it is laid out over devices, and how it is run.
+"""A training step as data: the shape of the model, its layout, and what a framework does with that.
 
 Parameters of a transformer with L layers of width h, a of h being queries and g of it keys and values together, MLP
 width f in k matrices (3 where it is gated), vocabulary V:
@@ -10,16 +10,21 @@ A mixture of experts has k h f for each expert; a token passes through some of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
+from paceline.plan.layout import Layout
+
 Framework: TypeAlias = Literal["eager", "compiled", "megatron"]
-Sharding: TypeAlias = Literal["none", "ddp", "zero1", "zero2", "fsdp"]
 Recompute: TypeAlias = Literal["none", "selective", "attention", "full"]
 Compute: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 Scaling: TypeAlias = Literal["", "row", "block"]
-Part: TypeAlias = Literal["all", "activations", "states"]
+Shown: TypeAlias = Literal["all", "activations", "states"]
+
+# What each ``checkpoint_activations`` of a layout computes again; the others have no formula.
+RECOMPUTES: Mapping[str, Recompute] = {"none": "none", "matmuls": "selective", "full": "full"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,47 +123,23 @@ class SampleModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How a step is laid out: degrees of parallelism, and what data-parallel ranks share.
-
-    ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes.
-    """
-
-    devices: int
-    data: int
-    tensor: int = 1
-    pipeline: int = 1
-    chunks: int = 1
-    context: int = 1
-    expert: int = 1
-    sharding: Sharding = "none"
-    shard_group: int = 0
-    is_flat: bool = False
-    sequence_parallel: bool = False
-    overlaps_tensor: bool = False
-
-    @property
-    def shards(self) -> int:
-        """Ranks over which states are cut; 1 where they are not."""
-        if self.sharding in ("none", "ddp"):
-            return 1
-        group = self.data * self.context
-        return min(self.shard_group, group) if self.shard_group else group
-
-
-@dataclass(frozen=True, kw_only=True)
 class Running:
-    """How each rank runs: batch, precision, what is recomputed, and by what kind of framework.
+    """What a framework does with a layout: precision of its kernels, what it fuses and keeps, the length of samples.
 
+    ``micro_batch``, ``global_batch``: where a table counts them in tokens, or they do not divide; 0: the layout's.
+    ``recomputes_attention``: of what a layout that keeps matrix products computes again, attention alone.
     ``fused_loss``: where the framework's own loss is not, one that passes over the logits once is used in its place.
     ``split_loss``: tensor-parallel ranks of torch keep their part of the logits, and gather none of them.
+    ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes.
+    ``overlaps_tensor``: half of what tensor-parallel ranks send is hidden behind products.
+    ``names_precision``: the layout's precision was searched for, and is named where the layout is described.
     """
 
-    global_batch: float
-    micro_batch: float
     seq_len: int
     compute: Compute
-    recompute: Recompute = "none"
+    micro_batch: float = 0.0
+    global_batch: float = 0.0
+    recomputes_attention: bool = False
     framework: Framework = "eager"
     fused_attention: bool = True
     pure: bool = False
@@ -167,18 +148,44 @@ class Running:
     fp8_gather: bool = False
     fused_loss: bool = False
     split_loss: bool = False
-    part: Part = "all"
+    is_flat: bool = False
+    overlaps_tensor: bool = False
+    names_precision: bool = False
+    shown: Shown = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Everything a prediction is made from, but the machine."""
+    """Everything a prediction is made from, but the machine. The layout is decided: it has no 0 left to fill in."""
 
     model: ModelShape | SampleModel
     layout: Layout
     run: Running
 
     @property
+    def micro_batch(self) -> float:
+        """Samples that a rank computes at once."""
+        return self.run.micro_batch or self.layout.microbatch
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of a step on one data-parallel rank."""
-        return max(1, round(self.run.global_batch / (self.run.micro_batch * self.layout.data)))
+        if not self.run.global_batch:
+            return self.layout.accumulate
+        return max(1, round(self.run.global_batch / (self.micro_batch * self.layout.data)))
+
+    @property
+    def global_batch(self) -> float:
+        """Samples of a step."""
+        return self.run.global_batch or self.micro_batch * self.layout.accumulate * self.layout.data
+
+    @property
+    def recompute(self) -> Recompute:
+        """What is computed again in the backward, in the words of the formulas."""
+        found = RECOMPUTES[self.layout.checkpoint_activations]
+        return "attention" if found == "selective" and self.run.recomputes_attention else found
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Returns layers by stage, as even as can be, the larger ones first."""
+    return [layers // stages + (place < layers % stages) for place in range(stages)]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from paceline.comm.base import Communicator
+from paceline.config import Config
 from paceline.errors import PreemptedError
-from paceline.run.codes import DONE, FAILED, PREEMPTED, REFUSED
-from paceline.run.failure import Failure, describe_error, is_refusal, write_failure
-from paceline.run.folder import settle_config
-from paceline.run.progress import StepNote
+from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
+from paceline.health.failure import Failure, describe_error, is_refusal
+from paceline.plan.plan import Plan
+from paceline.records.records import EndRecord, EventRecord, RunRecord
+from paceline.records.sinks import Fanout, JsonlSink, Sink, SpaceSink, Strided, TensorBoardSink
+from paceline.run.folder import adopt_config
+from paceline.run.notes import StepNote, note_preemption, write_failure
 from paceline.run.rank_process import leave_process, node_ranks, use_threads
-from paceline.run.rank_records import run_record, write_settings, write_trace
 from paceline.run.rank_recovery import (
     NoteStep,
     find_faults,
@@ -25,18 +28,14 @@ from paceline.run.rank_recovery import (
     make_hooks,
     prepare_recovery,
 )
-from paceline.run.requests import note_preemption
+from paceline.run.records import run_record, write_settings, write_trace
+from paceline.run.watch import keep_ledger
+from paceline.train.assemble import build_trainer
 from paceline.train.survive.recovery import StopRequest
-
-if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
-    from paceline.records.records import RunRecord
-    from paceline.records.sinks import Sink
-    from paceline.train.trainer import Trainer
+from paceline.train.trainer import Trainer
 
 
-class Attempt:
+class RankAttempt:
     """One rank's part in one attempt at a run, from its set-up to its last record or its failure."""
 
     def __init__(
@@ -55,24 +54,27 @@ class Attempt:
         self._is_built = False
         self._first_step = 0
 
-    def of_rank(self, rank: int) -> Attempt:
-        """Returns the part of another rank in this process, which hears the same signals."""
-        return Attempt(self._folder, rank, restart=self._restart, request=self.request)
+    def of_rank(self, rank: int) -> RankAttempt:
+        """Returns the attempt of another rank in this process, which obeys the same signals."""
+        return RankAttempt(self._folder, rank, restart=self._restart, request=self.request)
 
     def run(
-        self, config: Config, comm: Communicator, *, resume: str | Path | None = None, view: Sink | None = None
+        self,
+        config: Config,
+        comm: Communicator,
+        *,
+        plan: Plan | None = None,
+        resume: str | Path | None = None,
+        view: Sink | None = None,
     ) -> None:
         """Trains this rank's share and writes its records. Until set-up has worked, the folder stays as it is."""
-        from paceline.run.watch import keep_ledger
-        from paceline.train.assemble import build_trainer
-
         use_threads(config)
         comm = keep_ledger(comm, self._folder)
         started = time.time()
         try:
             faults = find_faults(config, self._folder, self._rank)
             hooks = make_hooks(config, self._folder, self.request, None if faults is None else faults.storage())
-            trainer = self._trainer = build_trainer(config, comm, hooks=hooks, node_ranks=node_ranks(config))
+            trainer = self._trainer = build_trainer(config, comm, plan=plan, hooks=hooks, node_ranks=node_ranks(config))
             checkpoint = find_together(config, comm, self._folder, resume)
             if checkpoint is not None:
                 load_checkpoint(trainer, checkpoint)
@@ -85,9 +87,8 @@ class Attempt:
             raise
         self._is_built, self._first_step = True, trainer.step
         if self._rank == 0:
-            settle_config(self._folder)
-            text = json.dumps(trainer.parts.plan.to_json(), indent=2)
-            (self._folder / "plan.json").write_text(text + "\n", encoding="utf-8")
+            adopt_config(self._folder)
+            (self._folder / "plan.json").write_text(trainer.parts.plan.to_text(), encoding="utf-8")
         trainer.sink = self._open_sinks(config, view)
         trainer.hooks.append(NoteStep(StepNote(self._folder, self._rank, trainer.step)))
         try:
@@ -101,11 +102,11 @@ class Attempt:
         comm.ledger.finish()
 
     def describe(self, error: BaseException) -> Failure:
-        """Tells how this rank failed."""
+        """Describes how this rank failed."""
         return describe_error(self._rank, error, is_refusal=self._is_refusal(error))
 
     def leave(self, error: BaseException) -> NoReturn:
-        """Ends this process with an error, which it leaves to the launcher and in its log."""
+        """Writes the error for the launcher and into the log of this rank, and ends this process."""
         if isinstance(error, PreemptedError):
             # An agent that restarts by itself takes every other code for a failure.
             restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
@@ -123,8 +124,6 @@ class Attempt:
         return is_refusal(error, is_built=self._is_built, has_trained=has_trained)
 
     def _train(self, config: Config, trainer: Trainer, resume: Path | None, started: float) -> None:
-        from paceline.records.records import EndRecord, EventRecord
-
         assert trainer.sink is not None
         try:
             if self._restart is not None:
@@ -150,8 +149,6 @@ class Attempt:
         trainer.sink.write(EndRecord(status="done", step=trainer.step, seconds=now - started, message="", time=now))
 
     def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
-        from paceline.records.sinks import Fanout, JsonlSink, SpaceSink, Strided, TensorBoardSink
-
         goes_on = config.recovery.on_full_disk == "warn"
         sinks: list[Sink] = [JsonlSink(self._records, waits_for_space=goes_on)]
         if config.monitor.tensorboard and self._rank == 0:
@@ -162,8 +159,6 @@ class Attempt:
         return Fanout(sinks)
 
     def _write_start(self, record: RunRecord) -> None:
-        from paceline.records.sinks import JsonlSink
-
         with contextlib.suppress(OSError), contextlib.closing(JsonlSink(self._records)) as sink:
             sink.write(record)
 

@@ -55,7 +55,7 @@ def clock_ahead(
 
 
 class LateHosts:
-    """One host's part in it; that of rank 0 finds who is late."""
+    """Publishes the times of one host's ranks; on the host of rank 0, compares those of all hosts."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class LateHosts:
         policy: LatenessPolicy,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """``hosts`` begins with that of rank 0; ``take`` looks at the ranks of this one, with all that they keep."""
+        """``hosts`` begins with that of rank 0; ``take`` returns what the ledgers of this host's ranks hold."""
         self._channel = channel
         self._host = host
         self._hosts = tuple(hosts)
@@ -86,7 +86,7 @@ class LateHosts:
         self._ahead_s = clock_ahead(self._channel, self._host, self._hosts, self._time_of_day)
 
     def look(self) -> Straggler | None:
-        """Does what is due; raises CommunicationError when the store is gone."""
+        """Publishes or compares when a period is over. Raises CommunicationError when the store is gone."""
         now = self._time_of_day() - (self._ahead_s or 0.0)
         moment = now // self._period_s * self._period_s
         if moment != self._moment:
@@ -104,7 +104,7 @@ class LateHosts:
         return self._lateness.look([look for _, text in found for look in looks_from_text(text)])
 
     def _looks(self, now: float, moment: float) -> list[RankLook]:
-        """Returns the ranks of this host, with the last operations before a moment."""
+        """Returns this host's ranks with their last operations before ``moment``."""
         if self._ahead_s is None:
             looks = self._take()
             return [replace(look, view=replace(look.view, entries=()), ahead_s=None) for look in looks]

@@ -3,10 +3,7 @@
 The agent restarts nothing here: the first failure ends the attempt, the cause is told in one message, and no process is
 left behind; ``supervise.py`` decides whether there is another. A worker's output goes to its own log; progress is what
 the caller reads from the records.
-
-[Note: preemption] SIGTERM, SIGUSR1 and SIGUSR2 are handed on to the ranks, which save and leave together. A second one
-after a second or more ends the run at once. Schedulers signal all processes of a job: what comes within that second is
-the same request. Where torch's agent cannot be told which signals to leave alone, it takes SIGTERM itself.
+Signals are those of [Note: preemption] in ``signals.py``.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -33,32 +29,30 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline.cluster.detect import usable_cores
 from paceline.errors import LaunchError, PacelineError, UsageError
-from paceline.run.codes import PREEMPTED
-from paceline.run.cores import allocator_variables
-from paceline.run.failure import (
-    Failure,
-    RunPreemptedError,
-    RunStoppedError,
-    clear_failures,
-    explain_failures,
-    first_cause,
-    read_failures,
-    silent_failure,
-)
-from paceline.run.hangs import forget_hangs, was_hung
+from paceline.health.diagnosis import first_cause
+from paceline.health.exit_codes import PREEMPTED
+from paceline.health.failure import Failure, silent_failure
+from paceline.records.records import EndStatus
+from paceline.run.failure import RunPreemptedError, RunStoppedError, explain_failures
 from paceline.run.nodes import Nodes, address_towards, interface_of, rendezvous_settings
-from paceline.run.orphans import end_groups, forget_processes, noted_processes
+from paceline.run.notes import (
+    clear_failures,
+    forget_attempt,
+    forget_processes,
+    is_over,
+    noted_processes,
+    read_failures,
+    was_preempted,
+)
 from paceline.run.processes import loopback_interface
-from paceline.run.progress import forget_progress
+from paceline.run.rank_process import allocator_variables, end_groups
 from paceline.run.records import end_records, open_attempts
-from paceline.run.requests import BY_SIGNAL, PREEMPTING, SAME_REQUEST_S, was_preempted
-from paceline.run.watch import WatchPolicy, note_deaths, note_mismatch, watching
+from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, signals_ignored
+from paceline.run.watch import WatchPolicy, locate_deaths, note_mismatch, watching
 
 if TYPE_CHECKING:
     from paceline.run.warm import WarmRanks
 
-_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_SIGNALS = (*_ENDING, *PREEMPTING)
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 
 
@@ -87,23 +81,19 @@ def launch_local(
     the run. In each case the records get an end, and no rank is left.
     """
     if nodes is None:  # else others use the folder too
-        clear_failures(folder)
-        forget_processes(folder)
-        forget_progress(folder)
-        forget_hangs(folder)
-    started, written = time.time(), range(num_records or ranks)
+        forget_attempt(folder)
+    attempt = _Attempt(folder, range(num_records or ranks), nodes)
     arguments = ["-u", "-m", *command] if warm is None else warm.arguments(command)
     settings = {**_settings(ranks, threads, nodes), **(variables or {})}
-    with _signals(folder) as asked, _environment(settings), _quiet_agent():
+    with launcher_signals(attempt.processes, _stop) as asked, _environment(settings), _quiet_agent():
         try:
-            watched = watching(folder, written, watch) if nodes is None else contextlib.nullcontext()
+            watched = watching(folder, attempt.ranks, watch) if nodes is None else contextlib.nullcontext()
             with tempfile.TemporaryDirectory() as scratch, watched:
-                agent = _agent_config(ranks, port, Path(scratch), nodes)
-                _run_agent(arguments, folder, agent, Path(scratch), written=written, started=started, asked=asked)
+                attempt.run(arguments, _agent_config(ranks, port, Path(scratch), nodes), Path(scratch), asked)
         except SignalException as error:
-            with _deaf():
-                end_groups(noted_processes(folder, os.getpid()).values())
-                end_records(folder, written, "stopped", f"ended by {error.sigval.name}", since=started)
+            with signals_ignored():
+                end_groups(attempt.processes())
+                attempt.end_records("stopped", f"ended by {error.sigval.name}")
             raise RunStoppedError(error.sigval) from None
         except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
             raise LaunchError(_explain_start(error, port)) from error
@@ -122,52 +112,73 @@ def check_port(port: int) -> None:
             raise LaunchError(_explain_port(error, port)) from error
 
 
-def _run_agent(
-    arguments: Sequence[str],
-    folder: Path,
-    agent: LaunchConfig,
-    scratch: Path,
-    *,
-    written: range,
-    started: float,
-    asked: list[signal.Signals],
-) -> None:
-    try:
-        elastic_launch(agent, sys.executable)(*arguments)
-        if was_preempted(folder, since=started):
-            raise RunPreemptedError("preempted: the state is saved")
-        if was_hung(folder):
-            raise _failed(read_failures(folder), folder, written, started)
-    except ChildFailedError as error:
-        with _deaf():
-            end_groups(
-                [*(failure.pid for failure in error.failures.values()), *noted_processes(folder, os.getpid()).values()]
-            )
-            codes = {int(failure.exitcode) for failure in error.failures.values()}
-            if PREEMPTED in codes:
-                end_records(folder, written, "stopped", "preempted", since=started)
-                raise RunPreemptedError("preempted: the state is saved") from None
-            number = _unsaved(codes, asked)
-            if number is not None:
-                raise SignalException(f"got signal {number}", number) from None
-            note_mismatch(folder, written)
-            failures = _failures(error, folder, scratch, open_attempts(folder, written, since=started))
-            problem = _failed(note_deaths(folder, failures), folder, written, started)
-            if isinstance(problem, UsageError):
-                clear_failures(folder)  # refused: the folder of a resumed run stays as it was
-        raise problem from None
+class _Attempt:
+    """One start of the ranks by this launcher: ``ranks`` are those that write records."""
 
+    def __init__(self, folder: Path, ranks: range, nodes: Nodes | None) -> None:
+        self.ranks = ranks
+        self._folder = folder
+        self._nodes = nodes
+        self._started = time.time()
 
-def _failed(failures: list[Failure], folder: Path, written: range, started: float) -> PacelineError:
-    """Ends the records of ranks that failed, and returns what is told."""
-    if failures:
-        cause = str(first_cause(failures)).splitlines()[0]
-        end_records(folder, written, "failed", cause, since=started)
-    return explain_failures(failures, folder)
+    def processes(self) -> list[int]:
+        """Returns the processes of the ranks that this launcher has started."""
+        return list(noted_processes(self._folder, os.getpid()).values())
+
+    def end_records(self, status: EndStatus, message: str) -> None:
+        """Writes the end of all records that have none."""
+        end_records(self._folder, self.ranks, status, message, since=self._started)
+
+    def run(self, arguments: Sequence[str], agent: LaunchConfig, scratch: Path, asked: list[signal.Signals]) -> None:
+        """Runs the agent until all ranks have left; raises why they did, if they were not done."""
+        try:
+            elastic_launch(agent, sys.executable)(*arguments)
+            if was_preempted(self._folder, since=self._started):
+                raise RunPreemptedError
+            if self._nodes is not None and is_over(self._folder, self._nodes.restarts):
+                raise self._explain(read_failures(self._folder))
+        except ChildFailedError as error:
+            with signals_ignored():
+                end_groups([*(failure.pid for failure in error.failures.values()), *self.processes()])
+                codes = {int(failure.exitcode) for failure in error.failures.values()}
+                if PREEMPTED in codes:
+                    self.end_records("stopped", "preempted")
+                    raise RunPreemptedError from None
+                number = _unsaved(codes, asked)
+                if number is not None:
+                    _stop(number)
+                note_mismatch(self._folder, self.ranks)
+                problem = self._explain(locate_deaths(self._folder, self._failures(error, scratch)))
+                if isinstance(problem, UsageError):
+                    clear_failures(self._folder)  # refused: the folder of a resumed run stays as it was
+            raise problem from None
+
+    def _explain(self, failures: list[Failure]) -> PacelineError:
+        """Ends the records of ranks that failed, and returns what the user is told."""
+        if failures:
+            self.end_records("failed", str(first_cause(failures)).splitlines()[0])
+        return explain_failures(failures, self._folder)
+
+    def _failures(self, error: ChildFailedError, scratch: Path) -> list[Failure]:
+        """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
+        found = read_failures(self._folder)
+        exit_codes = {rank: int(each.exitcode) for rank, each in error.failures.items()}  # in the order they were seen
+        unfinished = set(open_attempts(self._folder, self.ranks, since=self._started))
+        exit_codes |= dict.fromkeys(unfinished - set(exit_codes), 0)
+        for rank, code in exit_codes.items():
+            if any(failure.rank == rank for failure in found):
+                continue
+            output = _early_output(rank, scratch)
+            if output:
+                log = self._folder / "logs" / f"rank-{rank}.log"
+                with contextlib.suppress(OSError), log.open("a") as file:
+                    file.write(output)
+            found.append(silent_failure(rank, code, output if code > 0 else ""))
+        return found
 
 
 def _unsaved(codes: set[int], asked: list[signal.Signals]) -> signal.Signals | None:
-    """Returns the signal that ended ranks which had not saved yet: they had no time left, or do not know of it."""
+    """Returns the signal that ended ranks before they had saved: they ran out of time, or do not handle it."""
     if asked and -asked[0] in codes:
         return asked[0]
     return next((number for number in PREEMPTING if BY_SIGNAL + number in codes), None)
@@ -175,7 +186,7 @@ def _unsaved(codes: set[int], asked: list[signal.Signals]) -> signal.Signals | N
 
 def _agent_config(ranks: int, port: int, scratch: Path, nodes: Nodes | None) -> LaunchConfig:
     known = LaunchConfig.__dataclass_fields__
-    handled = ",".join(each.name for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN)
+    handled = ",".join(each.name for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN)
     newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
     return LaunchConfig(
         min_nodes=1 if nodes is None else nodes.least,
@@ -188,7 +199,7 @@ def _agent_config(ranks: int, port: int, scratch: Path, nodes: Nodes | None) -> 
         rdzv_configs={"is_host": True} if nodes is None else rendezvous_settings(),
         # Without an address it looks this machine's name up, which laptops often cannot.
         local_addr="localhost" if nodes is None else address_towards(nodes.host, nodes.port),
-        max_restarts=0 if nodes is None else nodes.max_restarts,
+        max_restarts=0 if nodes is None else nodes.restarts.max_restarts,
         monitor_interval=0.05,
         # What a worker prints before it opens its own log.
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch), redirects=Std.ALL),
@@ -208,22 +219,6 @@ def _settings(ranks: int, threads: int | None, nodes: Nodes | None) -> dict[str,
         # The agent's shared store is announced in the first round only: who joins later would wait for it in vain.
         **({} if nodes is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
     }
-
-
-def _failures(error: ChildFailedError, folder: Path, scratch: Path, unfinished: list[int]) -> list[Failure]:
-    """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
-    found = read_failures(folder)
-    exit_codes = {rank: int(each.exitcode) for rank, each in error.failures.items()}  # in the order they were seen
-    exit_codes |= dict.fromkeys(set(unfinished) - set(exit_codes), 0)
-    for rank, code in exit_codes.items():
-        if any(failure.rank == rank for failure in found):
-            continue
-        output = _early_output(rank, scratch)
-        if output:
-            with contextlib.suppress(OSError), (folder / "logs" / f"rank-{rank}.log").open("a") as log:
-                log.write(output)
-        found.append(silent_failure(rank, code, output if code > 0 else ""))
-    return found
 
 
 def _early_output(rank: int, scratch: Path) -> str:
@@ -260,52 +255,8 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@contextlib.contextmanager
-def _signals(folder: Path) -> Iterator[list[signal.Signals]]:
-    """Turns signals into SignalException from the first moment on, and gives them back in the end.
-
-    The agent does the same, but only once it starts ranks, and keeps them. One that is ignored stays so: with nohup, a
-    run outlives its terminal. Those of [Note: preemption] go to the ranks first; yields those that did.
-    """
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    asked: list[signal.Signals] = []
-    asked_at = 0.0
-
-    def stop(number: int, _: FrameType | None) -> None:
-        raise SignalException(f"got signal {number}", signal.Signals(number))
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
-        now, processes = time.monotonic(), noted_processes(folder, os.getpid())
-        if asked and now - asked_at < SAME_REQUEST_S:
-            return
-        if asked or not processes:
-            stop(number, frame)
-        asked.append(signal.Signals(number))
-        asked_at = now
-        for process in processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
-
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, hand_on if number in PREEMPTING else stop)
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Lets a short piece of work finish whatever signals come."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _stop(number: int) -> NoReturn:
+    raise SignalException(f"got signal {number}", signal.Signals(number))
 
 
 @contextlib.contextmanager

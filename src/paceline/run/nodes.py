@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from paceline.errors import UsageError
+from paceline.health.diagnosis import RestartPolicy
 
 _ENDPOINT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
 _COUNTS = re.compile(r"(?P<least>\d+)(:(?P<most>\d+))?")
@@ -31,14 +32,14 @@ _LAST_CALL_S = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """How many hosts take part, where they meet, and which run it is."""
+    """How many hosts take part, where they meet, which run it is, and when its ranks are started again."""
 
     least: int
     most: int
     host: str
     port: int
     run_id: str
-    max_restarts: int = 0
+    restarts: RestartPolicy
 
     @property
     def endpoint(self) -> str:
@@ -46,7 +47,7 @@ class Nodes:
         return f"{self.host}:{self.port}"
 
 
-def parse_nodes(counts: str, endpoint: str, *, run_id: str, max_restarts: int) -> Nodes:
+def parse_nodes(counts: str, endpoint: str, *, run_id: str, restarts: RestartPolicy) -> Nodes:
     """Reads ``--nnodes`` (``2`` or ``1:4``) and ``--rdzv`` (``HOST:PORT``). Raises UsageError for what is neither."""
     found = _COUNTS.fullmatch(counts)
     least = int(found["least"]) if found else 0
@@ -67,7 +68,7 @@ def parse_nodes(counts: str, endpoint: str, *, run_id: str, max_restarts: int) -
         host=place["host"].strip("[]"),
         port=int(place["port"]),
         run_id=run_id,
-        max_restarts=max_restarts,
+        restarts=restarts,
     )
 
 

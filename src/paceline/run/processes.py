@@ -20,14 +20,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError, UsageError
-from paceline.run.cores import allocator_variables, keep_to_own_cores
+from paceline.run.rank_process import allocator_variables, keep_to_own_cores
 
 # Below those that Linux and macOS hand out to whoever asks for any.
 _PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankHost:
     """Where a rank runs: ``enter`` moves its new process there; the ranks meet at rank 0's address."""
 
     enter: Callable[[], None]
@@ -42,7 +42,7 @@ def run_processes(
     args: Sequence[Any] = (),
     timeout_s: float = 600.0,
     threads: int = 1,
-    places: Sequence[Place] | None = None,
+    places: Sequence[RankHost] | None = None,
 ) -> list[Any]:
     """Runs ``function(comm, *args)`` on ``ranks`` new processes connected by Gloo; returns what each returned.
 
@@ -143,7 +143,7 @@ def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineErro
 
 
 def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, sender: Connection, where: bytes) -> None:
-    place: Place | None = pickle.loads(where)
+    place: RankHost | None = pickle.loads(where)
     if place is not None:
         place.enter()
     keep_to_own_cores(rank, ranks, threads)

@@ -5,31 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.chaos.notes import VARIABLE
+from paceline.checkpoint import find_checkpoint, open_checkpoint
+from paceline.checkpoint.line import Line
+from paceline.checkpoint.storage import Storage
+from paceline.comm.base import Communicator
+from paceline.comm.objects import broadcast_object
+from paceline.config import Config
 from paceline.errors import CheckpointError
-from paceline.run.progress import StepNote
-from paceline.run.rank_records import name_strategy
-from paceline.train.survive.recovery import StopRequest
+from paceline.run.notes import StepNote
+from paceline.run.records import name_strategy
+from paceline.train.survive.consensus import ConsensusHook, Listener, SpikeListener, StopWhenAsked
+from paceline.train.survive.recovery import LossPolicy, StopRequest
+from paceline.train.survive.saving import ForgivingSaver, Saver, save_policy
+from paceline.train.trainer import EvaluateHook, Every, Hook, StepResult, Trainer, WayBack
 
 if TYPE_CHECKING:
     from paceline.chaos.inject import Injector
-    from paceline.checkpoint.line import Line
-    from paceline.checkpoint.storage import Storage
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
-    from paceline.train.survive.recovery import LossPolicy
-    from paceline.train.trainer import Hook, StepResult, Trainer
 
 
 def make_hooks(config: Config, folder: Path, request: StopRequest, storage: Storage | None = None) -> list[Hook]:
-    """Returns what happens behind each step: evaluation, saving, and a common word about stopping and losses."""
-    from paceline.train.survive.consensus import ConsensusHook, Listener, SpikeListener, StopWhenAsked
-    from paceline.train.survive.saving import ForgivingSaver, Saver, save_policy
-    from paceline.train.trainer import EvaluateHook, Every
-
+    """Returns what runs after each step: evaluation, saving, and the ranks' agreement about stopping and losses."""
     hooks: list[Hook] = [Every(config.train.eval_every, EvaluateHook())]
     policy = save_policy(config.checkpoint, ask_every=config.monitor.log_every)
     save = Saver(_checkpoint_folder(config, folder), policy, about=_about(config), storage=storage)
@@ -59,7 +59,6 @@ def find_together(config: Config, comm: Communicator, folder: Path, resume: str 
     """Returns the checkpoint to start from, the same on all ranks; None with ``auto`` where there is none yet."""
     if resume is None or str(resume) != "auto":
         return None if resume is None else Path(resume)
-    from paceline.comm.objects import broadcast_object
 
     found: Path | None = None
     if comm.rank == 0:
@@ -69,16 +68,12 @@ def find_together(config: Config, comm: Communicator, folder: Path, resume: str 
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Brings a checkpoint into a trainer."""
-    from paceline.checkpoint import open_checkpoint
-
+    """Loads a checkpoint into a trainer."""
     trainer.load_state(open_checkpoint(checkpoint))
 
 
 def prepare_recovery(config: Config, trainer: Trainer, folder: Path) -> None:
-    """Tells the trainer what to do about losses, and the way back to the last checkpoint."""
-    from paceline.train.trainer import WayBack
-
+    """Gives the trainer its policy for bad losses, and the way back to the last checkpoint."""
     trainer.losses = _loss_policy(config)
     trainer.way_back = WayBack(lambda: _newest(config, folder, trainer.line), load_checkpoint)
 
@@ -95,8 +90,6 @@ def find_faults(config: Config, folder: Path, rank: int) -> Injector | None:
 
 def _newest(config: Config, folder: Path, own: Line | None = None) -> Path:
     """Finds the newest checkpoint of a run's line that is whole; tells in the log of those that are not."""
-    from paceline.checkpoint import find_checkpoint
-
     where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
     return find_checkpoint("auto", where, config.checkpoint.verify, lambda passed: print(passed, file=sys.stderr), own)
 
@@ -106,9 +99,6 @@ def _checkpoint_folder(config: Config, folder: Path) -> Path:
 
 
 def _loss_policy(config: Config) -> LossPolicy:
-    from dataclasses import fields
-
-    from paceline.train.survive.recovery import LossPolicy
 
     return LossPolicy(**{each.name: getattr(config.recovery, each.name) for each in fields(LossPolicy)})
 

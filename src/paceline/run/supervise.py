@@ -1,6 +1,6 @@
 """Attempt after attempt: a run whose ranks failed is started again from its newest checkpoint, while that helps.
 
-What to do is decided by ``train/survive/recovery.py``; here it is done, and told in one sentence:
+What to do is decided by ``health/diagnosis.py``; here it is done, and told in one sentence:
 
     rank 1 was killed by SIGKILL after step 37; restarting 4 ranks from step 30 (restart 1 of 3)
 
@@ -10,27 +10,24 @@ from a process that has torch loaded, see ``warm_server.py``), and these load th
 
 from __future__ import annotations
 
-import re
+import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from paceline.run.codes import HUNG, NO_PROGRESS
-from paceline.run.failure import Failure, RunFailedError
-from paceline.run.progress import read_progress
-from paceline.train.survive.recovery import Attempt, Incident, Restart, RestartPolicy, Stop, after_failure
+from paceline.config import Config, check_ranks, dump_yaml, load_config
+from paceline.errors import CheckpointError, ConfigError
+from paceline.health.diagnosis import FailedAttempt, Restart, RestartPolicy, Stop, after_failure
+from paceline.run.console import say
+from paceline.run.failure import RunFailedError
+from paceline.run.folder import change_config, config_of, read_plan
+from paceline.run.location import RunLocation
+from paceline.run.notes import read_progress
 
-_DURATION = re.compile(r", for \d+\.\d s(?=\))")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartingPoint:
-    """Where an attempt starts: a checkpoint, or the beginning without one; ``note`` tells what was passed over."""
-
-    checkpoint: Path | None
-    step: int
-    note: str = ""
+if TYPE_CHECKING:
+    from paceline.checkpoint.line import Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,81 +39,114 @@ class RestartNote:
     reason: str
 
 
-class Start(Protocol):
-    """Starts the ranks and returns when all are done. Raises RunFailedError when one fails."""
-
-    def __call__(self, checkpoint: Path | None, restart: RestartNote | None) -> None:
-        """Runs one attempt from a checkpoint."""
+StartRanks = Callable[[Path | None, RestartNote | None], None]
+"""Starts the ranks from a checkpoint and returns when all are done. Raises RunFailedError when one fails."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What supervision asks of whoever composes the run.
-
-    ``find`` returns where to start from; ``say`` tells the user; ``halve`` halves the microbatch of the run's config,
-    and says whether it could.
-    """
-
-    find: Callable[[], StartingPoint]
-    say: Callable[[str], None]
-    halve: Callable[[], bool]
-
-
-def supervise(
-    start: Start, first: Path | None, folder: Path, policy: RestartPolicy, around: Surroundings, *, ranks: str
-) -> None:
-    """Runs attempts until one is done. Raises the last one's error, with why there is no other.
-
-    ``first`` is the checkpoint of the first attempt; ``ranks`` names the ranks in what is told.
-    """
-    attempts: list[Attempt] = []
-    checkpoint, note = first, None
+def supervise(start: StartRanks, config: Config, location: RunLocation) -> None:
+    """Runs attempts until one is done. Raises the last one's error, with the reason why there is no other."""
+    policy, folder = restart_policy(config), location.folder
+    own = _line(location.checkpoint)
+    is_virtual, count = config.comm.backend == "virtual", config.parallel.ranks
+    ranks = f"{count} {'virtual ' if is_virtual else ''}rank{'s' if count != 1 else ''}"
+    attempts: list[FailedAttempt] = []
+    checkpoint, note = location.checkpoint, None
     while True:
         try:
             start(checkpoint, note)
             return
         except RunFailedError as error:
-            attempts.append(attempt_of(error.cause, folder))
+            attempts.append(FailedAttempt.from_failure(error.diagnosis.cause, read_progress(folder)))
             decision = after_failure(policy, attempts)
-            if isinstance(decision, Restart) and decision.halves_microbatch and not around.halve():
+            if isinstance(decision, Restart) and decision.halves_microbatch and not halve_microbatch(folder):
                 decision = Stop(reason="not started again: the microbatch cannot be halved")
             if isinstance(decision, Stop):
-                raise _with_reason(error, decision) from error
-            what = sentence_of(attempts[-1].incident)
-        point = around.find()
-        if point.note:
-            around.say(point.note)
-        checkpoint = point.checkpoint
+                raise RunFailedError(error.diagnosis, decision) from error
+            what = str(attempts[-1].incident)
+        checkpoint, step = _starting_point(config, folder, location.checkpoint, own)
         note = RestartNote(number=decision.number, of=policy.max_restarts, reason=what)
-        where = f"from step {point.step}" if checkpoint is not None else "from the beginning: there is no checkpoint"
+        where = f"from step {step}" if checkpoint is not None else "from the beginning: there is no checkpoint"
         smaller = " with half the microbatch" if decision.halves_microbatch else ""
-        around.say(f"{what}; restarting {ranks} {where}{smaller} (restart {decision.number} of {policy.max_restarts})")
+        say(f"{what}; restarting {ranks} {where}{smaller} (restart {decision.number} of {policy.max_restarts})")
 
 
-def attempt_of(cause: Failure, folder: Path) -> Attempt:
-    """Returns the attempt that a failure ended, with how far its rank had come."""
-    progress = read_progress(folder)
-    first = min((each.first_step for each in progress.values()), default=0)
-    own = progress.get(cause.rank)
-    step = own.last_step if own is not None else max((each.last_step for each in progress.values()), default=0)
-    incident = Incident(kind=cause.kind, rank=cause.rank, step=step, message=_headline(cause))
-    return Attempt(first_step=first, incident=incident)
+def restart_policy(config: Config) -> RestartPolicy:
+    """Returns what a config says about starting again."""
+    return RestartPolicy(**{each.name: getattr(config.recovery, each.name) for each in fields(RestartPolicy)})
 
 
-def sentence_of(incident: Incident) -> str:
-    """Tells an incident, and after which step it came."""
-    where = f"after step {incident.step}" if incident.step else "before its first step"
-    return f"{incident.message.rstrip('.')} {where}"
+def rank_command(
+    folder: Path, checkpoint: Path | str | None, restart: RestartNote | None, *, watches_itself: bool = False
+) -> list[str]:
+    """Returns what each rank runs: a module and its arguments. ``watches_itself``: no launcher watches the ranks."""
+    command = ["paceline.run.worker", str(folder), "--launcher", str(os.getpid())]
+    if checkpoint is not None:
+        command += ["--resume", str(checkpoint)]
+    if restart is not None:
+        command += ["--restart", json.dumps(asdict(restart))]
+    return [*command, "--self-watch"] if watches_itself else command
 
 
-def _headline(cause: Failure) -> str:
-    """Returns the first line of a failure, without where in a step it was and how long: never the same twice."""
-    first = str(cause).splitlines()[0]
-    return _DURATION.sub("", first) if cause.kind == "hang" else first.partition(" in phase ")[0]
+def halve_microbatch(folder: Path) -> bool:
+    """Halves the microbatch of the config in a run's folder, for the next attempt; says whether it could.
+
+    The global batch stays: it comes in more microbatches, and the run computes the same.
+    """
+    config, plan = load_config(config_of(folder)), read_plan(folder)
+    used = 0 if plan is None else plan.layout.microbatch
+    if plan is None or used < 2:
+        return False
+    train = config.train.model_copy(update={"microbatch": used // 2, "accumulate": None})
+    smaller = config.model_copy(update={"train": train})
+    try:
+        if check_ranks(smaller, plan.layout.ranks):
+            return False
+    except ConfigError:
+        return False
+    fewer = replace(plan.with_microbatch(used // 2), finds_microbatch=False)
+    change_config(folder, dump_yaml(smaller), fewer.to_text())
+    return True
 
 
-def _with_reason(error: RunFailedError, decision: Stop) -> RunFailedError:
-    if not decision.reason:
-        return error
-    code = HUNG if error.code == HUNG else NO_PROGRESS if decision.gives_up else error.code
-    return RunFailedError(f"{error}\n  {decision.reason}", error.cause, code)
+def _line(first: Path | None) -> Line | None:
+    """Returns the line of checkpoints that a run continues which starts at ``first``."""
+    if first is None:
+        return None
+    from paceline.checkpoint.find import read_manifest, spots_in
+    from paceline.checkpoint.line import line_from
+
+    return line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
+
+
+def _starting_point(
+    config: Config, folder: Path, first: Path | None, own: Line | None = None
+) -> tuple[Path | None, int]:
+    """Finds the newest checkpoint of the run's line that is whole, and its step; tells of newer ones that are not."""
+    from paceline.checkpoint import find_checkpoint, list_checkpoints
+    from paceline.checkpoint.remote import settled
+
+    where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    passed: list[str] = []
+    path: Path | None
+    try:
+        found = find_checkpoint("auto", where, config.checkpoint.verify, lambda each: passed.append(str(each)), own)
+        path = settled(found)
+    except CheckpointError as error:
+        path = first if first is not None and _is_whole(first, config) else None
+        if list_checkpoints(where / "checkpoints") or list_checkpoints(where):
+            passed.append(str(error))
+    if passed:
+        say("\n  ".join(passed))
+    number = "" if path is None else path.name.rpartition("-")[2]
+    return path, int(number) if number.isdecimal() else 0
+
+
+def _is_whole(checkpoint: Path, config: Config) -> bool:
+    """Says whether a checkpoint can be started from."""
+    from paceline.checkpoint import verify_checkpoint
+
+    try:
+        verify_checkpoint(checkpoint, config.checkpoint.verify)
+    except CheckpointError:
+        return False
+    return True

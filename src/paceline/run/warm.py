@@ -18,15 +18,34 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline.run.cores import allocator_variables
+from paceline.cluster import detect
+from paceline.run.rank_process import allocator_variables
 
+if TYPE_CHECKING:
+    from paceline.config import Config
+
+CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
+
+# What a rank needs, loaded once before ranks are forked.
+_RANK_MODULES = (
+    "paceline.run.worker",
+    "paceline.train.assemble",
+    "paceline.train.survive.consensus",
+    "paceline.train.survive.saving",
+    "paceline.comm.torch_dist",
+    "paceline.run.watch",
+    "paceline.run.self_watch",
+    "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
+)
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
 
 
 class WarmRanks:
-    """A running server; ``arguments`` makes what the agent has to start for a rank."""
+    """A running server that forks ranks; ``arguments`` returns the command with which the agent starts one."""
 
     def __init__(self, address: Path) -> None:
         self._address = address
@@ -35,6 +54,12 @@ class WarmRanks:
         """Returns the arguments of the Python that stands for a rank which runs ``python -m <command>``."""
         client = Path(__file__).with_name("warm_client.py")
         return ["-I", "-S", str(client), str(self._address), *command]
+
+
+def warm_ranks_of(config: Config, ranks: int | None = None) -> AbstractContextManager[WarmRanks | None]:
+    """Starts a server for the ranks of a config, if it asks for one; ``ranks``: those of this host, where given."""
+    threads = rank_threads(config, ranks)
+    return warm_ranks(_rank_modules(config), is_wanted=config.recovery.warm, threads=threads)
 
 
 @contextlib.contextmanager
@@ -67,6 +92,28 @@ def warm_ranks(
             server.kill()
             server.wait()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _rank_modules(config: Config) -> list[str]:
+    """Returns what a rank of a config loads before its first step, besides the user's own code."""
+    modules = list(_RANK_MODULES)
+    if config.data.kind == "digits":
+        modules.append("sklearn.datasets")
+    if config.monitor.tensorboard:
+        modules.append("torch.utils.tensorboard")
+    return modules
+
+
+def rank_threads(config: Config, ranks: int | None = None) -> int | None:
+    """Returns how many threads a rank of this host will compute with, before torch is there to tell of GPUs.
+
+    ``ranks`` are those of this host, where they are given. None: the ranks will have GPUs.
+    """
+    parallel = config.parallel
+    if parallel.threads is not None or parallel.device == "cuda":
+        return parallel.threads
+    count = ranks or (CPU_RANKS if parallel.ranks == "auto" else parallel.ranks)
+    return max(1, len(detect.usable_cores()) // (1 if config.comm.backend == "virtual" else count))
 
 
 def _start(listener: int, address: Path, modules: Sequence[str], threads: int | None) -> subprocess.Popen[bytes]:

@@ -90,7 +90,7 @@ class WarmServer:
         return None
 
     def _become_rank(self, client: socket.socket, output: list[int]) -> None:
-        """Leaves everything of the server behind: its sockets, its signals, its group."""
+        """Closes all that belongs to the server: its sockets, its signals, its process group."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
@@ -183,7 +183,7 @@ def _run(request: dict[str, Any], server: int) -> NoReturn:
 
 
 def _use_threads(number: str | None) -> None:
-    """Obeys a variable that libraries read when they are loaded, which was in the server."""
+    """Applies OMP_NUM_THREADS, which libraries read when they were loaded in the server."""
     torch = sys.modules.get("torch")
     if torch is not None and number is not None and number.isdecimal():
         torch.set_num_threads(int(number))

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,12 @@ import psutil
 
 from paceline.comm.ledger.file import NUM_RECORDS, LedgerReader, ledger_path
 from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator, ledger_clock
+from paceline.health.failure import Failure, failure_of_verdict, locate_death
 from paceline.health.lateness import Lateness, LatenessPolicy, RankLook
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
 from paceline.health.straggler import Straggler
-from paceline.health.verdict import Limits, Verdict, judge
-from paceline.run.failure import Failure, read_failures, write_failure
-from paceline.run.looking import looking
+from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.run.notes import read_failures, replace_file, write_failure
 from paceline.run.records import note_straggler
 from paceline.run.stacks import ask_for_stacks, dump_stacks_into, line_of_thread, stack_path
 
@@ -67,7 +67,7 @@ def watch_policy(config: Config) -> WatchPolicy | None:
 
 
 def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
-    """Lets a rank write down what it does, and where it stands when asked; one that does already is left alone."""
+    """Lets a rank keep a ledger, and write its stacks when asked. A communicator that has one is returned as it is."""
     if isinstance(comm, LedgerCommunicator):
         return comm
     rank = comm.ranks[comm.rank]
@@ -76,7 +76,7 @@ def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
     return LedgerCommunicator(comm, ledger)
 
 
-class _Rank:
+class _RankSeen:
     """What the watch knows of one rank."""
 
     def __init__(self, reader: LedgerReader, now: float) -> None:
@@ -109,16 +109,16 @@ class Watch:
         self._folder = folder
         self._numbers = tuple(ranks)
         self._policy = policy
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankSeen] = {}
         self._looked_at_all_s = self._compared_s = 0.0
         self.lateness: Lateness | None = Lateness(policy.late)  # None: somebody else compares, by ``rank_looks``
         self.straggler: Straggler | None = None  # found by the last look
         self._longest_s = 0.0
-        self._suspect: Verdict | None = None
+        self._suspect: HangVerdict | None = None
         self.last_views: list[LedgerView] = []  # with the lines where ranks stand, once there was a verdict
         self._host = socket.gethostname()
 
-    def look(self) -> Verdict | None:
+    def look(self) -> HangVerdict | None:
         """Looks once. A verdict is found only where two looks agree: a record may have been half written."""
         now = time.monotonic()
         self._find_ledgers(now)
@@ -155,7 +155,7 @@ class Watch:
         return self._looks([rank.reader.view(last=NUM_RECORDS) for rank in self._ranks.values()])
 
     def stands_still(self, now: float) -> bool:
-        """Says whether no rank has moved since the last look."""
+        """Says whether no rank has made progress since the last look."""
         return all(rank.reader.pulse() == rank.pulse and rank.changed_s < now for rank in self._ranks.values())
 
     def heartbeats(self) -> dict[int, int]:
@@ -173,7 +173,7 @@ class Watch:
         return Limits(step_s=max(asked.step_s, _PATIENT * self._longest_s), setup_s=asked.setup_s)
 
     def _compare(self, views: list[LedgerView]) -> None:
-        """Looks whether a rank is late, once all have been seen."""
+        """Finds a late rank, once all ranks have been seen."""
         looks = self._looks(views)
         if looks and self.lateness is not None:
             self.straggler = self.lateness.look(looks)
@@ -188,9 +188,9 @@ class Watch:
             if number not in self._ranks:
                 reader = LedgerReader.open(ledger_path(self._folder, number))
                 if reader is not None:
-                    self._ranks[number] = _Rank(reader, now)
+                    self._ranks[number] = _RankSeen(reader, now)
 
-    def _with_lines(self, found: Verdict, now: float) -> Verdict:
+    def _with_lines(self, found: HangVerdict, now: float) -> HangVerdict:
         """Asks the ranks where they stand, and judges again."""
         processes = {rank.reader.pid for rank in self._ranks.values()}  # virtual ranks share one
         texts = ask_for_stacks((pid, stack_path(self._folder, pid)) for pid in sorted(processes))
@@ -217,8 +217,33 @@ class Watch:
 
 
 @contextlib.contextmanager
+def polling(
+    look: Callable[[threading.Event], bool], *, every_s: float, name: str, patience_s: float | None = None
+) -> Iterator[None]:
+    """Calls ``look`` in a thread every ``every_s`` seconds, until it returns True or the block is left.
+
+    The event that ``look`` gets is set when the block is left. A call that is under way then is waited for, at most
+    ``patience_s`` seconds; None: until it is done.
+    """
+    is_left = threading.Event()
+
+    def follow() -> None:
+        while not is_left.wait(every_s):
+            if look(is_left):
+                return
+
+    thread = threading.Thread(target=follow, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_left.set()
+        thread.join(timeout=patience_s)
+
+
+@contextlib.contextmanager
 def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> Iterator[None]:
-    """Watches ranks that this process started, as long as it is in here; None: not at all.
+    """Watches ranks that this process started while the block runs; without a policy it does not.
 
     Where they hang, they are killed, and have left a failure with the verdict for their launcher.
     """
@@ -242,10 +267,10 @@ def following(
     watch: Watch,
     policy: WatchPolicy,
     *,
-    on_verdict: Callable[[Verdict], None],
+    on_verdict: Callable[[HangVerdict], None],
     on_straggler: Callable[[Straggler], None],
 ) -> Iterator[None]:
-    """Looks again and again, in a thread, until there is a verdict or the block is left."""
+    """Polls the watch in a thread until there is a verdict or the block is left."""
 
     def look(is_left: threading.Event) -> bool:
         verdict = watch.look()
@@ -256,12 +281,12 @@ def following(
         on_verdict(verdict)
         return True
 
-    with looking(look, every_s=policy.every_s, name="watch", patience_s=10.0):
+    with polling(look, every_s=policy.every_s, name="watch", patience_s=10.0):
         yield
 
 
-def end_ranks(folder: Path, verdict: Verdict, processes: Mapping[int, int]) -> None:
-    """Tells a verdict everywhere, and kills the ranks.
+def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int]) -> None:
+    """Writes a verdict to the run's folder, logs and failures, and kills the ranks.
 
     They are stopped first: none is to fail in its own words because another one is gone.
     """
@@ -270,35 +295,23 @@ def end_ranks(folder: Path, verdict: Verdict, processes: Mapping[int, int]) -> N
     _signal(groups, signal.SIGSTOP)
     tell_verdict(folder, verdict, processes)
     for rank in processes:
-        write_failure(folder, failure_of(verdict, rank, folder))
+        write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
     _signal(groups, signal.SIGKILL)
 
 
-def tell_verdict(folder: Path, verdict: Verdict, ranks: Iterable[int]) -> None:
+def tell_verdict(folder: Path, verdict: HangVerdict, ranks: Iterable[int]) -> None:
     """Writes a verdict into the run's folder and into the log of every rank; a disk that is full is left alone."""
     told = {**verdict.to_json(), "time": time.time(), "host": socket.gethostname()}
     with contextlib.suppress(OSError):
-        _write(folder / "verdict.txt", verdict.to_text())
-        _write(folder / "verdict.json", json.dumps(told, indent=2) + "\n")
+        replace_file(folder / "verdict.txt", verdict.to_text())
+        replace_file(folder / "verdict.json", json.dumps(told, indent=2) + "\n")
     for rank in ranks:
         with contextlib.suppress(OSError), (folder / "logs" / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
             log.write(f"paceline: {verdict.to_text()}")
 
 
-def failure_of(verdict: Verdict, rank: int, folder: Path) -> Failure:
-    """Returns how a rank failed that had no part in it but to be there: that of the blamed ones comes first."""
-    is_later = bool(verdict.ranks) and rank not in verdict.ranks
-    return Failure(
-        rank=rank,
-        cause="stuck",
-        message=f"{verdict.sentence}\n  what every rank does is in {folder / 'verdict.txt'}",
-        time=time.time() + is_later,
-        kind="hang",
-    )
-
-
-def note_mismatch(folder: Path, ranks: Iterable[int]) -> Verdict | None:
-    """Looks at the ledgers of ranks that failed: where they had called different operations, that is why."""
+def note_mismatch(folder: Path, ranks: Iterable[int]) -> HangVerdict | None:
+    """Compares the ledgers of ranks that failed: if they had called different operations, that is the cause."""
     if any(failure.kind == "hang" for failure in read_failures(folder)):
         return None  # it is told already
     readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in ranks}
@@ -309,38 +322,26 @@ def note_mismatch(folder: Path, ranks: Iterable[int]) -> Verdict | None:
         known = [view.rank for view in views]
         tell_verdict(folder, verdict, known)
         for rank in known:
-            write_failure(folder, failure_of(verdict, rank, folder))
+            write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
     return verdict
 
 
-def note_deaths(folder: Path, failures: Iterable[Failure]) -> list[Failure]:
+def locate_deaths(folder: Path, failures: Iterable[Failure]) -> list[Failure]:
     """Adds to the failures of ranks that were killed or left without a word where they were, as their ledgers say."""
-    return [_with_last_words(folder, each) if each.cause in ("killed", "died") else each for each in failures]
-
-
-def _with_last_words(folder: Path, failure: Failure) -> Failure:
-    reader = LedgerReader.open(ledger_path(folder, failure.rank))
-    if reader is None:
-        return failure
-    view = reader.view(last=1)
-    last = f", after {view.entries[-1].call} at {view.entries[-1].site}" if view.entries else ""
-    head, *rest = failure.message.split("\n")
-    where = f"in phase {view.phase}, {view.step} steps after its start{last}"
-    verdict = Verdict(kind="dead", ranks=(failure.rank,), sentence=f"rank {failure.rank} {head} {where}")
-    tell_verdict(folder, verdict, ())
-    return replace(failure, message="\n".join([head, f"  it was {where}", *rest]))
+    found = []
+    for failure in failures:
+        reader = LedgerReader.open(ledger_path(folder, failure.rank)) if failure.cause in ("killed", "died") else None
+        if reader is not None:
+            failure, verdict = locate_death(failure, reader.view(last=1))
+            tell_verdict(folder, verdict, ())
+        found.append(failure)
+    return found
 
 
 def forget_health(folder: Path, ranks: Iterable[int]) -> None:
     """Removes what an earlier attempt left: its ledgers and stacks."""
     for path in [*(ledger_path(folder, rank) for rank in ranks), *folder.glob("health/process-*.stack")]:
         path.unlink(missing_ok=True)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(f"{path.suffix}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _signal(leaders: Iterable[int], number: int) -> None:

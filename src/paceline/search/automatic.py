@@ -14,20 +14,19 @@ from collections.abc import Sequence
 
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster
-from paceline.config import Config
+from paceline.config import Config, layout_of
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.workload import Layout, ModelShape, Sharding
+from paceline.plan.layout import Layout
+from paceline.plan.workload import RECOMPUTES, ModelShape
 from paceline.predict.formulas.engine_costs import price
 from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import largest_microbatch, setting_of
-from paceline.search.candidates import Candidate, Task, Tuning, workload_of
-from paceline.search.choice import Candidate as Judged
-from paceline.search.choice import Choice
+from paceline.predict.memory.memory import StateFacts, largest_microbatch
+from paceline.search.candidates import Task, divisors
+from paceline.search.choice import Choice, Judged
 from paceline.search.expect import present_cluster
-from paceline.search.from_config import RECOMPUTES, task_of
+from paceline.search.from_config import task_of
 
 ENOUGH = 0.98  # of the time of a simpler candidate
-_SHARDINGS: dict[str, Sharding] = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "fsdp": "fsdp", "hybrid": "fsdp"}
 
 
 def choose_by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine) -> Choice:
@@ -35,7 +34,7 @@ def choose_by_time(choice: Choice, config: Config, model: ModelFacts, machine: M
     room = choice.room
     try:
         cluster = _known_cluster(config, machine, ranks=room.ranks, node_ranks=room.node_ranks)
-        task = task_of(_settled(config), room.ranks, facts=model)
+        task = task_of(_undecided(config), room.ranks, facts=model)
         ladder = tuple(
             each
             if each.rejected
@@ -57,16 +56,13 @@ def first_microbatch(
 
     All of them fit by the estimate. Of those that are within 2 % of the fastest, it is the largest.
     """
-    parallel, memory = config.parallel, config.memory
-    if parallel.pipeline * parallel.tensor > 1 or memory.checkpoint_activations not in RECOMPUTES:
+    layout = layout_of(config).for_ranks(ranks, node_ranks)
+    if layout.is_split or layout.checkpoint_activations not in RECOMPUTES:
         return None
-    strategy = "fsdp" if parallel.strategy == "zero3" else parallel.strategy
-    group = 1 if strategy == "ddp" else (parallel.shard_ranks or node_ranks) if strategy == "hybrid" else ranks
-    way, checkpoint, offload = (strategy, group), memory.checkpoint_activations, tuple(memory.offload)
     try:
         cluster = _known_cluster(config, machine, ranks=ranks, node_ranks=node_ranks)
-        task = task_of(_settled(config), ranks, facts=model)
-        seconds = {size: price(_whole(task, ranks, way, size, checkpoint, offload), cluster).seconds for size in sizes}
+        task = task_of(_undecided(config), ranks, facts=model)
+        seconds = {size: _price(layout, size, task, cluster) for size in sizes}
     except (UsageError, ConfigError):
         return None
     least = min(seconds.values(), default=0.0)
@@ -84,7 +80,7 @@ def _known_cluster(config: Config, machine: Machine, *, ranks: int, node_ranks: 
     return present_cluster(config, machine, ranks, None)[0]
 
 
-def _settled(config: Config) -> Config:
+def _undecided(config: Config) -> Config:
     """Returns the config with a batch that can be read before strategy and microbatch are decided."""
     changes = {"strategy": "ddp", "sharding_strategy": "manual", "pipeline": 1, "tensor": 1, "shard_ranks": None}
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
@@ -94,56 +90,37 @@ def _seconds(
     each: Judged, choice: Choice, config: Config, model: ModelFacts, task: Task, cluster: Cluster
 ) -> float | None:
     """Predicts a step of a candidate; None where that cannot be priced."""
-    if each.checkpoint not in RECOMPUTES:
+    layout = each.layout
+    if layout.checkpoint_activations not in RECOMPUTES:
         return None
-    if each.pipeline * each.tensor == 1:
-        size = each.microbatch
-        if config.train.microbatch == "auto":
-            size = _largest(each, choice, config, model, task)
-        way = (each.strategy, each.group)
-        return price(_whole(task, choice.room.ranks, way, size, each.checkpoint, each.offload), cluster).seconds
-    if not isinstance(task.model, ModelShape):
-        return None  # a model known by its samples is not priced in parts
-    parallel = config.parallel
-    layout = Layout(
-        devices=choice.room.ranks,
-        data=each.data,
-        tensor=each.tensor,
-        pipeline=each.pipeline,
-        sharding=_SHARDINGS[each.strategy],
-        sequence_parallel=parallel.sequence_parallel and each.tensor > 1,
-    )
-    workload = workload_of(task, layout, each.microbatch, RECOMPUTES[each.checkpoint])
-    return price(Candidate(workload=workload, strategy=each.strategy, shard=each.group), cluster).seconds
+    if layout.is_split:
+        if not isinstance(task.model, ModelShape):
+            return None  # a model known by its samples is not priced in parts
+        layout = dataclasses.replace(layout, sequence_parallel=config.parallel.sequence_parallel and layout.tensor > 1)
+        return _price(layout, layout.microbatch, task, cluster)
+    size = layout.microbatch
+    if config.train.microbatch == "auto":
+        size = _largest(layout, choice, config, model, task)
+    return _price(layout, size, task, cluster)
 
 
-def _largest(each: Judged, choice: Choice, config: Config, model: ModelFacts, task: Task) -> int:
+def _largest(layout: Layout, choice: Choice, config: Config, model: ModelFacts, task: Task) -> int:
     """Returns the largest microbatch that divides a rank's samples and has room by the estimate."""
-    setting = dataclasses.replace(
-        setting_of(config, group=each.group, microbatch=1, device=choice.room.device),
-        strategy=each.strategy,
-        checkpoint=each.checkpoint,
-        offload=each.offload,
-    )
-    most = largest_microbatch(model, setting, choice.budget_bytes)
+    most = largest_microbatch(model, layout, StateFacts.of(config, choice.room.device), choice.budget_bytes)
     local = max(1, task.global_batch // choice.room.ranks)
-    return max(size for size in range(1, local + 1) if local % size == 0 and size <= max(1, most))
+    return max(size for size in divisors(local) if size <= max(1, most))
 
 
-def _whole(
-    task: Task, ranks: int, way: tuple[str, int], microbatch: int, checkpoint: str, offload: tuple[str, ...]
-) -> Candidate:
-    """Returns a way to train a model that is not split, in the terms of the prediction."""
-    strategy, group = way
-    is_hybrid = strategy == "hybrid"
-    layout = Layout(devices=ranks, data=ranks, sharding=_SHARDINGS[strategy], shard_group=group if is_hybrid else 0)
-    shard = 1 if strategy == "ddp" else group
-    return Candidate(
-        workload=workload_of(task, layout, microbatch, RECOMPUTES[checkpoint]),
-        strategy=strategy,
-        shard=shard,
-        tuning=Tuning(offload=offload),
+def _price(layout: Layout, microbatch: int, task: Task, cluster: Cluster) -> float:
+    """Predicts the seconds of a step, with the buckets and the schedule that are usual."""
+    layout = dataclasses.replace(
+        layout,
+        bucket_mb=task.base.bucket_mb,
+        reshard_after_forward=True,
+        microbatch=microbatch,
+        accumulate=max(1, round(task.global_batch / (microbatch * layout.data))),
     )
+    return price(task.workload(layout), cluster).seconds
 
 
 def _fastest(candidates: Sequence[Judged]) -> Judged | None:

@@ -8,8 +8,8 @@
     schedule    1f1b; interleaved with 2 to 4 chunks a rank, where they divide the blocks and stages the microbatches;
                 zb-h1, and zb-v with twice as many microbatches as stages, where nothing is fully sharded or compiled
 
-A model that is known by what a sample of it costs is not split: its meshes are data alone. What is tuned besides, for
-those of them that are worth it, is in ``tuning.py``. What cannot be is counted by reason.
+A model that is known by what a sample of it costs is not split: its meshes are data alone. Buckets, offload
+and what stays gathered are tried in ``search.py``. What cannot be is counted by reason.
 """
 
 from __future__ import annotations
@@ -17,26 +17,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
 
 from paceline.cluster.devices import Cluster
-from paceline.plan.workload import (
-    Compute,
-    Framework,
-    Layout,
-    ModelShape,
-    Recompute,
-    Running,
-    SampleModel,
-    Sharding,
-    Workload,
-)
+from paceline.plan.layout import Layout, Strategy
+from paceline.plan.workload import RECOMPUTES, Compute, Framework, ModelShape, Running, SampleModel, Workload
 
-ZeroBubble: TypeAlias = Literal["", "zb-h1", "zb-v"]
-Value: TypeAlias = int | float | str | bool | list[str]
-
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-CHECKPOINTS: dict[str, str] = {"none": "none", "selective": "matmuls", "attention": "matmuls", "full": "full"}
+CHECKPOINTS = tuple(RECOMPUTES)
 _MOST_CHUNKS = 4
 _LARGEST_MICROBATCH = 64
 
@@ -45,7 +31,8 @@ _LARGEST_MICROBATCH = 64
 class Task:
     """What is to be trained: a model, its batch in samples, their tokens, and how a rank computes.
 
-    ``precision`` is the config's name for it where it was searched for. ``recompute``: what may be computed again.
+    ``base`` has what is the same in all layouts: precision, and what is gathered ahead. ``names_precision``: the
+    precision is searched for. ``checkpoints``: what ``checkpoint_activations`` may be.
     """
 
     model: ModelShape | SampleModel
@@ -53,131 +40,23 @@ class Task:
     seq_len: int
     compute: Compute = "bf16"
     framework: Framework = "eager"
-    precision: str = ""
-    recompute: tuple[Recompute, ...] = RECOMPUTE
+    base: Layout = field(default_factory=Layout)
+    names_precision: bool = False
+    checkpoints: tuple[str, ...] = CHECKPOINTS
+
+    def workload(self, layout: Layout) -> Workload:
+        """Returns a step of it in a layout, as the engines here run it."""
+        run = Running(
+            seq_len=self.seq_len,
+            compute=self.compute,
+            framework=self.framework,
+            autocast=True,
+            names_precision=self.names_precision,
+        )
+        return Workload(model=self.model, layout=layout, run=run)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """What changes no mesh: ``bucket_mb`` of gradients (None: the default), what stays gathered, what is offloaded."""
-
-    bucket_mb: float | None = None
-    reshard: bool = True
-    offload: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One way to train. ``shard``: data ranks that share a copy of the states; 1 under ddp."""
-
-    workload: Workload
-    strategy: str
-    shard: int
-    zero_bubble: ZeroBubble = ""
-    tuning: Tuning = field(default_factory=Tuning)
-    precision: str = ""
-
-    @property
-    def layout(self) -> Layout:
-        return self.workload.layout
-
-    @property
-    def microbatch(self) -> int:
-        return int(self.workload.run.micro_batch)
-
-    @property
-    def accumulate(self) -> int:
-        return self.workload.microbatches
-
-    @property
-    def recompute(self) -> Recompute:
-        return self.workload.run.recompute
-
-    @property
-    def offload(self) -> tuple[str, ...]:
-        return self.tuning.offload
-
-    @property
-    def schedule(self) -> str:
-        if self.layout.pipeline == 1:
-            return ""
-        return self.zero_bubble or ("1f1b" if self.layout.chunks == 1 else "interleaved")
-
-    @property
-    def knobs(self) -> dict[str, int | str]:
-        """What was decided, one entry a decision, by the main key of each."""
-        layout, tuning = self.layout, self.tuning
-        return {
-            "parallel.strategy": f"{self.strategy} {self.shard}" if self.strategy == "hybrid" else self.strategy,
-            "parallel.pipeline": layout.pipeline,
-            "parallel.schedule": f"{self.schedule} {layout.chunks}",
-            "parallel.tensor": layout.tensor,
-            "train.microbatch": self.microbatch,
-            "train.precision": self.precision,
-            "memory.checkpoint_activations": CHECKPOINTS[self.recompute],
-            "memory.offload": " ".join(tuning.offload),
-            "comm.bucket_mb": str(tuning.bucket_mb),
-            "parallel.reshard_after_forward": str(tuning.reshard),
-        }
-
-    @property
-    def settings(self) -> dict[str, Value]:
-        """The keys of a config that say it, without those that have no effect, and without the batch."""
-        layout, tuning = self.layout, self.tuning
-        found: dict[str, Value] = {"parallel.strategy": self.strategy}
-        if self.strategy == "hybrid":
-            found["parallel.shard_ranks"] = self.shard
-        found["parallel.pipeline"] = layout.pipeline
-        if layout.pipeline > 1:
-            found["parallel.schedule"] = self.schedule
-        if layout.chunks > 1:
-            found["parallel.chunks"] = layout.chunks
-        found["parallel.tensor"] = layout.tensor
-        if layout.tensor > 1:
-            found["parallel.sequence_parallel"] = layout.sequence_parallel
-        if not tuning.reshard:
-            found["parallel.reshard_after_forward"] = False
-        found["memory.checkpoint_activations"] = CHECKPOINTS[self.recompute]
-        if tuning.offload:
-            found["memory.offload"] = list(tuning.offload)
-        if tuning.bucket_mb is not None:
-            found["comm.bucket_mb"] = tuning.bucket_mb
-        if self.precision:
-            found["train.precision"] = self.precision
-        found["train.microbatch"] = self.microbatch
-        return found
-
-    def __str__(self) -> str:
-        layout, tuning = self.layout, self.tuning
-        parts = [f"{self.strategy} over {layout.data}"]
-        if self.strategy == "hybrid":
-            parts = [f"hybrid, {self.shard} ranks a copy, over {layout.data}"]
-        parts += [f"tensor {layout.tensor}"] if layout.tensor > 1 else []
-        parts += [f"expert {layout.expert}"] if layout.expert > 1 else []
-        if layout.pipeline > 1:
-            parts.append(f"pipeline {layout.pipeline}" + (f" x {layout.chunks} chunks" if layout.chunks > 1 else ""))
-        parts += [self.zero_bubble] if self.zero_bubble else []
-        parts.append(f"microbatch {self.microbatch} x {self.accumulate}")
-        parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
-        parts += [f"offload {' and '.join(tuning.offload)}"] if tuning.offload else []
-        parts += [f"buckets of {tuning.bucket_mb:g} MiB"] if tuning.bucket_mb is not None else []
-        parts += [] if tuning.reshard else ["gathered once a microbatch"]
-        parts += [self.precision] if self.precision else []
-        return ", ".join(parts)
-
-
-def recomputing(candidate: Candidate, recompute: Recompute) -> Candidate:
-    """Returns the candidate with so much computed again."""
-    workload = candidate.workload
-    return replace(candidate, workload=replace(workload, run=replace(workload.run, recompute=recompute)))
-
-
-def tuned(candidate: Candidate, **changes: object) -> Candidate:
-    """Returns the candidate with some fields of its tuning changed."""
-    return replace(candidate, tuning=replace(candidate.tuning, **changes))  # type: ignore[arg-type]
-
-
-def candidates_for(task: Task, cluster: Cluster, left_out: Counter[str]) -> Iterator[Candidate]:
+def candidates_for(task: Task, cluster: Cluster, left_out: Counter[str]) -> Iterator[Layout]:
     """Iterates over all that can be, with nothing recomputed; counts in ``left_out`` what cannot, by reason."""
     model = task.model
     if isinstance(model, SampleModel):
@@ -201,7 +80,7 @@ def candidates_for(task: Task, cluster: Cluster, left_out: Counter[str]) -> Iter
             yield from _of_mesh(task, cluster, (pipeline, data, tensor), left_out)
 
 
-def _of_mesh(task: Task, cluster: Cluster, mesh: tuple[int, int, int], left_out: Counter[str]) -> Iterator[Candidate]:
+def _of_mesh(task: Task, cluster: Cluster, mesh: tuple[int, int, int], left_out: Counter[str]) -> Iterator[Layout]:
     pipeline, data, tensor = mesh
     local = task.global_batch // data
     layers = task.model.layers if isinstance(task.model, ModelShape) else 1
@@ -211,74 +90,56 @@ def _of_mesh(task: Task, cluster: Cluster, mesh: tuple[int, int, int], left_out:
         if count < pipeline:
             left_out["fewer microbatches than stages"] += 1
             continue
-        for chunks, zero_bubble in _schedules(task, layers, pipeline, count, left_out):
-            for strategy, sharding, shard in _strategies(data, of_node, is_split=pipeline * tensor > 1):
-                if zero_bubble and sharding == "fsdp":
+        for schedule, chunks in _schedules(task, layers, pipeline, count, left_out):
+            for strategy, shards in _strategies(data, of_node, is_split=pipeline * tensor > 1):
+                layout = replace(
+                    task.base,
+                    strategy=strategy,
+                    data=data,
+                    pipeline=pipeline,
+                    tensor=tensor,
+                    shard_ranks=shards,
+                    node_ranks=cluster.node.devices,
+                    schedule=schedule,
+                    chunks=chunks,
+                    sequence_parallel=tensor > 1 and task.seq_len % tensor == 0,
+                    microbatch=microbatch,
+                    accumulate=count,
+                )
+                if layout.splits_backward and layout.is_fully_sharded:
                     continue  # weights are gone when the second part of backward comes
-                for expert in _expert_degrees(task.model, data, of_node):
-                    layout = Layout(
-                        devices=cluster.devices,
-                        data=data,
-                        tensor=tensor,
-                        pipeline=pipeline,
-                        chunks=chunks,
-                        expert=expert,
-                        sharding=sharding,
-                        shard_group=shard if strategy == "hybrid" else 0,
-                        sequence_parallel=tensor > 1 and task.seq_len % tensor == 0,
-                    )
-                    yield Candidate(
-                        workload=workload_of(task, layout, microbatch),
-                        strategy=strategy,
-                        shard=shard,
-                        zero_bubble=zero_bubble,
-                        precision=task.precision,
-                    )
-
-
-def workload_of(task: Task, layout: Layout, microbatch: int, recompute: Recompute = "none") -> Workload:
-    """Returns a step of the task in this layout."""
-    run = Running(
-        global_batch=task.global_batch,
-        micro_batch=microbatch,
-        seq_len=task.seq_len,
-        compute=task.compute,
-        recompute=recompute,
-        framework=task.framework,
-        autocast=True,
-    )
-    return Workload(model=task.model, layout=layout, run=run)
+                yield from (replace(layout, expert=each) for each in _expert_degrees(task.model, data, of_node))
 
 
 def _schedules(
     task: Task, layers: int, pipeline: int, microbatches: int, left_out: Counter[str]
-) -> Iterator[tuple[int, ZeroBubble]]:
-    """Chunks of a rank, and the zero-bubble schedule, where it is one."""
-    yield 1, ""
+) -> Iterator[tuple[str, int]]:
+    """The names of schedules, and the chunks of a rank."""
+    yield "1f1b", 1
     if pipeline == 1:
         return
     if microbatches % pipeline == 0:
-        yield from ((count, "") for count in range(2, _MOST_CHUNKS + 1) if layers % (pipeline * count) == 0)
+        yield from (("interleaved", count) for count in range(2, _MOST_CHUNKS + 1) if layers % (pipeline * count) == 0)
     if task.framework == "compiled":
         left_out["zero-bubble schedules cut the backward of compiled blocks"] += 1
         return
-    yield 1, "zb-h1"
+    yield "zb-h1", 1
     if microbatches >= 2 * pipeline and layers % (2 * pipeline) == 0:
-        yield 2, "zb-v"
+        yield "zb-v", 2
 
 
-def _strategies(data: int, local: int, *, is_split: bool) -> Iterator[tuple[str, Sharding, int]]:
-    """Strategy, what it shares in the terms of the prediction, and among how many. ``local``: data ranks of a node."""
-    yield "ddp", "ddp", 1
+def _strategies(data: int, local: int, *, is_split: bool) -> Iterator[tuple[Strategy, int]]:
+    """Strategies, and among how many ranks each shares the states. ``local``: data ranks of a node."""
+    yield "ddp", 1
     if data == 1 and not is_split:  # for what they may offload
-        yield "zero1", "zero1", 1
-        yield "fsdp", "fsdp", 1
+        yield "zero1", 1
+        yield "fsdp", 1
     if data > 1:
-        yield "zero1", "zero1", data
-        yield "zero2", "zero2", data
-        yield "fsdp", "fsdp", data
+        yield "zero1", data
+        yield "zero2", data
+        yield "fsdp", data
     if 1 < local < data and data % local == 0:
-        yield "hybrid", "fsdp", local
+        yield "hybrid", local
 
 
 def _expert_degrees(model: ModelShape | SampleModel, data: int, local: int) -> Iterator[int]:

@@ -22,14 +22,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import Config, batch_plan
+from paceline.config import Config, batch_plan, layout_of
 from paceline.errors import ConfigError, Problem
+from paceline.plan.describe import layout_label
+from paceline.plan.layout import Layout, Offload, Strategy
+from paceline.plan.memory import MemoryEstimate
 from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import MemoryEstimate, Setting, estimate_memory, setting_of
+from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.units import format_bytes, format_count, format_seconds
 
 MARGIN = 0.1  # of the device's memory
-_OFFLOADS = ((), ("optimizer",), ("optimizer", "gradients", "parameters"))
+_OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, gradients=True, parameters=True))
 _CHECKPOINTS = ("none", "matmuls", "full")
 
 
@@ -45,47 +48,46 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One way to train, what it would need, and why it was not taken; empty where it was, or was not looked at."""
+class Judged:
+    """A layout, what it would need, and why it was not taken; empty where it was, or was not looked at."""
 
-    strategy: str
-    group: int
-    checkpoint: str
-    offload: tuple[str, ...]
+    layout: Layout
     memory: MemoryEstimate
-    microbatch: int = 1
-    pipeline: int = 1
-    tensor: int = 1
-    data: int = 1  # ranks that share the batch
     overhead: float = 0.0  # of a split model: time beside computing, in parts of it, by a rule of thumb
     rejected: str = ""
     seconds: float | None = None  # that a step is predicted to take, where that was asked
 
     @property
-    def mesh(self) -> str:
-        """The axes in a few words: ``pipeline 2 x tensor 4 x data 8``, ``data 64``."""
-        degrees = {"pipeline": self.pipeline, "tensor": self.tensor}
-        return " x ".join([*(f"{name} {size}" for name, size in degrees.items() if size > 1), f"data {self.data}"])
-
-    @property
     def label(self) -> str:
-        """The options in a few words: ``fsdp, checkpoint full``."""
-        name = f"hybrid in groups of {self.group}" if self.strategy == "hybrid" else self.strategy
-        is_split = self.pipeline * self.tensor > 1
-        parts = [self.mesh, *([name] if self.data > 1 else [])] if is_split else [name]
-        if self.checkpoint != "none":
-            parts.append(f"checkpoint {self.checkpoint}")
-        if self.offload:
-            parts.append("offload " + " and ".join(self.offload))
-        return ", ".join(parts)
+        """The layout in a few words: ``fsdp, checkpoint full``."""
+        return layout_label(self.layout)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        layout = self.layout
+        return {
+            "strategy": layout.strategy,
+            "group": layout.shards,
+            "checkpoint": layout.checkpoint_activations,
+            "offload": layout.offload.parts,
+            "memory": self.memory.to_json(),
+            "microbatch": layout.microbatch,
+            "pipeline": layout.pipeline,
+            "tensor": layout.tensor,
+            "data": layout.data,
+            "overhead": self.overhead,
+            "rejected": self.rejected,
+            "seconds": self.seconds,
+            "label": self.label,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """What was chosen, all candidates in order, and the room that they were judged by."""
 
-    chosen: Candidate
-    ladder: tuple[Candidate, ...]
+    chosen: Judged
+    ladder: tuple[Judged, ...]
     room: Room
     budget_bytes: int
     microbatch: int
@@ -96,7 +98,7 @@ class Choice:
     untimed: str = ""  # why none were
 
     @property
-    def tried(self) -> tuple[Candidate, ...]:
+    def tried(self) -> tuple[Judged, ...]:
         """The candidates up to the one that was taken."""
         return self.ladder[: self.ladder.index(self.chosen) + 1]
 
@@ -140,10 +142,7 @@ class Choice:
             "budget_bytes": self.budget_bytes,
             "microbatch": self.microbatch,
             "parameters": self.parameters,
-            "ladder": [
-                dataclasses.asdict(each) | {"label": each.label, "memory": each.memory.to_json()}
-                for each in self.ladder
-            ],
+            "ladder": [each.to_json() for each in self.ladder],
             "left_out": list(self.left_out),
             "machine": self.machine,
             "untimed": self.untimed,
@@ -155,23 +154,28 @@ def choose_for_config(config: Config, model: ModelFacts, room: Room) -> Choice:
 
     A microbatch that is to be found counts as one sample. Raises ConfigError where nothing fits.
     """
-    microbatch = 1 if config.train.microbatch == "auto" else batch_plan(config.train, room.ranks).microbatch
-    asked = setting_of(config, group=config.parallel.shard_ranks or 1, microbatch=microbatch, device=room.device)
-    return choose_strategy(model, asked, room, keep=frozenset(config.memory.model_fields_set))
+    asked = layout_of(_whole_model(config))
+    if config.train.microbatch != "auto":
+        batch = batch_plan(config.train, room.ranks)
+        asked = dataclasses.replace(asked, microbatch=batch.microbatch, accumulate=batch.accumulate)
+    keep = frozenset(config.memory.model_fields_set)
+    return choose_strategy(model, asked, room, states=StateFacts.of(config, room.device), keep=keep)
 
 
-def choose_strategy(model: ModelFacts, asked: Setting, room: Room, keep: frozenset[str] = frozenset()) -> Choice:
+def choose_strategy(
+    model: ModelFacts, asked: Layout, room: Room, *, states: StateFacts, keep: frozenset[str] = frozenset()
+) -> Choice:
     """Takes the first candidate that fits: those of ``asked`` with another strategy, checkpointing and offload.
 
-    ``keep`` names what stays as asked: ``checkpoint_activations``, ``offload``. A group of more than one rank in
-    ``asked`` is that of hybrid sharding. Raises ConfigError where nothing fits, with what would come nearest.
+    ``keep`` names what stays as asked: ``checkpoint_activations``, ``offload``. Shard ranks in ``asked`` are those of
+    hybrid sharding. Raises ConfigError where nothing fits, with what would come nearest.
     """
-    ladder = [judge(model, setting, room) for setting in data_settings(model, asked, room, keep)]
+    ladder = [judge(model, layout, room, states) for layout in data_layouts(model, asked, room, keep)]
     return take_first(ladder, model, room)
 
 
 def take_first(
-    ladder: Sequence[Candidate],
+    ladder: Sequence[Judged],
     model: ModelFacts,
     room: Room,
     *,
@@ -187,7 +191,7 @@ def take_first(
         ladder=tuple(ladder),
         room=room,
         budget_bytes=budget_of(room),
-        microbatch=chosen.microbatch,
+        microbatch=chosen.layout.microbatch,
         parameters=model.parameters,
         key=key,
         left_out=left_out,
@@ -201,71 +205,74 @@ def budget_of(room: Room) -> int:
 
 def apply_choice(config: Config, choice: Choice) -> Config:
     """Returns the config with what was chosen in the place of ``auto``."""
-    chosen = choice.chosen
+    layout = choice.chosen.layout
     parallel = config.parallel.model_copy(
         update={
-            "strategy": chosen.strategy,
-            "shard_ranks": chosen.group if chosen.strategy == "hybrid" else None,
-            "pipeline": chosen.pipeline,
-            "tensor": chosen.tensor,
+            "strategy": layout.strategy,
+            "shard_ranks": layout.shards if layout.strategy == "hybrid" else None,
+            "pipeline": layout.pipeline,
+            "tensor": layout.tensor,
             "sharding_strategy": "manual",
         }
     )
     memory = config.memory.model_copy(
-        update={"checkpoint_activations": chosen.checkpoint, "offload": tuple(chosen.offload)}
+        update={"checkpoint_activations": layout.checkpoint_activations, "offload": layout.offload.parts}
     )
     return config.model_copy(update={"parallel": parallel, "memory": memory})
 
 
-def judge(model: ModelFacts, setting: Setting, room: Room, overhead: float = 0.0) -> Candidate:
-    """Returns a way to train as a candidate: rejected, with the reason, if there is no room for it."""
-    memory, spread = estimate_memory(model, setting), setting.spread
-    return Candidate(
-        strategy=setting.strategy,
-        group=setting.group,
-        checkpoint=setting.checkpoint,
-        offload=setting.offload,
-        memory=memory,
-        microbatch=setting.microbatch,
-        pipeline=spread.pipeline,
-        tensor=spread.tensor,
-        data=room.ranks // (spread.pipeline * spread.tensor),
-        overhead=overhead,
-        rejected=_rejection(memory, budget_of(room), room),
-    )
+def judge(model: ModelFacts, layout: Layout, room: Room, states: StateFacts, overhead: float = 0.0) -> Judged:
+    """Estimates what a layout needs; it is rejected, with the reason, if there is no room for it."""
+    memory = estimate_memory(model, layout, states)
+    return Judged(layout=layout, memory=memory, overhead=overhead, rejected=_rejection(memory, budget_of(room), room))
 
 
-def checkpoints_for(model: ModelFacts, asked: Setting, keep: frozenset[str]) -> tuple[str, ...]:
+def checkpoints_for(model: ModelFacts, asked: Layout, keep: frozenset[str]) -> tuple[str, ...]:
     """Returns the checkpointing to try, the cheapest first."""
-    checkpoints = (asked.checkpoint,) if "checkpoint_activations" in keep else _CHECKPOINTS
+    checkpoints = (asked.checkpoint_activations,) if "checkpoint_activations" in keep else _CHECKPOINTS
     return checkpoints if model.blocks else checkpoints[:1]  # there is nothing to checkpoint block by block
 
 
-def data_settings(model: ModelFacts, asked: Setting, room: Room, keep: frozenset[str]) -> Iterator[Setting]:
-    """Iterates over the ways to train whole models, the cheapest first."""
+def data_layouts(model: ModelFacts, asked: Layout, room: Room, keep: frozenset[str]) -> Iterator[Layout]:
+    """Iterates over the layouts of whole models, the cheapest first."""
     checkpoints = checkpoints_for(model, asked, keep)
-    offloads = (asked.offload,) if "offload" in keep else _OFFLOADS if room.device == "cuda" else ((),)
+    offloads = (asked.offload,) if "offload" in keep else _OFFLOADS if room.device == "cuda" else _OFFLOADS[:1]
     for offload, checkpoint in itertools.product(offloads, checkpoints):
-        for strategy, group in _strategies(asked, room):
-            if offload and not _can_offload(strategy, offload):
+        for strategy, shards in _strategies(asked, room):
+            if offload.is_any and not _can_offload(strategy, offload):
                 continue
-            if room.ranks == 1 and strategy != "ddp" and not offload:  # with nobody to share with, nothing is saved
+            if room.ranks == 1 and strategy != "ddp" and not offload.is_any:  # with nobody to share, nothing is saved
                 continue
-            yield dataclasses.replace(asked, strategy=strategy, group=group, checkpoint=checkpoint, offload=offload)
+            yield dataclasses.replace(
+                asked,
+                strategy=strategy,
+                data=room.ranks,
+                shard_ranks=shards,
+                node_ranks=room.node_ranks,
+                chunks=1,
+                checkpoint_activations=checkpoint,
+                offload=offload,
+            )
 
 
-def _can_offload(strategy: str, offload: tuple[str, ...]) -> bool:
+def _whole_model(config: Config) -> Config:
+    """Returns the config without what splits a model."""
+    parallel = config.parallel.model_copy(update={"pipeline": 1, "tensor": 1, "sequence_parallel": False})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def _can_offload(strategy: Strategy, offload: Offload) -> bool:
     if strategy in ("zero1", "zero2"):
-        return "optimizer" in offload and "parameters" not in offload
+        return offload.optimizer and not offload.parameters
     return strategy != "ddp"
 
 
-def _strategies(asked: Setting, room: Room) -> Iterator[tuple[str, int]]:
+def _strategies(asked: Layout, room: Room) -> Iterator[tuple[Strategy, int]]:
     yield "ddp", 1
     yield "zero1", room.ranks
     if room.ranks > 1:
         yield "zero2", room.ranks
-        group = asked.group if asked.group > 1 else room.node_ranks
+        group = asked.shard_ranks if asked.shard_ranks > 1 else room.node_ranks
         if 1 < group < room.ranks and room.ranks % group == 0:
             yield "hybrid", group
     yield "fsdp", room.ranks
@@ -280,15 +287,15 @@ def _rejection(memory: MemoryEstimate, budget: int, room: Room) -> str:
     return ""
 
 
-def _keys(candidate: Candidate) -> str:
-    """Names the keys of a candidate, as one would set them."""
-    keys = {"strategy": candidate.strategy, "pipeline": candidate.pipeline, "tensor": candidate.tensor}
+def _keys(layout: Layout) -> str:
+    """Names the keys of a layout, as one would set them."""
+    keys = {"strategy": layout.strategy, "pipeline": layout.pipeline, "tensor": layout.tensor}
     return ", ".join(f"parallel.{name} = {value}" for name, value in keys.items() if value != 1)
 
 
-def _nothing_fits(ladder: Sequence[Candidate], model: ModelFacts, room: Room, key: str) -> Problem:
+def _nothing_fits(ladder: Sequence[Judged], model: ModelFacts, room: Room, key: str) -> Problem:
     least = min(ladder, key=lambda candidate: candidate.memory.device_bytes)
-    need, microbatch = least.memory, least.microbatch
+    need, microbatch = least.memory, least.layout.microbatch
     parts = ", ".join(
         f"{name} {format_bytes(value)}"
         for name, value in sorted(dataclasses.asdict(need).items(), key=lambda item: -item[1])
@@ -302,5 +309,5 @@ def _nothing_fits(ladder: Sequence[Candidate], model: ModelFacts, room: Room, ke
         what=f"{key} = auto: nothing fits into {format_bytes(budget_of(room))} of memory a rank; {least.label} "
         f"comes nearest with {format_bytes(need.device_bytes)} ({parts}){host}",
         rule=f"{format_count(model.parameters)} parameters, {room.ranks} ranks, and {MARGIN:.0%} of memory kept free",
-        fix=f"try more ranks, or {smaller}; to try anyway, set {_keys(least)}",
+        fix=f"try more ranks, or {smaller}; to try anyway, set {_keys(least.layout)}",
     )

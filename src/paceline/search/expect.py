@@ -19,10 +19,10 @@ from paceline.cluster.detect import Machine, alone_device, detect_cluster, gloo_
 from paceline.cluster.devices import Cluster, Device
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
+from paceline.plan.workload import Workload
 from paceline.predict.memory.memory import framework_bytes
-from paceline.search.candidates import Candidate
 from paceline.search.expectation import Expectation
-from paceline.search.from_config import candidate_of, task_of
+from paceline.search.from_config import task_of, workload_as_written
 from paceline.search.memory_verdict import rank_estimates
 from paceline.search.search import rank_one
 
@@ -43,27 +43,27 @@ def expect_run(
         return Expectation(ranks=ranks, memory_bytes=memory, reason=reason)
     try:
         cluster, assumed = present_cluster(config, machine, ranks, threads, entry)
-        candidate = candidate_of(config, task_of(config, ranks), cluster)
-        if candidate is None:
+        workload = workload_as_written(config, task_of(config, ranks), cluster)
+        if workload is None:
             reason = "the schedule or recomputation of this config is priced kernel by kernel alone"
             return Expectation(ranks=ranks, cluster=cluster.name, memory_bytes=memory, assumed=assumed, reason=reason)
         if config.comm.algorithm != "native" and ranks > 1:
             assumed += (f"comm.algorithm = {config.comm.algorithm} is as fast as native",)
-        return _priced(candidate, cluster, memory, assumed)
+        return _priced(workload, cluster, memory, assumed)
     except (UsageError, ConfigError) as error:
         return Expectation(ranks=ranks, memory_bytes=memory, reason=str(error))
 
 
-def _priced(candidate: Candidate, cluster: Cluster, memory: float | None, assumed: tuple[str, ...]) -> Expectation:
-    ranked = rank_one(candidate, cluster)
+def _priced(workload: Workload, cluster: Cluster, memory: float | None, assumed: tuple[str, ...]) -> Expectation:
+    ranked = rank_one(workload, cluster)
     low, high = ranked.prediction.band
     around = cluster.device.step_s + cluster.device.loop_s  # what formulas of kernels know nothing of
     if not cluster.device.is_cpu:
         assumed += tuple(f"outside the calibrated domain: {reason}" for reason in ranked.prediction.outside)
     return Expectation(
-        ranks=candidate.layout.devices,
+        ranks=ranked.layout.ranks,
         cluster=cluster.name,
-        plan=str(candidate),
+        plan=str(ranked),
         step_s=ranked.seconds + around,
         step_s_low=low + around,
         step_s_high=high + around,

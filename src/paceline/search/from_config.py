@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from paceline.cluster.devices import Cluster
-from paceline.config import Config, config_batch, config_from_dict, gpt_shape, num_chunks, shard_group
+from paceline.config import Config, config_batch, config_from_dict, gpt_shape, layout_of
 from paceline.config.checks import check_ranks
-from paceline.config.known_data import known_shape
-from paceline.config.schema import GPTModelConfig
-from paceline.config.sharding import FULLY_SHARDED, data_ranks
+from paceline.config.sections import GPTModelConfig, known_shape
 from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.workload import Compute, Layout, ModelShape, Recompute, SampleModel
-from paceline.predict.formulas.tuning import DEFAULT_BUCKET_MB
+from paceline.plan.describe import config_values
+from paceline.plan.layout import Compression, Layout, Offload
+from paceline.plan.workload import RECOMPUTES, Compute, ModelShape, SampleModel, Workload
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.search.candidates import RECOMPUTE, Candidate, Task, Tuning, ZeroBubble, workload_of
+from paceline.search.candidates import CHECKPOINTS, Task
 from paceline.search.search import Ranked
 from paceline.units import format_bytes, format_seconds
 
 _COMPUTE: dict[str, Compute] = {"fp32": "fp32", "bf16": "bf16", "bf16_master": "bf16", "fp16": "fp16"}
-RECOMPUTES: dict[str, Recompute] = {"none": "none", "matmuls": "selective", "full": "full"}
 # What a plan decides, and what belongs to another machine.
 _DECIDED = (
     *("ranks", "strategy", "sharding_strategy", "data", "pipeline", "tensor", "shard_ranks", "schedule", "chunks"),
@@ -64,7 +62,13 @@ def task_of(config: Config, devices: int, shape: ModelShape | None = None, facts
         seq_len=context,
         compute=_COMPUTE[config.train.precision],
         framework="compiled" if model.compile else "eager",
+        base=_base(config),
     )
+
+
+def _base(config: Config) -> Layout:
+    """Returns what all layouts of a config have in common, and no search decides."""
+    return Layout(precision=config.train.precision, prefetch=config.parallel.prefetch, compile=config.model.compile)
 
 
 def assumed_of(config: Config) -> tuple[str, ...]:
@@ -89,7 +93,8 @@ def _sample_task(config: Config, devices: int, facts: ModelFacts | None) -> Task
         seq_len=1,
         compute=_COMPUTE[config.train.precision],
         framework="compiled" if config.model.compile else "eager",
-        recompute=RECOMPUTE if facts.blocks else RECOMPUTE[:1],
+        base=_base(config),
+        checkpoints=CHECKPOINTS if facts.blocks else CHECKPOINTS[:1],
     )
 
 
@@ -114,38 +119,34 @@ def _global_batch(config: Config, devices: int) -> int:
     return config_batch(config, devices).global_batch
 
 
-def candidate_of(config: Config, task: Task, cluster: Cluster) -> Candidate | None:
-    """Returns what the config itself asks for on this cluster; None where it leaves that open, or cannot be."""
-    if why_no_candidate(config, cluster):
+def workload_as_written(config: Config, task: Task, cluster: Cluster) -> Workload | None:
+    """Returns what the config itself asks for on this cluster; None where it leaves that open, or cannot be.
+
+    What has no effect, or no formula, is as usual: buckets of full sharding, offload beside a CPU, compression.
+    """
+    if why_not_written(config, cluster):
         return None
-    parallel, memory = config.parallel, config.memory
-    devices, tensor = cluster.devices, parallel.tensor
-    batch = config_batch(config, devices)
-    strategy = "fsdp" if parallel.strategy == "zero3" else parallel.strategy
-    group = shard_group(parallel, devices, cluster.node.devices)
-    layout = Layout(
-        devices=devices,
-        data=data_ranks(parallel, devices),
-        tensor=tensor,
-        pipeline=parallel.pipeline,
-        chunks=num_chunks(parallel) if parallel.pipeline > 1 else 1,
-        sharding="fsdp" if strategy == "hybrid" else strategy,  # type: ignore[arg-type]
-        shard_group=group if strategy == "hybrid" else 0,
-        sequence_parallel=parallel.sequence_parallel,
+    layout = layout_of(config, cluster.devices, cluster.node.devices)
+    is_fully = layout.is_fully_sharded
+    layout = replace(
+        layout,
+        bucket_mb=task.base.bucket_mb if is_fully else layout.bucket_mb,
+        reshard_after_forward=layout.reshard_after_forward is not False or not is_fully,
+        offload=Offload() if config.parallel.device == "cpu" else _implied(layout.offload),
+        compression=Compression(),
     )
-    recompute = RECOMPUTES[memory.checkpoint_activations]
-    return Candidate(
-        workload=workload_of(task, layout, batch.microbatch, recompute),
-        strategy=strategy,
-        shard=group,
-        zero_bubble=_zero_bubble(config),
-        tuning=_tuning(config),
-        precision=task.precision,
-    )
+    return task.workload(layout)
 
 
-def why_no_candidate(config: Config, cluster: Cluster) -> str:
-    """Returns why a config, as it is written, is no candidate on this cluster; nothing where it is one."""
+def _implied(offload: Offload) -> Offload:
+    """Parameters bring the optimizer with them, and the optimizer the gradients, which are not named then."""
+    if not offload.updates_on_host:
+        return offload
+    return Offload(optimizer=True, parameters=offload.parameters)
+
+
+def why_not_written(config: Config, cluster: Cluster) -> str:
+    """Returns why formulas do not price a config as it is written on this cluster; nothing where they do."""
     parallel = config.parallel
     written = {
         "parallel.strategy": parallel.strategy,
@@ -168,48 +169,24 @@ def why_no_candidate(config: Config, cluster: Cluster) -> str:
     return "; ".join(f"{problem.what}: {problem.rule}" for problem in problems)
 
 
-def _zero_bubble(config: Config) -> ZeroBubble:
-    parallel = config.parallel
-    if parallel.pipeline == 1 or parallel.schedule not in ("zb-h1", "zb-v"):
-        return ""
-    return "zb-h1" if parallel.schedule == "zb-h1" else "zb-v"
-
-
-def _tuning(config: Config) -> Tuning:
-    """Without what has no effect: buckets of full sharding, and offload beside a CPU."""
-    bucket_mb, is_fully = config.comm.bucket_mb, config.parallel.strategy in FULLY_SHARDED
-    is_usual = bucket_mb == "auto" or bucket_mb == DEFAULT_BUCKET_MB
-    return Tuning(
-        bucket_mb=None if is_usual or is_fully else float(bucket_mb),
-        reshard=config.parallel.reshard_after_forward is not False or not is_fully,
-        offload=() if config.parallel.device == "cpu" else _offload(config.memory.offload),
-    )
-
-
-def _offload(asked: Collection[str]) -> tuple[str, ...]:
-    """In the words of candidates: parameters bring the optimizer with them, and the optimizer the gradients."""
-    if not {"optimizer", "parameters"} & set(asked):
-        return tuple(asked)
-    return ("optimizer", "parameters") if "parameters" in asked else ("optimizer",)
-
-
-def planned_values(config: Config, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+def planned_values(config: Config, workload: Workload, cluster: Cluster) -> dict[str, Any]:
     """Returns the config as it was given, with what was decided in place. Raises ConfigError where it cannot be."""
     values: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
     parallel = {key: value for key, value in values.get("parallel", {}).items() if key not in _DECIDED}
-    if candidate.strategy not in FULLY_SHARDED:
+    layout = workload.layout
+    if not layout.is_fully_sharded:
         parallel = {key: value for key, value in parallel.items() if key not in _OF_FULL_SHARDING}
     comm = {key: value for key, value in values.get("comm", {}).items() if key != "bucket_mb" or value == "auto"}
     sections: dict[str, dict[str, Any]] = {
-        "parallel": {"ranks": candidate.layout.devices},
+        "parallel": {"ranks": layout.ranks},
         "comm": comm,
         "memory": {key: value for key, value in values.get("memory", {}).items() if key != "offload"},
-        "train": {**values.get("train", {}), "global_batch": int(candidate.workload.run.global_batch)},
+        "train": {**values.get("train", {}), "global_batch": int(workload.global_batch)},
     }
-    for path, value in candidate.settings.items():
+    for path, value in config_values(layout, names_precision=workload.run.names_precision).items():
         section, _, key = path.partition(".")
         sections[section][key] = value
-    sections["train"]["accumulate"] = candidate.accumulate
+    sections["train"]["accumulate"] = layout.accumulate
     sections["parallel"] |= parallel
     values |= {name: section for name, section in sections.items() if section}
     if "comm" in values and not sections["comm"]:
@@ -223,16 +200,11 @@ def planned_values(config: Config, candidate: Candidate, cluster: Cluster) -> di
 def planned_yaml(config: Config, winner: Ranked, cluster: Cluster) -> str:
     """Returns the YAML that ``paceline train`` takes, with what is predicted for it on top."""
     low, high = winner.prediction.band
-    speed = f"{winner.tokens_per_s:,.0f} {unit_of(winner.candidate)}/s"
+    speed = f"{winner.tokens_per_s:,.0f} {winner.unit}/s"
     lines = [
-        f"# Planned for {cluster.name}: {winner.candidate}.",
+        f"# Planned for {cluster.name}: {winner}.",
         f"# Predicted: {format_seconds(winner.seconds)} a step ({format_seconds(low)} to {format_seconds(high)}), "
         f"{speed}, {format_bytes(winner.memory_bytes)} of a device's "
         f"{format_bytes(cluster.device.memory_bytes)}.",
     ]
-    return "\n".join(lines) + "\n" + dump_values(planned_values(config, winner.candidate, cluster))
-
-
-def unit_of(candidate: Candidate) -> str:
-    """Returns what throughput counts: tokens, or samples of a model that has none."""
-    return "tokens" if isinstance(candidate.workload.model, ModelShape) else "samples"
+    return "\n".join(lines) + "\n" + dump_values(planned_values(config, winner.workload, cluster))

@@ -7,6 +7,8 @@
 Torch is loaded once on a host, in the process that ranks are forked from, and the pages of its code are shared in any
 case. Virtual ranks take turns: at least one has its activations. So what is above the limit cannot run, and what is
 near it may.
+
+What ranks offload must have room on their host as well: bytes of a rank there x ranks of the host <= what is free.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.config import Config, config_batch, config_from_dict, shard_group
-from paceline.errors import ConfigError, UsageError
+from paceline.config import Config, config_from_dict, layout_of
+from paceline.errors import ConfigError, Problem, UsageError
+from paceline.plan.describe import config_values
+from paceline.plan.memory import MemoryEstimate
+from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import MemoryEstimate, estimate_ranks, setting_of, spread_of
+from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -87,16 +93,20 @@ def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]
     if "auto" in (config.train.microbatch, parallel.strategy, parallel.sharding_strategy):
         return ()
     try:
-        batch = config_batch(config, ranks)
+        layout = layout_of(config, ranks, ranks // hosts)
         model = describe_model(config, parallel.device)
-        spread = None if model is None else spread_of(config, model, batch.accumulate)
-        if model is None or spread is None:
+        if model is None or not is_known(model, layout):
             return ()
-        group = shard_group(parallel, ranks, parallel.node_ranks or ranks // hosts)
-        setting = setting_of(config, group=group, microbatch=batch.microbatch, device=parallel.device, spread=spread)
-        return estimate_ranks(model, setting)
+        return estimate_ranks(model, layout, StateFacts.of(config, parallel.device))
     except (UsageError, ConfigError):
         return ()
+
+
+def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: str) -> Plan:
+    """Returns the plan with an estimate of what a rank will hold, if the model is known: the rank with the most."""
+    if model is None or not is_known(model, plan.layout):
+        return plan
+    return dataclasses.replace(plan, memory=estimate_memory(model, plan.layout, StateFacts.of(config, device)))
 
 
 def needed(config: Config) -> Need | None:
@@ -141,6 +151,34 @@ def _times(parts: dict[str, int], number: int) -> dict[str, int]:
     return {name: number * value for name, value in parts.items()}
 
 
+def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[Problem]:
+    """Lists why a host cannot hold what is offloaded, for a config whose device, ranks and strategy are settled.
+
+    Nothing is offloaded on CPU ranks. What a model of the user's own code needs, each rank finds when it is set up.
+    """
+    parallel, ranks, offload = config.parallel, config.parallel.ranks, config.memory.offload
+    assert isinstance(ranks, int)
+    if not offload or parallel.device != "cuda":
+        return []
+    model, layout = describe_model(config, "cuda"), layout_of(config, ranks, node_ranks)
+    if model is None or not is_known(model, layout):
+        return []
+    found = estimate_memory(model, layout, StateFacts.of(config, "cuda"))
+    if found.host * node_ranks <= free_bytes:
+        return []
+    needed, each = format_bytes(found.host * node_ranks), format_bytes(found.host)
+    count = "1 rank keeps" if node_ranks == 1 else f"{node_ranks} ranks keep"
+    return [
+        Problem(
+            what=f"memory.offload = [{', '.join(offload)}]: {count} {needed} on this host ({each} each), "
+            f"and {format_bytes(free_bytes)} are free",
+            rule="ranks share the memory of their host, and what is offloaded stays there for the whole run",
+            fix="spread the ranks over more hosts, offload less, or remove memory.offload and set "
+            "parallel.strategy = auto, which takes what fits",
+        )
+    ]
+
+
 def ways_out(config: Config, verdict: Verdict, machine: Machine, entry: Path | None = None) -> list[str]:
     """Returns what makes a run fit that does not: the smallest changes, the fastest by prediction first.
 
@@ -150,6 +188,7 @@ def ways_out(config: Config, verdict: Verdict, machine: Machine, entry: Path | N
     from paceline.search.expect import present_cluster
     from paceline.search.request import request_for
     from paceline.search.result import plan_for
+    from paceline.search.search import workload_text
 
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)
@@ -171,10 +210,10 @@ def ways_out(config: Config, verdict: Verdict, machine: Machine, entry: Path | N
         return [f"fits with {each}" for each in fitting]
     lines = [f"would fit with {each}" for each in found.changes if found.winner is None]
     if found.found.nearest is not None:
-        candidate, least = found.found.nearest
+        workload, least = found.found.nearest
         lines.insert(
             0,
-            f"nothing fits here: of {found.found.looked_at} ways to train it {candidate} needs least, "
+            f"nothing fits here: of {found.found.looked_at} ways to train it {workload_text(workload)} needs least, "
             f"{format_bytes(least)} of a rank",
         )
     return [*lines, "take a smaller model or context, or look for another machine: paceline plan CONFIG --cluster NAME"]
@@ -193,8 +232,9 @@ def _changes(found: PlanResult) -> list[Change]:
 
     if found.winner is None or found.changes:
         return list(found.changes) if found.winner else []
-    config, settings = found.request.config, found.winner.candidate.settings
-    return [Change(keys={key: to for key, to in settings.items() if _value(config, key) != to}, ranked=found.winner)]
+    config, winner = found.request.config, found.winner
+    settings = config_values(winner.layout, names_precision=winner.workload.run.names_precision)
+    return [Change(keys={key: to for key, to in settings.items() if _value(config, key) != to}, ranked=winner)]
 
 
 def _value(config: Config, key: str) -> object:
@@ -207,7 +247,7 @@ def _has_room(config: Config, ranked: Ranked, cluster: Cluster, verdict: Verdict
     from paceline.search.from_config import planned_values
 
     try:
-        changed = config_from_dict(planned_values(config, ranked.candidate, cluster), "plan")
+        changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")
     except ConfigError:
         return False
     parallel = changed.parallel.model_copy(update={"device": config.parallel.device})

@@ -25,27 +25,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
-from paceline.config import Config, config_batch, run_checks
+from paceline.config import Config, config_batch, layout_of, run_checks
 from paceline.errors import ConfigError, UsageError
+from paceline.plan.layout import Layout, Strategy
 from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import Setting, setting_of
-from paceline.predict.memory.parts import Spread, stage_bounds
-from paceline.search.choice import (
-    Candidate,
-    Choice,
-    Room,
-    checkpoints_for,
-    data_settings,
-    judge,
-    take_first,
-)
+from paceline.predict.memory.memory import StateFacts
+from paceline.predict.memory.parts import stage_bounds
+from paceline.search.candidates import divisors
+from paceline.search.choice import Choice, Judged, Room, checkpoints_for, data_layouts, judge, take_first
 
 _KEY = "parallel.sharding_strategy"
+# What all split candidates are judged with, whatever the config says of it.
+_PLAIN: dict[str, Any] = {
+    "schedule": "1f1b",
+    "chunks": 1,
+    "sequence_parallel": False,
+    "stages": "estimated",
+    "stage_layers": None,
+}
 _INSIDE = 128.0  # operations in the time in which a byte is sent inside a host
 _BETWEEN = 8 * _INSIDE
 _RECOMPUTED = {"none": 0.0, "matmuls": 0.1, "full": 1 / 3}
-_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+_STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp")
 
 
 def choose_mesh(config: Config, model: ModelFacts, room: Room) -> Choice:
@@ -56,33 +59,43 @@ def choose_mesh(config: Config, model: ModelFacts, room: Room) -> Choice:
     left_out: list[str] = []
     whole = list(_whole(config, model, room, left_out))
     split = list(_split(config, model, room, left_out))
-    split.sort(key=lambda candidate: candidate.overhead)  # stable: the simpler strategy first, where all is equal
+    split.sort(key=lambda judged: judged.overhead)  # stable: the simpler strategy first, where all is equal
+
+    def is_full(judged: Judged) -> bool:
+        return judged.layout.checkpoint_activations == "full"
+
+    on_device = [each for each in whole if not each.layout.offload.is_any]
     ladder = [
-        *(each for each in whole if not each.offload and each.checkpoint != "full"),
-        *(each for each in split if each.checkpoint != "full"),
-        *(each for each in whole if not each.offload and each.checkpoint == "full"),
-        *(each for each in split if each.checkpoint == "full"),
-        *(each for each in whole if each.offload),
+        *(each for each in on_device if not is_full(each)),
+        *(each for each in split if not is_full(each)),
+        *(each for each in on_device if is_full(each)),
+        *(each for each in split if is_full(each)),
+        *(each for each in whole if each.layout.offload.is_any),
     ]
     if not ladder:
-        config_batch(_spread_config(config, room, 1, 1), room.ranks)  # says what is wrong with the batch
+        config_batch(_with_degrees(config, room, 1, 1), room.ranks)  # says what is wrong with the batch
     return take_first(ladder, model, room, key=_KEY, left_out=tuple(left_out))
 
 
-def _whole(config: Config, model: ModelFacts, room: Room, left_out: list[str]) -> Iterator[Candidate]:
+def _whole(config: Config, model: ModelFacts, room: Room, left_out: list[str]) -> Iterator[Judged]:
     try:
-        batch = config_batch(_spread_config(config, room, 1, 1), room.ranks)
+        asked = layout_of(_with_degrees(config, room, 1, 1), room.ranks, room.node_ranks)
     except ConfigError as error:
         left_out.append(f"data {room.ranks}: {error.problems[0].what}")
         return
-    microbatch = 1 if config.train.microbatch == "auto" else batch.microbatch
-    group = config.parallel.shard_ranks or 1
-    asked = setting_of(config, group=group, microbatch=microbatch, device=room.device)
-    for setting in data_settings(model, asked, room, frozenset(config.memory.model_fields_set)):
-        yield judge(model, setting, room)
+    asked = dataclasses.replace(_smallest(asked, config), shard_ranks=config.parallel.shard_ranks or 0)
+    for layout in data_layouts(model, asked, room, frozenset(config.memory.model_fields_set)):
+        yield judge(model, layout, room, StateFacts.of(config, room.device))
 
 
-def _split(config: Config, model: ModelFacts, room: Room, left_out: list[str]) -> Iterator[Candidate]:
+def _smallest(layout: Layout, config: Config) -> Layout:
+    """Returns the layout with microbatches of one sample, where their size is to be found."""
+    if config.train.microbatch != "auto":
+        return layout
+    return dataclasses.replace(layout, microbatch=1, accumulate=layout.microbatch * layout.accumulate)
+
+
+def _split(config: Config, model: ModelFacts, room: Room, left_out: list[str]) -> Iterator[Judged]:
     if room.ranks == 1:
         return
     if not model.layers:
@@ -91,59 +104,59 @@ def _split(config: Config, model: ModelFacts, room: Room, left_out: list[str]) -
     can_share = any(layer.split_parameters for layer in model.layers)
     if not can_share:
         left_out.append(f"tensor parallelism: there is no plan of what to split for model.kind = {config.model.kind}")
-    tensors = [size for size in _divisors(room.node_ranks) if room.ranks % size == 0] if can_share else [1]
+    tensors = [size for size in divisors(room.node_ranks) if room.ranks % size == 0] if can_share else [1]
     for tensor in tensors:
-        for pipeline in _divisors(room.ranks // tensor):
+        for pipeline in divisors(room.ranks // tensor):
             if pipeline * tensor > 1:
                 yield from _of_degrees(config, model, room, (pipeline, tensor), left_out)
 
 
 def _of_degrees(
     config: Config, model: ModelFacts, room: Room, degrees: tuple[int, int], left_out: list[str]
-) -> Iterator[Candidate]:
+) -> Iterator[Judged]:
     """Iterates over strategies and checkpointing for one mesh; says why if it cannot be."""
     pipeline, tensor = degrees
-    asked = _spread_config(config, room, pipeline, tensor)
+    asked = _with_degrees(config, room, pipeline, tensor)
     try:
         problems = run_checks(asked)
         if problems:
             raise ConfigError(problems, source="config")
-        batch = config_batch(asked, room.ranks)
-        bounds = stage_bounds(model, pipeline) if pipeline > 1 else None
+        layout = layout_of(asked, room.ranks, room.node_ranks)
+        if pipeline > 1:
+            stage_bounds(model, pipeline)  # refuses more stages than layers
     except (ConfigError, UsageError) as error:
         what = error.problems[0].what if isinstance(error, ConfigError) else str(error).partition("\n")[0]
         left_out.append(f"pipeline {pipeline} x tensor {tensor}: {what}")
         return
-    microbatch = 1 if config.train.microbatch == "auto" else batch.microbatch
-    spread = Spread(pipeline=pipeline, tensor=tensor, microbatches=batch.samples_per_rank // microbatch, bounds=bounds)
-    base = setting_of(asked, group=1, microbatch=microbatch, device=room.device, spread=spread)
+    base = dataclasses.replace(_smallest(layout, config), **_PLAIN)
+    states = StateFacts.of(config, room.device)
     for checkpoint in checkpoints_for(model, base, frozenset(config.memory.model_fields_set)):
-        for strategy in _STRATEGIES if batch.ranks > 1 else _STRATEGIES[:1]:
-            group = 1 if strategy == "ddp" else batch.ranks
-            setting = dataclasses.replace(base, strategy=strategy, group=group, checkpoint=checkpoint)
-            yield judge(model, setting, room, overhead_of(model, setting, room))
+        for strategy in _STRATEGIES if layout.data > 1 else _STRATEGIES[:1]:
+            shards = 1 if strategy == "ddp" else layout.data
+            each = dataclasses.replace(base, strategy=strategy, shard_ranks=shards, checkpoint_activations=checkpoint)
+            yield judge(model, each, room, states, overhead_of(model, each, room, states.itemsize))
 
 
-def overhead_of(model: ModelFacts, setting: Setting, room: Room) -> float:
+def overhead_of(model: ModelFacts, layout: Layout, room: Room, itemsize: int = 4) -> float:
     """Returns the time of a step beside computing, in parts of computing, by the rule of thumb above."""
-    spread = setting.spread
-    pipeline, tensor, count = spread.pipeline, spread.tensor, spread.microbatches
+    pipeline, tensor, count = layout.pipeline, layout.tensor, layout.accumulate
     data = room.ranks // (pipeline * tensor)
     operations = 3 * sum(layer.operations for layer in model.layers)
-    computing = operations * setting.microbatch * count / (pipeline * tensor)
-    stream = setting.microbatch * max(layer.input_bytes for layer in model.layers)
-    part = model.parameters * setting.itemsize / (pipeline * tensor)
-    trips = {"ddp": 2, "zero1": 2, "zero2": count + 1}.get(setting.strategy, 3 * count)
+    computing = operations * layout.microbatch * count / (pipeline * tensor)
+    stream = layout.microbatch * max(layer.input_bytes for layer in model.layers)
+    part = model.parameters * itemsize / (pipeline * tensor)
+    trips = {"ddp": 2, "zero1": 2, "zero2": count + 1}.get(layout.strategy, 3 * count)
     inside = 8 * stream * count * len(model.blocks) / pipeline * (tensor - 1) / tensor
     averaged = trips * part * (data - 1) / data
     sent = 2 * stream * count if pipeline > 1 else 0.0
     time = _INSIDE * inside
     time += (_INSIDE if data * tensor <= room.node_ranks else _BETWEEN) * averaged
     time += (_INSIDE if room.ranks <= room.node_ranks else _BETWEEN) * sent
-    return (pipeline - 1) / count + _RECOMPUTED.get(setting.checkpoint, 1 / 3) + time / max(computing, 1.0)
+    recomputed = _RECOMPUTED.get(layout.checkpoint_activations, 1 / 3)
+    return (pipeline - 1) / count + recomputed + time / max(computing, 1.0)
 
 
-def _spread_config(config: Config, room: Room, pipeline: int, tensor: int) -> Config:
+def _with_degrees(config: Config, room: Room, pipeline: int, tensor: int) -> Config:
     """Returns the config as it would be with these degrees, and a strategy that goes with all of them."""
     parallel = config.parallel.model_copy(
         update={
@@ -156,7 +169,3 @@ def _spread_config(config: Config, room: Room, pipeline: int, tensor: int) -> Co
         }
     )
     return config.model_copy(update={"parallel": parallel})
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

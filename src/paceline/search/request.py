@@ -14,6 +14,7 @@ from paceline.errors import UsageError
 from paceline.plan.workload import ModelShape
 from paceline.predict.memory.engine_memory import EngineMemory
 from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.memory import StateFacts
 from paceline.search.candidates import Task
 from paceline.search.from_config import PRECISIONS, assumed_of, task_of
 from paceline.search.hugging_face import read_hugging_face
@@ -94,9 +95,9 @@ def _way(
     if precision:
         config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
     device = "cpu" if cluster.device.is_cpu else "cuda"
-    task = replace(task_of(config, cluster.devices, shape, facts), precision=precision)
+    task = replace(task_of(config, cluster.devices, shape, facts), names_precision=bool(precision))
     if facts is not None:
-        return Way(task=task, need=EngineMemory.of_facts(facts, config, device))
+        return Way(task=task, need=EngineMemory(facts=facts, states=StateFacts.of(config, device)))
     return Way(task=task, need=None if shape is not None else EngineMemory.of(config, device))
 
 

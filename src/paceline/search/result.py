@@ -16,8 +16,8 @@ from typing import Any
 
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
-from paceline.search.candidates import Candidate
-from paceline.search.from_config import candidate_of, planned_values, planned_yaml, why_no_candidate
+from paceline.plan.layout import Layout
+from paceline.search.from_config import planned_values, planned_yaml, why_not_written, workload_as_written
 from paceline.search.request import Request, Way
 from paceline.search.scaling import ScalingRow, scaling_rows
 from paceline.search.search import (
@@ -100,7 +100,7 @@ class PlanResult:
     def config(self) -> Config:
         """The config that trains the first plan. Raises UsageError where there is none."""
         winner = self._to_train()
-        values = planned_values(self.request.config, winner.candidate, self.request.cluster)
+        values = planned_values(self.request.config, winner.workload, self.request.cluster)
         return config_from_dict(values, "plan")
 
     def to_yaml(self) -> str:
@@ -126,11 +126,10 @@ class PlanResult:
             rows, key=lambda row: self.cost_of(row.best).hours_per_billion if row.best else math.inf, default=None
         )
 
-    def way_of(self, candidate: Candidate) -> Way:
-        """Returns the precision that a candidate is of, with its estimate of memory."""
-        return next(
-            (way for way in self.request.ways if way.task.precision == candidate.precision), self.request.ways[0]
-        )
+    def way_of(self, ranked: Ranked) -> Way:
+        """Returns the precision that a plan is of, with its estimate of memory."""
+        precision, ways = ranked.layout.precision, self.request.ways
+        return next((way for way in ways if way.task.base.precision == precision), ways[0])
 
     def to_json(self, top: int = 5) -> dict[str, Any]:
         """Returns all of it as plain data, of the plans the first few."""
@@ -218,11 +217,11 @@ def _search(request: Request, order: Order) -> Search:
     )
 
 
-def _allows(config: Config) -> Callable[[Candidate], bool]:
-    """Gradients that are compressed are those that replicas of a whole model average (config/checks.py)."""
+def _allows(config: Config) -> Callable[[Layout], bool]:
+    """Gradients that are compressed are those that replicas of a whole model average (plan/rules.py)."""
     if config.comm.compression.policy == "none":
         return lambda _: True
-    return lambda each: each.layout.pipeline * each.layout.tensor == 1 and each.strategy in ("ddp", "hybrid")
+    return lambda each: not each.is_split and each.strategy in ("ddp", "hybrid")
 
 
 def _judge(request: Request, found: Search) -> tuple[Ranked | None, str, list[Change]]:
@@ -233,15 +232,15 @@ def _judge(request: Request, found: Search) -> tuple[Ranked | None, str, list[Ch
         return None, "nothing fits", changes
     if request.no_config:
         return None, f"no config has this model: {request.no_config}", []
-    if task.precision:
+    if task.names_precision:
         return None, "its precision is not the one that is asked for", []
-    candidate = candidate_of(request.config, task, request.cluster)
-    if candidate is None:
-        return None, why_no_candidate(request.config, request.cluster), []
-    ranked = rank_one(candidate, request.cluster, way.need)
+    workload = workload_as_written(request.config, task, request.cluster)
+    if workload is None:
+        return None, why_not_written(request.config, request.cluster), []
+    ranked = rank_one(workload, request.cluster, way.need)
     if _fits(ranked, found):
         return ranked, "", []
-    return ranked, "", smallest_changes(candidate, found, named=_named(request.config))
+    return ranked, "", smallest_changes(workload, found, named=_named(request.config))
 
 
 def _fits(ranked: Ranked, found: Search) -> bool:
@@ -262,7 +261,7 @@ def _tables(
     request: Request, result: PlanResult, gpus: Sequence[int], order: Order
 ) -> dict[str, tuple[ScalingRow, ...]]:
     winner = result.winner
-    way = request.ways[0] if winner is None else result.way_of(winner.candidate)
+    way = request.ways[0] if winner is None else result.way_of(winner)
     return {
         name: tuple(
             scaling_rows(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from paceline.search.candidates import Candidate
-from paceline.search.from_config import unit_of
+from paceline.plan.layout import Layout
+from paceline.plan.workload import Workload
 from paceline.search.result import PlanResult
 from paceline.search.scaling import ScalingRow
-from paceline.search.search import Ranked
+from paceline.search.search import Ranked, workload_text
 
 
 def result_json(result: PlanResult, top: int) -> dict[str, Any]:
@@ -49,14 +49,14 @@ def ranked_json(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
     """Returns one plan."""
     step, (low, high) = ranked.prediction.step, ranked.prediction.band
     return {
-        **_decided(ranked.candidate),
+        **_decided(ranked.workload),
         "step_s": ranked.seconds,
         "step_s_low": low,
         "step_s_high": high,
         "fitted": ranked.prediction.fitted,
         "outside": list(ranked.prediction.outside),
         "samples_per_s": ranked.samples_per_s,
-        f"{unit_of(ranked.candidate)}_per_s": ranked.tokens_per_s,
+        f"{ranked.unit}_per_s": ranked.tokens_per_s,
         "mfu": ranked.mfu,
         "communication_share": ranked.communication,
         "exposed_s": step.exposed + step.tensor_wait,
@@ -84,34 +84,34 @@ def _categories(result: PlanResult, ranked: Ranked) -> dict[str, float]:
 
 def _estimate(result: PlanResult, ranked: Ranked) -> dict[str, float] | None:
     """By the estimate; None for a model that it does not know."""
-    need = result.way_of(ranked.candidate).need
-    found = None if need is None else need.estimate(ranked.candidate)
+    need = result.way_of(ranked).need
+    found = None if need is None else need.estimate(ranked.layout)
     if found is None:
         return None
     return {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
 
 
-def _decided(candidate: Candidate) -> dict[str, Any]:
-    layout, tuning = candidate.layout, candidate.tuning
+def _decided(workload: Workload) -> dict[str, Any]:
+    layout = workload.layout
     return {
-        "plan": str(candidate),
-        "strategy": candidate.strategy,
+        "plan": workload_text(workload),
+        "strategy": layout.strategy,
         "mesh": {
             "pipeline": layout.pipeline,
-            "replicate": layout.data // candidate.shard,
-            "shard": candidate.shard,
+            "replicate": layout.data // layout.shards,
+            "shard": layout.shards,
             "tensor": layout.tensor,
         },
         "expert": layout.expert,
-        "schedule": candidate.schedule or None,
+        "schedule": layout.schedule_name if layout.pipeline > 1 else None,
         "chunks": layout.chunks,
-        "microbatch": candidate.microbatch,
-        "accumulate": candidate.accumulate,
-        "recompute": candidate.recompute,
-        "offload": list(tuning.offload),
-        "bucket_mb": tuning.bucket_mb,
-        "reshard_after_forward": tuning.reshard,
-        "precision": candidate.precision or None,
+        "microbatch": layout.microbatch,
+        "accumulate": layout.accumulate,
+        "recompute": workload.recompute,
+        "offload": list(layout.offload.parts),
+        "bucket_mb": None if layout.bucket_mb == Layout().bucket_mb else layout.bucket_mb,
+        "reshard_after_forward": layout.reshard_after_forward,
+        "precision": layout.precision if workload.run.names_precision else None,
     }
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.plan.workload import ModelShape
-from paceline.search.from_config import unit_of
 from paceline.search.result import PlanResult
-from paceline.search.search import Ranked, Search, node_bytes
+from paceline.search.search import Ranked, Search, node_bytes, workload_text
 from paceline.units import format_count, format_seconds
 
 
@@ -40,12 +39,12 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
 
 
 def _plans(result: PlanResult, winner: Ranked, top: int) -> Iterator[str]:
-    found, unit = result.found, unit_of(winner.candidate)
+    found, unit = result.found, winner.unit
     yield f"\n{found.looked_at} ways looked at, {found.num_fit} fit{_reasons(found)}\n"
     cost = f" {_cost_head(result, winner):>12}" if _shows_cost(result) else ""
     yield f"{'':>3} {'step':>10} {f'{unit}/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}{cost}  plan"
     for number, each in enumerate(result.plans[:top], 1):
-        yield f"{number:>3} {_line(result, each)}  {each.candidate}"
+        yield f"{number:>3} {_line(result, each)}  {each}"
     yield ""
     for number, sentence in enumerate(result.explanations(top), 1):
         yield f"{number}: {sentence}."
@@ -58,8 +57,8 @@ def _nothing(result: PlanResult) -> Iterator[str]:
     found = result.found
     yield f"\nout of memory: none of {found.looked_at} ways fits{_reasons(found)}"
     if found.nearest is not None:
-        candidate, need = found.nearest
-        yield f"nearest: {candidate} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
+        workload, need = found.nearest
+        yield f"nearest: {workload_text(workload)} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
     yield from (f"would fit with {change}" for change in result.changes)
 
 
@@ -70,12 +69,12 @@ def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
         return
     if result.as_written_fits:
         slower = ranked.seconds / winner.seconds
-        yield f"as written ({ranked.candidate}): fits, {slower:.2f} x the first plan's time"
+        yield f"as written ({ranked}): fits, {slower:.2f} x the first plan's time"
         return
     needs, room, where = ranked.memory_bytes, found.budget, ""
     if needs <= room:
-        needs, room, where = node_bytes(ranked.candidate, found.cluster), found.host_memory, " of the host"
-    yield (f"as written ({ranked.candidate}): out of memory{where}, needs {_gib(needs)} and {_gib(room)} may be taken")
+        needs, room, where = node_bytes(ranked.workload, found.cluster), found.host_memory, " of the host"
+    yield (f"as written ({ranked}): out of memory{where}, needs {_gib(needs)} and {_gib(room)} may be taken")
     yield from (f"  fits with {change}" for change in result.changes)
 
 
@@ -94,7 +93,7 @@ def _tables(result: PlanResult) -> Iterator[str]:
             if row.best is None:
                 yield f"{start} {row.why}"
             else:
-                yield f"{start} {_line(result, row.best)} {row.efficiency:>6.1%}  {row.best.candidate}"
+                yield f"{start} {_line(result, row.best)} {row.efficiency:>6.1%}  {row.best}"
     cheapest = result.cheapest_row()
     if result.found.order == "cost" and cheapest is not None:
         yield f"\ncheapest of these, with the same batch: {cheapest.devices} devices"
@@ -113,8 +112,8 @@ def _shows_cost(result: PlanResult) -> bool:
 
 
 def _cost_head(result: PlanResult, ranked: Ranked) -> str:
-    each = "G" if unit_of(ranked.candidate) == "samples" else "B"
-    return f"{'h' if result.price is None else '$'}/{each} {unit_of(ranked.candidate)[:7]}"
+    each = "G" if ranked.unit == "samples" else "B"
+    return f"{'h' if result.price is None else '$'}/{each} {ranked.unit[:7]}"
 
 
 def _cost(result: PlanResult, ranked: Ranked) -> str:

@@ -6,8 +6,8 @@ timed, without offload and with each kind of it that lets less be computed again
 Buckets and what stays gathered are other than usual where they gain half a per cent at least.
 
 A candidate fits where it needs no more than 90 % of the device by the formulas of ``footprint.py`` and, where the
-model is one that this package builds, by the estimate that its engines are checked against (``estimate/``). What the
-host must hold counts where its memory is known.
+model is one that this package builds, by the estimate that its engines are checked against (``predict/memory``).
+What the host must hold counts where its memory is known.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from paceline.cluster.devices import Cluster
-from paceline.config.sharding import FULLY_SHARDED
 from paceline.errors import UsageError
-from paceline.plan.workload import SampleModel
-from paceline.predict.formulas.engine_costs import candidate_footprint, price_untuned, with_tuning
+from paceline.plan.describe import Value, config_values, count_differences, layout_text
+from paceline.plan.layout import Layout, Offload
+from paceline.plan.workload import ModelShape, SampleModel, Workload
+from paceline.predict.formulas.engine_costs import engine_footprint, price_untuned, with_tuning
 from paceline.predict.formulas.predict import Prediction, model_flops
 from paceline.predict.formulas.tuning import BUCKETS_MB, part_params
-from paceline.search.candidates import Candidate, Task, Value, candidates_for, recomputing, tuned
+from paceline.search.candidates import Task, candidates_for
 from paceline.search.choice import MARGIN
 from paceline.units import format_bytes, format_seconds
 
 Order: TypeAlias = Literal["time", "cost", "memory"]
-Need: TypeAlias = Callable[[Candidate], float]
+Need: TypeAlias = Callable[[Layout], float]
 ORDERS: tuple[Order, ...] = ("time", "cost", "memory")
 
 TOO_LARGE = "more memory than the device has"
@@ -53,12 +54,22 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """A candidate that fits, what a step of it takes, and what a rank needs."""
+    """A layout, what a step of it takes, and what a rank needs."""
 
-    candidate: Candidate
     prediction: Prediction
     memory_bytes: float
     peak_flops: float
+
+    def __str__(self) -> str:
+        return workload_text(self.workload)
+
+    @property
+    def workload(self) -> Workload:
+        return self.prediction.workload
+
+    @property
+    def layout(self) -> Layout:
+        return self.prediction.workload.layout
 
     @property
     def seconds(self) -> float:
@@ -71,23 +82,22 @@ class Ranked:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of all samples; of a model whose samples are no rows of tokens, samples."""
-        return self.prediction.samples_per_s * self.candidate.workload.run.seq_len
+        return self.prediction.samples_per_s * self.workload.run.seq_len
 
     @property
     def device_hours(self) -> float:
         """Of one step."""
-        return self.seconds * self.candidate.layout.devices / 3600
+        return self.seconds * self.layout.ranks / 3600
 
     @property
     def host_bytes(self) -> float:
         """What a rank has in its host's memory."""
-        return host_bytes(self.candidate)
+        return host_bytes(self.workload)
 
     @property
     def mfu(self) -> float:
         """Model FLOPs, attention in full, as a share of the devices' dense peak."""
-        workload = self.candidate.workload
-        return self.prediction.samples_per_s * model_flops(workload) / workload.layout.devices / self.peak_flops
+        return self.prediction.samples_per_s * model_flops(self.workload) / self.layout.ranks / self.peak_flops
 
     @property
     def communication(self) -> float:
@@ -95,12 +105,22 @@ class Ranked:
         step = self.prediction.step
         return (step.tensor_wait + step.exposed + step.contention) / step.total
 
+    @property
+    def unit(self) -> str:
+        """What throughput counts: tokens, or samples of a model that has none."""
+        return "tokens" if isinstance(self.workload.model, ModelShape) else "samples"
+
+
+def workload_text(workload: Workload) -> str:
+    """Says how a workload is laid out."""
+    return layout_text(workload.layout, names_precision=workload.run.names_precision)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """What was found. ``num_fit``: how many fit, all of which are ranked where time is asked for.
 
-    ``nearest``: where nothing fits, the candidate that needs least, and how much.
+    ``nearest``: where nothing fits, the workload that needs least, and how much.
     """
 
     task: Task
@@ -109,7 +129,7 @@ class Search:
     ranked: tuple[Ranked, ...]
     num_fit: int
     left_out: dict[str, int]
-    nearest: tuple[Candidate, float] | None = None
+    nearest: Sized | None = None
     host_memory: float = float("inf")
 
     @property
@@ -123,7 +143,7 @@ class Search:
 
     def host_holds(self, ranked: Ranked) -> bool:
         """Whether the ranks of a node have room for what they offload."""
-        return node_bytes(ranked.candidate, self.cluster) <= self.host_memory
+        return node_bytes(ranked.workload, self.cluster) <= self.host_memory
 
 
 def budget_of(cluster: Cluster) -> float:
@@ -138,24 +158,24 @@ def search(
     order: Order = "time",
     need: Need | None = None,
     host_memory: float = float("inf"),
-    keep: Callable[[Candidate], bool] = lambda _: True,
+    keep: Callable[[Layout], bool] = lambda _: True,
 ) -> Search:
-    """Ranks all candidates that fit. ``need``: bytes of a rank by another estimate; the larger of both counts.
+    """Ranks all layouts that fit. ``need``: bytes of a rank by another estimate; the larger of both counts.
 
-    ``host_memory``: bytes that all ranks of a node may take of it. ``keep``: which candidates are looked at. On one
+    ``host_memory``: bytes that all ranks of a node may take of it. ``keep``: which layouts are looked at. On one
     cluster the cheapest is the fastest. Raises UsageError where the batch can be shared by no mesh of these devices.
     """
     left_out: Counter[str] = Counter()
-    fitting: list[tuple[Candidate, float]] = []
-    nearest: tuple[Candidate, float] | None = None
+    fitting: list[Sized] = []
+    nearest: Sized | None = None
     any_mesh = False
     fitter = Fitter(task=task, cluster=cluster, need=need, host_memory=host_memory, every=order == "memory")
-    for candidate in candidates_for(task, cluster, left_out):
+    for layout in candidates_for(task, cluster, left_out):
         any_mesh = True
-        if not keep(candidate):
+        if not keep(layout):
             left_out[NOT_ALLOWED] += 1
             continue
-        forms = fitter.fitting(candidate)
+        forms = fitter.fitting(layout)
         if not forms.fitting:
             left_out[NO_ROOM_ON_HOST if forms.lacks_host else TOO_LARGE] += 1
             if nearest is None or forms.smallest[1] < nearest[1]:
@@ -166,7 +186,7 @@ def search(
     num_fit = len(fitting)
     if order == "memory":
         fitting = sorted(fitting, key=lambda each: each[1])[:_TIMED_BY_MEMORY]
-    ranked = [_tuned(candidate, num_bytes, fitter) for candidate, num_bytes in fitting]
+    ranked = [_tuned(workload, num_bytes, fitter) for workload, num_bytes in fitting]
     ranked.sort(key=lambda each: (each.seconds, each.memory_bytes))
     if order == "memory":
         ranked.sort(key=lambda each: each.memory_bytes)  # stable: of equal ones the faster stays first
@@ -182,51 +202,57 @@ def search(
     )
 
 
-def rank_one(candidate: Candidate, cluster: Cluster, need: Need | None = None) -> Ranked:
-    """Prices one candidate, whether it fits or not."""
-    return _rank(candidate, _bytes_of(candidate, need), cluster)
+def rank_one(workload: Workload, cluster: Cluster, need: Need | None = None) -> Ranked:
+    """Prices one workload, whether it fits or not."""
+    return _rank(workload, _bytes_of(workload, need), cluster)
 
 
-def _rank(candidate: Candidate, num_bytes: float, cluster: Cluster, untuned: Prediction | None = None) -> Ranked:
-    untuned = untuned or price_untuned(candidate, cluster)
-    peak = cluster.device.peak(candidate.workload.run.compute)
-    prediction = with_tuning(untuned, candidate, cluster)
-    return Ranked(candidate=candidate, prediction=prediction, memory_bytes=num_bytes, peak_flops=peak)
+def _rank(workload: Workload, num_bytes: float, cluster: Cluster, untuned: Prediction | None = None) -> Ranked:
+    untuned = untuned or price_untuned(workload, cluster)
+    peak = cluster.device.peak(workload.run.compute)
+    return Ranked(prediction=with_tuning(untuned, workload, cluster), memory_bytes=num_bytes, peak_flops=peak)
 
 
-def _bytes_of(candidate: Candidate, need: Need | None) -> float:
-    by_formula = candidate_footprint(candidate).total
-    if need is None:
-        return by_formula
+def _bytes_of(workload: Workload, need: Need | None, budget: float = float("inf")) -> float:
+    """Returns what a rank needs. The formula is asked first, which is cheaper: above a budget, it says enough."""
     # A sample's cost says less of memory than the layers do.
-    is_sample = isinstance(candidate.workload.model, SampleModel)
-    return need(candidate) if is_sample else max(by_formula, need(candidate))
+    if need is not None and isinstance(workload.model, SampleModel):
+        return need(workload.layout)
+    by_formula = engine_footprint(workload).total
+    return by_formula if need is None or by_formula > budget else max(by_formula, need(workload.layout))
 
 
-def host_bytes(candidate: Candidate) -> float:
+def host_bytes(workload: Workload) -> float:
     """Returns what a rank has in its host's memory."""
-    if not candidate.offload:
+    offload = workload.layout.offload
+    if not offload.is_any:
         return 0.0
-    each = _HOST_BYTES if "optimizer" in candidate.offload else 8
-    return each * part_params(candidate.workload) / candidate.shard
+    return (_HOST_BYTES if offload.optimizer else 8) * part_params(workload) / workload.layout.shards
 
 
-def node_bytes(candidate: Candidate, cluster: Cluster) -> float:
+def node_bytes(workload: Workload, cluster: Cluster) -> float:
     """Returns what all ranks of a node have in its host's memory."""
-    return host_bytes(candidate) * cluster.node.devices
+    return host_bytes(workload) * cluster.node.devices
+
+
+class Sized(NamedTuple):
+    """A workload, and the bytes that a rank of it needs."""
+
+    workload: Workload
+    num_bytes: float
 
 
 class Forms(NamedTuple):
-    """The forms of a candidate that fit, with their bytes; the one that needs least; whether hosts are too small."""
+    """The forms of a layout that fit; the one that needs least; whether hosts are too small for some."""
 
-    fitting: list[tuple[Candidate, float]]
-    smallest: tuple[Candidate, float]
+    fitting: list[Sized]
+    smallest: Sized
     lacks_host: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitter:
-    """Finds the forms of a candidate that fit. ``every``: all of them, not only those that may be fastest."""
+    """Finds the forms of a layout that fit. ``every``: all of them, not only those that may be fastest."""
 
     task: Task
     cluster: Cluster
@@ -238,79 +264,65 @@ class Fitter:
     def budget(self) -> float:
         return budget_of(self.cluster)
 
-    def fitting(self, candidate: Candidate) -> Forms:
+    def fitting(self, layout: Layout) -> Forms:
         """Returns the forms that fit. Offload is looked at as long as it lets less be computed again.
 
         On one rank alone all kinds are: there parameters that come from the host come ahead, and may be faster.
         """
-        found, smallest, lacks_host = list[tuple[Candidate, float]](), (candidate, float("inf")), False
-        for offload in _offloads(candidate, self.cluster):
-            moved = tuned(candidate, offload=offload) if offload else candidate
-            has_room = self.host_holds(moved)
-            for recompute in self.task.recompute:
-                each = recomputing(moved, recompute)
-                num_bytes = candidate_footprint(each).total if self.need is None else self._needed(each)
+        found, lacks_host = list[Sized](), False
+        smallest = Sized(self.task.workload(layout), float("inf"))
+        for offload in _offloads(layout, self.cluster):
+            moved = replace(layout, offload=offload)
+            has_room = node_bytes(self.task.workload(moved), self.cluster) <= self.host_memory
+            for checkpoint in self.task.checkpoints:
+                workload = self.task.workload(replace(moved, checkpoint_activations=checkpoint))
+                each = Sized(workload, _bytes_of(workload, self.need, self.budget))
                 if not has_room:
-                    lacks_host = lacks_host or num_bytes <= self.budget
+                    lacks_host = lacks_host or each.num_bytes <= self.budget
                     continue
-                if num_bytes < smallest[1]:
-                    smallest = (each, num_bytes)
-                if num_bytes <= self.budget:
-                    found.append((each, num_bytes))
-                    if recompute == "none" and not self.every and not (offload and candidate.shard == 1):
+                smallest = min(smallest, each, key=lambda form: form.num_bytes)
+                if each.num_bytes <= self.budget:
+                    found.append(each)
+                    if checkpoint == "none" and not self.every and not (offload.is_any and layout.shards == 1):
                         return Forms(found, smallest, lacks_host)
                     if not self.every:
                         break
         return Forms(found, smallest, lacks_host)
 
-    def host_holds(self, candidate: Candidate) -> bool:
-        """Whether the ranks of a node have room for what they offload."""
-        return node_bytes(candidate, self.cluster) <= self.host_memory
 
-    def _needed(self, candidate: Candidate) -> float:
-        """By the formula first, which is cheaper to ask."""
-        assert self.need is not None
-        if isinstance(candidate.workload.model, SampleModel):
-            return self.need(candidate)
-        by_formula = candidate_footprint(candidate).total
-        return max(by_formula, self.need(candidate)) if by_formula <= self.budget else by_formula
-
-
-def _offloads(candidate: Candidate, cluster: Cluster) -> Iterator[tuple[str, ...]]:
+def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
     """What may live on the host: shards of models that are whole, beside a device that has memory of its own."""
-    layout = candidate.layout
-    is_alone = candidate.strategy != "ddp" and candidate.shard == 1
+    is_alone = layout.strategy != "ddp" and layout.shards == 1
     if not is_alone:  # with nobody to share with, shards gain nothing but this
-        yield ()
-    if layout.pipeline * layout.tensor * layout.expert > 1 or candidate.strategy == "ddp" or cluster.device.is_cpu:
+        yield Offload()
+    if layout.is_split or layout.expert > 1 or layout.strategy == "ddp" or cluster.device.is_cpu:
         return
-    yield ("optimizer",)
-    if candidate.strategy in FULLY_SHARDED:
-        yield ("optimizer", "parameters")
+    yield Offload(optimizer=True)
+    if layout.is_fully_sharded:
+        yield Offload(optimizer=True, parameters=True)
 
 
-def _tuned(candidate: Candidate, num_bytes: float, fitter: Fitter) -> Ranked:
-    """Prices a candidate in its fastest tuning; in the usual one, unless another gains enough and fits."""
+def _tuned(workload: Workload, num_bytes: float, fitter: Fitter) -> Ranked:
+    """Prices a workload in its fastest tuning; in the usual one, unless another gains enough and fits."""
     cluster = fitter.cluster
-    untuned = price_untuned(candidate, cluster)
-    usual = best = _rank(candidate, num_bytes, cluster, untuned)
+    untuned = price_untuned(workload, cluster)
+    usual = best = _rank(workload, num_bytes, cluster, untuned)
     if fitter.every:
         return usual
-    for each in _tunings(candidate):
-        other = _rank(each, num_bytes, cluster, untuned)
+    for layout in _tunings(workload.layout):
+        other = _rank(replace(workload, layout=layout), num_bytes, cluster, untuned)
         if other.seconds < min(best.seconds, _WORTH_TUNING * usual.seconds):
-            other = replace(other, memory_bytes=_bytes_of(each, fitter.need))
+            other = replace(other, memory_bytes=_bytes_of(other.workload, fitter.need))
             best = other if other.memory_bytes <= fitter.budget else best
     return best
 
 
-def _tunings(candidate: Candidate) -> Iterator[Candidate]:
-    if candidate.strategy in FULLY_SHARDED:
-        if candidate.layout.pipeline == 1 and not candidate.offload and candidate.shard > 1:
-            yield tuned(candidate, reshard=False)
-    elif candidate.layout.data > 1:
-        for bucket_mb in BUCKETS_MB:
-            yield tuned(candidate, bucket_mb=bucket_mb)
+def _tunings(layout: Layout) -> Iterator[Layout]:
+    if layout.is_fully_sharded:
+        if layout.pipeline == 1 and not layout.offload.is_any and layout.shards > 1:
+            yield replace(layout, reshard_after_forward=False)
+    elif layout.data > 1:
+        yield from (replace(layout, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB)
 
 
 def _no_mesh(task: Task, cluster: Cluster, left_out: Counter[str]) -> UsageError:
@@ -350,16 +362,16 @@ def explain_winner(found: Search) -> str:
     """Returns a sentence on what the first one's step is made of."""
     winner = found.ranked[0]
     step = winner.prediction.step
-    parts = sorted(((getattr(step, name), words) for name, words in _parts_of(winner.candidate).items()), reverse=True)
+    parts = sorted(((getattr(step, name), words) for name, words in _parts_of(winner).items()), reverse=True)
     told = ", ".join(f"{words} {value / step.total:.0%}" for value, words in parts[:3] if value > 0.005 * step.total)
     first = {"time": "fastest", "cost": "cheapest", "memory": "smallest"}[found.order]
-    return f"{winner.candidate} is the {first} of {found.num_fit} that fit: {told}"
+    return f"{winner} is the {first} of {found.num_fit} that fit: {told}"
 
 
-def _parts_of(*candidates: Candidate) -> dict[str, str]:
+def _parts_of(*ranked: Ranked) -> dict[str, str]:
     """Parts in words: with offload the host works."""
     words = dict(_PARTS)
-    if any("optimizer" in each.offload for each in candidates):
+    if any(each.layout.offload.optimizer for each in ranked):
         words["optimizer"] = "the optimizer and sums of gradients on the host"
     return words
 
@@ -368,7 +380,7 @@ def explain_against(winner: Ranked, other: Ranked) -> str:
     """Returns a sentence on what another one loses, and gains, against the winner."""
     slower = other.seconds / winner.seconds - 1
     ours, theirs = winner.prediction.step, other.prediction.step
-    names = _parts_of(winner.candidate, other.candidate)
+    names = _parts_of(winner, other)
     gaps = {words: getattr(theirs, name) - getattr(ours, name) for name, words in names.items()}
     worst, best = max(gaps, key=lambda each: gaps[each]), min(gaps, key=lambda each: gaps[each])
     told = f"takes {abs(slower):.1%} {'longer' if slower > 0 else 'less'}" if abs(slower) >= 0.0005 else "takes as long"
@@ -379,7 +391,7 @@ def explain_against(winner: Ranked, other: Ranked) -> str:
     change = other.memory_bytes - winner.memory_bytes
     if abs(change) > 0.01 * winner.memory_bytes:
         told += f"; needs {format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
-    return f"{other.candidate} {told}"
+    return f"{other} {told}"
 
 
 # What makes it fit.
@@ -405,22 +417,23 @@ def _written(value: Value) -> str:
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
 
 
-def smallest_changes(asked: Candidate, found: Search, *, most: int = 3, named: Collection[str] = ()) -> list[Change]:
-    """Returns the fewest decisions that make a candidate fit, the fastest first.
+def smallest_changes(asked: Workload, found: Search, *, most: int = 3, named: Collection[str] = ()) -> list[Change]:
+    """Returns the fewest decisions that make a workload fit, the fastest first.
 
     For each number of decisions that is the fastest way; more of them are named only where they are faster.
     ``named``: keys that a change names whether it decides them or not: those that the config derives from others and
     would derive anew, and those that it gives although they follow (``train.accumulate``, ``parallel.data``).
     """
     best: dict[int, Change] = {}
+    written = config_values(asked.layout)
     for ranked in found.ranked:
-        before, after = asked.knobs, ranked.candidate.knobs
-        number = sum(before[key] != value for key, value in after.items())
+        layout = ranked.layout
+        number = count_differences(asked.layout, layout)
         if number and number not in best:
-            candidate = ranked.candidate
-            follows = {"train.accumulate": candidate.accumulate, "parallel.data": candidate.layout.data}
-            keys = {key: value for key, value in candidate.settings.items() if value != asked.settings.get(key)}
-            keys |= {key: value for key, value in (candidate.settings | follows).items() if key in named}
+            values = config_values(layout)
+            follows: dict[str, Value] = {"train.accumulate": layout.accumulate, "parallel.data": layout.data}
+            keys = {key: value for key, value in values.items() if value != written.get(key)}
+            keys |= {key: value for key, value in (values | follows).items() if key in named}
             best[number] = Change(keys=keys, ranked=ranked)
     changes = [best[number] for number in sorted(best)]
     worth_it = [

@@ -19,7 +19,7 @@ import torch
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.tools.stream import Stream, stream_made
 from paceline.config.gpt_sizes import GPTShape, gpt_shape
-from paceline.config.schema import GPTModelConfig
+from paceline.config.sections import GPTModelConfig
 from paceline.errors import CheckpointError, UsageError
 
 _EPS = 1e-5

@@ -108,7 +108,7 @@ class BlockModel:
         self.device: Device = cluster.device
         self.rates = constants.rates
         self.passes = PASSES[self.run.framework]
-        self.tokens = self.run.micro_batch * self.run.seq_len / self.layout.context
+        self.tokens = workload.micro_batch * self.run.seq_len / self.layout.context
         self.width = 4 if self.run.compute in ("fp32", "tf32") else 2
         self.linear: Compute = self.run.compute
         self.other: Compute = "bf16" if self.linear in ("fp8", "fp4") else self.linear
@@ -139,7 +139,7 @@ class BlockModel:
         )
 
     def _recomputed(self, forward: Cost, matmul: float, attention: float, memory: float, last: float) -> Cost:
-        match self.run.recompute:
+        match self.workload.recompute:
             case "full" if self.run.framework != "megatron":
                 # torch stops when all that backward needs is there: the last product's result is not.
                 return Cost(device=forward.device - last, host=forward.host, wait=forward.wait)
@@ -191,7 +191,7 @@ class BlockModel:
             forward = attention_seconds(self.device, self.rates, flops, self.run.seq_len, self.other)
             return forward, FUSED_BACKWARD * forward
         head = model.query_width // model.heads
-        batch = max(1, round(self.run.micro_batch * model.heads / self.layout.tensor))
+        batch = max(1, round(self.workload.micro_batch * model.heads / self.layout.tensor))
         length = self.run.seq_len
         products = matmul_seconds(self.device, self.rates, length, length, head, self.other, batch)
         products += matmul_seconds(self.device, self.rates, length, head, length, self.other, batch)
@@ -236,7 +236,7 @@ class BlockModel:
             each += collective_seconds("reduce_scatter", num_bytes, group, self.cluster) + CALL_S
         else:
             each = collective_seconds("all_reduce", num_bytes, group, self.cluster)
-        hidden = 0.5 if self.layout.overlaps_tensor else 1.0
+        hidden = 0.5 if self.run.overlaps_tensor else 1.0
         return 2 * (each + CALL_S) * self.constants.slowdown * hidden
 
     def _expert_wait(self) -> float:

@@ -49,8 +49,8 @@ def sizes_of(workload: Workload) -> dict[str, float]:
     """Returns the sizes by which a workload is compared to those rows."""
     model, run = workload.model, workload.run
     if isinstance(model, SampleModel):
-        return {"samples": run.micro_batch}
-    tokens = run.micro_batch * run.seq_len / workload.layout.context
+        return {"samples": workload.micro_batch}
+    tokens = workload.micro_batch * run.seq_len / workload.layout.context
     return {"width": float(model.hidden), "length": float(run.seq_len), "tokens": tokens}
 
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.nccl import collective_seconds, group_of
+from paceline.plan.layout import Layout
 from paceline.plan.workload import Recompute, SampleModel, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.predict import Prediction, predict
@@ -33,41 +34,40 @@ from paceline.predict.formulas.tuning import (
     tuned_step,
 )
 from paceline.predict.memory.footprint import Footprint, footprint
-from paceline.predict.replay.timeline import Timeline
-from paceline.search.candidates import Candidate
+from paceline.schedule.clock import Timeline
 
 # Of a step's computing: a forward is a third of it, and products are most of that.
 _AGAIN: dict[Recompute, float] = {"none": 0.0, "selective": 0.1, "attention": 0.1, "full": 1 / 3}
 
 
-def price(candidate: Candidate, cluster: Cluster) -> Prediction:
-    """Predicts a step of a candidate as the engines here run it. ``memory`` and ``fits`` are of the formula alone."""
-    return with_tuning(price_untuned(candidate, cluster), candidate, cluster)
+def price(workload: Workload, cluster: Cluster) -> Prediction:
+    """Predicts a step as the engines here run it. ``memory`` and ``fits`` are of the formula alone."""
+    return with_tuning(price_untuned(workload, cluster), workload, cluster)
 
 
-def price_untuned(candidate: Candidate, cluster: Cluster) -> Prediction:
+def price_untuned(workload: Workload, cluster: Cluster) -> Prediction:
     """Predicts it with 1f1b or plain interleaving, and before tuning: the part that takes long, and is the same."""
-    workload = candidate.workload
-    found = predict(workload, cluster)
+    layout, found = workload.layout, predict(workload, cluster)
     step = found.step
     if isinstance(workload.model, SampleModel):
-        step = _of_samples(step, candidate, cluster)
-    elif candidate.strategy == "zero2" and workload.microbatches > 1:
+        step = _of_samples(step, workload, cluster)
+    elif layout.strategy == "zero2" and workload.microbatches > 1:
         step = _reduced_each_time(step, workload, cluster)
-    elif workload.layout.sharding == "fsdp" and workload.layout.pipeline > 1:
+    elif layout.is_fully_sharded and layout.pipeline > 1:
         step = _times(step, workload.microbatches)
-    if candidate.strategy == "hybrid":
-        step = _averaged_between_groups(step, candidate, cluster)
+    if layout.strategy == "hybrid":
+        step = _averaged_between_groups(step, workload, cluster)
     return replace(found, step=step)
 
 
-def with_tuning(found: Prediction, candidate: Candidate, cluster: Cluster) -> Prediction:
-    """Returns an untuned prediction with the candidate's schedule and tuning."""
-    memory = candidate_footprint(candidate)
-    outside = (*found.outside, *_never_published(candidate, cluster))
+def with_tuning(found: Prediction, workload: Workload, cluster: Cluster) -> Prediction:
+    """Returns an untuned prediction with the schedule and tuning of a workload's layout."""
+    memory = engine_footprint(workload)
+    outside = (*found.outside, *_never_published(workload.layout, cluster))
     return replace(
         found,
-        step=tuned_step(found.step, candidate, cluster),
+        workload=workload,
+        step=tuned_step(found.step, workload, cluster),
         memory=memory,
         fits=memory.total <= cluster.device.memory_bytes,
         fitted=found.fitted and not outside,
@@ -75,11 +75,11 @@ def with_tuning(found: Prediction, candidate: Candidate, cluster: Cluster) -> Pr
     )
 
 
-def _never_published(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
+def _never_published(layout: Layout, cluster: Cluster) -> Iterator[str]:
     """What no run is like that constants were fitted on, whatever its sizes."""
-    if candidate.offload:
+    if layout.offload.is_any:
         yield "offloaded states: no published run has them"
-    if candidate.zero_bubble:
+    if layout.splits_backward:
         yield "a zero-bubble schedule: no published run has one"
     if cluster.device.is_cpu:
         yield "processors are priced by the formulas of GPUs: paceline predict goes by operators, as they were measured"
@@ -88,40 +88,34 @@ def _never_published(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
 def engine_footprint(workload: Workload) -> Footprint:
     """Returns what a rank holds by the formulas of ``footprint``, with the states that the engines here keep."""
     found = footprint(replace(workload, run=replace(workload.run, framework="eager")))
-    return found if not isinstance(workload.model, SampleModel) else _shared(found, workload)
+    if isinstance(workload.model, SampleModel):
+        found = _shared(found, workload.layout)
+    return tuned_footprint(found, workload)
 
 
-def candidate_footprint(candidate: Candidate) -> Footprint:
-    """Returns the same for a candidate, without what it offloads."""
-    return tuned_footprint(engine_footprint(candidate.workload), candidate)
-
-
-def _shared(found: Footprint, workload: Workload) -> Footprint:
-    layout = workload.layout
-    shards, is_fully = layout.shards, layout.sharding == "fsdp"
+def _shared(found: Footprint, layout: Layout) -> Footprint:
+    shards, is_fully = layout.shards, layout.is_fully_sharded
     return replace(
         found,
         parameters=found.parameters / (shards if is_fully else 1),
-        gradients=found.gradients / (shards if is_fully or layout.sharding == "zero2" else 1),
+        gradients=found.gradients / (shards if is_fully or layout.strategy == "zero2" else 1),
         optimizer=found.optimizer / shards,
     )
 
 
-def _of_samples(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> StepSeconds:
-    workload = candidate.workload
-    step = replace(step, compute=step.compute * (1 + _AGAIN[candidate.recompute]))
-    if candidate.strategy == "ddp":
+def _of_samples(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
+    step = replace(step, compute=step.compute * (1 + _AGAIN[workload.recompute]))
+    if workload.layout.strategy == "ddp":
         return step
-    exposed, hidden = _shared_seconds(step, candidate, cluster)
+    exposed, hidden = _shared_seconds(step, workload, cluster)
     contention = constants_of(workload, cluster).contention * hidden
-    optimizer = step.optimizer / candidate.shard
+    optimizer = step.optimizer / workload.layout.shards
     return replace(step, exposed=exposed, hidden=hidden, contention=contention, optimizer=optimizer)
 
 
-def _shared_seconds(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> tuple[float, float]:
+def _shared_seconds(step: StepSeconds, workload: Workload, cluster: Cluster) -> tuple[float, float]:
     """Exposed and hidden seconds of a step, on the event core: a microbatch in units, all microbatches alike."""
-    workload, ranks = candidate.workload, candidate.shard
-    count, is_fully = workload.microbatches, workload.layout.sharding == "fsdp"
+    ranks, count, is_fully = workload.layout.shards, workload.microbatches, workload.layout.is_fully_sharded
     num_bytes = 4 * part_params(workload) / PIECES
     gather = collective_of("all_gather", num_bytes, workload, cluster, ranks)
     reduce = collective_of("reduce_scatter", num_bytes, workload, cluster, ranks)
@@ -133,7 +127,7 @@ def _shared_seconds(step: StepSeconds, candidate: Candidate, cluster: Cluster) -
         last = timeline.add("compute", computed * (2 if is_backward else 1), after=here)
         if is_backward:
             timeline.add("link", reduce, after=(last,))
-    times = 1 if candidate.strategy == "zero1" else count
+    times = 1 if workload.layout.strategy == "zero1" else count
     exposed = timeline.idle("compute") * times
     hidden = max(0.0, timeline.busy("link") * times - exposed)
     return (exposed, hidden) if is_fully else (exposed + PIECES * gather, hidden)
@@ -151,12 +145,11 @@ def _reduced_each_time(step: StepSeconds, workload: Workload, cluster: Cluster) 
     return replace(again, exposed=again.exposed + gather)
 
 
-def _averaged_between_groups(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> StepSeconds:
+def _averaged_between_groups(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
     """The last microbatch's backward, two thirds of its compute, hides what its own gathers have left room for."""
-    workload = candidate.workload
-    constants = constants_of(workload, cluster)
-    group = group_of(cluster, workload.layout.data // candidate.shard, workload.layout.tensor * candidate.shard)
-    num_bytes = part_params(workload) * 4 / candidate.shard
+    constants, layout = constants_of(workload, cluster), workload.layout
+    group = group_of(cluster, layout.data // layout.shards, layout.tensor * layout.shards)
+    num_bytes = part_params(workload) * 4 / layout.shards
     seconds = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * constants.slowdown
     room = max(0.0, (2 / 3 * step.compute - step.hidden) / workload.microbatches)
     hidden = min(seconds, room)

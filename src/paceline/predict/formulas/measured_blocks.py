@@ -59,9 +59,9 @@ def shape_of(workload: Workload) -> BlockShape | None:
         ffn=model.ffn,
         tensor=layout.tensor,
         seq_len=run.seq_len,
-        samples=run.micro_batch,
+        samples=workload.micro_batch,
         compute=run.compute,
-        recompute=run.recompute,
+        recompute=workload.recompute,
         fused_attention=run.fused_attention,
     )
 

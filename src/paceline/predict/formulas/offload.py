@@ -19,10 +19,10 @@ four are walked: the third is like all others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from paceline.config.sharding import FULLY_SHARDED
+from paceline.plan.layout import Layout, Offload
+from paceline.schedule.clock import RankClock
 
 _WIDE, _SUM, _UPDATE = 4, 12, 32  # bytes a parameter: gradients and masters, adding up, the norm and the update
 _WALKED = 4
@@ -43,11 +43,8 @@ class Piece:
 class Offloaded:
     """A step of pieces, in the order of forward; under full sharding the first is the ends, which stay gathered."""
 
-    strategy: str
-    offload: tuple[str, ...]
+    layout: Layout
     pieces: tuple[Piece, ...]
-    microbatches: int
-    ranks: int  # that share the states
     width: int  # of a parameter on the device
     bus: float
     host: float
@@ -59,52 +56,23 @@ class Offloaded:
     @property
     def update(self) -> float:
         """Seconds of the norm and the update, where the host does them."""
-        return _UPDATE * self.params / self.host if "optimizer" in self.offload else 0.0
+        return _UPDATE * self.params / self.host if self.layout.offload.optimizer else 0.0
 
     def added(self) -> tuple[float, float]:
         """Returns the seconds that copies over the bus add to a step, and those that the host's work adds."""
-        usual = _walk(replace(self, offload=()))
+        usual = _walk(replace(self, layout=replace(self.layout, offload=Offload())))
         copied = _walk(replace(self, host=float("inf")))
         return max(0.0, copied - usual), max(0.0, _walk(self) - copied) + self.update
-
-
-@dataclass(slots=True)
-class _Clock:
-    """A rank: its host, its compute stream and its lanes, each with the moment up to which it is busy."""
-
-    host: float = 0.0
-    compute: float = 0.0
-    lanes: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def now(self) -> float:
-        return max(self.host, self.compute)
-
-    def run(self, seconds: float) -> None:
-        """Computes on the device."""
-        self.compute = self.now + seconds
-
-    def issue(self, lane: str, seconds: float) -> float:
-        """Starts something on a lane, from where the device has come to; returns its end."""
-        self.lanes[lane] = max(self.now, self.lanes.get(lane, 0.0)) + seconds
-        return self.lanes[lane]
-
-    def wait(self, end: float) -> None:
-        """Lets the device wait."""
-        self.compute = max(self.compute, end)
-
-    def work(self, seconds: float, after: Iterable[float] = ()) -> None:
-        """Lets the host work, once what it waits for is there."""
-        self.host = max(self.host, *after, 0.0) + seconds
 
 
 def _walk(step: Offloaded) -> float:
     """Returns the seconds of all microbatches, up to the update."""
     walker = _Walker(step)
-    walked = min(step.microbatches, _WALKED)
+    microbatches = step.layout.accumulate
+    walked = min(microbatches, _WALKED)
     ends = [walker.microbatch(number, is_last=number == walked - 1) for number in range(walked)]
     middle = ends[2] - ends[1] if walked == _WALKED else 0.0
-    return ends[-1] + (step.microbatches - walked) * middle
+    return ends[-1] + (microbatches - walked) * middle
 
 
 class _Walker:
@@ -112,24 +80,24 @@ class _Walker:
 
     def __init__(self, step: Offloaded) -> None:
         self._step = step
-        self._clock = _Clock()
-        self._is_fully = step.strategy in FULLY_SHARDED
-        self._is_hosted = "optimizer" in step.offload or "parameters" in step.offload
+        self._clock = RankClock()
+        self._layout, self._offload = step.layout, step.layout.offload
+        self._is_hosted = self._offload.updates_on_host
         self._leaving: deque[float] = deque()  # ends of copies to the host, in the order in which pieces land
 
     def microbatch(self, number: int, *, is_last: bool) -> float:
         """Goes through a microbatch; returns when it is done."""
         clock = self._clock
-        if self._is_fully:
+        if self._layout.is_fully_sharded:
             self._forward_of_units()
             self._backward_of_units(number, is_last=is_last)
         else:
             self._forward(number)
             self._backward(number, is_last=is_last)
         if is_last:
-            if self._step.strategy == "hybrid" and self._is_hosted:
+            if self._layout.strategy == "hybrid" and self._is_hosted:
                 self._send_sums()
-            clock.work(0.0, self._leaving)
+            clock.work_on_host(0.0, self._leaving)
         return clock.now
 
     # Whole parameters.
@@ -139,14 +107,14 @@ class _Walker:
         ends = [self._fetch(piece, has_changed=True) for piece in pieces] if number == 0 else [0.0] * len(pieces)
         for piece, end in zip(pieces, ends, strict=True):
             self._clock.wait(end)
-            self._clock.run(piece.forward)
+            self._clock.compute_for(piece.forward)
 
     def _backward(self, number: int, *, is_last: bool) -> None:
-        clock, is_each = self._clock, self._step.strategy == "zero2"
+        clock, is_each = self._clock, self._layout.strategy == "zero2"
         ends: list[tuple[Piece, float]] = []
         landed = 0
         for piece in reversed(self._step.pieces):
-            clock.run(piece.backward)
+            clock.compute_for(piece.backward)
             if is_each or is_last:
                 if is_each and len(ends) > 1:  # two buckets at most are on their way
                     self._land(*ends[landed], number, is_last=is_last)
@@ -161,13 +129,13 @@ class _Walker:
         clock, units = self._clock, self._step.pieces
         here, ahead = (self._fetch(unit, has_changed=True) for unit in units[:2])
         clock.wait(here)
-        clock.run(units[0].forward)
+        clock.compute_for(units[0].forward)
         for place, unit in enumerate(units[1:], 1):
             here = ahead
             if place + 1 < len(units):
                 ahead = self._fetch(units[place + 1], has_changed=True)
             clock.wait(here)
-            clock.run(unit.forward)
+            clock.compute_for(unit.forward)
 
     def _backward_of_units(self, number: int, *, is_last: bool) -> None:
         clock, root, units = self._clock, self._step.pieces[0], self._step.pieces[1:]
@@ -177,11 +145,11 @@ class _Walker:
             if place:
                 ahead = self._fetch(units[place - 1], has_changed=number > 0)
             clock.wait(here)
-            clock.run(units[place].backward)
+            clock.compute_for(units[place].backward)
             if behind is not None:
                 self._land(*behind, number, is_last=is_last)
             behind = (units[place], clock.issue("link", units[place].reduce))
-        clock.run(root.backward)
+        clock.compute_for(root.backward)
         assert behind is not None
         self._land(*behind, number, is_last=is_last)
         self._land(root, clock.issue("link", root.reduce), number, is_last=is_last)
@@ -191,12 +159,12 @@ class _Walker:
     def _fetch(self, piece: Piece, *, has_changed: bool) -> float:
         """Brings a slice to the device, where it is not there, and gathers; returns when the piece is there."""
         step, clock = self._step, self._clock
-        is_moved = "parameters" in step.offload
+        is_moved = self._offload.parameters
         if self._is_hosted and has_changed and step.width < _WIDE:
-            clock.work((_WIDE + step.width) * piece.params / step.host)
+            clock.work_on_host((_WIDE + step.width) * piece.params / step.host)
         if self._is_hosted and (has_changed or is_moved):
             end = clock.issue("to_device", step.width * piece.params / step.bus)
-            if is_moved and step.ranks == 1:
+            if is_moved and self._layout.shards == 1:
                 return end
             clock.wait(end)
         return clock.issue("link", piece.gather)
@@ -205,23 +173,23 @@ class _Walker:
         """Waits for a slice of gradients, and sends it to where it is added up."""
         step, clock = self._step, self._clock
         clock.wait(end)
-        if not step.offload:
+        if not self._offload.is_any:
             return
         seconds = _WIDE * piece.params / step.bus
         before = (self._leaving.popleft(),) if number and self._leaving else ()
         if not self._is_hosted and is_last:
             if number:
-                clock.work(0.0, before)
+                clock.work_on_host(0.0, before)
                 clock.wait(clock.issue("to_device", seconds))
             return
         copied = clock.issue("to_host", seconds)
         if number:
-            clock.work(_SUM * piece.params / step.host, (*before, copied))
+            clock.work_on_host(_SUM * piece.params / step.host, (*before, copied))
         else:
             self._leaving.append(copied)
 
     def _send_sums(self) -> None:
         clock, seconds = self._clock, _WIDE * self._step.params / self._step.bus
-        clock.work(0.0, self._leaving)
+        clock.work_on_host(0.0, self._leaving)
         clock.wait(clock.issue("to_device", seconds))
-        clock.work(0.0, (clock.issue("to_host", seconds),))
+        clock.work_on_host(0.0, (clock.issue("to_host", seconds),))

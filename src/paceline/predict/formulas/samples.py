@@ -18,9 +18,8 @@ from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.workload import SampleModel, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.slowest import expected_most
-from paceline.predict.formulas.step import StepSeconds
-from paceline.predict.replay.timeline import Timeline
+from paceline.predict.formulas.step import StepSeconds, expected_most
+from paceline.schedule.clock import Timeline
 
 _BUCKETS = 8
 _OPTIMIZER_BYTES = 40
@@ -55,8 +54,8 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     if kind.convolves:
         share = constants.convolution_wide if is_wide else constants.convolution
     rate = ceiling(cluster.device, run.compute) * share * kind.rate
-    moved = _moved_bytes(model, run.micro_batch, kind, is_wide=is_wide)
-    device = 3 * run.micro_batch * model.flops / rate + memory_seconds(cluster.device, constants.rates, moved)
+    moved = _moved_bytes(model, workload.micro_batch, kind, is_wide=is_wide)
+    device = 3 * workload.micro_batch * model.flops / rate + memory_seconds(cluster.device, constants.rates, moved)
     host = 3 * model.kernels * constants.launch_us * 1e-6
     each = max(device, host)
     exposed, hidden = _gradients(model, layout.data, each * 2 / 3, cluster, constants)

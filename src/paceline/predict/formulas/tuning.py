@@ -18,17 +18,15 @@ from dataclasses import replace
 
 from paceline.cluster.devices import Cluster, link_named
 from paceline.cluster.nccl import Collective, collective_seconds, group_of
-from paceline.config.sharding import FULLY_SHARDED
-from paceline.plan.workload import ModelShape, Recompute, Workload
+from paceline.plan.layout import Offload
+from paceline.plan.workload import ModelShape, Recompute, Workload, stage_layers
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.offload import Offloaded, Piece
-from paceline.predict.formulas.step import StepSeconds, stage_layers
+from paceline.predict.formulas.step import StepSeconds
 from paceline.predict.memory.footprint import Footprint
-from paceline.search.candidates import Candidate
 from paceline.units import MIB
 
-DEFAULT_BUCKET_MB = 25
 BUCKETS_MB = (100, 400)
 _MOST_PIECES = 32  # of a transformer, where a walk goes through them
 PIECES = 8  # of a model known by its samples: what is gathered, and reduced, together
@@ -43,37 +41,37 @@ _OTHER_BUS = "pcie4-x16"
 _AGAIN: dict[Recompute, float] = {"none": 0.0, "selective": 0.5, "attention": 0.2, "full": 1.0}
 
 
-def tuned_step(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> StepSeconds:
-    """Returns what a step takes with a candidate's schedule and tuning, from what it takes with 1f1b and defaults."""
-    tuning = candidate.tuning
-    if candidate.zero_bubble:
-        step = replace(step, bubble=step.bubble * zero_bubble_share(candidate.recompute))
-    if candidate.strategy in ("ddp", "zero1", "zero2") and candidate.layout.data > 1:
-        step = _bucketed(step, candidate, cluster, tuning.bucket_mb or DEFAULT_BUCKET_MB)
-    if not tuning.reshard:
-        step = _gathered_once(step, candidate, cluster)
-    return _offloaded(step, candidate, cluster) if _offload_of(candidate) else step
+def tuned_step(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
+    """Returns what a step takes with a layout's schedule and tuning, from what it takes with 1f1b and defaults."""
+    layout = workload.layout
+    if layout.splits_backward:
+        step = replace(step, bubble=step.bubble * zero_bubble_share(workload.recompute))
+    if not layout.is_fully_sharded and layout.data > 1:
+        step = _bucketed(step, workload, cluster)
+    if not layout.reshard_after_forward:
+        step = _gathered_once(step, workload, cluster)
+    return _offloaded(step, workload, cluster) if _offload_of(workload).is_any else step
 
 
-def tuned_footprint(found: Footprint, candidate: Candidate) -> Footprint:
+def tuned_footprint(found: Footprint, workload: Workload) -> Footprint:
     """Returns what a rank's device holds: states that are offloaded are on the host.
 
     A slice to gather from stays, and in the buckets of zero1 the whole gradients.
     """
-    offload, workload = _offload_of(candidate), candidate.workload
-    if not candidate.tuning.reshard:
+    offload, layout = _offload_of(workload), workload.layout
+    if not layout.reshard_after_forward:
         found = replace(found, temporary=found.temporary + 2 * part_params(workload))
-    if not offload:
+    if not offload.is_any:
         return found
-    if "optimizer" not in offload:  # gradients alone: those of the last microbatch come as its activations go
+    if not offload.optimizer:  # gradients alone: those of the last microbatch come as its activations go
         temporary = found.temporary + max(0.0, found.gradients - found.activations)
         return replace(found, gradients=0.0, temporary=temporary)
     whole = (4 if _is_wide(workload) else 2) * part_params(workload)
-    resident = 0.0 if "parameters" in offload else whole / workload.layout.shards
+    resident = 0.0 if offload.parameters else whole / layout.shards
     return replace(
         found,
-        parameters=resident if candidate.strategy in FULLY_SHARDED else whole + resident,
-        gradients=found.gradients if candidate.strategy == "zero1" else 0.0,
+        parameters=resident if layout.is_fully_sharded else whole + resident,
+        gradients=found.gradients if layout.strategy == "zero1" else 0.0,
         optimizer=0.0,
     )
 
@@ -105,22 +103,22 @@ def collective_of(kind: Collective, num_bytes: float, workload: Workload, cluste
     return (alone + CALL_S) * constants_of(workload, cluster).slowdown if alone else 0.0
 
 
-def _bucketed(step: StepSeconds, candidate: Candidate, cluster: Cluster, bucket_mb: float) -> StepSeconds:
+def _bucketed(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
     """The difference that buckets make against the pieces of which ``step`` is: blocks, or eighths of a model."""
-    model, width = candidate.workload.model, _gradient_bytes(candidate.workload)
-    pieces = stage_layers(model.layers, candidate.layout.pipeline)[0] if isinstance(model, ModelShape) else PIECES
-    num_bytes = part_params(candidate.workload) * width
-    exposed, hidden = _in_pieces(step, candidate, cluster, math.ceil(num_bytes / (bucket_mb * MIB)))
-    before, hidden_before = _in_pieces(step, candidate, cluster, pieces)
-    times = candidate.accumulate if candidate.strategy == "zero2" else 1
+    model, layout, width = workload.model, workload.layout, _gradient_bytes(workload)
+    pieces = stage_layers(model.layers, layout.pipeline)[0] if isinstance(model, ModelShape) else PIECES
+    num_bytes = part_params(workload) * width
+    exposed, hidden = _in_pieces(step, workload, cluster, math.ceil(num_bytes / (layout.bucket_mb * MIB)))
+    before, hidden_before = _in_pieces(step, workload, cluster, pieces)
+    times = workload.microbatches if layout.strategy == "zero2" else 1
     exposed = max(0.0, step.exposed + times * (exposed - before))
-    return _moved(step, candidate, cluster, exposed, max(0.0, step.hidden + times * (hidden - hidden_before)))
+    return _moved(step, workload, cluster, exposed, max(0.0, step.hidden + times * (hidden - hidden_before)))
 
 
-def _in_pieces(step: StepSeconds, candidate: Candidate, cluster: Cluster, number: int) -> tuple[float, float]:
-    workload, number = candidate.workload, max(1, number)
+def _in_pieces(step: StepSeconds, workload: Workload, cluster: Cluster, number: int) -> tuple[float, float]:
+    number = max(1, number)
     num_bytes = part_params(workload) * _gradient_bytes(workload)
-    kind: Collective = "all_reduce" if candidate.strategy == "ddp" else "reduce_scatter"
+    kind: Collective = "all_reduce" if workload.layout.strategy == "ddp" else "reduce_scatter"
     each = collective_of(kind, num_bytes / number, workload, cluster, workload.layout.data)
     backward = 2 / 3 * (step.compute + step.tensor_wait + step.launch_wait) / workload.microbatches
     exposed = each if each <= backward / number else number * each - backward * (number - 1) / number
@@ -136,42 +134,41 @@ def _is_wide(workload: Workload) -> bool:
     return workload.run.compute in ("fp32", "tf32")
 
 
-def _gathered_once(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> StepSeconds:
+def _gathered_once(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
     """What was exposed goes first; the two ends of a microbatch, which nothing hides, stay."""
-    workload = candidate.workload
-    again = collective_of("all_gather", 2 * part_params(workload), workload, cluster, candidate.shard)
+    again = collective_of("all_gather", 2 * part_params(workload), workload, cluster, workload.layout.shards)
     saved = again * workload.microbatches
     model = workload.model
     blocks = model.layers if isinstance(model, ModelShape) else PIECES
     ends = min(step.exposed, 2 * again / blocks * workload.microbatches)
     exposed = max(ends, step.exposed - saved)
     hidden = max(0.0, step.hidden - (saved - (step.exposed - exposed)))
-    return _moved(step, candidate, cluster, exposed, hidden)
+    return _moved(step, workload, cluster, exposed, hidden)
 
 
-def _offload_of(candidate: Candidate) -> tuple[str, ...]:
+def _offload_of(workload: Workload) -> Offload:
     """What moves: gradients alone stay on one rank that keeps no masters, where they are those of the parameters."""
-    is_plain = candidate.shard == 1 and _is_wide(candidate.workload) and "optimizer" not in candidate.offload
-    return () if is_plain else candidate.offload
+    offload = workload.layout.offload
+    is_plain = workload.layout.shards == 1 and _is_wide(workload) and not offload.optimizer
+    return Offload() if is_plain else offload
 
 
-def _offloaded(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> StepSeconds:
+def _offloaded(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
     """What the host works is told as the optimizer's part, which is all its doing."""
-    found = _walked(step, candidate, cluster)
-    copies, work = found.added()
-    optimizer = work if "optimizer" in candidate.offload else step.optimizer + work
+    copies, work = _walked(step, workload, cluster).added()
+    optimizer = work if workload.layout.offload.optimizer else step.optimizer + work
     return replace(step, exposed=step.exposed + copies, optimizer=optimizer)
 
 
-def _walked(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> Offloaded:
+def _walked(step: StepSeconds, workload: Workload, cluster: Cluster) -> Offloaded:
     """Returns a step in pieces: its blocks and, under full sharding, the ends, or eighths of a model."""
-    workload, model, ranks = candidate.workload, candidate.workload.model, candidate.shard
+    model, layout, ranks = workload.model, workload.layout, workload.layout.shards
     is_wide = _is_wide(workload)
     count = min(model.layers, _MOST_PIECES) if isinstance(model, ModelShape) else PIECES
     params = part_params(workload)
     ends = model.end_params if isinstance(model, ModelShape) else 0.0
     busy = (step.compute + step.launch_wait) / workload.microbatches / count
-    forward = busy / (3 + _AGAIN[candidate.recompute])
+    forward = busy / (3 + _AGAIN[workload.recompute])
 
     def piece(share: float, seconds: float) -> Piece:
         kinds: tuple[tuple[Collective, int], ...] = (("all_gather", 4 if is_wide else 2), ("reduce_scatter", 4))
@@ -179,14 +176,11 @@ def _walked(step: StepSeconds, candidate: Candidate, cluster: Cluster) -> Offloa
         backward = seconds * (busy / forward - 1)
         return Piece(params=share / ranks, forward=seconds, backward=backward, gather=gather, reduce=reduce)
 
-    is_fully = candidate.strategy in FULLY_SHARDED
+    is_fully = layout.is_fully_sharded
     each = piece((params - ends if is_fully else params) / count, forward)
     return Offloaded(
-        strategy=candidate.strategy,
-        offload=candidate.offload,
+        layout=layout,
         pieces=(*((piece(ends, 0.0),) if is_fully else ()), *[each] * count),
-        microbatches=round(workload.microbatches),
-        ranks=ranks,
         width=4 if is_wide else 2,
         bus=bus_bytes_per_s(cluster),
         host=host_bytes_per_s(cluster),
@@ -205,6 +199,6 @@ def host_bytes_per_s(cluster: Cluster) -> float:
     return min(_RANK_HOST_BYTES_PER_S, _NODE_HOST_BYTES_PER_S / cluster.node.devices)
 
 
-def _moved(step: StepSeconds, candidate: Candidate, cluster: Cluster, exposed: float, hidden: float) -> StepSeconds:
-    contention = constants_of(candidate.workload, cluster).contention * (hidden - step.hidden)
+def _moved(step: StepSeconds, workload: Workload, cluster: Cluster, exposed: float, hidden: float) -> StepSeconds:
+    contention = constants_of(workload, cluster).contention * (hidden - step.hidden)
     return replace(step, exposed=exposed, hidden=hidden, contention=max(0.0, step.contention + contention))

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.plan.workload import ModelShape, Part, SampleModel, Workload
-from paceline.predict.formulas.step import stage_layers
+from paceline.plan.workload import ModelShape, SampleModel, Shown, Workload, stage_layers
 from paceline.units import GIB
 
 _CONTEXT_BYTES = 1.5 * GIB
@@ -42,9 +41,9 @@ class Footprint:
     def total(self) -> float:
         return self.states + self.activations + self.temporary + self.framework
 
-    def part(self, part: Part) -> float:
-        """Returns the whole, or the part that a table lists alone."""
-        return self.activations if part == "activations" else self.states if part == "states" else self.total
+    def shown(self, shown: Shown) -> float:
+        """Returns the whole, or what a table lists alone."""
+        return self.activations if shown == "activations" else self.states if shown == "states" else self.total
 
 
 def footprint(workload: Workload) -> Footprint:
@@ -59,11 +58,11 @@ def footprint(workload: Workload) -> Footprint:
     params = dense + experts
     cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
     weights, gradients, optimizer = _bytes_per_parameter(workload)
-    whole = layout.sharding != "fsdp"
+    whole = not layout.is_fully_sharded
     activations, temporary = _activations(workload, layers), _temporary(workload)
     return Footprint(
         parameters=(params if whole else cut) * weights,
-        gradients=(params if whole and layout.sharding != "zero2" else cut) * gradients,
+        gradients=(params if whole and layout.strategy != "zero2" else cut) * gradients,
         optimizer=cut * optimizer,
         activations=activations,
         temporary=temporary,
@@ -85,22 +84,22 @@ def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
         case "megatron":
             return 2, 4, 12
         case "compiled":
-            return (2, 4, 4) if layout.sharding == "fsdp" else (2, 2, 4)
+            return (2, 4, 4) if layout.is_fully_sharded else (2, 2, 4)
         case _:
-            is_flat = layout.is_flat and not run.autocast
+            is_flat = run.is_flat and not run.autocast
             return (2, 2, 4) if run.pure else (2, 2, 20) if is_flat else (4, 4, 8)
 
 
 def _activations(workload: Workload, layers: int) -> float:
     model, layout, run = workload.model, workload.layout, workload.run
     assert isinstance(model, ModelShape)
-    tokens = run.micro_batch * run.seq_len / layout.context
+    tokens = workload.micro_batch * run.seq_len / layout.context
     block = _block_bytes(workload, tokens)
     # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
     flight = min(workload.microbatches, layout.pipeline)
     more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
     across = layout.tensor if layout.sequence_parallel else 1
-    if run.recompute == "full":
+    if workload.recompute == "full":
         return layers * flight * more * tokens * model.hidden * 2 / across + _recomputed_bytes(workload)
     return layers * flight * more * block
 
@@ -108,9 +107,9 @@ def _activations(workload: Workload, layers: int) -> float:
 def _recomputed_bytes(workload: Workload) -> float:
     """A block that is computed again. torch holds its gradients beside it; Megatron frees one as it makes the other."""
     run = workload.run
-    if run.recompute != "full":
+    if workload.recompute != "full":
         return 0.0
-    block = _block_bytes(workload, run.micro_batch * run.seq_len / workload.layout.context)
+    block = _block_bytes(workload, workload.micro_batch * run.seq_len / workload.layout.context)
     return block * (1 if run.framework == "megatron" else 2)
 
 
@@ -128,9 +127,9 @@ def _block_bytes(workload: Workload, tokens: float) -> float:
     inner = (4 * model.query_width + 2 * model.kv_width) / tensor
     wide = (4 if not model.gated else 6) * model.ffn / tensor * (model.active_experts or 1)
     scores = 0.0
-    if not run.fused_attention and run.recompute in ("none", "full"):
+    if not run.fused_attention and workload.recompute in ("none", "full"):
         scores = 5 * model.heads * run.seq_len / tensor
-    if run.recompute == "selective":
+    if workload.recompute == "selective":
         # Every second product's result is kept (queries, values, one of the MLP's wide ones, its last), the block's
         # input and attention's result.
         norms = 4 * hidden / across
@@ -142,10 +141,10 @@ def _block_bytes(workload: Workload, tokens: float) -> float:
 def _temporary(workload: Workload) -> float:
     model, layout, run = workload.model, workload.layout, workload.run
     assert isinstance(model, ModelShape)
-    tokens = run.micro_batch * run.seq_len / layout.context
+    tokens = workload.micro_batch * run.seq_len / layout.context
     logits = tokens * model.vocab * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
     units = 0.0
-    if layout.sharding == "fsdp":
+    if layout.is_fully_sharded:
         units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor
     return max(0.0, logits - _recomputed_bytes(workload)) + units
 
@@ -164,7 +163,7 @@ def _logit_bytes(workload: Workload) -> float:
         case "compiled":
             return 16 / tensor if workload.run.split_loss else 8 + 8 / tensor
         case _:
-            return (6 if workload.layout.is_flat else 16) / tensor
+            return (6 if workload.run.is_flat else 16) / tensor
 
 
 def _of_samples(model: SampleModel, workload: Workload) -> Footprint:
@@ -174,7 +173,7 @@ def _of_samples(model: SampleModel, workload: Workload) -> Footprint:
         parameters=model.params * 4,
         gradients=model.params * 4,
         optimizer=model.params * 8,
-        activations=run.micro_batch * model.activations * width * 2.5,
+        activations=workload.micro_batch * model.activations * width * 2.5,
         temporary=0.0,
         framework=_CONTEXT_BYTES,
     )

@@ -29,21 +29,20 @@ Activations come from the model's facts. Checkpointing keeps the inputs of a blo
 
 Known error. Parameters, gradients and optimizer state are exact but for padding (under 1 % for units above 100,000
 parameters). Activations: see ``activations.py``. What an allocator loses between tensors is not counted: the margin of
-``choice.py`` is for that.
+``search/choice.py`` is for that.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from paceline.config import FULLY_SHARDED, Config, OptimConfig, num_chunks
+from paceline.config import Config, OptimConfig
+from paceline.plan.layout import Layout, Offload
+from paceline.plan.memory import MemoryEstimate
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
-from paceline.predict.memory.parts import Part, Spread, bounds_asked, parts_of
+from paceline.predict.memory.parts import RankPart, parts_of
 from paceline.units import MIB
 
-_LARGEST_BUCKET = 25 * MIB  # the default, and the most that ZeRO takes where buckets are chosen from what is measured
 _FRAMEWORK_BYTES = {"cpu": 350 * MIB, "cuda": 1000 * MIB}  # the process itself; the context, libraries and workspaces
 
 
@@ -53,95 +52,21 @@ def framework_bytes(device: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """How a model is trained, as far as memory is concerned. ``group``: the ranks that share one copy of it."""
+class StateFacts:
+    """What memory depends on besides model and layout: bytes of a parameter as it is built, and what is kept for it."""
 
-    strategy: str
-    group: int = 1
-    precision: str = "fp32"
     itemsize: int = 4
-    microbatch: int = 1
     optimizer_slots: int = 2  # numbers that the optimizer keeps for each parameter, and the average of weights
-    checkpoint: str = "none"
-    offload: tuple[str, ...] = ()
-    reshard: bool | int = True
-    prefetch: int = 1
-    bucket_bytes: int = _LARGEST_BUCKET
     device: str = "cuda"
-    compression: str = "none"
-    error_feedback: bool = True
-    factor_rank: int = 0  # of PowerSGD
-    spread: Spread = dataclasses.field(default_factory=Spread)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Bytes of one rank, on its device by category, and on its host where something is offloaded."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
-    temporary: int
-    framework: int
-    host: int = 0
-    compression: int = 0  # what ranks owe one another
-
-    @property
-    def device_bytes(self) -> int:
-        """All of the device's."""
-        states = self.parameters + self.gradients + self.optimizer + self.buffers + self.compression
-        return states + self.activations + self.temporary + self.framework
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the estimate as plain data."""
-        return dataclasses.asdict(self) | {"device_bytes": self.device_bytes}
-
-
-def spread_of(config: Config, model: ModelFacts, microbatches: int) -> Spread | None:
-    """Reads from a config how a model is spread; None where that takes more than the config and the facts.
-
-    ``microbatches`` are those of a step. A schedule of the user's own, and layers of models of other code, are read
-    only when the run starts.
-    """
-    parallel = config.parallel
-    if parallel.pipeline * parallel.tensor == 1:
-        return Spread()
-    if not model.layers or parallel.schedule_file is not None:
-        return None
-    return Spread(
-        pipeline=parallel.pipeline,
-        tensor=parallel.tensor,
-        is_sequence=parallel.sequence_parallel,
-        schedule=parallel.schedule,
-        chunks=num_chunks(parallel) if parallel.pipeline > 1 else 1,
-        microbatches=microbatches,
-        bounds=bounds_asked(config, model) if parallel.pipeline > 1 else None,
-    )
-
-
-def setting_of(config: Config, *, group: int, microbatch: int, device: str, spread: Spread | None = None) -> Setting:
-    """Reads from a config how its model is trained; ``parallel.strategy`` is decided already."""
-    parallel, memory, compression = config.parallel, config.memory, config.comm.compression
-    return Setting(
-        strategy="fsdp" if parallel.strategy == "zero3" else parallel.strategy,
-        group=group,
-        precision=config.train.precision,
-        itemsize=8 if config.train.dtype == "float64" else 4,
-        microbatch=microbatch,
-        optimizer_slots=optimizer_slots(config.optim) + (config.train.ema_decay is not None),
-        checkpoint=memory.checkpoint_activations,
-        offload=tuple(memory.offload),
-        reshard=parallel.reshard_after_forward,
-        prefetch=parallel.prefetch,
-        bucket_bytes=_LARGEST_BUCKET if config.comm.bucket_mb == "auto" else int(config.comm.bucket_mb * MIB),
-        device=device,
-        compression=compression.policy,
-        error_feedback=compression.error_feedback,
-        factor_rank=compression.factor_rank if compression.policy == "powersgd" else 0,
-        spread=spread or Spread(),
-    )
+    @classmethod
+    def of(cls, config: Config, device: str) -> StateFacts:
+        """Reads them from a config."""
+        return cls(
+            itemsize=8 if config.train.dtype == "float64" else 4,
+            optimizer_slots=optimizer_slots(config.optim) + (config.train.ema_decay is not None),
+            device=device,
+        )
 
 
 def optimizer_slots(optim: OptimConfig) -> int:
@@ -151,178 +76,172 @@ def optimizer_slots(optim: OptimConfig) -> int:
     return 2
 
 
-def estimate_memory(model: ModelFacts, setting: Setting) -> MemoryEstimate:
+def is_known(model: ModelFacts, layout: Layout) -> bool:
+    """Whether the facts say how a model is split so.
+
+    A schedule of the user's own, and layers of models of other code, are known only when the run starts.
+    """
+    return not layout.is_split or (bool(model.layers) and isinstance(layout.schedule, str))
+
+
+def estimate_memory(model: ModelFacts, layout: Layout, states: StateFacts) -> MemoryEstimate:
     """Estimates what one rank holds at the worst moment of a step; of a split model, the rank that holds the most."""
-    if not setting.spread.is_any:
-        return _estimate_part(Part(model=model), setting)
-    return max(estimate_ranks(model, setting), key=lambda need: need.device_bytes)
+    if not layout.is_split:
+        return _Estimate(RankPart(model=model), layout, states).total()
+    return max(estimate_ranks(model, layout, states), key=lambda need: need.device_bytes)
 
 
-def estimate_ranks(model: ModelFacts, setting: Setting) -> tuple[MemoryEstimate, ...]:
+def estimate_ranks(model: ModelFacts, layout: Layout, states: StateFacts) -> tuple[MemoryEstimate, ...]:
     """Estimates what the ranks of a pipeline hold, one after another; one estimate where there is no pipeline."""
-    return tuple(_estimate_part(part, setting) for part in parts_of(model, setting.spread))
+    return tuple(_Estimate(part, layout, states).total() for part in parts_of(model, layout))
 
 
-def _estimate_part(part: Part, setting: Setting) -> MemoryEstimate:
-    model = part.model
-    setting = setting if setting.device == "cuda" else dataclasses.replace(setting, offload=())
-    states = _States.of(model.parameters, setting)
-    kept, again = _activations(model, setting)
-    activations = round(part.in_flight * kept + again)
-    # What is received is posted early: the next input and the next gradient.
-    temporary = round(setting.microbatch * (model.temporary_bytes + 2 * part.edge_bytes)) + _in_flight(model, setting)
-    host = 0
-    if _is_on_host(setting):
-        slice_bytes, low_slice = states.slice_bytes, -(-states.low_precision // setting.group)
-        staged = low_slice if states.low_precision != setting.itemsize * model.parameters else 0
-        host = (2 + setting.optimizer_slots) * slice_bytes + staged  # masters and gradients, and what is copied from
-        resident = 0 if "parameters" in setting.offload else low_slice
-        gradients = states.gradients if setting.strategy == "zero1" else 0
-        states = dataclasses.replace(states, masters=resident, optimizer=0, gradients=gradients)
-    elif "gradients" in setting.offload and _has_copy(setting):
-        host = states.gradients
-        # Those of the last microbatch come as the activations go, and the others are added to them.
-        temporary += max(0, states.gradients - activations)
-        states = dataclasses.replace(states, gradients=0)
-    return MemoryEstimate(
-        parameters=states.whole + states.masters,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        activations=activations,
-        buffers=model.buffer_bytes,
-        temporary=temporary,
-        framework=_FRAMEWORK_BYTES[setting.device],
-        host=host,
-        compression=_owed(model, setting),
-    )
-
-
-def largest_microbatch(model: ModelFacts, setting: Setting, budget_bytes: int) -> int:
+def largest_microbatch(model: ModelFacts, layout: Layout, states: StateFacts, budget_bytes: int) -> int:
     """Returns the most samples that an estimate finds room for, and at least 1: memory grows along a line."""
-    one, two = (
-        estimate_memory(model, dataclasses.replace(setting, microbatch=samples)).device_bytes for samples in (1, 2)
-    )
+    one, two = (estimate_memory(model, replace(layout, microbatch=samples), states).device_bytes for samples in (1, 2))
     return max(1, 1 + (budget_bytes - one) // max(two - one, 1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _States:
-    """What lasts from step to step: whole parameters, masters (or slices), gradients, optimizer state."""
-
-    whole: int
-    masters: int
-    gradients: int
-    optimizer: int
-    low_precision: int  # all parameters in the dtype that the module computes with
-    slice_bytes: int  # a rank's share of the parameters as they were built
-
-    @classmethod
-    def of(cls, parameters: int, setting: Setting) -> _States:
-        strategy, group, full = setting.strategy, setting.group, parameters * setting.itemsize
-        computed = parameters * _param_bytes(setting)
-        has_masters = computed != full
-        slice_bytes = -(-full // group)
-        is_sharded = strategy in FULLY_SHARDED
-        keeps_whole = not is_sharded
-        masters = slice_bytes if is_sharded or (has_masters and strategy != "ddp") else full if has_masters else 0
-        return cls(
-            whole=computed if keeps_whole else 0,
-            masters=masters,
-            gradients=full if strategy in ("ddp", "zero1") else slice_bytes,
-            optimizer=setting.optimizer_slots * (full if strategy == "ddp" else slice_bytes),
-            low_precision=computed,
-            slice_bytes=slice_bytes,
-        )
-
-
-def activation_bytes(model: ModelFacts, setting: Setting) -> float:
+def activation_bytes(model: ModelFacts, layout: Layout) -> float:
     """Returns what forward leaves for backward, and what is computed again beside it, for one microbatch."""
-    return sum(_activations(model, setting))
+    return sum(_activations(model, layout))
 
 
-def _activations(model: ModelFacts, setting: Setting) -> tuple[float, float]:
+def _activations(model: ModelFacts, layout: Layout) -> tuple[float, float]:
     """Returns what stays of a microbatch until backward, and what is computed again beside it, a block at a time."""
     kept = recomputed = 0.0
     for number, block in enumerate(model.blocks):
-        part_kept, part_again = _kept(block, number, setting)
-        kept += part_kept
-        recomputed = max(recomputed, part_again)
-    return setting.microbatch * model.root.saved_bytes + model.root.cast_bytes + kept, recomputed
+        block_kept, block_again = _kept(block, number, layout)
+        kept += block_kept
+        recomputed = max(recomputed, block_again)
+    return layout.microbatch * model.root.saved_bytes + model.root.cast_bytes + kept, recomputed
 
 
-def _kept(block: BlockFacts, number: int, setting: Setting) -> tuple[float, float]:
+def _kept(block: BlockFacts, number: int, layout: Layout) -> tuple[float, float]:
     """Returns what stays of a block until backward, and what backward makes again when it comes to it."""
-    everything = setting.microbatch * block.saved_bytes + block.cast_bytes
-    policy = setting.checkpoint
+    everything = layout.microbatch * block.saved_bytes + block.cast_bytes
+    policy = layout.checkpoint_activations
     if policy == "none" or (policy.startswith("every_") and number % int(policy[-1])):
         return everything, 0.0
-    kept = setting.microbatch * block.input_bytes
+    kept = layout.microbatch * block.input_bytes
     if policy == "matmuls":
-        kept += setting.microbatch * block.product_bytes
+        kept += layout.microbatch * block.product_bytes
     return kept, max(everything - kept, 0.0)
 
 
-def _owed(model: ModelFacts, setting: Setting) -> int:
-    """Returns what compression keeps between steps. Norms and biases, which travel whole, are counted in."""
-    if setting.compression == "none":
-        return 0
-    numbers = 2 * model.parameters if setting.error_feedback else 0
-    numbers += 2 * setting.factor_rank * model.columns
-    return -(-numbers * setting.itemsize // setting.group)
+class _Estimate:
+    """The bytes of one rank, category by category."""
 
+    def __init__(self, part: RankPart, layout: Layout, states: StateFacts) -> None:
+        self.part, self.model, self.layout = part, part.model, layout
+        self.offload = layout.offload if states.device == "cuda" else Offload()
+        self.itemsize, self.slots, self.device = states.itemsize, states.optimizer_slots, states.device
+        # All parameters in bytes: as they were built, a rank's slice of that, and as the module computes with them.
+        self.full = self.model.parameters * self.itemsize
+        self.slice = self._slice_of(self.full)
+        self.param_bytes = 2 if layout.precision == "bf16_master" else self.itemsize
+        self.computed = self.model.parameters * self.param_bytes
 
-def _in_flight(model: ModelFacts, setting: Setting) -> int:
-    """Returns what communication holds for a while: units that are gathered, gradients on their way."""
-    return _moving(model, setting) + _compressed(model, setting)
+    @property
+    def has_copy(self) -> bool:
+        """Whether parameters and what is updated are two things; where a rank that is alone has one, nothing moves."""
+        return self.layout.shards > 1 or self.computed_apart or self.offload.updates_on_host
 
+    @property
+    def computed_apart(self) -> bool:
+        """Whether the module computes with parameters in another dtype than that of the masters."""
+        return self.param_bytes != self.itemsize
 
-def _compressed(model: ModelFacts, setting: Setting) -> int:
-    """Returns the vectors that are compressed, where they are not kept as what is owed, and one bucket's average."""
-    if setting.compression == "none":
-        return 0
-    whole = -(-model.parameters * setting.itemsize // setting.group)
-    return min(setting.bucket_bytes, whole) + (0 if setting.error_feedback else whole)
+    def total(self) -> MemoryEstimate:
+        layout, model, offload = self.layout, self.model, self.offload
+        kept, again = _activations(model, layout)
+        activations = round(self.part.in_flight * kept + again)
+        # What is received is posted early: the next input and the next gradient.
+        temporary = round(layout.microbatch * (model.temporary_bytes + 2 * self.part.edge_bytes))
+        temporary += self._moving() + self._compressed()
+        whole = 0 if layout.is_fully_sharded else self.computed
+        masters, gradients, optimizer, host = self._masters(), self._gradients(), self._optimizer(), 0
+        if offload.updates_on_host:
+            low_slice = self._slice_of(self.computed)
+            staged = low_slice if self.computed != self.full else 0
+            host = (2 + self.slots) * self.slice + staged  # masters and gradients, and what is copied from
+            masters, optimizer = 0 if offload.parameters else low_slice, 0
+            gradients = gradients if layout.strategy == "zero1" else 0
+        elif offload.gradients and self.has_copy:
+            host = gradients
+            # Those of the last microbatch come as the activations go, and the others are added to them.
+            temporary += max(0, gradients - activations)
+            gradients = 0
+        return MemoryEstimate(
+            parameters=whole + masters,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=activations,
+            buffers=model.buffer_bytes,
+            temporary=temporary,
+            framework=_FRAMEWORK_BYTES[self.device],
+            host=host,
+            compression=self._owed(),
+        )
 
+    # What lasts from step to step.
 
-def _moving(model: ModelFacts, setting: Setting) -> int:
-    param_bytes, full = _param_bytes(setting), model.parameters
-    has_copy = _has_copy(setting)
-    if setting.strategy not in FULLY_SHARDED:
-        return _buckets(model, setting) if has_copy or setting.strategy == "ddp" else 0
-    if not has_copy:
-        return 0
-    gathered = model.root.parameters + min(1 + setting.prefetch, len(model.blocks)) * model.largest_block
-    if setting.reshard is False:
-        gathered = full
-    elif not isinstance(setting.reshard, bool):
-        gathered += full // setting.reshard
-    largest = max(model.largest_block, model.root.parameters)
-    return min(gathered, full) * param_bytes + min(2 * largest, full) * setting.itemsize
+    def _masters(self) -> int:
+        """The parameters that are updated, where they are not those of the module; slices, where ranks share them."""
+        is_cut = self.layout.is_fully_sharded or (self.computed_apart and self.layout.strategy != "ddp")
+        return self.slice if is_cut else self.full if self.computed_apart else 0
 
+    def _gradients(self) -> int:
+        return self.full if self.layout.strategy in ("ddp", "zero1") else self.slice
 
-def _buckets(model: ModelFacts, setting: Setting) -> int:
-    """Returns two buckets of gradients. Those of ZeRO hold a tensor at least, and stage 2 sends slices to the host."""
-    whole = model.parameters * setting.itemsize
-    if setting.strategy == "ddp":
-        return min(2 * setting.bucket_bytes, whole)
-    block, root = (
-        max(setting.bucket_bytes, setting.itemsize * largest)
-        for largest in (max((b.largest_parameter for b in model.blocks), default=0), model.root.largest_parameter)
-    )
-    both = min(block + max(block, root), whole)  # the root's tensors are at the two ends
-    is_cut = setting.strategy == "zero2" and _is_on_host(setting)
-    return both + (both // setting.group if is_cut else 0)
+    def _optimizer(self) -> int:
+        return self.slots * (self.full if self.layout.strategy == "ddp" else self.slice)
 
+    def _owed(self) -> int:
+        """Returns what compression keeps between steps. Norms and biases, which travel whole, are counted in."""
+        compression = self.layout.compression
+        if not compression.is_any:
+            return 0
+        numbers = 2 * self.model.parameters if compression.error_feedback else 0
+        numbers += 2 * compression.factor_rank * self.model.columns if compression.policy == "powersgd" else 0
+        return self._slice_of(numbers * self.itemsize)
 
-def _is_on_host(setting: Setting) -> bool:
-    """Whether the host holds the masters, and updates them."""
-    return "optimizer" in setting.offload or "parameters" in setting.offload
+    # What communication holds for a while: units that are gathered, gradients on their way.
 
+    def _compressed(self) -> int:
+        """Returns the vectors that are compressed, where they are not kept as owed, and one bucket's average."""
+        if not self.layout.compression.is_any:
+            return 0
+        feeds_back = self.layout.compression.error_feedback
+        return min(self.layout.bucket_bytes, self.slice) + (0 if feeds_back else self.slice)
 
-def _has_copy(setting: Setting) -> bool:
-    """Whether parameters and what is updated are two things; where a rank that is alone has one, nothing moves."""
-    return setting.group > 1 or _param_bytes(setting) != setting.itemsize or _is_on_host(setting)
+    def _moving(self) -> int:
+        layout, model, full = self.layout, self.model, self.model.parameters
+        if not layout.is_fully_sharded:
+            return self._buckets() if self.has_copy or layout.strategy == "ddp" else 0
+        if not self.has_copy:
+            return 0
+        gathered = model.root.parameters + min(1 + layout.prefetch, len(model.blocks)) * model.largest_block
+        reshard = layout.reshard_after_forward
+        if reshard is False:
+            gathered = full
+        elif not isinstance(reshard, bool):
+            gathered += full // reshard
+        largest = max(model.largest_block, model.root.parameters)
+        return min(gathered, full) * self.param_bytes + min(2 * largest, full) * self.itemsize
 
+    def _buckets(self) -> int:
+        """Returns two buckets of gradients. Those of ZeRO hold a tensor at least; stage 2 sends slices to the host."""
+        bucket, model = self.layout.bucket_bytes, self.model
+        if self.layout.strategy == "ddp":
+            return min(2 * bucket, self.full)
+        block, root = (
+            max(bucket, self.itemsize * largest)
+            for largest in (max((b.largest_parameter for b in model.blocks), default=0), model.root.largest_parameter)
+        )
+        both = min(block + max(block, root), self.full)  # the root's tensors are at the two ends
+        is_cut = self.layout.strategy == "zero2" and self.offload.updates_on_host
+        return both + (both // self.layout.shards if is_cut else 0)
 
-def _param_bytes(setting: Setting) -> int:
-    return 2 if setting.precision == "bf16_master" else setting.itemsize
+    def _slice_of(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.layout.shards)

@@ -22,31 +22,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from paceline.config import Config
+from paceline.plan.layout import Layout
 from paceline.predict.memory.cutting import LayerCost, choose_bounds
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """How a model itself is spread. ``bounds``: where the stages begin, and the end; None: by cost."""
-
-    pipeline: int = 1
-    tensor: int = 1
-    is_sequence: bool = False
-    schedule: str = "1f1b"
-    chunks: int = 1
-    microbatches: int = 1
-    bounds: tuple[int, ...] | None = None
-
-    @property
-    def is_any(self) -> bool:
-        """Whether the model is spread at all."""
-        return self.pipeline * self.tensor > 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankPart:
     """One rank's part of a model, and of how many microbatches at once it keeps the activations."""
 
     model: ModelFacts
@@ -54,23 +36,25 @@ class Part:
     edge_bytes: float = 0.0  # of a sample, what comes from another stage
 
 
-def parts_of(model: ModelFacts, spread: Spread) -> Iterator[Part]:
-    """Iterates over the parts of the pipeline's ranks; over the one part of all ranks where there is no pipeline."""
-    if spread.pipeline == 1:
+def parts_of(model: ModelFacts, layout: Layout) -> Iterator[RankPart]:
+    """Iterates over the parts of the pipeline's ranks; over the one part of all ranks where there is no pipeline.
+
+    Raises UsageError where there are fewer layers than stages.
+    """
+    tensor, is_sequence = layout.tensor, layout.sequence_parallel
+    if layout.pipeline == 1:
         everything = range(len(model.layers))
-        yield Part(model=part_of(model, everything, tensor=spread.tensor, is_sequence=spread.is_sequence))
+        yield RankPart(model=part_of(model, everything, tensor=tensor, is_sequence=is_sequence))
         return
-    bounds = spread.bounds or stage_bounds(model, spread.pipeline * spread.chunks)
-    ranges = [range(*ends) for ends in pairwise(bounds)]
-    for rank in range(spread.pipeline):
-        mine = [ranges[stage] for stage in stages_of(spread.schedule, spread.pipeline, spread.chunks, rank)]
+    ranges = [range(*ends) for ends in pairwise(bounds_of(model, layout))]
+    for rank in range(layout.pipeline):
+        mine = [ranges[stage] for stage in stages_of(layout, rank)]
         layers = [index for each in mine for index in each]
-        count = num_in_flight(spread, rank)
         edges = [model.layers[each.start].input_bytes for each in mine if each.start]
-        yield Part(
-            model=part_of(model, layers, tensor=spread.tensor, is_sequence=spread.is_sequence),
-            in_flight=count / spread.chunks,
-            edge_bytes=max(edges, default=0.0) / (spread.tensor if spread.is_sequence else 1),
+        yield RankPart(
+            model=part_of(model, layers, tensor=tensor, is_sequence=is_sequence),
+            in_flight=num_in_flight(layout, rank) / layout.chunks,
+            edge_bytes=max(edges, default=0.0) / (tensor if is_sequence else 1),
         )
 
 
@@ -104,6 +88,19 @@ def part_of(model: ModelFacts, layers: Sequence[int], *, tensor: int = 1, is_seq
     )
 
 
+def bounds_of(model: ModelFacts, layout: Layout) -> tuple[int, ...]:
+    """Returns where the stages of a layout begin, and the end: as it says, else by cost."""
+    entry = len(model.entry) if model.blocks else 0
+    if layout.stage_layers is not None:
+        return (0, *(entry + done for done in list(accumulate(layout.stage_layers))[:-1]), len(model.layers))
+    if isinstance(layout.stages, tuple) and model.blocks:
+        places = {f"layers.{number}": entry + number for number in range(len(model.blocks))}
+        cuts = sorted(places.get(name, len(model.layers) - 1) for name in layout.stages)
+        return (0, *cuts, len(model.layers))
+    return stage_bounds(model, layout.num_stages)
+
+
+@lru_cache(maxsize=64)  # a search asks again and again
 def stage_bounds(model: ModelFacts, stages: int) -> tuple[int, ...]:
     """Returns where ``parallel.stages = auto`` cuts, by the costs of the formulas. Raises UsageError for few layers."""
     return choose_bounds(
@@ -120,30 +117,19 @@ def stage_bounds(model: ModelFacts, stages: int) -> tuple[int, ...]:
     )
 
 
-def bounds_asked(config: Config, model: ModelFacts) -> tuple[int, ...] | None:
-    """Returns where a config says that a model is cut; None where it is left open, or known to the model alone."""
-    parallel, entry = config.parallel, len(model.entry) if model.blocks else 0
-    if parallel.stage_layers is not None:
-        return (0, *(entry + done for done in list(accumulate(parallel.stage_layers))[:-1]), len(model.layers))
-    if not isinstance(parallel.stages, tuple) or not model.blocks:
-        return None
-    places = {f"layers.{number}": entry + number for number in range(len(model.blocks))}
-    cuts = sorted(places.get(name, len(model.layers) - 1) for name in parallel.stages)
-    return (0, *cuts, len(model.layers))
-
-
-def stages_of(schedule: str, ranks: int, chunks: int, rank: int) -> tuple[int, ...]:
+def stages_of(layout: Layout, rank: int) -> tuple[int, ...]:
     """Returns the stages that a rank runs: in turn, and for zb-v down and up again."""
-    if schedule == "zb-v":
+    ranks = layout.pipeline
+    if layout.schedule == "zb-v":
         return rank, 2 * ranks - 1 - rank
-    return tuple(rank + ranks * chunk for chunk in range(chunks))
+    return tuple(rank + ranks * chunk for chunk in range(layout.chunks))
 
 
-def num_in_flight(spread: Spread, rank: int) -> int:
+def num_in_flight(layout: Layout, rank: int) -> int:
     """Returns how many activations a rank holds at once, of one microbatch in one chunk each."""
-    ranks, chunks, microbatches = spread.pipeline, spread.chunks, spread.microbatches
+    ranks, chunks, microbatches = layout.pipeline, layout.chunks, layout.accumulate
     most = chunks * microbatches
-    match spread.schedule:
+    match layout.schedule:
         case "gpipe":
             return most
         case "1f1b":

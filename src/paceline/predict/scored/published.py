@@ -7,7 +7,8 @@ DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatr
 than fused attention; Megatron's loss is fused with eight-bit layers and on Blackwell, which are younger than fused
 losses; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch or a number of
 chunks that is not stated and the ranks that share a layer's experts are chosen by prediction. A word that none of this
-knows is refused, and not taken for the nearest; of a sentence, what is known in it counts.
+knows is refused, and not taken for the nearest; of a sentence, what is known in it counts. Models that tables name
+without printing their sizes have their shapes in known_models.yaml.
 """
 
 from __future__ import annotations
@@ -15,22 +16,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
 
 from paceline.cluster.devices import Cluster, build_cluster
 from paceline.errors import UsageError
-from paceline.plan.workload import (
-    Compute,
-    Framework,
-    Layout,
-    ModelShape,
-    Recompute,
-    Running,
-    SampleModel,
-    Scaling,
-    Sharding,
-    Workload,
-)
-from paceline.predict.scored.known_models import known_samples, known_transformer
+from paceline.plan.layout import Layout, Strategy
+from paceline.plan.workload import Compute, Framework, ModelShape, Running, SampleModel, Scaling, Workload
 from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
 
 METRICS = {
@@ -83,19 +78,23 @@ def read_case(row: Row) -> Case:
     chunks = _chunks(row)
     compute = _compute(row)
     volta = cluster.device.generation in ("volta", "turing")
+    sharing = row.text["zero_stage_or_fsdp"].lower()
+    is_plain = layout.strategy == "ddp" and layout.overlap
     run = Running(
         global_batch=row.number("global_batch") or (micro_batch or 1) * layout.data,
         micro_batch=micro_batch or 1,
         seq_len=_seq_len(row, model, framework),
         compute=compute,
-        recompute=_recompute(row),
+        recomputes_attention="attention" in row.text["activation_recompute"].lower(),
         framework=framework,
         fused_attention=not (volta or (framework == "megatron" and compute == "fp16") or _is_encoder(row)),
         pure="pure" in row.text["precision"].lower(),
         autocast="amp" in row.text["precision"].lower(),
         fused_loss=framework == "megatron" and _has_fused_loss(compute, cluster),
         scaling=_scaling(row.text["precision"]),
-        fp8_gather="fp8" in row.text["zero_stage_or_fsdp"].lower(),
+        fp8_gather="fp8" in sharing,
+        is_flat=not is_plain and "fsdp2" not in sharing,
+        overlaps_tensor=framework == "megatron" and layout.overlap,
     )
     return Case(
         workload=Workload(model=model, layout=layout, run=run),
@@ -220,24 +219,22 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape | SampleModel) -> Layo
         raise RowError(
             f"columns dp, tp, pp, cp: {data} x {tensor} x {pipeline} x {context} ranks are not n_gpus = {devices}"
         )
-    sharding, group = _sharding(row, data)
-    recompute = row.text["activation_recompute"].lower()
-    framework = _framework(row)
-    modern = framework == "megatron" and sharding != "none"
+    strategy, group, overlap = _sharing(row, data)
+    framework, chunks = _framework(row), _chunks(row) or 1
+    is_cut = "sequence" in row.text["activation_recompute"].lower() or framework == "compiled"
     return Layout(
-        devices=devices,
+        strategy=strategy,
         data=data,
         tensor=tensor,
         pipeline=pipeline,
-        chunks=_chunks(row) or 1,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=chunks,
         context=context,
         expert=_expert_ranks(model, min(data * context, max(1, cluster.node.devices // tensor))),
-        sharding=sharding,
-        shard_group=group,
-        is_flat=sharding in ("zero1", "zero2", "fsdp", "none")
-        and "fsdp2" not in row.text["zero_stage_or_fsdp"].lower(),
-        sequence_parallel=tensor > 1 and ("sequence" in recompute or modern or framework == "compiled"),
-        overlaps_tensor=modern,
+        shard_ranks=min(group, data * context) if group else data * context,
+        overlap=overlap,
+        sequence_parallel=tensor > 1 and (is_cut or (framework == "megatron" and overlap)),
+        checkpoint_activations=_checkpoint(row),
     )
 
 
@@ -265,7 +262,11 @@ def _chunks(row: Row) -> int | None:
     return None if is_remark else row.whole("vpp", 0) or None
 
 
-def _sharding(row: Row, data: int) -> tuple[Sharding, int]:
+def _sharing(row: Row, data: int) -> tuple[Strategy, int, bool]:
+    """Returns the strategy, the ranks that share states (0: all), and whether gradients are sent beside the backward.
+
+    Where a row says nothing of data-parallel ranks, Megatron reduces the gradients when the backward is done.
+    """
     text = row.text["zero_stage_or_fsdp"]
     low = text.lower()
     stage = _STAGE.search(low)
@@ -273,18 +274,18 @@ def _sharding(row: Row, data: int) -> tuple[Sharding, int]:
     if number > 3:
         raise RowError(f"column zero_stage_or_fsdp: {text!r} names stage {number}, and stages of ZeRO are 0 to 3")
     if "fsdp" in low or "hsdp" in low or number == 3:
-        return ("fsdp", 0) if data > 1 else ("none", 0)
+        return ("fsdp", 0, True) if data > 1 else ("ddp", 0, False)
     if number == 2:
-        return "zero2", 0
+        return "zero2", 0, True
     if number == 1 or "distributed optimizer" in low:
         found = re.search(r"within (\d+) ranks", low)
-        return "zero1", min(int(found[1]), data) if found else 0
+        return "zero1", min(int(found[1]), data) if found else 0, True
     if stage is None and "megatron" not in low and not _NOT_SHARDED.match(low) and _is_word(low):
         raise RowError(
             f"column zero_stage_or_fsdp: {text!r} names none of none, DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP, distributed "
             "optimizer"
         )
-    return ("ddp", 0) if low.startswith("ddp") or stage is not None else ("none", 0)
+    return "ddp", 0, low.startswith("ddp") or stage is not None
 
 
 def _framework(row: Row) -> Framework:
@@ -299,13 +300,13 @@ def _framework(row: Row) -> Framework:
     return "eager" if any(word in low for word in ("ddp", "fsdp", "hsdp", "zero")) else "megatron"
 
 
-def _recompute(row: Row) -> Recompute:
+def _checkpoint(row: Row) -> str:
     text = row.text["activation_recompute"]
     low = text.lower()
     if low.startswith("full"):
         return "full"
     if low.startswith("selective"):
-        return "attention" if "attention" in low else "selective"
+        return "matmuls"
     if _is_word(low) and not _NO_RECOMPUTE.match(low):
         raise RowError(f"column activation_recompute: {text!r} is none of full, selective, none, not stated")
     return "none"
@@ -352,3 +353,45 @@ def _micro_batch(row: Row, model: ModelShape | SampleModel, layout: Layout) -> f
         return count
     # The unit of a batch is a sentence or a segment, that of the model a token.
     return count * (row.whole("seq_len", 0) or model.samples_each) if model.unit == "token" else count
+
+
+def known_transformer(name: str) -> ModelShape | None:
+    """Returns a transformer's shape by the name that a table gives it; None where it is not known."""
+    entry = _find(name, "transformers")
+    if entry is None:
+        return None
+    fields = {key: value for key, value in entry.items() if key != "total"}
+    return ModelShape(**fields, total_params=float(entry.get("total", 0.0)))
+
+
+def known_samples(name: str) -> SampleModel | None:
+    """Returns a convolutional, recurrent or translation model by name; None where it is not known."""
+    entry = _find(name, "samples")
+    if entry is None:
+        return None
+    return SampleModel(
+        name=_key(name),
+        params=float(entry["params"]),
+        flops=float(entry["flops"]),
+        activations=float(entry["activations"]),
+        kernels=int(entry["kernels"]),
+        unit=entry.get("unit", "image"),
+        kind=entry.get("kind", "convolution"),
+        samples_each=float(entry.get("each", 1.0)),
+    )
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)", "", name.lower()))
+
+
+def _find(name: str, section: str) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = _catalog()[section].get(_key(name))
+    return found
+
+
+@cache
+def _catalog() -> dict[str, Any]:
+    text = resources.files("paceline.predict.scored").joinpath("known_models.yaml").read_text()
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded

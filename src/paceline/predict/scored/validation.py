@@ -14,9 +14,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.plan.workload import ModelShape, Part
+from paceline.plan.workload import ModelShape, Shown
 from paceline.predict.formulas.constants import ConstantSets
-from paceline.predict.formulas.predict import Prediction, in_metric, model_flops, predict_case
+from paceline.predict.formulas.predict import Prediction, model_flops
+from paceline.predict.scored.cases import in_metric, predict_case
 from paceline.predict.scored.measured_table import Row, RowError, Table
 from paceline.predict.scored.published import Case, read_case
 from paceline.predict.scored.scores import Errors, Ranking, Scaling, errors_of, ranking_of, scaling_of
@@ -100,8 +101,7 @@ class Validation:
 def validate(table: Table, split: str | None = None, sets: ConstantSets | None = None) -> Validation:
     """Predicts the rows of a table, then scores them. Raises UsageError for a split that it does not have."""
     chosen = table.of_split(split)
-    parts = _parts(chosen.rows)
-    predicted = [_predict(row, part, sets) for row, part in zip(chosen.rows, parts, strict=True)]
+    predicted = [_predict(row, shown, sets) for row, shown in zip(chosen.rows, _shown(chosen.rows), strict=True)]
     rows = tuple(_with_result(each, text) for each, text in zip(predicted, chosen.measured, strict=True))
     references = _references(table, rows, sets)
     families = tuple(
@@ -140,7 +140,7 @@ def _references(table: Table, rows: Sequence[Scored], sets: ConstantSets | None)
     return found
 
 
-def _parts(rows: Sequence[Row]) -> list[Part]:
+def _shown(rows: Sequence[Row]) -> list[Shown]:
     """What a row of memory counts. Where a table lists states apart, whatever is recomputed ("any"), its other rows of
     such runs count activations alone."""
     keys = ("model_family", "zero_stage_or_fsdp", "precision", "gpu")
@@ -149,7 +149,7 @@ def _parts(rows: Sequence[Row]) -> list[Part]:
         for row in rows
         if row.metric == MEMORY and row.text["activation_recompute"].lower() == "any"
     }
-    found: list[Part] = []
+    found: list[Shown] = []
     for row in rows:
         if row.metric != MEMORY or tuple(row.text[key] for key in keys) not in apart:
             found.append("all")
@@ -158,12 +158,12 @@ def _parts(rows: Sequence[Row]) -> list[Part]:
     return found
 
 
-def _predict(row: Row, part: Part, sets: ConstantSets | None) -> Scored:
+def _predict(row: Row, shown: Shown, sets: ConstantSets | None) -> Scored:
     try:
         case = read_case(row)
     except RowError as error:
         return Scored(row=row, skipped=f"line {row.line}, {error}")
-    workload = replace(case.workload, run=replace(case.workload.run, part=part))
+    workload = replace(case.workload, run=replace(case.workload.run, shown=shown))
     case = replace(case, workload=workload)
     prediction = predict_case(case, sets)
     return Scored(
@@ -181,11 +181,11 @@ def _flops_per_unit(case: Case, prediction: Prediction) -> float:
     each = model_flops(workload)
     match case.metric:
         case "step_time_s":
-            return each * workload.run.global_batch / workload.layout.devices
+            return each * workload.global_batch / workload.layout.ranks
         case "tokens_per_s_per_gpu":
             return each / (workload.run.seq_len if isinstance(workload.model, ModelShape) else 1)
         case "img_per_s" | "seq_per_s":
-            return each / workload.layout.devices
+            return each / workload.layout.ranks
         case _:
             return 1.0
 

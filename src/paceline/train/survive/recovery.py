@@ -1,13 +1,12 @@
 """What is done when something goes wrong: pure functions from what happened to a decision.
 
-    a rank died, raised, hung         after_failure(policy, attempts) -> Restart | Stop     asked by the launcher
     a step's gradients are not finite  on_bad_step(policy, num_in_a_row, limit, ...)        asked by every rank
     the loss jumped                    find_spike(losses) then on_spike(policy, ...)        asked by every rank
     a checkpoint cannot be written     on_full_disk(policy, ...)                            asked by every rank
 
 Nothing here talks, reads a clock or imports torch: whoever asks with the same values gets the same answer, so that
-ranks which hold the same numbers agree without a word. A run that is started again must get further than before, and
-an error that comes twice at the same step comes a third time.
+ranks which hold the same numbers agree without a word. What is done about ranks that died or hung is decided by
+``health/diagnosis.py``.
 """
 
 from __future__ import annotations
@@ -16,25 +15,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-Kind = Literal["killed", "error", "mistake", "out_of_memory", "full_disk", "hang", "lost", "refused"]
+from paceline.health.diagnosis import Stop
+
 SpikeRule = Literal["factor", "deviations"]
 
-# Errors of the program and not of its surroundings: they come again.
-MISTAKES: Final = frozenset(
-    {
-        "AssertionError",
-        "AttributeError",
-        "ImportError",
-        "ModuleNotFoundError",
-        "NameError",
-        "NotImplementedError",
-        "SyntaxError",
-        "TypeError",
-        "UnboundLocalError",
-    }
-)
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 
 
@@ -47,98 +33,6 @@ class StopRequest:
     def ask(self, number: int) -> None:
         """Asks for a stop. Safe in a signal handler."""
         self.signal = number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
-    """What ended an attempt: its kind, on which rank, after how many steps, and the first line that tells of it."""
-
-    kind: Kind
-    rank: int
-    step: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One start of the ranks: from which step, how far it came, and what ended it."""
-
-    first_step: int
-    incident: Incident
-
-    @property
-    def last_step(self) -> int:
-        """The last step that was trained."""
-        return max(self.first_step, self.incident.step)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """How often ranks are started again, and after what."""
-
-    max_restarts: int = 3
-    max_stalled_restarts: int = 1
-    on_oom: Literal["stop", "restart", "halve"] = "stop"
-    on_hang: Literal["restart", "stop"] = "restart"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """The ranks are started again; ``halves_microbatch`` with half as many samples at a time."""
-
-    number: int
-    halves_microbatch: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
-    """The run ends. ``reason`` is empty where the incident says it all; ``gives_up``: after it was started again."""
-
-    reason: str = ""
-    gives_up: bool = False
-
-
-def after_failure(policy: RestartPolicy, attempts: Sequence[Attempt]) -> Restart | Stop:
-    """Decides about a run whose attempts have all failed, the last one just now."""
-    incident, number = attempts[-1].incident, len(attempts)
-    if incident.kind == "refused" or policy.max_restarts == 0:
-        return Stop()
-    if incident.kind == "mistake":
-        return Stop(reason="not started again: an error of this kind comes again")
-    if incident.kind == "out_of_memory" and policy.on_oom == "stop":
-        return Stop(reason="not started again: memory would run out again (see recovery.on_oom)")
-    if incident.kind == "full_disk":
-        return Stop(reason="not started again: it must be able to write first")
-    if incident.kind == "hang" and policy.on_hang == "stop":
-        return Stop(reason="not started again: recovery.on_hang = stop")
-    halves = incident.kind == "out_of_memory" and policy.on_oom == "halve"
-    if number > 1 and _is_same(attempts[-2].incident, incident) and not halves:
-        return Stop(reason=f"not started again: the same came twice, after step {incident.step}", gives_up=True)
-    if incident.kind == "error" and incident.step == 0 and number == 1 and attempts[-1].first_step == 0:
-        return Stop(reason="not started again: it came before the first step, and would again")
-    if number > policy.max_restarts:
-        reason = f"not started again: recovery.max_restarts = {policy.max_restarts} is reached"
-        return Stop(reason=reason, gives_up=True)
-    stalled = num_stalled(attempts)
-    if stalled > policy.max_stalled_restarts:
-        times = "the last restart" if stalled == 1 else f"each of the last {stalled} restarts"
-        return Stop(reason=f"not started again: {times} came no further than step {_best(attempts)}", gives_up=True)
-    return Restart(number=number, halves_microbatch=halves)
-
-
-def num_stalled(attempts: Sequence[Attempt]) -> int:
-    """Counts the attempts since the one that came furthest; an earlier one counts where two came as far."""
-    best = _best(attempts)
-    first = next(place for place, attempt in enumerate(attempts) if attempt.last_step == best)
-    return len(attempts) - 1 - first
-
-
-def _best(attempts: Sequence[Attempt]) -> int:
-    return max(attempt.last_step for attempt in attempts)
-
-
-def _is_same(before: Incident, now: Incident) -> bool:
-    return (before.kind, before.rank, before.step, before.message) == (now.kind, now.rank, now.step, now.message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

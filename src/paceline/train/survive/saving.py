@@ -27,9 +27,10 @@ from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.errors import CheckpointError
+from paceline.health.diagnosis import Stop
 from paceline.records.records import EventRecord
 from paceline.train.run_state import collect_state
-from paceline.train.survive.recovery import Stop, on_full_disk
+from paceline.train.survive.recovery import on_full_disk
 from paceline.train.trainer import StepResult, Trainer
 
 _AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end

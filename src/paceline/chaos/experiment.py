@@ -1,0 +1,285 @@
+"""A run with faults: ``paceline train`` in a process of its own, started again as a scheduler would, and its report.
+
+The faults happen inside the ranks (``inject.py``), which find their plan through an environment variable. Here the
+command is started, what it says is noted with its time, and what its records say is put together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from paceline.chaos.faults import Fault, check_faults, parse_faults, place_faults, random_faults
+from paceline.chaos.notes import VARIABLE, Fired, Passed, Started, read_notes, read_plan, write_plan
+from paceline.chaos.report import Report, Sameness, compare_steps, make_report
+from paceline.chaos.timeline import Command, Notes, Policies, handle, straggler_verdict
+from paceline.checkpoint import list_checkpoints
+from paceline.checkpoint.find import read_manifest
+from paceline.checkpoint.tools.samples import check_samples
+from paceline.checkpoint.values import decode
+from paceline.config import Config, load_config
+from paceline.config.load import LoadedConfig
+from paceline.errors import CheckpointError, ConfigError
+from paceline.health.exit_codes import DONE, MEANINGS, REFUSED
+from paceline.records.records import read_records
+from paceline.records.summary import RankAttempt, split_attempts
+
+_SAVE_EVERY = 10  # steps, where a config saves nothing on the way
+_HANG_S = 5.0  # where a config says nothing: nobody wants to watch a minute
+_HANG_SETUP_S = 30.0  # the first step of an attempt counts as set-up
+_CHANGES_RESULT = ("nan", "spike")
+_LOOK_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultyRun:
+    """A config as it is run with faults: the file, what is changed about it, and where the run goes.
+
+    ``environment`` is that of the command; ``say`` tells the user what happens.
+    """
+
+    path: Path
+    overrides: tuple[str, ...]
+    config: Config
+    ranks: int
+    environment: Mapping[str, str]
+    say: Callable[[str], None]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.monitor.folder) / self.config.name
+
+
+def prepare_run(
+    loaded: LoadedConfig,
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    may_hang: bool,
+    ranks: int,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+) -> FaultyRun:
+    """Changes of a config what it leaves open and a run with faults needs; ``ranks`` are those of an open number."""
+    config, changes, notes = loaded.config, [f"name={loaded.config.name}-chaos"], []
+
+    def is_open(key: str) -> bool:
+        return loaded.sources.get(key, "default") == "default"
+
+    if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
+        changes.append(f"checkpoint.every_steps={_SAVE_EVERY}")
+        notes.append(f"the config saves nothing on the way: saving every {_SAVE_EVERY} steps (checkpoint.every_steps)")
+    if is_open("monitor.hang_s"):
+        changes.append(f"monitor.hang_s={_HANG_S:g}")
+    if may_hang and is_open("monitor.hang_setup_s"):
+        changes.append(f"monitor.hang_setup_s={_HANG_SETUP_S:g}")
+    if is_open("recovery.max_restarts"):
+        changes.append("recovery.max_restarts=100")  # faults are as many as were asked for
+    changed = [*overrides, *changes]
+    final = load_config(path, changed)
+    return FaultyRun(
+        path=path,
+        overrides=tuple(changed),
+        config=final,
+        ranks=final.parallel.ranks if isinstance(final.parallel.ranks, int) else ranks,
+        environment=environment,
+        say=say,
+        notes=tuple(notes),
+    )
+
+
+def plan_faults(run: FaultyRun, text: str | None, *, num_random: int, seed: int) -> list[Fault]:
+    """Reads or draws the faults. Raises ConfigError with all that cannot happen in this run."""
+    every, total = run.config.checkpoint.every_steps or _SAVE_EVERY, run.config.train.steps
+    if text is None:
+        faults = random_faults(seed, num_random, ranks=run.ranks, last_step=total or 5 * every)
+    else:
+        faults = place_faults(parse_faults(text), after=2 * every)
+    problems = check_faults(faults, ranks=run.ranks, total_steps=total)
+    if problems:
+        raise ConfigError(problems, source="--faults")
+    return faults
+
+
+def run_with_faults(
+    run: FaultyRun, faults: Sequence[Fault], scratch: Path, *, seed: int, compare: bool, mtbf_s: float | None
+) -> Report | None:
+    """Trains with faults and reports what it cost; None where the command refused to start, which it has told.
+
+    ``compare``: trains undisturbed too, and compares every loss.
+    """
+    for note in run.notes:
+        run.say(note)
+    write_plan(scratch, seed, faults)
+    commands = _run_commands(run, scratch, num_faults=len(faults))
+    if commands[0].code == REFUSED:  # what lies in the folder, if anything, is an older run
+        return None
+    attempts = _attempts(run.folder, run.ranks)
+    notes = Notes(
+        fired=tuple(read_notes(scratch, Fired)),
+        started=tuple(read_notes(scratch, Started)),
+        passed=tuple(read_notes(scratch, Passed)),
+    )
+    handlings = [handle(each, notes, attempts[0], commands, _policies(run.config)) for each in faults]
+    handlings = [
+        replace(each, verdict=straggler_verdict(each, attempts)) if each.fault.kind == "slow" else each
+        for each in handlings
+    ]
+    samples = audit_samples(run.folder)
+    report = make_report(
+        run.config.name,
+        run.ranks,
+        attempts[0],
+        commands,
+        handlings,
+        mtbf_s=mtbf_s,
+        samples=samples,
+        sameness=_compare(run, attempts, faults) if compare else None,
+    )
+    if run.folder.is_dir():
+        kept = run.folder / "chaos"
+        kept.mkdir(exist_ok=True)
+        for path in scratch.iterdir():
+            shutil.copy2(path, kept / path.name)
+        (kept / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def audit_samples(folder: Path) -> str:
+    """Says whether the newest checkpoint of a run has consumed the right samples, each once an epoch."""
+    found = list_checkpoints(folder / "checkpoints")
+    if not found:
+        return "not known: there is no checkpoint"
+    try:
+        manifest = read_manifest(found[-1])
+    except CheckpointError as error:
+        return f"not known: {str(error).splitlines()[0]}"
+    check = check_samples(manifest)
+    if check.problems:
+        return f"wrong: {'; '.join(check.problems)}"
+    state = {key: decode(value) for key, value in manifest.values.items() if key == "consumed"}.get("consumed")
+    if state is None:
+        return "not known: nothing was noted"
+    gaps = sum(
+        after["first"] != before["last"]
+        for before, after in zip(state["segments"], state["segments"][1:], strict=False)
+    )
+    once = "each once an epoch, in order" if not gaps else f"in order, with {gaps} stretches left out"
+    return f"{state['count']:,} up to step {manifest.step}, {once}: {state['hash'][:12]}"
+
+
+def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[Command]:
+    """Runs ``paceline train``, and again with ``--resume auto`` while a fault ended it: what a scheduler would do."""
+    begin = ["train", str(run.path), *run.overrides, "--json"]
+    commands = [_run_command(run, _replacing(begin, run.folder), scratch)]
+    known = 0
+    while commands[-1].code not in (DONE, REFUSED) and len(commands) <= num_faults:
+        happened = len({fired.number for fired in read_notes(scratch, Fired)})
+        if happened == known:
+            break  # it ended for another reason
+        known = happened
+        meaning = MEANINGS.get(commands[-1].code, "ended")
+        run.say(f"exit code {commands[-1].code} ({meaning}): starting it again, as a scheduler would")
+        again = ["train", str(run.folder / "config.yaml"), "--resume", "auto", "--json"]
+        commands.append(_run_command(run, again, scratch))
+    return commands
+
+
+def _replacing(arguments: list[str], folder: Path) -> list[str]:
+    """Returns the arguments of a run that replaces an older one in its folder."""
+    return [*arguments, "--force"] if (folder / "config.yaml").is_file() else arguments
+
+
+def _run_command(run: FaultyRun, arguments: Sequence[str], scratch: Path | None) -> Command:
+    """Runs ``paceline`` in a process of its own; tells what it tells, and which faults happen, as they do."""
+    environment = {name: value for name, value in run.environment.items() if name != VARIABLE}
+    if scratch is not None:
+        environment[VARIABLE] = str(scratch.absolute())
+    start = time.time()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    is_over = threading.Event()
+    teller = threading.Thread(target=_tell_faults, args=(run, scratch, is_over), daemon=True)
+    teller.start()
+    try:
+        assert process.stderr is not None
+        told = _pass_on(process.stderr)
+        code = process.wait()
+    except BaseException:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30.0)  # Ctrl-C has reached it too
+        process.kill()
+        raise
+    finally:
+        is_over.set()
+        teller.join()
+    return Command(start=start, end=time.time(), code=code, told=tuple(told))
+
+
+def _pass_on(lines: Iterable[str]) -> list[tuple[float, str]]:
+    """Passes on what a command says as it does; returns the lines with their times."""
+    told = []
+    for line in lines:
+        told.append((time.time(), line.rstrip("\n")))
+        sys.stderr.write(line.rstrip("\n") + "\n")
+        sys.stderr.flush()
+    return told
+
+
+def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event) -> None:
+    """Tells of each fault when it happens."""
+    if scratch is None:
+        return
+    plan, known = {each.number: each for each in read_plan(scratch).faults}, len(read_notes(scratch, Fired))
+    while True:
+        is_last = is_over.wait(_LOOK_EVERY_S)
+        fired = read_notes(scratch, Fired)
+        for each in fired[known:]:
+            detail = f" ({each.detail})" if each.detail else ""
+            run.say(f"{plan[each.number]}: on rank {each.rank}, in step {each.step}{detail}")
+        known = len(fired)
+        if is_last:
+            return
+
+
+def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
+    """Reads the records of every rank."""
+    paths = [folder / "records" / f"rank-{rank}.jsonl" for rank in range(ranks)]
+    return [split_attempts(list(read_records(path))) if path.is_file() else [] for path in paths]
+
+
+def _policies(config: Config) -> Policies:
+    given = {each.name: getattr(config.recovery, each.name, None) for each in fields(Policies)}
+    given["max_bad_steps"] = config.train.max_bad_steps
+    given["has_automatic_microbatch"] = config.train.microbatch == "auto"
+    return Policies(**given)  # type: ignore[arg-type]
+
+
+def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> Sameness:
+    """Trains the same config undisturbed, and compares."""
+    name = f"{run.config.name.removesuffix('-chaos')}-undisturbed"
+    folder = Path(run.config.monitor.folder) / name
+    run.say("now undisturbed, to compare")
+    arguments = ["train", str(run.path), *run.overrides, f"name={name}", "--json"]
+    command = _run_command(run, _replacing(arguments, folder), None)
+    changed = any(each.kind in _CHANGES_RESULT for each in faults)
+    is_expected = command.code == 0 and not changed
+    ours, theirs = audit_samples(run.folder), audit_samples(folder)
+    twin = _attempts(folder, run.ranks)
+    return compare_steps(attempts, twin, is_expected=is_expected, samples="the same" if ours == theirs else theirs)

@@ -1,0 +1,192 @@
+"""One diagnosis of a run whose ranks died or hung: which rank caused it, what to tell, and whether to start again.
+
+    failures of ranks        diagnose(failures, ...)              -> Diagnosis: cause, message, exit code
+    diagnosis and progress   FailedAttempt.from_failure(...)      -> FailedAttempt
+    all failed attempts      after_failure(policy, attempts)      -> Restart | Stop
+
+When one rank fails the others lose their connection and fail too, or are ended. So the ranks are blamed in this order:
+
+    killed   by a signal that nobody sends because another rank failed, such as SIGKILL or SIGSEGV
+    raised   an error of its own
+    died     without a word: an exit code and nothing else, or an abort
+    stuck    waited for another rank until the time was over
+    ended    by SIGTERM or its like: by somebody else, or by the agent once another rank has failed
+    lost     the connection to another rank
+
+A run that is started again must get further than before, and an error that comes twice at the same step comes a third
+time. Nothing here reads files or a clock: whoever asks with the same values gets the same answer, so that the launchers
+of several hosts agree without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Self, get_args
+
+from paceline.health.exit_codes import FAILED, HUNG, NO_PROGRESS, REFUSED
+from paceline.health.failure import Cause, Failure, FailureKind
+
+_DURATION = re.compile(r", for \d+\.\d s(?=\))")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Why the ranks of a run ended: the failure that led to the others, what the user is told, and the exit code."""
+
+    cause: Failure
+    message: str
+    code: int
+
+
+def diagnose(failures: Iterable[Failure], folder: Path, *, is_disk_full: bool = False) -> Diagnosis:
+    """Finds the cause among the failures of ranks, of which there is at least one.
+
+    ``folder`` is the run's, for the names of its logs; ``is_disk_full`` explains a rank that could not write why.
+    """
+    cause = first_cause(failures)
+    if cause.is_refusal:
+        return Diagnosis(cause=cause, message=cause.message, code=REFUSED)
+    detail = f"\n\n{cause.traceback.rstrip()}\n" if cause.traceback else ""
+    if cause.cause == "died" and is_disk_full:
+        detail += f"\n  the disk of {folder} is full, so that it could not say why: free some space"
+        cause = replace(cause, kind="full_disk")  # starting again would not help
+    return Diagnosis(
+        cause=cause,
+        message=f"{cause}{detail}\n  its log is {folder / 'logs' / f'rank-{cause.rank}.log'}",
+        code=HUNG if cause.kind == "hang" else FAILED,
+    )
+
+
+def first_cause(failures: Iterable[Failure]) -> Failure:
+    """Returns the failure that led to the others."""
+    order = get_args(Cause)
+    return min(failures, key=lambda failure: (order.index(failure.cause), failure.time))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedSteps:
+    """The step with which an attempt began, and the last step that it trained."""
+
+    first_step: int
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """What ended an attempt: its kind, on which rank, after how many steps, and the first line that tells of it."""
+
+    kind: FailureKind
+    rank: int
+    step: int
+    message: str
+
+    def __str__(self) -> str:
+        where = f"after step {self.step}" if self.step else "before its first step"
+        return f"{self.message.rstrip('.')} {where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAttempt:
+    """One start of the ranks: from which step, how far it came, and what ended it."""
+
+    first_step: int
+    incident: Incident
+
+    @classmethod
+    def from_failure(cls, failure: Failure, progress: Mapping[int, TrainedSteps]) -> Self:
+        """Returns the attempt that a failure ended; ``progress`` says how far each rank had come."""
+        first = min((each.first_step for each in progress.values()), default=0)
+        own = progress.get(failure.rank)
+        step = own.last_step if own is not None else max((each.last_step for each in progress.values()), default=0)
+        headline = _headline(failure)
+        return cls(
+            first_step=first,
+            incident=Incident(kind=failure.kind, rank=failure.rank, step=step, message=headline),
+        )
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was trained."""
+        return max(self.first_step, self.incident.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """How often ranks are started again, and after what."""
+
+    max_restarts: int = 3
+    max_stalled_restarts: int = 1
+    on_oom: Literal["stop", "restart", "halve"] = "stop"
+    on_hang: Literal["restart", "stop"] = "restart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """The ranks are started again; ``halves_microbatch`` with half as many samples at a time."""
+
+    number: int
+    halves_microbatch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The run ends. ``reason`` is empty where the incident says it all; ``gives_up``: after it was started again."""
+
+    reason: str = ""
+    gives_up: bool = False
+
+    def exit_code(self, code: int) -> int:
+        """Returns the exit code of a run that ends so, whose last attempt ended with ``code``."""
+        return NO_PROGRESS if self.gives_up and code != HUNG else code
+
+
+def after_failure(policy: RestartPolicy, attempts: Sequence[FailedAttempt]) -> Restart | Stop:
+    """Decides about a run whose attempts have all failed, the last one just now."""
+    incident, number = attempts[-1].incident, len(attempts)
+    if incident.kind == "refused" or policy.max_restarts == 0:
+        return Stop()
+    if incident.kind == "mistake":
+        return Stop(reason="not started again: an error of this kind comes again")
+    if incident.kind == "out_of_memory" and policy.on_oom == "stop":
+        return Stop(reason="not started again: memory would run out again (see recovery.on_oom)")
+    if incident.kind == "full_disk":
+        return Stop(reason="not started again: it must be able to write first")
+    if incident.kind == "hang" and policy.on_hang == "stop":
+        return Stop(reason="not started again: recovery.on_hang = stop")
+    halves = incident.kind == "out_of_memory" and policy.on_oom == "halve"
+    if number > 1 and _is_same(attempts[-2].incident, incident) and not halves:
+        return Stop(reason=f"not started again: the same came twice, after step {incident.step}", gives_up=True)
+    if incident.kind == "error" and incident.step == 0 and number == 1 and attempts[-1].first_step == 0:
+        return Stop(reason="not started again: it came before the first step, and would again")
+    if number > policy.max_restarts:
+        reason = f"not started again: recovery.max_restarts = {policy.max_restarts} is reached"
+        return Stop(reason=reason, gives_up=True)
+    stalled = num_stalled(attempts)
+    if stalled > policy.max_stalled_restarts:
+        times = "the last restart" if stalled == 1 else f"each of the last {stalled} restarts"
+        return Stop(reason=f"not started again: {times} came no further than step {_best(attempts)}", gives_up=True)
+    return Restart(number=number, halves_microbatch=halves)
+
+
+def num_stalled(attempts: Sequence[FailedAttempt]) -> int:
+    """Counts the attempts since the one that came furthest; an earlier one counts where two came as far."""
+    best = _best(attempts)
+    first = next(place for place, attempt in enumerate(attempts) if attempt.last_step == best)
+    return len(attempts) - 1 - first
+
+
+def _best(attempts: Sequence[FailedAttempt]) -> int:
+    return max(attempt.last_step for attempt in attempts)
+
+
+def _is_same(before: Incident, now: Incident) -> bool:
+    return (before.kind, before.rank, before.step, before.message) == (now.kind, now.rank, now.step, now.message)
+
+
+def _headline(failure: Failure) -> str:
+    """Returns the first line of a failure, without what differs every time: where in a step, and for how long."""
+    first = str(failure).splitlines()[0]
+    return _DURATION.sub("", first) if failure.kind == "hang" else first.partition(" in phase ")[0]

@@ -1,0 +1,257 @@
+"""How one rank failed: facts, gathered from its error, its exit code, or the verdict on all ranks.
+
+A rank that raises describes its error. For one that was killed the launcher has the exit code, and the rank's ledger
+says where it was. ``diagnosis.py`` finds the one failure that led to the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from paceline.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    DataError,
+    MemoryExhaustedError,
+    PacelineError,
+    RunFolderError,
+    UsageError,
+)
+from paceline.health.exit_codes import HUNG
+from paceline.health.ledger_view import LedgerView
+from paceline.health.verdict import HangVerdict
+
+Cause = Literal["killed", "raised", "died", "stuck", "ended", "lost"]
+FailureKind = Literal["killed", "error", "mistake", "out_of_memory", "full_disk", "hang", "lost", "refused"]
+
+# Errors of the program and not of its surroundings: they come again.
+MISTAKES: Final = frozenset(
+    {
+        "AssertionError",
+        "AttributeError",
+        "ImportError",
+        "ModuleNotFoundError",
+        "NameError",
+        "NotImplementedError",
+        "SyntaxError",
+        "TypeError",
+        "UnboundLocalError",
+    }
+)
+_PACKAGE = str(Path(__file__).parents[1])
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_LAST_FRAMES = 5
+_MOST_LINES = 20
+_ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_NUMBER = re.compile(r"\[Errno (\d+)\]")
+_ANOTHER = re.compile(r"rank (\d+): ")  # whose problem all ranks were told
+_LOST = ("closed by peer", "reset by peer", "Broken pipe")
+_DISK = {
+    errno.ENOSPC: "the disk is full: free some space",
+    errno.EDQUOT: "the disk quota is used up: free some space",
+    errno.EFBIG: "files may not grow that large here (see ulimit -f)",
+    errno.EROFS: "the disk is read-only: set monitor.folder=... elsewhere",
+}
+_FORBIDDEN = dict.fromkeys((errno.EACCES, errno.EPERM), "the permission to write there is gone: give it back")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one rank failed. ``traceback`` is empty where the message says it all.
+
+    ``is_refusal``: what was asked for cannot be, which was found before training began. ``kind`` is what decides
+    whether ranks are started again.
+    """
+
+    rank: int
+    cause: Cause
+    message: str
+    traceback: str = ""
+    time: float
+    is_refusal: bool = False
+    kind: FailureKind = "error"
+
+    def __str__(self) -> str:
+        if self.is_refusal or self.kind == "hang":
+            return self.message
+        another = _ANOTHER.match(self.message)
+        if another is not None:
+            return f"rank {another[1]} failed: {self.message[another.end() :]}"
+        if self.message.startswith(f"rank {self.rank} "):
+            return self.message  # it begins as this would
+        verb = "failed: " if self.cause in ("raised", "stuck", "lost") else ""
+        return f"rank {self.rank} {verb}{self.message}"
+
+
+def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False) -> Failure:
+    """Describes a rank's error: its message, its kind, and the part of its traceback that helps."""
+    text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+    hints = {**_DISK, **_FORBIDDEN} if isinstance(error, CheckpointError) else _DISK
+    disk = next((hints[number] for number in map(_error_number, _chain(error)) if number in hints), "")
+    return Failure(
+        rank=rank,
+        cause=_cause(error),
+        message=text.removeprefix(f"rank {rank}: ") + (f"\n  {disk}" if disk else ""),
+        traceback="" if disk and not _has_user_code(error) else user_traceback(error),
+        time=time.time(),
+        is_refusal=is_refusal,
+        kind="refused" if is_refusal else "full_disk" if disk else _kind(error),
+    )
+
+
+def is_refusal(error: BaseException, *, is_built: bool, has_trained: bool) -> bool:
+    """Says whether an error means that what was asked for cannot be, and not that something went wrong.
+
+    Errors of the user's own code went wrong. Data and checkpoints can only be refused before the trainer ``is_built``,
+    as later ones may be those of a full disk, and nothing is refused that ``has_trained``.
+    """
+    if has_trained or _has_user_code(error):
+        return False
+    if isinstance(error, ConfigError | UsageError):
+        return True
+    return isinstance(error, DataError | CheckpointError | RunFolderError) and not is_built
+
+
+def silent_failure(rank: int, exit_code: int, output: str = "") -> Failure:
+    """Describes a rank that left no error: it was killed, or left the process without a word but its ``output``."""
+    cause: Cause = "died"
+    kind: FailureKind = "killed"
+    if exit_code == HUNG:
+        kind, cause, message = "hang", "stuck", "made no progress"
+    elif exit_code < 0:
+        number = -exit_code
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        message = f"was killed by {name}"
+        if number in _ENDED:
+            cause, message = "ended", f"was ended by {name}, which did not come from here"
+        elif number != signal.SIGABRT:
+            cause = "killed"
+        if number == signal.SIGKILL:
+            message += "\n  if nobody sent it, the machine ran out of memory (dmesg tells)"
+    else:
+        message = f"left with exit code {exit_code} and no error"
+    tail = "\n".join(output.strip().splitlines()[-_MOST_LINES:])
+    return Failure(rank=rank, cause=cause, message=message, traceback=tail, time=time.time(), kind=kind)
+
+
+def failure_of_verdict(verdict: HangVerdict, rank: int, report: Path) -> Failure:
+    """Returns the failure of a rank that the verdict ended; those of the blamed ranks come first in time.
+
+    ``report`` is the file that says what every rank was doing.
+    """
+    is_later = bool(verdict.ranks) and rank not in verdict.ranks
+    return Failure(
+        rank=rank,
+        cause="stuck",
+        message=f"{verdict.sentence}\n  what every rank does is in {report}",
+        time=time.time() + is_later,
+        kind="hang",
+    )
+
+
+def locate_death(failure: Failure, ledger: LedgerView) -> tuple[Failure, HangVerdict]:
+    """Adds to the failure of a rank that was killed or left without a word where it was, by its ledger."""
+    last = f", after {ledger.entries[-1].call} at {ledger.entries[-1].site}" if ledger.entries else ""
+    head, *rest = failure.message.split("\n")
+    where = f"in phase {ledger.phase}, {ledger.step} steps after its start{last}"
+    verdict = HangVerdict(kind="dead", ranks=(failure.rank,), sentence=f"rank {failure.rank} {head} {where}")
+    return replace(failure, message="\n".join([head, f"  it was {where}", *rest])), verdict
+
+
+def user_traceback(error: BaseException) -> str:
+    """Formats a traceback from the first line of the user's code on; the frames before are ours and torch's.
+
+    Empty where the message says it all: an error of ours in which the user's code took no part, or a lost connection.
+    Of a foreign error in which it took none, the last few frames are left.
+    """
+    if _is_lost(error) or (isinstance(error, PacelineError) and not _has_user_code(error)):
+        return ""
+    beneath = error
+    while isinstance(beneath, PacelineError) and beneath.__cause__ is not None:
+        beneath = beneath.__cause__  # ours repeats what it says
+    summary = traceback.TracebackException.from_exception(beneath if _has_user_code(beneath) else error)
+    _trim(summary)
+    return "".join(summary.format()).rstrip()
+
+
+def _has_user_code(error: BaseException) -> bool:
+    """Says whether an error came through the user's code; a note is the traceback of a loader worker, as text."""
+    return any(
+        getattr(each, "__notes__", ())
+        or any(_is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(each.__traceback__))
+        for each in _chain(error)
+    )
+
+
+def _trim(summary: traceback.TracebackException) -> None:
+    """Cuts the frames before the user's code from an error, and from those that it came from."""
+    frames = list(summary.stack)
+    first = next((place for place, frame in enumerate(frames) if _is_users(frame.filename)), -_LAST_FRAMES)
+    summary.stack = traceback.StackSummary.from_list(frames[first:])
+    for chained in (summary.__cause__, summary.__context__):
+        if chained is not None:
+            _trim(chained)
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith((_PACKAGE + os.sep, "<frozen ")) or "-packages/torch/" in filename:
+        return False
+    return "-packages" + os.sep in filename or not filename.startswith(_STANDARD_LIBRARY + os.sep)
+
+
+def _cause(error: BaseException) -> Cause:
+    if _is_lost(error):
+        return "lost"
+    # Its children name their own cause: a mismatch, a verdict.
+    return "stuck" if type(error) is CommunicationError else "raised"
+
+
+def _kind(error: BaseException) -> FailureKind:
+    """Says what sort of error it is, by what it came from."""
+    if _is_lost(error):
+        return "lost"
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    if any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes) or any(
+        type(each).__name__ == "OutOfMemoryError" for each in causes
+    ):
+        return "out_of_memory"
+    return "mistake" if any(type(each).__name__ in MISTAKES for each in causes) else "error"
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Says whether a connection broke: to a rank that is gone. The user's code may have used torch.distributed too."""
+    return any(
+        isinstance(each, CommunicationError | RuntimeError) and any(sign in str(each) for sign in _LOST)
+        for each in _chain(error)
+    )
+
+
+def _error_number(error: BaseException) -> int | None:
+    """Returns the system's number of an error; of a checkpoint's, that of the rank which told the others in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _NUMBER.search(str(error)) if isinstance(error, CheckpointError) else None
+    return None if found is None else int(found[1])
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those that it came from."""
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)

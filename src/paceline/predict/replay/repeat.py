@@ -1,0 +1,347 @@
+"""A long step from a short one: a step of many microbatches is recorded with few, and events are repeated.
+
+``repeat``, without a pipeline. Three microbatches are recorded. The first makes what the others find, the last one
+synchronises, and all between them are alike: the second stands for each of these. Every copy has tensors, memory and
+operations of its own; what crosses from one microbatch into the next does so from copy to copy.
+
+``play``, in a pipeline: its actions are done again in the order of the whole schedule.
+
+An action of one microbatch (its forward at a stage, a send, ...) is like that of any other, but for the first, which
+makes what the others find, and the last, which reduces. So three are recorded, each action under a ``Mark``, and the
+second stands for all between. In every copy
+
+    what the same microbatch made      is the copy's own: operations, and memory that a later action gives back
+    what the first one made            is there once, as are gradients
+    sends                              are waited for where this schedule tells that they have arrived
+    what lives on                      does so once
+    kernels                            are the very same objects, so that they are priced once
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import TypeAlias
+
+from paceline.predict.replay.events import END, Drop, Event, Hold, Issue, Mark, OnHost, Run, Turn, Wait
+
+_Key: TypeAlias = tuple[str, int, int]  # kind, stage and microbatch of an action
+
+
+def play(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[Event]:
+    """Iterates over the events of the whole step."""
+    return _Player(events, order).run()
+
+
+def counted(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[tuple[Event, int]]:
+    """Iterates over recorded events, and how often the actions that they belong to are done in the whole step."""
+    turns = Counter((turn.kind, turn.stage, turn.like) for turn in order)
+    for key, piece in _pieces(events).items():
+        times = 1 if key in (_BEFORE, _BEHIND) else turns[key]
+        yield from ((event, times) for event in piece)
+
+
+def is_playable(events: Sequence[Event], order: Sequence[Turn]) -> bool:
+    """Whether all actions were recorded, and none waits for an operation of another microbatch than its own."""
+    pieces = _pieces(events)
+    if any((turn.kind, turn.stage, turn.like) not in pieces for turn in order):
+        return False
+    issued = {e.number: (key, e.kind) for key, piece in pieces.items() for e in piece if isinstance(e, Issue)}
+    for key, piece in pieces.items():
+        for event in piece if key[0] != END else ():
+            if isinstance(event, Wait) and event.number in issued:
+                source, kind = issued[event.number]
+                if kind != "send" and source[2] != key[2]:
+                    return False
+    return True
+
+
+def memory_alone(events: Sequence[Event]) -> list[Event]:
+    """Leaves out all but memory, and of what an action takes and gives back itself all but its worst moment.
+
+    What is most together in a whole step stays the same, since an action is done as a whole.
+    """
+    found: list[Event] = []
+    piece: list[Hold | Drop] = []
+    sizes = {event.number: event.num_bytes for event in events if isinstance(event, Hold)}
+    for event in events:
+        if isinstance(event, Mark):
+            found += (*_worst(piece, sizes), event)
+            piece = []
+        elif isinstance(event, Hold | Drop):
+            piece.append(event)
+    return [*found, *_worst(piece, sizes)]
+
+
+def _worst(piece: Sequence[Hold | Drop], sizes: Mapping[int, int]) -> list[Event]:
+    now = most = best = 0
+    for place, event in enumerate(piece):
+        now += event.num_bytes if isinstance(event, Hold) else -sizes.get(event.number, 0)
+        if now > most:
+            most, best = now, place + 1
+    held = {event.number for event in piece if isinstance(event, Hold)}
+    dropped = {event.number for event in piece if isinstance(event, Drop)}
+    first = piece[:best]
+    there = {e.number for e in first if isinstance(e, Hold)} - {e.number for e in first if isinstance(e, Drop)}
+    left_out = (held & dropped) - there
+    return [event for event in piece if event.number not in left_out]
+
+
+class _Player:
+    """Gives the numbers of every copy."""
+
+    def __init__(self, events: Sequence[Event], order: Sequence[Turn]) -> None:
+        self._order = order
+        self._pieces = _pieces(events)
+        self._last = {turn.like: turn.microbatch for turn in order}  # whose turn it is last
+        self._first = {turn.like: turn.microbatch for turn in reversed(order)}
+        self._is_send: set[int] = set()
+        self._issuers: dict[int, int] = {}  # microbatches, by what they made
+        self._holders: dict[int, int] = {}
+        self._droppers: dict[int, int] = {}
+        self._makers: dict[int, int] = {}
+        for (kind, _, microbatch), piece in self._pieces.items():
+            if kind != END:
+                self._learn(piece, microbatch, is_forward=kind == "F")
+        numbers = [e.number for e in events if isinstance(e, Issue | Wait | Hold | Drop)]
+        self._fresh = count(max(numbers, default=0) + 1)
+        self._numbers: dict[tuple[str, int, int], int] = {}  # of operations ("") and memory ("held"), by microbatch
+        self._sent: dict[_Key, list[int]] = {}
+
+    def run(self) -> Iterator[Event]:
+        yield from self._pieces.get(_BEFORE, ())
+        for turn in self._order:
+            yield from self._take(turn)
+        for sends in self._sent.values():
+            yield from (Wait(number, "optimizer") for number in sends)
+        yield from self._end(self._pieces.get(_BEHIND, ()))
+
+    def _learn(self, piece: Sequence[Event], microbatch: int, *, is_forward: bool) -> None:
+        for event in piece:
+            if isinstance(event, Issue):
+                self._issuers[event.number] = microbatch
+                if event.kind == "send":
+                    self._is_send.add(event.number)
+            elif isinstance(event, Hold):
+                self._holders[event.number] = microbatch
+            elif isinstance(event, Drop):
+                self._droppers[event.number] = microbatch
+            elif isinstance(event, Run) and is_forward:
+                for tensor, _ in event.operation.writes:
+                    self._makers.setdefault(tensor, microbatch)
+
+    def _take(self, turn: Turn) -> Iterator[Event]:
+        arrived = list(turn.arrived)
+        for event in self._pieces[turn.kind, turn.stage, turn.like]:
+            if isinstance(event, Issue):
+                yield self._issue(event, turn)
+            elif isinstance(event, Wait):
+                if event.number in self._is_send:
+                    continue
+                yield self._wait(event, turn)
+                for key in arrived:  # what has come tells so
+                    yield from (Wait(number, event.phase) for number in self._sent.pop(key, ()))
+                arrived = []
+            elif isinstance(event, Hold | Drop):
+                yield from self._memory(event, turn)
+            else:
+                yield event
+
+    def _issue(self, event: Issue, turn: Turn) -> Issue:
+        number = self._number("", event.number, turn.microbatch)
+        if event.kind == "send":
+            self._sent.setdefault((turn.kind, turn.stage, turn.microbatch), []).append(number)
+        return replace(event, number=number)
+
+    def _wait(self, event: Wait, turn: Turn) -> Wait:
+        if event.number not in self._issuers:  # it was issued before the step
+            return event
+        return replace(event, number=self._number("", event.number, turn.microbatch))
+
+    def _memory(self, event: Hold | Drop, turn: Turn) -> Iterator[Event]:
+        holder = self._holders.get(event.number)
+        if holder is None:  # there before the step
+            if turn.microbatch == self._first[turn.like]:
+                yield event
+        elif holder != turn.like:
+            if turn.microbatch == self._first[turn.like]:
+                yield _renumbered(event, self._number("held", event.number, self._last.get(holder, holder)))
+        elif self._droppers.get(event.number) == holder or turn.microbatch == self._last[turn.like]:
+            yield _renumbered(event, self._number("held", event.number, turn.microbatch))
+
+    def _end(self, piece: Sequence[Event]) -> Iterator[Event]:
+        """What follows the actions: kernels that read what one microbatch's forward made run for each of them."""
+        microbatches: dict[int, set[int]] = {}
+        for turn in self._order:
+            microbatches.setdefault(turn.like, set()).add(turn.microbatch)
+        place = 0
+        for maker, begin, end in _readings(piece, self._makers):
+            yield from self._once(piece[place:begin])
+            copies = len(microbatches.get(maker, ()))  # none: a copy stands for it
+            yield from (event for event in piece[begin:end] if isinstance(event, Hold | Drop))
+            yield from [event for event in piece[begin:end] if not isinstance(event, Hold | Drop)] * copies
+            place = end
+        yield from self._once(piece[place:])
+
+    def _once(self, events: Sequence[Event]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, Drop) and event.number in self._holders:
+                holder = self._holders[event.number]
+                yield replace(event, number=self._number("held", event.number, self._last.get(holder, holder)))
+            elif not (isinstance(event, Wait) and event.number in self._is_send):
+                yield event
+
+    def _number(self, kind: str, number: int, microbatch: int) -> int:
+        key = (kind, number, microbatch)
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = next(self._fresh)
+        return found
+
+
+def _renumbered(event: Hold | Drop, number: int) -> Event:
+    return Hold(number, event.num_bytes, event.category) if isinstance(event, Hold) else Drop(number)
+
+
+_BEFORE: _Key = ("", 0, 0)
+_BEHIND: _Key = (END, 0, 0)
+
+
+def _pieces(events: Sequence[Event]) -> dict[_Key, list[Event]]:
+    """Returns the events of each action."""
+    found: dict[_Key, list[Event]] = {}
+    piece = found.setdefault(_BEFORE, [])
+    for event in events:
+        if isinstance(event, Mark):
+            piece = found.setdefault((event.kind, event.stage, event.microbatch), [])
+        else:
+            piece.append(event)
+    return found
+
+
+def _readings(piece: Sequence[Event], makers: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Returns which stretches of events read what one microbatch alone has made: microbatch, begin and end."""
+    known = dict(makers)
+    found: dict[int, tuple[int, int, int]] = {}
+    for place, event in enumerate(piece):
+        maker = _maker(event, known) if isinstance(event, Run) else None
+        if maker is not None:
+            found[maker] = (maker, found[maker][1] if maker in found else place, place + 1)
+    return sorted(found.values(), key=lambda each: each[1])
+
+
+def _maker(run: Run, makers: dict[int, int]) -> int | None:
+    """Returns the one microbatch whose results a kernel reads; what it writes is then that microbatch's too."""
+    sources = {makers[tensor] for tensor, _ in run.operation.reads if tensor in makers}
+    if len(sources) != 1:
+        return None
+    maker = sources.pop()
+    for tensor, _ in run.operation.writes:
+        makers[tensor] = maker
+    return maker
+
+
+def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[Event, ...]:
+    """Returns the events with those from ``start`` up to ``stop`` that many times; once: as they are.
+
+    What lies between must be alike in every copy: begun in the state in which the one before ends.
+    """
+    if times <= 1 or stop <= start:
+        return tuple(events)
+    middle = _Middle(events, start, stop)
+    found = list(events[:start])
+    for copy in range(times):
+        found += middle.copy(copy, is_last=copy == times - 1)
+    found += middle.follow(events[stop:], times - 1)
+    return tuple(found)
+
+
+class _Middle:
+    """What is repeated, and how numbers go on from copy to copy."""
+
+    def __init__(self, events: Sequence[Event], start: int, stop: int) -> None:
+        self._events = events[start:stop]
+        issued = [event.number for event in self._events if isinstance(event, Issue)]
+        self._first_issue = min(issued, default=0)
+        self._end_issue = max(issued, default=-1) + 1
+        self._held = {event.number for event in self._events if isinstance(event, Hold)}
+        self._dropped = {event.number for event in self._events if isinstance(event, Drop)}
+        before = {tensor for event in events[:start] if isinstance(event, Run) for tensor in _tensors(event)}
+        inside = {tensor for event in self._events if isinstance(event, Run) for tensor in _tensors(event)}
+        self._fresh = inside - before
+        # Room for the numbers of all copies, past any number that there is.
+        numbers = [event.number for event in events if isinstance(event, Hold | Drop)]
+        tensors = [tensor for event in events if isinstance(event, Run) for tensor in _tensors(event)]
+        self._memory_step = max(numbers, default=0) + 1
+        self._tensor_step = max(tensors, default=0) + 1
+
+    def copy(self, number: int, *, is_last: bool) -> list[Event]:
+        """Returns one of the copies; the first is what was recorded."""
+        found: list[Event] = []
+        for event in self._events:
+            if isinstance(event, Hold):
+                if event.number in self._dropped or is_last:  # what lives on does so once
+                    tensors = tuple(self._tensor(tensor, number) for tensor in event.tensors)
+                    found.append(replace(event, number=self._memory(event.number, number), tensors=tensors))
+            elif isinstance(event, Drop):
+                if event.number in self._held or number == 0:
+                    found.append(Drop(self._memory(event.number, number)))
+            elif not isinstance(event, Mark):
+                found.append(self._moved(event, number))
+        return found
+
+    def follow(self, events: Sequence[Event], last: int) -> list[Event]:
+        """Returns what comes behind: it refers to the last copy."""
+        found: list[Event] = []
+        for event in events:
+            if isinstance(event, Drop):
+                is_own = event.number in self._held and event.number not in self._dropped
+                found.append(Drop(self._memory(event.number, last)) if is_own else event)
+            elif isinstance(event, Hold | Mark):
+                found.append(event)
+            elif isinstance(event, Run):
+                found.append(self._renamed(event, last))
+            elif isinstance(event, OnHost):
+                found.append(self._waiting(event, last))
+            else:
+                is_before = event.number < self._first_issue
+                found.append(event if is_before else replace(event, number=event.number + self._issues * last))
+        return found
+
+    @property
+    def _issues(self) -> int:
+        return max(0, self._end_issue - self._first_issue)
+
+    def _waiting(self, event: OnHost, copy: int) -> OnHost:
+        if not event.waits:
+            return event
+        moved = (each + self._issues * copy if each >= self._first_issue else each for each in event.waits)
+        return replace(event, waits=tuple(moved))
+
+    def _moved(self, event: Run | Issue | Wait | OnHost, copy: int) -> Event:
+        if isinstance(event, Run):
+            return self._renamed(event, copy)
+        if isinstance(event, OnHost):
+            return replace(event, waits=tuple(each + self._issues * copy for each in event.waits))
+        # What a copy waits for was issued by itself or, as long before its beginning, by the one before.
+        return replace(event, number=event.number + self._issues * copy)
+
+    def _renamed(self, event: Run, copy: int) -> Run:
+        if copy == 0:
+            return event
+        kernel, fresh, further = event.operation, self._fresh, self._tensor_step * copy  # of tens of thousands
+        reads = tuple([(each + further if each in fresh else each, size) for each, size in kernel.reads])
+        writes = tuple([(each + further if each in fresh else each, size) for each, size in kernel.writes])
+        return Run(replace(kernel, reads=reads, writes=writes), event.block)
+
+    def _tensor(self, tensor: int, copy: int) -> int:
+        return tensor + self._tensor_step * copy if tensor in self._fresh else tensor
+
+    def _memory(self, number: int, copy: int) -> int:
+        return number + self._memory_step * copy if number in self._held else number
+
+
+def _tensors(event: Run) -> list[int]:
+    return [tensor for tensor, _ in (*event.operation.reads, *event.operation.writes)]

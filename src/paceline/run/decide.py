@@ -1,0 +1,246 @@
+"""What is decided before ranks start: device, number of ranks and strategy, and whether this host has the memory.
+
+    decide_run(config)                                     ranks of this machine, which are to be started
+    decide_run(config, Participants(hosts=range(1, 5)))    ranks of one to four hosts like this one
+    decide_run(config, Participants(comm=comm))            ranks that another launcher has started and connected
+
+Raises ConfigError with all problems at once for what does not fit together, UsageError for what memory cannot hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline import free_memory
+from paceline.cluster import detect
+from paceline.cluster.detect import Machine
+from paceline.comm.base import Communicator
+from paceline.config import Config, check_ranks
+from paceline.engines import precision
+from paceline.errors import ConfigError, Problem, UsageError
+from paceline.plan.plan import Plan
+from paceline.run.console import say
+from paceline.run.prediction import entry_problem, machine_entry
+from paceline.run.rank_process import node_ranks
+from paceline.run.warm import CPU_RANKS
+from paceline.search.make_plan import RunMachine, make_plan
+from paceline.search.memory_verdict import Need, Verdict, host_problems, needed, needed_in_turns, ways_out
+from paceline.train.resolve import resolve_strategy, resolve_together
+
+if TYPE_CHECKING:
+    from paceline.search.choice import Choice
+
+_ANYWAY = "to start it all the same: --no-memory-check"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participants:
+    """Who takes part in a run; by default the ranks of this machine, which are still to be started.
+
+    ``hosts`` are the numbers of hosts that the run must work on, and ``host_ranks`` the ranks of this one; None: one
+    per GPU. ``comm`` connects ranks that a launcher has started, on a ``machine`` of which they may see a part.
+    """
+
+    hosts: range | None = None
+    host_ranks: int | None = None
+    comm: Communicator | None = None
+    machine: Machine | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was decided before ranks start: the plan, the config without what it left open, and why if it was chosen."""
+
+    plan: Plan
+    config: Config
+    choice: Choice | None = None
+
+
+def decide_run(asked: Config, participants: Participants | None = None, *, checks_memory: bool = True) -> Decision:
+    """Decides device, ranks and strategy, and makes the plan of a run.
+
+    ``checks_memory``: raises UsageError for a run of this host that is estimated to need more memory than there is.
+    """
+    who = participants or Participants()
+    if who.comm is not None:
+        here = node_ranks(asked)
+        config = with_ranks(asked, who.comm.size, who.comm.device.type, here)
+        is_alone = here in (None, who.comm.size)
+    elif who.hosts is not None:
+        config, here = _spread_over_hosts(asked, who.hosts, who.host_ranks)
+        is_alone = False  # of several hosts, each has memory of its own
+    else:
+        config, here, is_alone = resolve_config(asked), None, True
+    choice: Choice | None = None
+    if config.parallel.strategy == "auto":
+        if who.comm is None:
+            config, choice = decide_strategy(config)
+        else:
+            config, choice = resolve_together(config, who.comm, here, who.machine)
+    check_host(config, here)
+    if checks_memory and is_alone and choice is None:  # what was chosen was chosen because it fits
+        check_memory(config, is_told=who.comm is None or who.comm.rank == 0)
+    machine = RunMachine(device=config.parallel.device, ranks=_ranks(config), node_ranks=here)
+    return Decision(plan=make_plan(config, machine), config=config, choice=choice)
+
+
+def resolve_config(config: Config) -> Config:
+    """Decides device and ranks by what this machine has. Raises ConfigError if they do not fit."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = config.parallel.device if config.parallel.device != "auto" else ("cuda" if num_gpus else "cpu")
+    ranks = config.parallel.ranks if config.parallel.ranks != "auto" else (num_gpus if device == "cuda" else CPU_RANKS)
+    problems = _check_precision(config.train.precision, device)
+    if device == "cuda" and num_gpus == 0:
+        problems.append(
+            Problem(
+                what="parallel.device = cuda, and torch reaches no GPU here",
+                rule="every rank needs a GPU of its own; virtual ranks share one",
+                fix="set parallel.device = cpu; paceline doctor tells what is missing",
+            )
+        )
+    elif device == "cuda" and ranks > num_gpus and config.comm.backend != "virtual":
+        problems.append(
+            Problem(
+                what=f"parallel.ranks = {ranks} on {num_gpus} GPUs",
+                rule="every rank needs a GPU of its own",
+                fix=f"set parallel.ranks = {num_gpus}, or parallel.device = cpu",
+            )
+        )
+    else:
+        problems += check_ranks(config, ranks)
+    if problems:
+        raise ConfigError(problems, source="config")
+    return _decided(config, ranks, device)
+
+
+def with_ranks(config: Config, ranks: int, device: str, ranks_of_host: int | None, *, source: str = "config") -> Config:
+    """Returns the config for ranks that are there. Raises ConfigError if they cannot train it."""
+    problems = check_ranks(config, ranks, ranks_of_host)
+    if problems:
+        raise ConfigError(problems, source=source)
+    return _decided(config, ranks, device)
+
+
+def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
+    """Decides ``strategy`` or ``sharding_strategy: auto`` of a config whose ranks are decided, by the memory there is.
+
+    Raises ConfigError where nothing fits into memory.
+    """
+    if config.parallel.strategy != "auto":
+        return config, None
+    ranks = _ranks(config)
+    room = free_memory.measure_room(config.parallel.device, ranks, config.parallel.node_ranks or ranks)
+    return resolve_strategy(config, room)
+
+
+def check_host(config: Config, ranks_of_host: int | None = None) -> None:
+    """Raises ConfigError where this host cannot hold what its ranks would offload; None: it has all of them."""
+    problems = host_problems(
+        config, node_ranks=ranks_of_host or _ranks(config), free_bytes=free_memory.free_host_bytes()
+    )
+    if problems:
+        raise ConfigError(problems, source="config")
+
+
+def check_memory(config: Config, *, is_told: bool = True) -> None:
+    """Tells of a run of this host that comes near the limit. Raises UsageError for one that cannot fit.
+
+    Device, ranks and strategy are decided. What is not known beforehand is not judged: a microbatch that ranks find,
+    virtual ranks, models of the user's own code. ``is_told``: of several ranks that look, one tells.
+    """
+    need = needed(config)
+    if need is None:
+        return
+    verdict = _compare(config, need)
+    if verdict.kind == "near" and is_told:
+        say(f"near the limit of memory: {verdict}")
+    if verdict.kind == "too large":
+        machine = detect.detect_machine(with_gpus=config.parallel.device == "cuda")
+        lines = [f"out of memory: {verdict}", *ways_out(config, verdict, machine, machine_entry()), _ANYWAY]
+        raise UsageError("\n  ".join(lines))
+
+
+def check_virtual(config: Config) -> None:
+    """Raises UsageError for virtual ranks whose states alone are more than there is; device and ranks are decided."""
+    need = needed_in_turns(config)
+    if need is None:
+        return
+    verdict = _compare(config, need)
+    if verdict.kind == "too large":
+        raise UsageError(
+            f"out of memory: {verdict}\n  virtual ranks share the memory of one process, and each has its own states\n"
+            "  take fewer ranks (--ranks) or a smaller model; paceline predict tells time and memory without a run\n"
+            f"  {_ANYWAY}"
+        )
+
+
+def decision_notes(config: Config, choice: Choice | None) -> list[str]:
+    """Returns what was decided before the run, and why, in a few lines."""
+    notes = [] if choice is None else [choice.reason()]
+    if config.memory.offload and config.parallel.device == "cpu":
+        notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
+    if config.comm.nccl != type(config.comm.nccl)() and config.parallel.device == "cpu":
+        notes.append("comm.nccl is not read here: CPU ranks do not use NCCL")
+    problem = entry_problem()
+    return notes if problem is None else [*notes, problem]
+
+
+def show_decisions(config: Config, choice: Choice | None) -> None:
+    """Prints what was decided before the run, and why."""
+    from rich.console import Console
+
+    for note in decision_notes(config, choice):
+        Console().print(note, highlight=False, markup=False)
+
+
+def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[Config, int]:
+    """Returns the config for the most hosts, and the ranks of this one. Raises ConfigError where any number fails."""
+    if asked.comm.backend == "virtual":
+        raise UsageError("comm.backend = virtual with --nnodes\n  virtual ranks take turns in one process")
+    own = asked.parallel.model_copy(update={"ranks": ranks or "auto"})
+    here = resolve_config(asked.model_copy(update={"parallel": own}))
+    per_host = _ranks(here)
+    config = _decided(asked, per_host * hosts[-1], here.parallel.device)
+    problems = {
+        problem.what: problem for number in hosts for problem in check_ranks(config, per_host * number, per_host)
+    }
+    if problems:
+        raise ConfigError(list(problems.values()), source="config")
+    return config, per_host
+
+
+def _decided(config: Config, ranks: int, device: str) -> Config:
+    parallel = config.parallel.model_copy(update={"device": device, "ranks": ranks})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def _ranks(config: Config) -> int:
+    ranks = config.parallel.ranks
+    assert isinstance(ranks, int)
+    return ranks
+
+
+def _check_precision(name: str, device: str) -> list[Problem]:
+    """Lists why CPU ranks cannot compute in a precision. GPUs are asked by the ranks that own them."""
+    if device != "cpu":
+        return []
+    try:
+        precision.check_precision(precision.precision_named(name), torch.device("cpu"))
+    except UsageError as error:
+        what, rule, fix = (line.strip() for line in str(error).splitlines()[:3])
+        return [Problem(what=f"train.precision = {name}: {what}", rule=rule, fix=fix)]
+    return []
+
+
+def _compare(config: Config, need: Need) -> Verdict:
+    """Compares what a run needs with what this machine has and has free."""
+    if config.parallel.device == "cuda":
+        has = float(free_memory.measure_room("cuda", 1, 1).device_bytes)
+        return Verdict(need=need, where="the smallest GPU", has_bytes=has, free_bytes=has)
+    import psutil
+
+    free = float(psutil.virtual_memory().available)
+    return Verdict(need=need, where="this host", has_bytes=detect.host_memory(), free_bytes=free)

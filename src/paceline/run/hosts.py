@@ -1,0 +1,121 @@
+"""``paceline train --nnodes``: one host's part in a run on several, which may come and go.
+
+torch's agents start ranks again by themselves and know nothing of verdicts. So a rank that finds a verdict leaves a
+note before it ends the others (``notes.py``), and ranks that are started again read the notes and ask
+``health/diagnosis.py`` as a single launcher does. Where the answer is to stop, they leave with success, which no agent
+takes for another failure, and the launchers tell the verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from paceline.config import Config, dump_yaml
+from paceline.errors import RunFolderError, UsageError
+from paceline.health.diagnosis import RestartPolicy, Stop, after_failure
+from paceline.run.console import LiveProgress, say
+from paceline.run.folder import claim_folder
+from paceline.run.location import locate_run, run_folder
+from paceline.run.nodes import Nodes, is_in_use, parse_nodes
+from paceline.run.notes import forget_hangs, hung_attempts
+from paceline.run.supervise import rank_command, restart_policy
+from paceline.run.train import HostOptions, RunOptions, RunResult, explain_end, read_result
+from paceline.run.variables import rank_variables
+from paceline.run.warm import WarmRanks, warm_ranks_of
+
+_LOOK_S = 0.2
+
+
+def train_on_hosts(asked: Config, options: RunOptions, hosts: HostOptions) -> RunResult | None:
+    """Runs this host's ranks until the run is done, with other hosts; returns None on a host that joins."""
+    if options.resume not in (None, "auto"):
+        raise UsageError(
+            f"--resume {options.resume} with --nnodes\n"
+            "  hosts that come and go start from the run's newest checkpoint\n  use --resume auto"
+        )
+    folder = run_folder(asked)
+    nodes = parse_nodes(hosts.counts, hosts.endpoint, run_id=asked.name, restarts=restart_policy(asked))
+    is_guest = is_in_use(folder)
+    if not is_guest:
+        locate_run(asked, force=options.force, resume=options.resume)
+    with warm_ranks_of(asked, hosts.ranks) as warm:
+        from paceline.run.decide import Participants, decide_run
+
+        config = decide_run(
+            asked, Participants(hosts=range(nodes.least, nodes.most + 1), host_ranks=hosts.ranks), checks_memory=False
+        ).config
+        if not is_guest:
+            try:
+                return _run_as_first(config, folder, nodes, warm, options)
+            except RunFolderError:
+                if not is_in_use(folder):
+                    raise  # else another host's launcher came first, in between
+        say(f"joining the run in {folder} with {_ranks_here(config, nodes)} ranks")
+        _run(config, folder, nodes, warm)
+        return None
+
+
+def _run_as_first(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None, options: RunOptions) -> RunResult:
+    """Makes the run's folder, runs this host's ranks, and returns the result."""
+    from paceline.run.watch import forget_health
+
+    is_continued = (folder / "config.yaml").is_file() and not options.force
+    with claim_folder(folder, dump_yaml(config), force=options.force, resume=is_continued) as claimed:
+        forget_hangs(folder)
+        forget_health(folder, range(_ranks_here(config, nodes) * nodes.most))
+        with explain_end(claimed), LiveProgress(folder, is_shown=config.monitor.console and not options.is_quiet):
+            _run(config, folder, nodes, warm)
+        return read_result(folder, config)
+
+
+def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> None:
+    from paceline.run.local import launch_local
+    from paceline.run.rank_process import uses_nccl
+
+    ranks = _ranks_here(config, nodes)
+    with telling_restarts(folder, nodes.restarts, say):
+        launch_local(
+            rank_command(folder, "auto", None, watches_itself=True),
+            folder,
+            ranks=ranks,
+            num_records=ranks * nodes.most,
+            threads=config.parallel.threads,
+            variables=rank_variables(config, uses_nccl=uses_nccl(config)),
+            warm=warm,
+            nodes=nodes,
+        )
+
+
+def _ranks_here(config: Config, nodes: Nodes) -> int:
+    assert isinstance(config.parallel.ranks, int)
+    return config.parallel.ranks // nodes.most
+
+
+@contextlib.contextmanager
+def telling_restarts(folder: Path, policy: RestartPolicy, tell: Callable[[str], None]) -> Iterator[None]:
+    """Tells each verdict after which ranks are started again; the last one is the launcher's error."""
+    from paceline.run.watch import polling
+
+    known = len(hung_attempts(folder))
+
+    def tell_new() -> None:
+        nonlocal known
+        attempts = hung_attempts(folder)
+        for number in range(known + 1, len(attempts) + 1):
+            if not isinstance(after_failure(policy, attempts[:number]), Stop):
+                what = attempts[number - 1].incident
+                tell(f"{what}; restarting from the newest checkpoint (restart {number} of {policy.max_restarts})")
+        known = len(attempts)
+
+    def look(_: threading.Event) -> bool:
+        tell_new()
+        return False
+
+    try:
+        with polling(look, every_s=_LOOK_S, name="verdicts"):
+            yield
+    finally:
+        tell_new()

@@ -1,0 +1,193 @@
+"""The files through which ranks and launchers tell one another what happened, also after the writer is gone.
+
+    logs/rank-<r>.pid          the rank's process, its host and its launcher
+    logs/rank-<r>.step         first step of the attempt, last step trained; little-endian, 8 bytes each
+    logs/rank-<r>.error.json   how the rank failed
+    logs/preempted             the ranks have saved and left because a signal asked them to
+    health/hang-<n>.json       an attempt on several hosts that hung: what happened, and after which step
+
+Steps are written into a file that is mapped into memory: it costs less than a microsecond, and what was written is
+there also after SIGKILL, where records that a rank had not flushed are lost. What the notes mean is judged by
+``health/diagnosis.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+import struct
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.ledger.file import LedgerReader, ledger_path
+from paceline.health.diagnosis import FailedAttempt, Incident, RestartPolicy, Stop, TrainedSteps, after_failure
+from paceline.health.failure import Failure, failure_of_verdict
+from paceline.health.verdict import HangVerdict
+
+_STEPS = struct.Struct("<qq")
+
+
+def forget_attempt(folder: Path) -> None:
+    """Removes what the ranks of an earlier attempt left."""
+    for pattern in ("logs/rank-*.error.json", "logs/rank-*.pid", "logs/rank-*.step", "health/hang-*"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+# Processes
+
+
+def note_process(folder: Path, rank: int, launcher: int | None = None) -> None:
+    """Leaves this rank's process number for the launcher: with the host and the launcher, as folders may be shared."""
+    text = f"{os.getpid()} {socket.gethostname()} {launcher or ''}".rstrip()
+    (folder / "logs" / f"rank-{rank}.pid").write_text(f"{text}\n", encoding="utf-8")
+
+
+def noted_processes(folder: Path, launcher: int | None = None) -> dict[int, int]:
+    """Returns the process of each rank that noted one on this host, by rank; those of one launcher if it is given."""
+    found = {}
+    for path in (folder / "logs").glob("rank-*.pid"):
+        words = path.read_text(encoding="utf-8").split()
+        is_here = len(words) < 2 or words[1] == socket.gethostname()
+        is_ours = launcher is None or len(words) < 3 or int(words[2]) == launcher
+        if words and is_here and is_ours:
+            found[_rank_of(path)] = int(words[0])
+    return dict(sorted(found.items()))
+
+
+def forget_processes(folder: Path, launcher: int) -> None:
+    """Removes the notes of one launcher's ranks: the system uses process numbers again."""
+    for rank in noted_processes(folder, launcher):
+        (folder / "logs" / f"rank-{rank}.pid").unlink(missing_ok=True)
+
+
+# Steps
+
+
+class StepNote:
+    """A rank's note of its own progress."""
+
+    def __init__(self, folder: Path, rank: int, first_step: int) -> None:
+        descriptor = os.open(folder / "logs" / f"rank-{rank}.step", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(descriptor, _STEPS.pack(first_step, first_step), 0)  # a full disk is found here, not in a mapping
+            self._memory = mmap.mmap(descriptor, _STEPS.size)
+        finally:
+            os.close(descriptor)
+        self._first_step = first_step
+
+    def write(self, step: int) -> None:
+        """Notes that a step was trained."""
+        _STEPS.pack_into(self._memory, 0, self._first_step, step)
+
+
+def read_progress(folder: Path) -> dict[int, TrainedSteps]:
+    """Returns the progress of each rank that noted any, by rank."""
+    found = {}
+    for path in sorted((folder / "logs").glob("rank-*.step")):
+        content = path.read_bytes()
+        if len(content) == _STEPS.size:
+            first, last = _STEPS.unpack(content)
+            found[_rank_of(path)] = TrainedSteps(first_step=first, last_step=last)
+    return found
+
+
+# Failures
+
+
+def write_failure(folder: Path, failure: Failure) -> None:
+    """Leaves a rank's failure where the launcher finds it, whole or not at all."""
+    path = folder / "logs" / f"rank-{failure.rank}.error.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(asdict(failure), indent=2) + "\n")
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """Reads what failed ranks left."""
+    paths = sorted((folder / "logs").glob("rank-*.error.json"))
+    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def forget_failure(folder: Path, rank: int) -> None:
+    """Forgets how a rank failed in an earlier attempt."""
+    (folder / "logs" / f"rank-{rank}.error.json").unlink(missing_ok=True)
+
+
+def clear_failures(folder: Path) -> None:
+    """Forgets the failures of an earlier attempt."""
+    for path in (folder / "logs").glob("rank-*.error.json"):
+        path.unlink(missing_ok=True)
+
+
+# Preemption
+
+
+def note_preemption(folder: Path) -> None:
+    """Notes that the ranks have saved and left because they were asked to."""
+    (folder / "logs" / "preempted").touch()
+
+
+def was_preempted(folder: Path, *, since: float) -> bool:
+    """Says whether ranks noted a preemption after the time ``since``."""
+    try:
+        return (folder / "logs" / "preempted").stat().st_mtime >= since
+    except OSError:
+        return False
+
+
+# Hangs on several hosts
+
+
+def note_hang(folder: Path, verdict: HangVerdict) -> None:
+    """Notes an attempt on several hosts that ends with a verdict; the launcher of a rank that died knows it anyway.
+
+    Every host's leader writes the note. It is named by the attempt, after rank 0's ledger, so that all write the same.
+    """
+    if verdict.kind == "dead":
+        return
+    ledger = LedgerReader.open(ledger_path(folder, 0))
+    failure = failure_of_verdict(verdict, min(verdict.ranks, default=0), folder / "verdict.txt")
+    attempt = FailedAttempt.from_failure(failure, read_progress(folder))
+    path = folder / "health" / f"hang-{0 if ledger is None else ledger.born_ns:020d}.json"
+    with contextlib.suppress(OSError):  # the verdict matters more than whether there is another attempt
+        replace_file(path, json.dumps(asdict(attempt)) + "\n")
+
+
+def hung_attempts(folder: Path) -> list[FailedAttempt]:
+    """Returns the attempts of this run that ended with a verdict, the last one last."""
+    found = []
+    for path in sorted((folder / "health").glob("hang-*.json")):
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found.append(FailedAttempt(first_step=values["first_step"], incident=Incident(**values["incident"])))
+    return found
+
+
+def is_over(folder: Path, policy: RestartPolicy) -> bool:
+    """Says whether the run has hung and must not be started again. All hosts read the same notes, and decide alike."""
+    attempts = hung_attempts(folder)
+    return bool(attempts) and isinstance(after_failure(policy, attempts), Stop)
+
+
+def forget_hangs(folder: Path) -> None:
+    """Removes the notes of hangs that an earlier start of the run left."""
+    for path in (folder / "health").glob("hang-*"):
+        path.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.removeprefix("rank-"))

@@ -1,0 +1,231 @@
+"""A watch inside the ranks, for those that somebody else started (torchrun, Slurm) and for loops of one's own.
+
+    comm = paceline.watch(paceline.connect(), "runs/mine", hang_s=60)
+
+Every rank has a thread that watches the ledgers of its host. One of a host's threads leads: that of the lowest rank
+whose thread still runs, as a rank that never lets go of its interpreter has none. Hosts tell one another what their
+ranks do through the store at which the ranks met, and only when all ranks of a host stand still: in a healthy run
+nothing is sent. The first verdict is everybody's. The leader of each host ends the host's ranks, and leaves with
+``exit_codes.HUNG``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from paceline.comm.ledger.file import HEARTBEAT, ledger_path
+from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator
+from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.side_channel import SideChannel
+from paceline.errors import CommunicationError
+from paceline.health.exit_codes import HUNG
+from paceline.health.ledger_text import views_from_text, views_to_text
+from paceline.health.straggler import Straggler
+from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.run.late_hosts import LateHosts
+from paceline.run.notes import note_hang
+from paceline.run.rank_process import end_children
+from paceline.run.records import note_straggler
+from paceline.run.watch import Watch, WatchPolicy, end_ranks, keep_ledger, tell_verdict
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Communicator
+
+_BEAT_S = 3.0  # a thread that has not run for so long does not lead
+_ASK_S = 0.02
+_HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
+_NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
+
+
+def watch(
+    comm: Communicator, folder: str | Path, *, hang_s: float = 300.0, hang_setup_s: float | None = None
+) -> LedgerCommunicator:
+    """Ends the ranks with a verdict when none of them makes progress for ``hang_s`` seconds; all ranks call it.
+
+    Returns the communicator to go on with, around ``comm``. ``folder`` is that of the run, where the verdict will be;
+    ``hang_setup_s`` is the limit before the first step is counted, which ``comm.ledger.count_step()`` does: a loop
+    that never calls it has this one limit, as long as ``hang_s`` if it is not given.
+    """
+    where = Path(folder).absolute()
+    rank = comm.ranks[comm.rank]
+    ledger_path(where, rank).unlink(missing_ok=True)
+    (where / "logs").mkdir(parents=True, exist_ok=True)
+    limits = Limits(step_s=hang_s, setup_s=hang_s if hang_setup_s is None else hang_setup_s)
+    return watch_itself(comm, where, WatchPolicy(limits=limits))
+
+
+def watch_itself(
+    comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
+) -> LedgerCommunicator:
+    """Lets ranks keep a ledger and watch themselves; without a policy they only keep it. ``host`` names this host."""
+    kept = keep_ledger(comm, folder)
+    start_watch(kept, folder, policy, host=host)
+    return kept
+
+
+def start_watch(comm: LedgerCommunicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None) -> None:
+    """Starts this rank's thread; all ranks call it. Without a policy nobody watches. ``host`` is this host's name."""
+    if policy is None or comm.size == 1:
+        return
+    own = host or socket.gethostname()
+    hosts: dict[str, list[int]] = {}
+    for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):
+        hosts.setdefault(name, []).append(rank)
+    run = broadcast_object(comm, f"{time.time_ns()}")
+    channel = None
+    if len(hosts) > 1:
+        channel = SideChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), run)
+    watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own)
+    threading.Thread(target=watch.follow, name="watch", daemon=True).start()
+
+
+class SelfWatch:
+    """Watches the ranks of this host from inside one of them, and exchanges verdicts with other hosts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ledger: Ledger,
+        hosts: Mapping[str, list[int]],
+        policy: WatchPolicy,
+        channel: SideChannel | None,
+        host: str,
+    ) -> None:
+        """Takes the ranks of every host by its name; ``host`` is this one's."""
+        self._folder = folder
+        self._ledger = ledger
+        self._rank = ledger.reader().rank
+        self._hosts = hosts
+        self._host = host
+        self._policy = policy
+        self._channel = channel
+        self._watch = Watch(folder, hosts[self._host], policy)
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._leads_now = False
+        self._published_s: float | None = None
+        self._late_hosts: LateHosts | None = None
+        if channel is not None:
+            self._watch.lateness = None
+            self._late_hosts = LateHosts(
+                channel,
+                host,
+                tuple(hosts),
+                self._watch.rank_looks,
+                period_s=_HOSTS_PERIODS * policy.compare_s,
+                policy=policy.late,
+            )
+
+    def follow(self) -> None:
+        """Looks at the ledgers until there is a verdict, which ends this process."""
+        if self._late_hosts is not None and self._rank == self._hosts[self._host][0]:
+            self._late_hosts.compare_clocks()
+        while not self._ledger.reader().pulse().is_finished:
+            time.sleep(self._policy.every_s)
+            self._ledger.cells[HEARTBEAT] += 1
+            with contextlib.suppress(CommunicationError):  # the store went with its owner: the launcher will tell
+                verdict = self.look()
+                if verdict is not None:
+                    self._leave(verdict)
+                late = None if self._late_hosts is None or not self._leads_now else self._late_hosts.look()
+                if late is not None:
+                    self._tell_late(late)
+
+    def look(self) -> HangVerdict | None:
+        """Looks once at the ledgers; only the leader of a host does."""
+        now = time.monotonic()
+        self._leads_now = self._leads(now)
+        if not self._leads_now:
+            return None
+        is_told = self._published_s is not None and self._watch.stands_still(now)
+        found = None if is_told else self._watch.look()
+        if self._watch.straggler is not None:
+            self._tell_late(self._watch.straggler)
+        return found if self._channel is None else self._with_others(self._channel, found, now)
+
+    def _tell_late(self, found: Straggler) -> None:
+        """Writes a late rank into the records, and to standard error."""
+        note_straggler(self._folder, self._hosts[self._host][0], found)
+        sys.stderr.write(f"paceline: {found}\n")
+        sys.stderr.flush()
+
+    def _leads(self, now: float) -> bool:
+        """Says whether the watches of all lower ranks on this host have stopped."""
+        for rank, beat in self._watch.heartbeats().items():
+            before, since_s = self._beats.get(rank, (-1, now))
+            self._beats[rank] = (beat, now if beat != before else since_s)
+        lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < self._rank)
+        return all(now - since_s >= _BEAT_S for since_s in lower)
+
+    def _with_others(self, channel: SideChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
+        """Tells other hosts that this one makes no progress, and judges when none does."""
+        told = channel.read("verdict")
+        if told:
+            return HangVerdict.from_json(json.loads(told))
+        if found is not None and found.kind == "mismatch":
+            channel.publish("verdict", json.dumps(found.to_json()))
+            return found
+        if found is None:
+            if self._published_s is not None and not self._watch.stands_still(now):
+                channel.publish(f"host/{self._host}", "")
+                self._published_s = None
+            if self._published_s is None:
+                return None
+        elif self._published_s is None:
+            self._published_s = now
+            channel.publish(f"host/{self._host}", views_to_text(self._watch.last_views, now))
+        texts = {host: channel.read(f"host/{host}") for host in self._hosts}
+        silent = [host for host, text in texts.items() if not text]
+        verdict = None
+        if not silent:
+            views = [view for text in texts.values() for view in views_from_text(text, now)]
+            verdict = judge(views, now, _NO_LIMIT)
+        elif self._published_s is not None and now - self._published_s > self._policy.limits.step_s + 2 * _BEAT_S:
+            verdict = self._mute_hosts(silent)
+        if verdict is not None:
+            channel.publish("verdict", json.dumps(verdict.to_json()))
+        return verdict
+
+    def _wait_for_others(self, channel: SideChannel) -> None:
+        """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
+        deadline = time.monotonic() + _BEAT_S
+        with contextlib.suppress(CommunicationError):
+            channel.publish(f"has/{self._host}", "it")
+            while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self._hosts):
+                time.sleep(_ASK_S)
+
+    def _mute_hosts(self, hosts: list[str]) -> HangVerdict:
+        ranks = sorted(rank for host in hosts for rank in self._hosts[host])
+        told = ", ".join(f"{host} (ranks {', '.join(map(str, self._hosts[host]))})" for host in hosts)
+        mine = ", ".join(map(str, self._hosts[self._host]))
+        sentence = (
+            f"ranks {mine} on {self._host} stand still, and nothing is heard of {told}: these ranks go on without "
+            "them, or their host is gone"
+        )
+        return HangVerdict(kind="missing", ranks=tuple(ranks), sentence=sentence)
+
+    def _leave(self, verdict: HangVerdict) -> NoReturn:
+        """Ends the ranks of this host, and this one with the code that says why."""
+        tell_verdict(self._folder, verdict, self._hosts[self._host])
+        note_hang(self._folder, verdict)
+        if self._channel is not None:
+            self._wait_for_others(self._channel)
+        end_ranks(self._folder, verdict, self._watch.processes())
+        sys.stderr.write(f"paceline: {verdict.sentence}\n")
+        sys.stderr.flush()
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path is not None:
+            detail = {"py_callstack": verdict.to_text(), "timestamp": str(int(time.time()))}
+            content = {"message": {"message": verdict.sentence, "extraInfo": detail}}
+            with contextlib.suppress(OSError):
+                Path(path).write_text(json.dumps(content), encoding="utf-8")
+        end_children()
+        os._exit(HUNG)

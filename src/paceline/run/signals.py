@@ -1,0 +1,95 @@
+"""Signals that end a run or ask it to make room, in the launcher and in the ranks.
+
+[Note: preemption] SIGTERM (Kubernetes, Slurm), SIGUSR1 and SIGUSR2 (what users ask Slurm for) ask a run to make room.
+The launcher hands them on to the ranks, which save and leave together after the same step
+(``train/survive/preemption.py``). A second one after a second or more ends the run at once, and so does the end of the
+grace time. Schedulers signal all processes of a job, and launchers hand signals on: what comes within that second is
+the same request. Where torch's agent cannot be told which signals to leave alone, it takes SIGTERM itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+BY_SIGNAL = 128  # plus its number: the code of a rank that a signal ended before it had saved
+_HANDLED = (*ENDING, *PREEMPTING)
+_SAME_REQUEST_S = 1.0
+
+
+def hear_requests(ask: Callable[[int], None], *, grace_s: float, leave: Callable[[int], object]) -> None:
+    """Calls ``ask(number)`` for the first preempting signal, and ``leave(128 + number)`` when the grace time is over.
+
+    Called in the main thread.
+    """
+    first_at: float | None = None
+
+    def hear(number: int, _: FrameType | None) -> None:
+        nonlocal first_at
+        now = time.monotonic()
+        if first_at is None:
+            first_at = now
+            ask(number)
+            timer = threading.Timer(grace_s, leave, (BY_SIGNAL + number,))
+            timer.daemon = True
+            timer.start()
+        elif now - first_at >= _SAME_REQUEST_S:
+            leave(BY_SIGNAL + number)
+
+    for number in PREEMPTING:
+        signal.signal(number, hear)
+
+
+@contextlib.contextmanager
+def launcher_signals(
+    processes: Callable[[], Iterable[int]], stop: Callable[[int], object]
+) -> Iterator[list[signal.Signals]]:
+    """Calls ``stop(number)`` for signals from the first moment on, and restores their handlers in the end.
+
+    torch's agent does the same, but only once it starts ranks, and keeps its handlers. A signal that is ignored stays
+    ignored: with nohup, a run outlives its terminal. Those of [Note: preemption] go to the ranks' ``processes`` first;
+    yields the list of those that did.
+    """
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    asked: list[signal.Signals] = []
+    asked_at = 0.0
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        nonlocal asked_at
+        now, ranks = time.monotonic(), list(processes())
+        if asked and now - asked_at < _SAME_REQUEST_S:
+            return
+        if asked or not ranks:
+            stop(number)
+        asked.append(signal.Signals(number))
+        asked_at = now
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, hand_on if number in PREEMPTING else lambda number, _: stop(number))
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Lets a short piece of work finish whatever signals come."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _HANDLED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
