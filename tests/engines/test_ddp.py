@@ -440,7 +440,7 @@ def test_refusals_name_the_problem_and_the_fix() -> None:
     different = refusal(lambda c: parallelize(nn.Linear(2, 2 + c.rank), c))
     assert "weight (2, 2)" in different
     assert "weight (3, 2)" in different
-    with pytest.raises(UsageError, match="offload with strategy = 'ddp'"):
+    with pytest.raises(UsageError, match=r"offload = \[optimizer\] with strategy = ddp"):
         parallelize(build(Plain), SoloCommunicator(torch.device("cpu")), offload=Offload(optimizer=True))
     with pytest.raises(UsageError, match="unknown"):
         parallelize(build(Plain), SoloCommunicator(torch.device("cpu")), strategy="dpp")

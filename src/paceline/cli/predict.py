@@ -64,7 +64,7 @@ def predict(
     asked, found = predict_decided(asked, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
     batch = config_batch(asked, count)
     if trace is not None:
-        from paceline.predict.replay.trace import write_trace
+        from paceline.predict.replay.replayed import write_trace
 
         write_trace(found, trace)
     if as_json:

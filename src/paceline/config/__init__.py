@@ -6,7 +6,6 @@ batch = batch_plan(config.train, ranks=4)
 
 from __future__ import annotations
 
-from paceline.config.batch import BatchPlan as BatchPlan
 from paceline.config.batch import batch_plan as batch_plan
 from paceline.config.batch import check_batch as check_batch
 from paceline.config.batch import peak_learning_rate as peak_learning_rate
@@ -50,3 +49,4 @@ from paceline.config.sharding import is_split as is_split
 from paceline.config.sharding import num_chunks as num_chunks
 from paceline.config.sharding import num_stages as num_stages
 from paceline.config.sharding import shard_group as shard_group
+from paceline.plan.plan import BatchPlan as BatchPlan

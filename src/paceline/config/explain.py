@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.batch import DEFAULT_GLOBAL_BATCH, BatchPlan, peak_learning_rate
+from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.fields import known_fields
 from paceline.config.gpt_sizes import gpt_shape
 from paceline.config.load import LoadedConfig, leaf_values
@@ -22,6 +22,7 @@ from paceline.config.sharding import (
     num_stages,
     shard_group,
 )
+from paceline.plan.plan import BatchPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.config.batch import BatchPlan, batch_plan
+from paceline.config.batch import batch_plan
+from paceline.plan.plan import BatchPlan
 from paceline.schedule.schedules import CHUNKS
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import traceback
@@ -15,6 +14,7 @@ from paceline.config import Config
 from paceline.errors import PreemptedError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
+from paceline.plan.plan import Plan
 from paceline.records.records import EndRecord, EventRecord, RunRecord
 from paceline.records.sinks import Fanout, JsonlSink, Sink, SpaceSink, Strided, TensorBoardSink
 from paceline.run.folder import adopt_config
@@ -59,7 +59,13 @@ class RankAttempt:
         return RankAttempt(self._folder, rank, restart=self._restart, request=self.request)
 
     def run(
-        self, config: Config, comm: Communicator, *, resume: str | Path | None = None, view: Sink | None = None
+        self,
+        config: Config,
+        comm: Communicator,
+        *,
+        plan: Plan | None = None,
+        resume: str | Path | None = None,
+        view: Sink | None = None,
     ) -> None:
         """Trains this rank's share and writes its records. Until set-up has worked, the folder stays as it is."""
         use_threads(config)
@@ -68,7 +74,7 @@ class RankAttempt:
         try:
             faults = find_faults(config, self._folder, self._rank)
             hooks = make_hooks(config, self._folder, self.request, None if faults is None else faults.storage())
-            trainer = self._trainer = build_trainer(config, comm, hooks=hooks, node_ranks=node_ranks(config))
+            trainer = self._trainer = build_trainer(config, comm, plan=plan, hooks=hooks, node_ranks=node_ranks(config))
             checkpoint = find_together(config, comm, self._folder, resume)
             if checkpoint is not None:
                 load_checkpoint(trainer, checkpoint)
@@ -82,8 +88,7 @@ class RankAttempt:
         self._is_built, self._first_step = True, trainer.step
         if self._rank == 0:
             adopt_config(self._folder)
-            text = json.dumps(trainer.parts.plan.to_json(), indent=2)
-            (self._folder / "plan.json").write_text(text + "\n", encoding="utf-8")
+            (self._folder / "plan.json").write_text(trainer.parts.plan.to_text(), encoding="utf-8")
         trainer.sink = self._open_sinks(config, view)
         trainer.hooks.append(NoteStep(StepNote(self._folder, self._rank, trainer.step)))
         try:

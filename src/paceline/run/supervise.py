@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.health.diagnosis import FailedAttempt, Restart, RestartPolicy, Stop, after_failure
 from paceline.run.console import say
 from paceline.run.failure import RunFailedError
-from paceline.run.folder import change_config, config_of
+from paceline.run.folder import change_config, config_of, read_plan
 from paceline.run.location import RunLocation
 from paceline.run.notes import read_progress
 
@@ -92,22 +92,19 @@ def halve_microbatch(folder: Path) -> bool:
 
     The global batch stays: it comes in more microbatches, and the run computes the same.
     """
-    config = load_config(config_of(folder))
-    try:
-        used = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["batch"]["microbatch"]
-    except (OSError, ValueError, KeyError):
-        used = config.train.microbatch
-    ranks = config.parallel.ranks
-    if not isinstance(used, int) or used < 2 or not isinstance(ranks, int):
+    config, plan = load_config(config_of(folder)), read_plan(folder)
+    used = 0 if plan is None else plan.layout.microbatch
+    if plan is None or used < 2:
         return False
     train = config.train.model_copy(update={"microbatch": used // 2, "accumulate": None})
     smaller = config.model_copy(update={"train": train})
     try:
-        if check_ranks(smaller, ranks):
+        if check_ranks(smaller, plan.layout.ranks):
             return False
     except ConfigError:
         return False
-    change_config(folder, dump_yaml(smaller))
+    fewer = replace(plan.with_microbatch(used // 2), finds_microbatch=False)
+    change_config(folder, dump_yaml(smaller), fewer.to_text())
     return True
 
 

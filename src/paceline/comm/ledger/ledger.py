@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,11 +20,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 
-from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.base import Communicator, ReduceOp, Splits, Work
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.ledger import file as layout
 from paceline.comm.ledger.call_sites import CallSites, instruction_of
@@ -34,17 +35,37 @@ from paceline.comm.ledger.file import (
     NUM_GROUPS,
     NUM_RECORDS,
     PHASE,
+    PUT_RECORD,
+    RECORD_BYTES,
     RECORD_WORDS,
+    RECORDS_AT,
     STEP,
     TABLE_USED,
     WAITING,
 )
-from paceline.comm.ledger.writer import CallKey, LocatedCall, NotedWork, Peer, make_writer, work_class
 from paceline.health.ledger_view import PHASES
 
 T = TypeVar("T")
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
+_REACH = NUM_RECORDS - 1  # of records that are not overwritten
+
+Peer = tuple[int, int]
+"""The other end of an operation: a rank of the world, and a tag."""
+
+CallKey = tuple[str, tuple[int, ...], torch.dtype | None, str, Peer | None]
+LocatedCall = tuple[int, str, tuple[int, ...], torch.dtype | None, str, Peer | None]
+"""The calling instruction, and what it called."""
+
+
+class NotedWork(Protocol):
+    """An operation whose end is written down. Whoever asked for the record adds ``inner``."""
+
+    inner: Work
+    number: int
+
+    def wait(self) -> None:
+        """Waits, and notes that it does, and that it is over."""
 
 
 class Ledger:
@@ -155,6 +176,86 @@ class Ledger:
         return True
 
 
+# [Note: closures] Every operation passes the two functions below. Each of their lines costs some tens of nanoseconds,
+# and so does looking a name up in an object; so they make closures, which have what they need at hand.
+
+
+def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
+    """Makes the class of a ledger's works. It has no constructor, which would cost as much as all the rest of one."""
+    cells, times, now = ledger.cells, ledger.times, ledger.now
+
+    class LedgerWork:
+        __slots__ = ("inner", "number")
+
+        inner: Work
+        number: int
+
+        def wait(self) -> None:
+            """Waits, and notes that it does, and that it is over."""
+            number = self.number
+            if not number:  # noted before
+                self.inner.wait()  # from another stream, perhaps
+                return
+            cells[WAITING] = number
+            try:
+                self.inner.wait()
+            finally:
+                cells[WAITING] = 0
+            self.number = 0
+            if cells[ISSUED] - number < _REACH:  # else its place is another's by now
+                times[DONE_WORD + number % NUM_RECORDS * RECORD_WORDS] = now()
+
+    return LedgerWork
+
+
+def make_writer(
+    ledger: Ledger, group: int, first: int, find_place: Callable[[FrameType, LocatedCall, int | None], int]
+) -> Callable[..., NotedWork]:
+    """Makes the function that a group's verbs call themselves: it writes down the line of the verb's caller.
+
+    ``first`` is the number of the next collective. The counters come after the record: see ``file.py``. What is made
+    takes the kind, shape, dtype, op and peer of an operation; without a ``sequence`` it counts as the group's next
+    collective, and ``to`` is another group than the writer's.
+    """
+    cells, counts, buffer, known_at = ledger.cells, ledger.counts, ledger.buffer, ledger.known.get
+    now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, PUT_RECORD
+    frame_at = sys._getframe
+    count = first
+
+    def write(
+        kind: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        op: str = "",
+        peer: Peer | None = None,
+        sequence: int | None = None,
+        to: int | None = None,
+    ) -> NotedWork:
+        nonlocal count
+        frame = frame_at(2)
+        key = (id(frame.f_code) + frame.f_lasti, kind, shape, dtype, op, peer)  # as ``instruction_of``
+        known = known_at(key)
+        work = make_work()
+        work.number = number = next_number()
+        put(
+            buffer,
+            RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES,
+            number,
+            count if sequence is None else sequence,
+            group if to is None else to,
+            cells[PHASE],
+            known or find_place(frame, key, known),
+            now(),
+            cells[STEP],
+        )
+        cells[ISSUED] = cells[WAITING] = number
+        if sequence is None:
+            counts[group] = count = count + 1
+        return work
+
+    return write
+
+
 class LedgerCommunicator(WrappedCommunicator):
     """Passes every verb on to ``inner``, and writes it down before and after; subgroups share the ledger."""
 
@@ -191,11 +292,7 @@ class LedgerCommunicator(WrappedCommunicator):
         return self._issue(work, self.inner.broadcast, tensor, source)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Writes down an all-to-all, with this rank's input."""
         work = self._write("all_to_all", tensor.shape, tensor.dtype)
