@@ -36,7 +36,6 @@ from torch import nn
 from paceline.comm.base import BucketReduction, Communicator, GradientCompression, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
-from paceline.engines.engine import BufferPolicy
 from paceline.engines.flat.flat import FlatGroup, gradient_scale
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
@@ -44,21 +43,7 @@ from paceline.engines.flat.side_stream import SideStream
 from paceline.engines.flat.unit import Call, Crossing, Unit, slice_shape, world_scale
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingPolicy:
-    """What may be chosen about sharding.
-
-    ``reshard_after_forward``: free units after forward (True), keep them until backward (False), or keep a slice that
-    a group of so many ranks can gather again (a number that divides the shard group).
-    """
-
-    units: tuple[str, ...] | None = None
-    unit_mb: float | None = None
-    reshard_after_forward: bool | int = True
-    prefetch: int = 1
-    shard_ranks: int | None = None
+from paceline.plan.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +81,16 @@ class FullySharded(ShardedEngine):
         module: nn.Module,
         groups: Groups,
         units: Sequence[Unit],
-        policy: ShardingPolicy,
+        layout: Layout,
         precision: Precision,
-        buffers: BufferPolicy = "broadcast",
         compression: GradientCompression | None = None,
     ) -> None:
         """Takes units that are built already (``materialize.py``), the root last.
 
         ``compression`` averages over the replicas.
         """
-        super().__init__(module, groups.world, precision, buffers)
-        self.policy = policy
+        super().__init__(module, groups.world, precision, layout.buffers)
+        self._layout = layout
         self._groups = groups
         self._units = list(units)
         self._root = self._units[-1]
@@ -285,7 +269,7 @@ class FullySharded(ShardedEngine):
             return False
         leg, legs = Leg(unit.index, "gather"), self._training.legs
         is_last = legs is not None and legs[-1] == leg
-        return self.policy.reshard_after_forward is False or is_last or leg in self._training.repeated
+        return self._layout.reshard_after_forward is False or is_last or leg in self._training.repeated
 
     def _reach(self, unit: Unit, route: Route) -> None:
         unit.pass_number = self._pass.number
@@ -466,7 +450,7 @@ class FullySharded(ShardedEngine):
     # What the routes call.
 
     def _route(self, order: Sequence[Leg]) -> Route:
-        return Route(self._groups.shards, order, self._issue, self._release, self.policy.prefetch)
+        return Route(self._groups.shards, order, self._issue, self._release, self._layout.prefetch)
 
     def _issue(self, leg: Leg) -> None:
         unit, now = self._units[leg.unit], self._pass

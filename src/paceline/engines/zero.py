@@ -40,11 +40,10 @@ from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
-from paceline.engines.engine import BufferPolicy
+from paceline.engines.engine import BufferPolicy, own_region
 from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
-from paceline.engines.flat.shards import own_region
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
 from paceline.plan.layout import Offload
