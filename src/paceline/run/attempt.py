@@ -7,7 +7,6 @@ one.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -18,14 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.chaos.notes import VARIABLE
 from paceline.checkpoint import find_checkpoint, open_checkpoint
-from paceline.checkpoint.line import Line
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.manifest import Line
+from paceline.checkpoint.storage import FileStore
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.config import Config
 from paceline.errors import CheckpointError, PreemptedError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
+from paceline.plan.plan import Plan
 from paceline.records.records import EndRecord, EventRecord, RunRecord
 from paceline.records.sinks import Fanout, JsonlSink, Sink, SpaceSink, Strided, TensorBoardSink
 from paceline.run.folder import adopt_config
@@ -67,7 +67,13 @@ class RankRunner:
         return RankRunner(self._folder, rank, restart=self._restart, request=self.request)
 
     def run(
-        self, config: Config, comm: Communicator, *, resume: str | Path | None = None, view: Sink | None = None
+        self,
+        config: Config,
+        comm: Communicator,
+        *,
+        plan: Plan | None = None,
+        resume: str | Path | None = None,
+        view: Sink | None = None,
     ) -> None:
         """Trains this rank's share and writes its records. Until set-up has worked, the folder stays as it is."""
         use_threads(config)
@@ -76,7 +82,7 @@ class RankRunner:
         try:
             faults = find_faults(config, self._folder, self._rank)
             hooks = make_hooks(config, self._folder, self.request, None if faults is None else faults.storage())
-            trainer = self._trainer = build_trainer(config, comm, hooks=hooks, node_ranks=node_ranks(config))
+            trainer = self._trainer = build_trainer(config, comm, plan=plan, hooks=hooks, node_ranks=node_ranks(config))
             checkpoint = find_together(config, comm, self._folder, resume)
             if checkpoint is not None:
                 load_checkpoint(trainer, checkpoint)
@@ -90,8 +96,7 @@ class RankRunner:
         self._is_built, self._first_step = True, trainer.step
         if self._rank == 0:
             adopt_config(self._folder)
-            text = json.dumps(trainer.parts.plan.to_json(), indent=2)
-            (self._folder / "plan.json").write_text(text + "\n", encoding="utf-8")
+            (self._folder / "plan.json").write_text(trainer.parts.plan.to_text(), encoding="utf-8")
         trainer.sink = self._open_sinks(config, view)
         trainer.hooks.append(NoteStep(StepNote(self._folder, self._rank, trainer.step)))
         try:
@@ -170,7 +175,7 @@ class RankRunner:
         return self._folder / "records" / f"rank-{self._rank}.jsonl"
 
 
-def make_hooks(config: Config, folder: Path, request: StopRequest, storage: Storage | None = None) -> list[Hook]:
+def make_hooks(config: Config, folder: Path, request: StopRequest, storage: FileStore | None = None) -> list[Hook]:
     """Returns what runs after each step: evaluation, saving, and the ranks' agreement about stopping and losses."""
     hooks: list[Hook] = [Every(config.train.eval_every, EvaluateHook())]
     policy = save_policy(config.checkpoint, ask_every=config.monitor.log_every)
