@@ -311,14 +311,7 @@ def _batch(config: Config, dataset: Any, ranks: int, device: torch.device) -> St
     asked = config_batch(config, ranks)
     samples = default_collate([dataset[place % len(dataset)] for place in range(asked.microbatch)])
     placed = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, samples)
-    return StepBatch(
-        position=0,
-        next_position=asked.global_batch,
-        epoch=0,
-        global_samples=asked.global_batch,
-        microbatches=[placed] * asked.accumulate,
-        local_samples=[asked.microbatch] * asked.accumulate,
-    )
+    return StepBatch(microbatches=[placed] * asked.accumulate, global_samples=asked.global_batch)
 
 
 def _errors(row: dict[str, Any]) -> dict[str, Any]:

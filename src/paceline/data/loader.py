@@ -14,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, tee
 from typing import Any, Literal, Self, TypeAlias
 
@@ -56,14 +56,17 @@ class LoaderOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """One step of one rank. ``microbatches`` holds ``None`` where this rank has no samples (``local_samples`` 0)."""
+    """One step of one rank. ``microbatches`` holds ``None`` where this rank has no samples (``local_samples`` 0).
 
-    position: int
-    next_position: int
-    epoch: int
-    global_samples: int
+    A step alone needs no more than ``microbatches`` and ``global_samples``; the rest says where it stands in a run.
+    """
+
     microbatches: list[Batch | None]
-    local_samples: list[int]
+    global_samples: int
+    local_samples: list[int] = field(default_factory=list)
+    position: int = 0
+    next_position: int = 0
+    epoch: int = 0
     indices: Indices | None = None  # of the samples of all ranks, in order
 
 
