@@ -15,7 +15,7 @@ from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Compute, ModelShape, Running, SampleModel, Workload
 from paceline.predict.formulas.predict import predict
-from paceline.predict.scored.known_models import known_samples
+from paceline.predict.scored.published import known_samples
 from paceline.search.candidates import Task
 from paceline.search.scaling import resized
 from paceline.search.search import search

@@ -87,7 +87,7 @@ def test_a_strategy_is_chosen_by_the_memory_there_is(
     asked = load_config(None, [*MLP, "parallel.strategy=auto", "parallel.ranks=2", "model.hidden_dim=4096"])
     config, choice = decide_strategy(resolve_config(asked))
     assert choice is not None
-    assert config.parallel.strategy == choice.chosen.strategy == "zero1"
+    assert config.parallel.strategy == choice.chosen.layout.strategy == "zero1"
     show_decisions(config, choice)
     assert "not ddp needs" in " ".join(capsys.readouterr().out.split())
     fixed = resolve_config(load_config(None, [*MLP, "parallel.ranks=2"]))

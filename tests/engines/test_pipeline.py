@@ -125,7 +125,7 @@ def test_hybrid_sharding_inside_a_pipeline() -> None:
     ("strategy", "spread"),
     [
         ("zero1", {"schedule": "1f1b"}),
-        ("ddp", {"schedule": "zb-v", "sequence": True}),
+        ("ddp", {"schedule": "zb-v", "sequence_parallel": True}),
         pytest.param("zero2", {"schedule": "zb-h1"}, marks=exhaustive),
         pytest.param("fsdp", {"schedule": "interleaved"}, marks=exhaustive),
     ],

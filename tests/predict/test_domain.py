@@ -18,7 +18,7 @@ from paceline.predict.formulas.domain import (
     parse_domain,
 )
 from paceline.predict.formulas.predict import predict
-from paceline.predict.scored.known_models import known_samples, known_transformer
+from paceline.predict.scored.published import known_samples, known_transformer
 
 SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
 RUN = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.cluster.operations import Family, Operation
+from paceline.predict.replay.events import Event, Issue, Run
 from paceline.predict.replay.kernel_costs import bytes_not_kept, fuse_blocks
-from paceline.predict.replay.program import Event, Issue, Run
 
 SIZE = 100
 

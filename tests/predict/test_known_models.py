@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.predict.scored.known_models import known_samples, known_transformer
+from paceline.predict.scored.published import known_samples, known_transformer
 
 
 @pytest.mark.parametrize(

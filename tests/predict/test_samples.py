@@ -11,7 +11,7 @@ from paceline.plan.layout import Layout
 from paceline.plan.workload import Compute, Running, SampleModel, Workload
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.samples import sample_step
-from paceline.predict.scored.known_models import known_samples
+from paceline.predict.scored.published import known_samples
 
 CONSTANTS = Constants()
 ONE = load_cluster("1x a100-sxm-80gb")

@@ -87,12 +87,12 @@ def test_of_what_fits_the_fastest_is_taken(own_module: str) -> None:
     fastest = min(value for value in seconds.values() if value is not None)
     assert choice.chosen.seconds is not None
     assert choice.chosen.seconds * ENOUGH <= fastest
-    assert resolved.parallel.strategy == choice.chosen.strategy
+    assert resolved.parallel.strategy == choice.chosen.layout.strategy
     assert f"predicted {format_seconds(choice.chosen.seconds)} a step on 4x" in choice.reason()
     # What does not fit is not taken, however fast it would be.
     _, smaller = resolve_strategy(config, room(432), machine)
-    assert smaller.chosen.strategy == "fsdp"
-    assert {each.strategy for each in smaller.ladder if each.seconds is not None} == {"fsdp"}
+    assert smaller.chosen.layout.strategy == "fsdp"
+    assert {each.layout.strategy for each in smaller.ladder if each.seconds is not None} == {"fsdp"}
 
 
 def test_an_open_microbatch_is_timed_with_what_has_room(own_module: str) -> None:
@@ -111,7 +111,7 @@ def test_several_hosts_are_not_priced(own_module: str) -> None:
     machine = Machine(processor="any", cores=4, memory_bytes=16e9)
     two = dataclasses.replace(room(600), node_ranks=2)
     choice = resolve_strategy(make_config(own_module, backend="gloo"), two, machine)[1]
-    assert choice.chosen.strategy == "ddp"
+    assert choice.chosen.layout.strategy == "ddp"
     assert "the network between 2 hosts is not known" in choice.reason()
     assert choice.to_json()["untimed"]
 

@@ -9,9 +9,9 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_plans import plan_of
 
 from paceline.config import config_from_dict
-from paceline.plan.plan import make_plan
 from paceline.train.assemble import build_schedule
 from paceline.train.optim import RateKind, RateSchedule
 
@@ -86,13 +86,13 @@ def config(**schedule: Any) -> Any:
 @pytest.mark.parametrize(("unit", "length"), [("steps", 21.0), ("samples", 150.0)])
 def test_without_a_length_the_schedule_spans_the_run(unit: str, length: float) -> None:
     asked = config(kind="cosine", unit=unit)
-    plan = make_plan(asked, ranks=2, train_samples=50, eval_samples=0)
+    plan = plan_of(asked, ranks=2, train_samples=50, eval_samples=0)
     assert build_schedule(asked, plan) == RateSchedule(kind="cosine", unit=unit, length=length)  # type: ignore[arg-type]
 
 
 def test_every_field_of_the_config_arrives() -> None:
     asked = config(kind="linear", unit="samples", warmup=5.0, length=70.0, final_ratio=0.25)
-    plan = make_plan(asked, ranks=1, train_samples=50, eval_samples=0)
+    plan = plan_of(asked, ranks=1, train_samples=50, eval_samples=0)
     expected = RateSchedule(kind="linear", unit="samples", warmup=5.0, length=70.0, final_ratio=0.25)
     assert build_schedule(asked, plan) == expected
 

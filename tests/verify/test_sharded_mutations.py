@@ -47,10 +47,10 @@ from paceline.engines.checkpointing import Replay
 from paceline.engines.engine import SharedBuffers
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
+from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import clip_pieces
 from paceline.engines.flat.unit import Unit
 from paceline.engines.fsdp import FullySharded
-from paceline.engines.stages.route import Route
 from paceline.engines.zero import ZeroParallel
 from paceline.errors import CommunicationError
 from paceline.shards import flat_layout
@@ -303,8 +303,8 @@ def own_opinion(_: Any) -> Any:
 def order_not_agreed(_: Any) -> Any:
     """A rank issues what it wants next, whatever the others want."""
 
-    def agree(self: Route, want: int) -> int:
-        if want >= 0:
+    def agree(self: Route, want: Leg | None) -> Leg | None:
+        if want is not None:
             self._learned.append(want)
             self._issue(want)
         return want

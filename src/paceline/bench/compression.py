@@ -23,11 +23,12 @@ from typing import Any, cast
 import torch
 
 from paceline.comm.base import BucketShape, Communicator, Work
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
+from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
 from paceline.train.assemble import build_trainer
 from paceline.train.randomness import compute_threads

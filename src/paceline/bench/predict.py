@@ -40,10 +40,11 @@ from paceline.errors import UsageError
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model, model_context
 from paceline.predict.formulas.constants import Constants
+from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
-from paceline.predict.replay.program import Program, Run
+from paceline.predict.replay.program import Program
+from paceline.predict.replay.repeat import play
 from paceline.predict.replay.replay import replay
-from paceline.predict.replay.turns import play
 from paceline.rehearse.dryrun.record import record
 from paceline.run.processes import run_processes
 from paceline.train.assemble import build_policy

@@ -24,10 +24,11 @@ from paceline.classic.two_groups import TwoGroupAverage, TwoGroups, connect_grou
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import detect_topology
 from paceline.comm.base import BucketShape, Communicator, Work
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.torch_dist import Group, communicator_of, is_outside
 from paceline.errors import Problem, UsageError
+from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, Problem
+from paceline.plan.plan import BatchPlan
 
 if TYPE_CHECKING:
     from paceline.config.schema import OptimConfig, TrainConfig
@@ -28,21 +29,6 @@ _KEYS = {
     "accumulate": "train.accumulate",
     "ranks": "parallel.ranks",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
-    """How one step's samples are spread: ``global_batch = microbatch x accumulate x ranks``, always."""
-
-    global_batch: int
-    microbatch: int
-    accumulate: int
-    ranks: int
-
-    @property
-    def samples_per_rank(self) -> int:
-        """The samples of one step that each rank processes."""
-        return self.microbatch * self.accumulate
 
 
 def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int) -> BatchPlan:

@@ -71,7 +71,7 @@ def trace_plan(found: PlanResult, path: Path) -> Replay:
     Returns the step as it was replayed. Raises UsageError where there is no config, or it cannot be run so.
     """
     from paceline.predict.replay.replay import replay
-    from paceline.predict.replay.trace import write_trace
+    from paceline.predict.replay.replayed import write_trace
     from paceline.rehearse.dryrun.record import record_stages  # with torch
 
     cluster = found.request.cluster

@@ -18,8 +18,7 @@ from paceline.config import Config, load_config
 from paceline.errors import UsageError
 from paceline.predict.replay.replay import check_slow, replay
 from paceline.predict.replay.replayed import Replay
-from paceline.rehearse.dryrun.microbatch import with_fitting_microbatch
-from paceline.rehearse.dryrun.record import record_stages
+from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
 
 
 def predict(

@@ -44,9 +44,9 @@ def train_on_hosts(asked: Config, options: RunOptions, hosts: HostOptions) -> Ru
     with warm_ranks_of(asked, hosts.ranks) as warm:
         from paceline.run.decide import Participants, decide_run
 
-        config, _ = decide_run(
+        config = decide_run(
             asked, Participants(hosts=range(nodes.least, nodes.most + 1), host_ranks=hosts.ranks), checks_memory=False
-        )
+        ).config
         if not is_guest:
             try:
                 return _run_as_first(config, folder, nodes, warm, options)

@@ -25,6 +25,7 @@ from paceline.run.location import RunLocation, how_to_continue, locate_run
 from paceline.run.warm import WarmRanks, warm_ranks_of
 
 if TYPE_CHECKING:
+    from paceline.run.decide import Decision
     from paceline.run.supervise import RestartNote
     from paceline.search.choice import Choice
 
@@ -104,14 +105,11 @@ def train_here(asked: Config, options: RunOptions) -> RunResult:
     with warm_ranks_of(asked) as warm:  # loads torch as this process does
         from paceline.run.decide import decide_run
 
-        config, choice = decide_run(asked, checks_memory=options.checks_memory)
-        return run_decided(config, choice, location, options, warm)
+        return run_decided(decide_run(asked, checks_memory=options.checks_memory), location, options, warm)
 
 
-def run_decided(
-    config: Config, choice: Choice | None, location: RunLocation, options: RunOptions, warm: WarmRanks | None
-) -> RunResult:
-    """Runs all ranks of a config in which nothing is left open, and returns what came of it."""
+def run_decided(decision: Decision, location: RunLocation, options: RunOptions, warm: WarmRanks | None) -> RunResult:
+    """Carries out the plan of a run on this machine, and returns what came of it."""
     from paceline.run.decide import show_decisions
     from paceline.run.local import check_port, launch_local
     from paceline.run.prediction import BackgroundPrediction, predict_run
@@ -120,14 +118,14 @@ def run_decided(
     from paceline.run.variables import rank_variables
     from paceline.run.watch import watch_policy
 
+    config, plan = decision.config, decision.plan
     variables = rank_variables(config, uses_nccl=uses_nccl(config))
     check_port(options.port)
     is_shown = config.monitor.console and not options.is_quiet
     if is_shown:
-        show_decisions(config, choice)
+        show_decisions(config, decision.choice)
     expected = predict_run(config)
-    folder, ranks = location.folder, config.parallel.ranks
-    assert isinstance(ranks, int)
+    folder, ranks = location.folder, plan.layout.ranks
 
     def start(checkpoint: Path | None, restart: RestartNote | None) -> None:
         launch_local(
@@ -142,13 +140,14 @@ def run_decided(
             watch=watch_policy(config),
         )
 
-    with claim_folder(folder, dump_yaml(config), force=options.force, resume=location.is_continued) as claimed:
+    is_continued, written = location.is_continued, plan.to_text()
+    with claim_folder(folder, dump_yaml(config), written, force=options.force, resume=is_continued) as claimed:
         if expected is not None:
             claimed.write_prediction(expected.to_text())
         prediction = BackgroundPrediction(config, folder, expected, warm)
         with explain_end(claimed), LiveProgress(folder, is_shown=is_shown), prediction:
             supervise(start, config, location)
-        return read_result(folder, config, choice)
+        return read_result(folder, config, decision.choice)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from paceline.errors import UsageError
+from paceline.schedule.clock import Clock
 
 Kind = Literal["F", "B", "I", "W", "SF", "RF", "SB", "RB", "R"]
 Times = dict["Action", tuple[float, float]]
@@ -157,7 +158,7 @@ def walk(
     """
     times: Times = {}
     positions = [0] * len(orders)
-    free = [0.0] * len(orders)
+    clock = Clock()
     waiting: dict[Action, list[int]] = {}
     ready = list(range(len(orders)))[::-1]
     while ready:
@@ -168,9 +169,8 @@ def walk(
             if missing := next((each for each in before if each not in times), None):
                 waiting.setdefault(missing, []).append(rank)
                 break
-            start = max([free[rank], *(times[each][1] + delay(each, action) for each in before)])
-            free[rank] = start + duration(action)
-            times[action] = (start, free[rank])
+            ends = (times[each][1] + delay(each, action) for each in before)
+            times[action] = clock.run(rank, duration(action), ends)
             positions[rank] += 1
             ready += waiting.pop(action, [])
     return Walk(times=times, positions=tuple(positions))

@@ -34,7 +34,7 @@ from paceline.predict.formulas.tuning import (
     tuned_step,
 )
 from paceline.predict.memory.footprint import Footprint, footprint
-from paceline.predict.replay.timeline import Timeline
+from paceline.schedule.clock import Timeline
 
 # Of a step's computing: a forward is a third of it, and products are most of that.
 _AGAIN: dict[Recompute, float] = {"none": 0.0, "selective": 0.1, "attention": 0.1, "full": 1 / 3}

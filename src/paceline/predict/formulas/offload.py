@@ -19,10 +19,10 @@ four are walked: the third is like all others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from paceline.plan.layout import Layout, Offload
+from paceline.schedule.clock import RankClock
 
 _WIDE, _SUM, _UPDATE = 4, 12, 32  # bytes a parameter: gradients and masters, adding up, the norm and the update
 _WALKED = 4
@@ -65,36 +65,6 @@ class Offloaded:
         return max(0.0, copied - usual), max(0.0, _walk(self) - copied) + self.update
 
 
-@dataclass(slots=True)
-class _Clock:
-    """A rank: its host, its compute stream and its lanes, each with the moment up to which it is busy."""
-
-    host: float = 0.0
-    compute: float = 0.0
-    lanes: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def now(self) -> float:
-        return max(self.host, self.compute)
-
-    def run(self, seconds: float) -> None:
-        """Computes on the device."""
-        self.compute = self.now + seconds
-
-    def issue(self, lane: str, seconds: float) -> float:
-        """Starts something on a lane, from where the device has come to; returns its end."""
-        self.lanes[lane] = max(self.now, self.lanes.get(lane, 0.0)) + seconds
-        return self.lanes[lane]
-
-    def wait(self, end: float) -> None:
-        """Lets the device wait."""
-        self.compute = max(self.compute, end)
-
-    def work(self, seconds: float, after: Iterable[float] = ()) -> None:
-        """Lets the host work, once what it waits for is there."""
-        self.host = max(self.host, *after, 0.0) + seconds
-
-
 def _walk(step: Offloaded) -> float:
     """Returns the seconds of all microbatches, up to the update."""
     walker = _Walker(step)
@@ -110,7 +80,7 @@ class _Walker:
 
     def __init__(self, step: Offloaded) -> None:
         self._step = step
-        self._clock = _Clock()
+        self._clock = RankClock()
         self._layout, self._offload = step.layout, step.layout.offload
         self._is_hosted = self._offload.updates_on_host
         self._leaving: deque[float] = deque()  # ends of copies to the host, in the order in which pieces land
@@ -127,7 +97,7 @@ class _Walker:
         if is_last:
             if self._layout.strategy == "hybrid" and self._is_hosted:
                 self._send_sums()
-            clock.work(0.0, self._leaving)
+            clock.work_on_host(0.0, self._leaving)
         return clock.now
 
     # Whole parameters.
@@ -137,14 +107,14 @@ class _Walker:
         ends = [self._fetch(piece, has_changed=True) for piece in pieces] if number == 0 else [0.0] * len(pieces)
         for piece, end in zip(pieces, ends, strict=True):
             self._clock.wait(end)
-            self._clock.run(piece.forward)
+            self._clock.compute_for(piece.forward)
 
     def _backward(self, number: int, *, is_last: bool) -> None:
         clock, is_each = self._clock, self._layout.strategy == "zero2"
         ends: list[tuple[Piece, float]] = []
         landed = 0
         for piece in reversed(self._step.pieces):
-            clock.run(piece.backward)
+            clock.compute_for(piece.backward)
             if is_each or is_last:
                 if is_each and len(ends) > 1:  # two buckets at most are on their way
                     self._land(*ends[landed], number, is_last=is_last)
@@ -159,13 +129,13 @@ class _Walker:
         clock, units = self._clock, self._step.pieces
         here, ahead = (self._fetch(unit, has_changed=True) for unit in units[:2])
         clock.wait(here)
-        clock.run(units[0].forward)
+        clock.compute_for(units[0].forward)
         for place, unit in enumerate(units[1:], 1):
             here = ahead
             if place + 1 < len(units):
                 ahead = self._fetch(units[place + 1], has_changed=True)
             clock.wait(here)
-            clock.run(unit.forward)
+            clock.compute_for(unit.forward)
 
     def _backward_of_units(self, number: int, *, is_last: bool) -> None:
         clock, root, units = self._clock, self._step.pieces[0], self._step.pieces[1:]
@@ -175,11 +145,11 @@ class _Walker:
             if place:
                 ahead = self._fetch(units[place - 1], has_changed=number > 0)
             clock.wait(here)
-            clock.run(units[place].backward)
+            clock.compute_for(units[place].backward)
             if behind is not None:
                 self._land(*behind, number, is_last=is_last)
             behind = (units[place], clock.issue("link", units[place].reduce))
-        clock.run(root.backward)
+        clock.compute_for(root.backward)
         assert behind is not None
         self._land(*behind, number, is_last=is_last)
         self._land(root, clock.issue("link", root.reduce), number, is_last=is_last)
@@ -191,7 +161,7 @@ class _Walker:
         step, clock = self._step, self._clock
         is_moved = self._offload.parameters
         if self._is_hosted and has_changed and step.width < _WIDE:
-            clock.work((_WIDE + step.width) * piece.params / step.host)
+            clock.work_on_host((_WIDE + step.width) * piece.params / step.host)
         if self._is_hosted and (has_changed or is_moved):
             end = clock.issue("to_device", step.width * piece.params / step.bus)
             if is_moved and self._layout.shards == 1:
@@ -209,17 +179,17 @@ class _Walker:
         before = (self._leaving.popleft(),) if number and self._leaving else ()
         if not self._is_hosted and is_last:
             if number:
-                clock.work(0.0, before)
+                clock.work_on_host(0.0, before)
                 clock.wait(clock.issue("to_device", seconds))
             return
         copied = clock.issue("to_host", seconds)
         if number:
-            clock.work(_SUM * piece.params / step.host, (*before, copied))
+            clock.work_on_host(_SUM * piece.params / step.host, (*before, copied))
         else:
             self._leaving.append(copied)
 
     def _send_sums(self) -> None:
         clock, seconds = self._clock, _WIDE * self._step.params / self._step.bus
-        clock.work(0.0, self._leaving)
+        clock.work_on_host(0.0, self._leaving)
         clock.wait(clock.issue("to_device", seconds))
-        clock.work(0.0, (clock.issue("to_host", seconds),))
+        clock.work_on_host(0.0, (clock.issue("to_host", seconds),))

@@ -18,9 +18,8 @@ from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.workload import SampleModel, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.slowest import expected_most
-from paceline.predict.formulas.step import StepSeconds
-from paceline.predict.replay.timeline import Timeline
+from paceline.predict.formulas.step import StepSeconds, expected_most
+from paceline.schedule.clock import Timeline
 
 _BUCKETS = 8
 _OPTIMIZER_BYTES = 40

@@ -6,21 +6,38 @@ Blocks are priced once (predict/formulas/block.py). Under FSDP one microbatch ru
 use, reduces behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last microbatch are reduced
 block by block behind its backward, on the event core too; what is left over is waited for. Megatron without sharding
 reduces them all at once when the backward is done.
+
+A pipeline of stages that take c_i (forward and backward of one microbatch) takes, for m microbatches and v chunks,
+(m - 1) max c + sum c / v + (max c)(1 - 1/v).
+
+All ranks wait for the slowest of N: devices of one kind differ, and so do batches.
+
+    loss = sigma x (E[largest of N normal deviates] - E[largest of 8]) x compute
+
+as constants come from runs on one node, and hold what the slowest of its eight takes. GPUs of one model and one cluster
+differ by 8 % from the slowest to the fastest that is no outlier (mean over clusters and programs; Sinha and others,
+"Not All GPUs Are Created Equal", arXiv 2208.11035): clocks depend on the chip, its voltage and its cooling. Whiskers of
+a box plot are 5.4 standard deviations apart, so sigma is 0.015.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import NormalDist
 
-from paceline.cluster.devices import Cluster
+from paceline.cluster.devices import Cluster, Device
 from paceline.cluster.kernels import memory_seconds
 from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
 from paceline.plan.layout import Layout
 from paceline.plan.workload import ModelShape, Workload, stage_layers
 from paceline.predict.formulas.block import CALL_S, PASSES, BlockCosts, BlockModel
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.slowest import slowest_share
-from paceline.predict.replay.timeline import StageSeconds, Timeline, pipeline_seconds
+from paceline.schedule.clock import Timeline
+
+_DEVICE_SPREAD = 0.015
+_NODE_DEVICES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +96,47 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
         slowest=slowest_share(layout.ranks) * microbatches * device,
         optimizer=_optimizer_seconds(workload, cluster, constants, layers[busiest]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """One microbatch on one rank of a pipeline: over all its chunks."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def pipeline_seconds(stages: Sequence[StageSeconds], microbatches: int, chunks: int = 1, message: float = 0.0) -> float:
+    """Returns how long 1F1B (interleaved where chunks > 1) takes, by the closed form.
+
+    ``message`` is what a rank waits for a neighbour's tensor; it is paid on the way in and out, once for each chunk.
+    """
+    slowest = max(stage.both for stage in stages)
+    whole = sum(stage.both for stage in stages)
+    ranks = len(stages)
+    fill = (whole - slowest) / chunks
+    return microbatches * slowest + fill + 2 * (ranks - 1) * message
+
+
+def slowest_share(devices: int) -> float:
+    """Returns what waiting for the slowest of so many devices takes more than on one node, as a share of compute."""
+    return _DEVICE_SPREAD * max(0.0, expected_most(devices) - expected_most(_NODE_DEVICES))
+
+
+def slowest_device(device: Device, count: int) -> Device:
+    """Returns the one of so many that the others wait for; ranks on processors are measured on their own host."""
+    share = 0.0 if device.is_cpu else slowest_share(count)
+    return replace(device, factor=device.factor * (1 + share)) if share else device
+
+
+@cache
+def expected_most(count: int) -> float:
+    """Returns the expected largest of so many normal deviates, by Blom's formula: 1.4 of 8, 3.2 of 1,024."""
+    return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> StageSeconds:

@@ -5,7 +5,7 @@
     Drop    memory is given back      Mark    an action of a pipeline's schedule begins
     OnHost  the host works itself
 
-A ``Turn`` says that an action is done once more, for another microbatch: see compose.py.
+A ``Turn`` says that an action is done once more, for another microbatch: see repeat.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from paceline.cluster.devices import Device
 from paceline.cluster.kernels import attention_seconds, ceiling, matmul_seconds, memory_seconds
 from paceline.cluster.operations import FUSED, Operation, host_seconds, work_seconds
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.program import Event, Hold, Run
+from paceline.predict.replay.events import Event, Hold, Run
 
 _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution")
 

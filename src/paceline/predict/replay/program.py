@@ -18,9 +18,7 @@ from typing import Any
 from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
 from paceline.predict.replay.events import Drop, Event, Hold, Issue, Mark, OnHost, Run, Turn, Wait
-from paceline.predict.replay.turns import memory_alone, play
-
-__all__ = ["CATEGORIES", "Drop", "Event", "Hold", "Issue", "Mark", "OnHost", "Program", "Run", "Turn", "Wait"]
+from paceline.predict.replay.repeat import memory_alone, play
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
 

@@ -27,15 +27,15 @@ from paceline.cluster.wires import AlgorithmCost, WireCost, wire_cost
 from paceline.errors import UsageError
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, ConstantSets, constants_for, fitted_constants
-from paceline.predict.formulas.slowest import slowest_device
+from paceline.predict.formulas.step import slowest_device
 from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.memory.memory import framework_bytes
-from paceline.predict.replay.events import TO_DEVICE, TO_HOST
+from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Drop, Event, Hold, Issue, OnHost, Run, Wait
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
-from paceline.predict.replay.program import Drop, Event, Hold, Issue, OnHost, Program, Run, Wait
+from paceline.predict.replay.program import Program
+from paceline.predict.replay.repeat import play
 from paceline.predict.replay.replayed import RankTimes, Replay
-from paceline.predict.replay.timeline import Span
-from paceline.predict.replay.turns import play
+from paceline.schedule.clock import RankClock, Span
 
 
 def replay(
@@ -202,8 +202,7 @@ class _Actor:
         self.call_s = cluster.device.launch_s * factor
         self.host_rate = host_bytes_per_s(cluster) / factor
         self.place = 0
-        self.host = self.compute = 0.0
-        self.lanes: dict[str, float] = {}
+        self.clock = RankClock()
         self.meetings: dict[int, _Meeting] = {}
         self.busy_lanes: list[_Meeting] = []
         self.found = RankTimes(rank=rank, stage=program.stage, slowed=factor)
@@ -211,10 +210,11 @@ class _Actor:
 
     def begin(self, step_s: float, loop_s: float) -> None:
         """Lets the host do what a step costs it besides its operations, and what surrounds it in a run."""
+        clock = self.clock
         step_s, loop_s = step_s * self.factor, loop_s * self.factor
-        self.host = step_s + loop_s
+        clock.host = step_s + loop_s
         if self.is_cpu:
-            self.compute = self.host
+            clock.compute = clock.host
             self.found.loop, self.found.launch_wait = loop_s, step_s
             for phase, seconds in (("loop", loop_s), ("forward", step_s)):
                 if seconds:
@@ -251,54 +251,57 @@ class _Actor:
 
     def run_stretch(self, stretch: _Stretch) -> None:
         """Runs kernels: all at once where nothing comes between them, else one by one."""
-        self.busy_lanes = [each for each in self.busy_lanes if each.end is not None and each.end > self.compute]
+        clock = self.clock
+        self.busy_lanes = [each for each in self.busy_lanes if each.end is not None and each.end > clock.compute]
         if self.spans is not None or (self.busy_lanes and self.contention):
             for kernel, work, launch in stretch.kernels:
                 self.run(kernel, work, launch)
             return
-        found, before = self.found, self.compute
+        found, before = self.found, clock.compute
         if self.is_cpu:
-            self.compute = self.host = max(self.host, self.compute) + stretch.launch + stretch.work
+            clock.compute = clock.host = clock.now + stretch.launch + stretch.work
             found.launch_wait += stretch.launch
         else:
-            self.compute = max(self.compute + stretch.work, self.host + stretch.late)
-            self.host += stretch.launch
-            found.launch_wait += self.compute - before - stretch.work
-        found.add_phase(stretch.phase, self.compute - before)
+            clock.compute = max(clock.compute + stretch.work, clock.host + stretch.late)
+            clock.host += stretch.launch
+            found.launch_wait += clock.compute - before - stretch.work
+        found.add_phase(stretch.phase, clock.compute - before)
         found.compute += stretch.work
 
     def run(self, kernel: Run, work: float, launch: float) -> None:
         """Runs a kernel."""
+        clock = self.clock
         found, phase = self.found, kernel.operation.phase
-        self.host += launch
+        clock.host += launch
         if self.is_cpu:
-            start = self.compute = self.host = max(self.host, self.compute + launch)
+            start = clock.compute = clock.host = max(clock.host, clock.compute + launch)
         else:
-            start = max(self.host, self.compute)
-        found.launch_wait += launch if self.is_cpu else start - self.compute
+            start = clock.now
+        found.launch_wait += launch if self.is_cpu else start - clock.compute
         lost = self._lost(start, work)
         end = start + work + lost
-        found.add_phase(phase, end - self.compute + (launch if self.is_cpu else 0.0))
+        found.add_phase(phase, end - clock.compute + (launch if self.is_cpu else 0.0))
         found.compute += work
         found.contention += lost
-        self.compute = end
+        clock.compute = end
         if self.is_cpu:
-            self.host = end
+            clock.host = end
         if self.spans is not None:
             name = f"{kernel.block} {kernel.operation.name}".strip()
             self.spans.append(Span(f"compute {phase}", name, start, end))
 
     def issue(self, event: Issue) -> float:
         """Returns when this rank is ready for an operation."""
-        self.host += self.call_s
+        clock = self.clock
+        clock.host += self.call_s
         if self.is_cpu:
-            self.compute = self.host = max(self.host, self.compute)
-        return max(self.host, self.compute, self.lanes.get(event.lane, 0.0))
+            clock.compute = clock.host = clock.now
+        return max(clock.now, clock.free(event.lane))
 
     def settle(self, meeting: _Meeting, lane: str) -> None:
         """Notes when an operation of a lane is done."""
         assert meeting.end is not None
-        self.lanes[lane] = max(self.lanes.get(lane, 0.0), meeting.end)
+        self.clock.occupy(lane, meeting.end)
         if meeting.kind not in _COPIES:  # the bus has engines of its own
             self.busy_lanes.append(meeting)
         moved = round(meeting.num_bytes * meeting.share)
@@ -309,39 +312,41 @@ class _Actor:
 
     def wait(self, event: Wait, meeting: _Meeting) -> None:
         """Holds compute until an operation is done."""
+        clock = self.clock
         assert meeting.end is not None
-        now = max(self.host, self.compute)
+        now = clock.now
         stood = meeting.end - now
         if stood <= 0:
             return
-        self.found.add_phase(event.phase, meeting.end - self.compute)
-        self.found.launch_wait += now - self.compute
+        self.found.add_phase(event.phase, meeting.end - clock.compute)
+        self.found.launch_wait += now - clock.compute
         if meeting.kind in ("send", "recv"):
             self.found.bubble += stood
         else:
             self.found.exposed += stood
-        self.compute = meeting.end
+        clock.compute = meeting.end
         if self.is_cpu:
-            self.host = meeting.end
+            clock.host = meeting.end
         if self.spans is not None:
             self.spans.append(Span("waits", f"{meeting.kind} is not there", now, meeting.end))
 
     def work_on_host(self, event: OnHost) -> None:
         """Lets the host work itself; the device has nothing to do once it has come to the end of what was launched."""
+        clock = self.clock
         ends = [self.meetings[each].end or 0.0 for each in event.waits if each in self.meetings]
-        start = max(self.host, *ends, self.compute if event.reads else 0.0)
-        self.host = start + event.num_bytes / self.host_rate
-        if self.host <= self.compute:
+        start = max(clock.host, *ends, clock.compute if event.reads else 0.0)
+        clock.host = start + event.num_bytes / self.host_rate
+        if clock.host <= clock.compute:
             return
-        waited, worked = max(0.0, start - self.compute), self.host - max(start, self.compute)
+        waited, worked = max(0.0, start - clock.compute), clock.host - max(start, clock.compute)
         found = self.found
-        found.add_phase(event.phase, self.host - self.compute)
+        found.add_phase(event.phase, clock.host - clock.compute)
         found.exposed += waited if event.waits else 0.0
         found.launch_wait += 0.0 if event.waits else waited
         found.on_host += worked
         if self.spans is not None and worked:
-            self.spans.append(Span("host", event.name, start, self.host))
-        self.compute = self.host
+            self.spans.append(Span("host", event.name, start, clock.host))
+        clock.compute = clock.host
 
     def _lost(self, start: float, work: float) -> float:
         """Returns what communication beside a kernel costs it."""
@@ -357,7 +362,8 @@ class _Actor:
 
     def times(self) -> RankTimes:
         """Returns what this rank's step took."""
-        self.found.seconds = max(self.host, self.compute)
+        clock = self.clock
+        self.found.seconds = clock.now
         self.found.spans = tuple(self.spans or ())
         return self.found
 

@@ -7,7 +7,8 @@ DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatr
 than fused attention; Megatron's loss is fused with eight-bit layers and on Blackwell, which are younger than fused
 losses; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch or a number of
 chunks that is not stated and the ranks that share a layer's experts are chosen by prediction. A word that none of this
-knows is refused, and not taken for the nearest; of a sentence, what is known in it counts.
+knows is refused, and not taken for the nearest; of a sentence, what is known in it counts. Models that tables name
+without printing their sizes have their shapes in known_models.yaml.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
 
 from paceline.cluster.devices import Cluster, build_cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.workload import Compute, Framework, ModelShape, Running, SampleModel, Scaling, Workload
-from paceline.predict.scored.known_models import known_samples, known_transformer
 from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
 
 METRICS = {
@@ -348,3 +353,45 @@ def _micro_batch(row: Row, model: ModelShape | SampleModel, layout: Layout) -> f
         return count
     # The unit of a batch is a sentence or a segment, that of the model a token.
     return count * (row.whole("seq_len", 0) or model.samples_each) if model.unit == "token" else count
+
+
+def known_transformer(name: str) -> ModelShape | None:
+    """Returns a transformer's shape by the name that a table gives it; None where it is not known."""
+    entry = _find(name, "transformers")
+    if entry is None:
+        return None
+    fields = {key: value for key, value in entry.items() if key != "total"}
+    return ModelShape(**fields, total_params=float(entry.get("total", 0.0)))
+
+
+def known_samples(name: str) -> SampleModel | None:
+    """Returns a convolutional, recurrent or translation model by name; None where it is not known."""
+    entry = _find(name, "samples")
+    if entry is None:
+        return None
+    return SampleModel(
+        name=_key(name),
+        params=float(entry["params"]),
+        flops=float(entry["flops"]),
+        activations=float(entry["activations"]),
+        kernels=int(entry["kernels"]),
+        unit=entry.get("unit", "image"),
+        kind=entry.get("kind", "convolution"),
+        samples_each=float(entry.get("each", 1.0)),
+    )
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)", "", name.lower()))
+
+
+def _find(name: str, section: str) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = _catalog()[section].get(_key(name))
+    return found
+
+
+@cache
+def _catalog() -> dict[str, Any]:
+    text = resources.files("paceline.predict.scored").joinpath("known_models.yaml").read_text()
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded

@@ -9,23 +9,28 @@ Blocks that a run would compile are recorded as they are: what a compiler makes 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import nn
 
+from paceline.cluster.devices import Cluster
 from paceline.comm.dry.communicator import DryWorld
 from paceline.comm.group import check_peer
 from paceline.config import Config, config_batch
+from paceline.engines.pipeline import Pipeline, RankProgram
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.models.registry import model_blocks
-from paceline.predict.replay.compose import repeat
-from paceline.predict.replay.program import Event, Program, Run, Turn
-from paceline.predict.replay.turns import counted, is_playable
+from paceline.predict.replay.events import END, Event, Mark, Run, Turn
+from paceline.predict.replay.program import Program
+from paceline.predict.replay.repeat import counted, is_playable, repeat
+from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.calls import KnownCalls
 from paceline.rehearse.dryrun.claims import claim_states, claiming_gradients, watch_gradients
 from paceline.rehearse.dryrun.functions import MetaFunctions
@@ -33,7 +38,9 @@ from paceline.rehearse.dryrun.hosted import told_apart
 from paceline.rehearse.dryrun.operators import dtype_name
 from paceline.rehearse.dryrun.parts import Parts, build_parts, empty_model, few_data
 from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
-from paceline.rehearse.dryrun.turns import enough_microbatches, order_of, with_marks
+from paceline.schedule.schedules import Action
+from paceline.search.choice import MARGIN
+from paceline.train.batch_search import microbatch_sizes
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import train_step
 
@@ -271,3 +278,82 @@ def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
 def _compute_dtype(config: Config) -> str:
     precision = precision_named(config.train.precision)
     return dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32)
+
+
+FEW = 3  # microbatches: the first, one that stands for all between, and the last
+
+
+def enough_microbatches(pipeline: Pipeline, wanted: int) -> int:
+    """Returns how many microbatches are run where so many are wanted: all, if few do not tell of the others."""
+    ranks = pipeline.pipe.size
+    if pipeline.splits_backward and len(pipeline.placement) > ranks:  # what zb-v gathers differs by microbatch
+        return wanted
+    for few in (FEW, -(-FEW // ranks) * ranks):  # interleaved schedules take whole rounds
+        if few < wanted and _is_plain(pipeline, few) and _is_plain(pipeline, wanted):
+            return few
+    return wanted
+
+
+def order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
+    """Returns the actions of a whole step, by those of one with few microbatches."""
+    most = max(action.microbatch for action in program.actions)
+    arrived: Mapping[Action, Sequence[Action]] = program.released
+    found = []
+    for action in program.actions:
+        number = action.microbatch
+        if action.kind == "R":  # the engine reduced with the backward before it
+            continue
+        like = 0 if number == 0 else few - 1 if number == most else 1
+        receive = _RECEIVES.get(action.kind)
+        sends = () if receive is None else arrived.get(Action(receive, action.stage, number), ())  # type: ignore[arg-type]
+        told = tuple((send.kind, send.stage, send.microbatch) for send in sends)
+        found.append(Turn(action.kind, action.stage, number, like, told))
+    return tuple(found)
+
+
+def with_marks(events: Sequence[Event], acts: Sequence[int], actions: Sequence[Action]) -> tuple[Event, ...]:
+    """Returns the events with a mark before those of each action; ``acts`` are the places where these begin."""
+    found: list[Event] = []
+    for number, (begin, end) in enumerate(pairwise((*acts, len(events)))):
+        action = actions[number] if number < len(actions) else None
+        mark = Mark(END, 0, 0) if action is None else Mark(action.kind, action.stage, action.microbatch)
+        found += (mark, *events[begin:end])
+    return tuple(found)
+
+
+_RECEIVES = {"F": "RF", "B": "RB", "I": "RB"}
+
+
+def _is_plain(pipeline: Pipeline, microbatches: int) -> bool:
+    """Whether the first microbatch is the first in every pass of a schedule, and the last one the last to go back."""
+    try:
+        program = pipeline.program(microbatches)
+    except UsageError:  # a schedule of the user's own is for one number of them
+        return False
+    first: dict[tuple[str, int], int] = {}
+    for action in program.actions:
+        if action.kind != "R":
+            first.setdefault((action.kind, action.stage), action.microbatch)
+    return not any(first.values()) and all(each == microbatches - 1 for each in program.reducing.values())
+
+
+def with_fitting_microbatch(config: Config, cluster: Cluster, *, ranks: int, rank: int = 0) -> Config:
+    """Returns a config with the largest microbatch that leaves some memory free, as a run's own search does.
+
+    One that names its microbatch is returned as it is; where none fits, the smallest is taken.
+    """
+    if config.train.microbatch != "auto":
+        return config
+    calls, limit = KnownCalls(), cluster.device.memory_bytes * (1 - MARGIN)
+    node_ranks = min(ranks, cluster.node.devices)
+
+    def is_too_large(size: int) -> bool:
+        programs = record_stages(_with(config, size), ranks=ranks, rank=rank, node_ranks=node_ranks, calls=calls)
+        return replay(programs, cluster).total_memory > limit
+
+    sizes = microbatch_sizes(config_batch(config, ranks).samples_per_rank)
+    return _with(config, sizes[max(0, bisect.bisect_left(sizes, True, key=is_too_large) - 1)])
+
+
+def _with(config: Config, microbatch: int) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"microbatch": microbatch})})

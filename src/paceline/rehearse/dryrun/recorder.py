@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
-from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
+from paceline.predict.replay.events import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.calls import Call, KnownCalls, updates
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.held import HOST, HeldMemory

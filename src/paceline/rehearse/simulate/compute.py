@@ -24,8 +24,8 @@ from torch.utils.flop_counter import flop_registry
 from paceline.cluster.devices import Device
 from paceline.cluster.operations import Operation
 from paceline.predict.formulas.constants import constants_for, fitted_constants
+from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts
-from paceline.predict.replay.program import Run
 from paceline.rehearse.dryrun.operators import Operators
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -1,4 +1,4 @@
-"""The slowest of many devices: what all ranks wait for."""
+"""A step: the slowest of many devices, and a pipeline beside its closed form."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from dataclasses import replace
 from statistics import NormalDist
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.workload import ModelShape, Running, Workload
 from paceline.predict.formulas.predict import predict
-from paceline.predict.formulas.slowest import expected_most, slowest_device, slowest_share
+from paceline.predict.formulas.step import StageSeconds, expected_most, pipeline_seconds, slowest_device, slowest_share
+from paceline.schedule.measure import ScheduleCosts, StageCost, measure_schedule
+from paceline.schedule.schedules import make_schedule
 
 SHAPE = ModelShape(layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
 
@@ -54,3 +58,33 @@ def test_kernels_of_a_large_world_run_on_its_slowest_device() -> None:
     assert slowest_device(device, 8) is device
     assert slowest_device(device, 1024).factor == pytest.approx(device.factor * (1 + slowest_share(1024)))
     assert slowest_device(host, 1024) is host
+
+
+# Pipelines.
+
+
+def walked(stages: list[StageSeconds], microbatches: int, message: float = 0.0) -> float:
+    """What 1F1B takes, action by action."""
+    costs = tuple(StageCost(forward=each.forward, backward_input=each.backward, backward_weight=0.0) for each in stages)
+    schedule = make_schedule("1f1b", len(stages), microbatches)
+    return measure_schedule(schedule, ScheduleCosts(stages=costs, communication=message)).makespan
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.floats(0.1, 5.0), st.floats(0.1, 5.0))
+def test_equal_stages_take_what_the_closed_form_says(ranks: int, batches: int, forward: float, backward: float) -> None:
+    stages = [StageSeconds(forward, backward)] * ranks
+    took = walked(stages, batches)
+    assert took == pytest.approx((batches + ranks - 1) * (forward + backward))
+    assert pipeline_seconds(stages, batches) == pytest.approx(took)
+
+
+def test_a_slow_last_stage_sets_the_pace() -> None:
+    stages = [StageSeconds(1.0, 2.0)] * 3 + [StageSeconds(1.5, 3.0)]
+    assert walked(stages, 8) == pytest.approx(pipeline_seconds(stages, 8)) == pytest.approx(8 * 4.5 + 9)
+
+
+def test_chunks_divide_the_fill_and_messages_lengthen_it() -> None:
+    stages = [StageSeconds(1.0, 2.0)] * 4
+    assert pipeline_seconds(stages, 8, chunks=3) == pytest.approx(8 * 3 + 9 / 3)
+    assert pipeline_seconds(stages, 8, message=0.1) == pytest.approx(8 * 3 + 9 + 6 * 0.1)
+    assert walked(stages, 8, message=0.1) >= pipeline_seconds(stages, 8, message=0.1) - 1e-9

@@ -1,0 +1,115 @@
+"""One clock that events advance: streams run their work in order, and work waits for other work.
+
+Work starts when its stream has finished what it was given before and all that the work waits for is done. So overlap,
+prefetch and bubbles come out of the order in which work is issued, as on a device's streams.
+
+    Clock       when each stream is free                a schedule's ranks are streams (``grid.walk``)
+    Timeline    the same, and keeps what was done       formulas of overlap
+    RankClock   a host, a compute stream and lanes      the walk of an offloaded step, the replay of a recorded one
+
+    timeline = Timeline()
+    gathered = timeline.add("link", 2.0, "gather 0")
+    computed = timeline.add("compute", 3.0, "forward 0", after=(gathered,))
+    timeline.end                                            # 5.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Work that was done: on which stream, from when to when."""
+
+    stream: str
+    name: str
+    start: float
+    end: float
+
+
+class Clock:
+    """Streams, and the moment up to which each has work."""
+
+    __slots__ = ("_free",)
+
+    def __init__(self) -> None:
+        self._free: dict[Hashable, float] = {}
+
+    def run(self, stream: Hashable, seconds: float, after: Iterable[float] = ()) -> tuple[float, float]:
+        """Puts work at the end of a stream, not before any of the moments ``after``; returns its start and end."""
+        start = max([self._free.get(stream, 0.0), *after])
+        end = self._free[stream] = start + seconds
+        return start, end
+
+    def free(self, stream: Hashable) -> float:
+        """Returns when a stream has finished all that it was given."""
+        return self._free.get(stream, 0.0)
+
+    def occupy(self, stream: Hashable, until: float) -> None:
+        """Keeps a stream busy up to a moment."""
+        self._free[stream] = max(self._free.get(stream, 0.0), until)
+
+    @property
+    def end(self) -> float:
+        """When the last work is done."""
+        return max(self._free.values(), default=0.0)
+
+
+class Timeline(Clock):
+    """A clock that keeps what its streams did."""
+
+    __slots__ = ("spans",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[Span] = []
+
+    def add(self, stream: str, seconds: float, name: str = "", after: Iterable[Span] = ()) -> Span:
+        """Puts work at the end of a stream; it waits for all of ``after``. Returns it with its times."""
+        span = Span(stream, name, *self.run(stream, seconds, (other.end for other in after)))
+        self.spans.append(span)
+        return span
+
+    def busy(self, stream: str) -> float:
+        """Returns how long a stream works."""
+        return sum(span.end - span.start for span in self.spans if span.stream == stream)
+
+    def idle(self, stream: str) -> float:
+        """Returns how long a stream stands still before everything is done."""
+        return self.end - self.busy(stream)
+
+
+class RankClock(Clock):
+    """A rank: its host, which launches what its device computes, and lanes for all else; each up to some moment.
+
+    The host runs ahead of the device. ``host`` and ``compute`` are plain numbers: a replay asks for them at every
+    kernel.
+    """
+
+    __slots__ = ("compute", "host")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = self.compute = 0.0
+
+    @property
+    def now(self) -> float:
+        """When something that is issued now may start: the host has come to it, and so has the device."""
+        return max(self.host, self.compute)
+
+    def compute_for(self, seconds: float) -> None:
+        """Computes on the device."""
+        self.compute = self.now + seconds
+
+    def issue(self, lane: str, seconds: float) -> float:
+        """Starts something on a lane, from where the device has come to; returns its end."""
+        return self.run(lane, seconds, (self.now,))[1]
+
+    def wait(self, end: float) -> None:
+        """Lets the device wait."""
+        self.compute = max(self.compute, end)
+
+    def work_on_host(self, seconds: float, after: Iterable[float] = ()) -> None:
+        """Lets the host work itself, once what it waits for is there."""
+        self.host = max(self.host, *after, 0.0) + seconds
