@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 settings.register_profile("paceline", deadline=None, max_examples=50, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile("paceline")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and with them all processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FROZEN_MODULES = pytest.StashKey[int]()
 
