@@ -10,7 +10,7 @@ import typer
 from paceline.cli.destination import check_file
 
 if TYPE_CHECKING:
-    from paceline.calibrate.machine import Measured
+    from paceline.calibrate.machine import MachineFigures
 
 
 def _check_entry(path: Path | None) -> Path | None:
@@ -73,8 +73,8 @@ def calibrate(
 
     import torch
 
-    from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
-    from paceline.calibrate.machine import Wanted, best_rates, check_wanted, measure_machine
+    from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
+    from paceline.calibrate.machine import Wanted, check_wanted, measure_machine
     from paceline.cluster.detect import detect_machine
 
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -156,8 +156,8 @@ def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) 
         typer.echo(f"\nwrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}")
 
 
-def _show(measured: Measured) -> None:
-    from paceline.calibrate.machine import best_rates
+def _show(measured: MachineFigures) -> None:
+    from paceline.calibrate.entry import best_rates
 
     kernels = measured.kernels
     for dtype, rate in best_rates(kernels.rates).items():
@@ -175,7 +175,7 @@ def _show(measured: Measured) -> None:
     typer.echo(f"samples spread    {100 * measured.spread:10.1f} %")
 
 
-def _to_json(name: str, measured: Measured) -> dict[str, Any]:
+def _to_json(name: str, measured: MachineFigures) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {"name": name, **asdict(measured)}

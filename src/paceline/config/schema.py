@@ -238,8 +238,7 @@ class CommConfig(Section):
         description="algorithm = auto: a benchmark's record of all-reduces, asked in place of formulas; null: formulas",
     )
     bucket_mb: Literal["auto"] | Positive = Field(
-        default=25.0,
-        description="gradients reduced together, in MiB; auto: what the first steps show to wait least",
+        default=25.0, description="gradients reduced together, in MiB; auto: what the first steps show to wait least"
     )
     first_bucket_mb: Positive = Field(default=1.0, description="size of the first bucket, in MiB: small starts early")
     timeout_s: Positive = Field(default=300.0, description="seconds until a rank that does not answer is an error")
