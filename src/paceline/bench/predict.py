@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
-from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
-from paceline.calibrate.machine import Wanted, best_rates, measure_rank, put_together
+from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
+from paceline.calibrate.machine import Wanted, measure_rank, put_together
 from paceline.cluster.detect import detect_machine
 from paceline.cluster.devices import Cluster, load_cluster, make_node
 from paceline.cluster.entries import read_catalog, shipped

@@ -211,8 +211,7 @@ class CheckpointConfig(Section):
         default=None, description="whether less or more is better; null: less of a loss, more of an accuracy"
     )
     asynchronous: bool | Literal["auto"] = Field(
-        default="auto",
-        description="copy to host memory, and write while training goes on; auto: from 32 MiB a rank on",
+        default="auto", description="copy to host memory, and write while training goes on; auto: from 32 MiB a rank on"
     )
     folder: str | None = Field(
         default=None, min_length=1, description="where checkpoints go, shared by all hosts; null: the run's folder"
