@@ -50,8 +50,31 @@ def plain_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, lambda *_, **__: "", raising=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[None]:
+    """Has processes of Paceline forked from one that has torch loaded: see ``tests/pool/fork_server.py``."""
+    if sys.platform != "linux":
+        yield
+        return
+    import fork_server
+
+    fork_server.install()
+    yield
+    fork_server.end()
+
+
+@pytest.fixture
+def real_starts() -> Iterator[None]:
+    """Starts every process from nothing, for tests of what loading does."""
+    import fork_server
+
+    fork_server.uninstall()
+    yield
+    fork_server.install()
+
+
 @pytest.fixture(scope="session")
-def gloo_pool() -> Iterator[GlooPool]:
+def gloo_pool(forks: None) -> Iterator[GlooPool]:  # noqa: ARG001
     """Real Gloo ranks, started when first needed: see ``tests/pool/gloo_pool.py`` for how a test uses them."""
     from gloo_pool import GlooPool
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.cluster.costs import Link
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.choice import (
-    Arrivals,
+    ArrivalTimes,
     choose_buckets,
     choose_for_link,
     exposed_and_hidden,
@@ -23,16 +23,16 @@ DEFAULT = BucketPolicy()
 ORDER = list(reversed(range(64)))
 
 
-def evenly(num: int, num_bytes: int, backward_s: float) -> tuple[list[ParameterSize], Arrivals]:
+def evenly(num: int, num_bytes: int, backward_s: float) -> tuple[list[ParameterSize], ArrivalTimes]:
     """Parameters of one size, whose gradients arrive one after another, last defined first."""
     moments = tuple(backward_s * (num - index) / num for index in range(num))
     sizes = [ParameterSize(num_bytes=num_bytes, kind="float32")] * num
-    return sizes, Arrivals(moments_s=moments, backward_s=backward_s)
+    return sizes, ArrivalTimes(moments_s=moments, backward_s=backward_s)
 
 
 def test_exposed_is_what_comes_after_backward_and_hidden_what_comes_before() -> None:
     sizes = [ParameterSize(num_bytes=100, kind="float32")] * 3
-    arrivals = Arrivals(moments_s=(3.0, 2.0, 1.0), backward_s=3.0)
+    arrivals = ArrivalTimes(moments_s=(3.0, 2.0, 1.0), backward_s=3.0)
     link = Link(alpha_s=0.5, bandwidth=100.0)
     # 1 .. 2.5, 2.5 .. 4, 4 .. 5.5: of 4.5 seconds 2.5 come after the third.
     assert exposed_and_hidden([(2,), (1,), (0,)], sizes, arrivals, link) == pytest.approx((2.5, 2.0))

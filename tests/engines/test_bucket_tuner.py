@@ -212,7 +212,7 @@ def test_a_choice_outlasts_what_is_learned_again() -> None:
         engine.forget_pass()
         for _ in range(2):
             step(engine)
-        return engine.bucket_choice is before is not None and len(engine._buckets) == before.num_buckets
+        return engine.bucket_choice is before is not None and len(engine._arrivals.buckets) == before.num_buckets
 
     assert run_virtual(work, 2) == [True, True]
 

@@ -11,7 +11,7 @@ import torch
 from kept_records import Kept
 
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
-from paceline.checkpoint.tools.samples import check_samples
+from paceline.checkpoint.tools.audit import check_samples
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict

@@ -23,8 +23,8 @@ from paceline.chaos.report import Report, Sameness, compare_steps, make_report
 from paceline.chaos.timeline import Command, Notes, Policies, handle, straggler_verdict
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.tools.samples import check_samples
-from paceline.checkpoint.values import decode
+from paceline.checkpoint.tensors import decode
+from paceline.checkpoint.tools.audit import check_samples
 from paceline.config import Config, load_config
 from paceline.config.load import LoadedConfig
 from paceline.errors import CheckpointError, ConfigError

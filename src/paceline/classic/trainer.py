@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.find import choose_checkpoint, list_checkpoints
+from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
-from paceline.checkpoint.state import MODEL, State, prefixed
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint
 from paceline.classic.arguments import (
     check_accumulation,

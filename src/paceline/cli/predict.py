@@ -155,14 +155,14 @@ def _memory(found: Replay) -> list[str]:
 
 def _ways_out(found: Replay, config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
     """Says what to do about a step that does not fit."""
-    from paceline.config.sharding import FULLY_SHARDED
+    from paceline.config import layout_of
 
     if found.fits:
         return []
     ways = ["a smaller train.microbatch"] if batch.microbatch > 1 else []
     if config.memory.checkpoint_activations == "none":
         ways.append("memory.checkpoint_activations=full")
-    if config.parallel.strategy not in FULLY_SHARDED:
+    if not layout_of(config).is_fully_sharded:
         ways.append("parallel.strategy=fsdp")
     less = f"Less memory: {', '.join(ways)}. " if ways else ""
     return [f"{less}What fits:", f"  paceline plan {shlex.quote(str(path))} --cluster {shlex.quote(cluster)}"]

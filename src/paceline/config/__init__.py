@@ -17,6 +17,7 @@ from paceline.config.explain import ExplainRow as ExplainRow
 from paceline.config.explain import explain as explain
 from paceline.config.gpt_sizes import GPTShape as GPTShape
 from paceline.config.gpt_sizes import gpt_shape as gpt_shape
+from paceline.config.layout import config_batch as config_batch
 from paceline.config.layout import layout_of as layout_of
 from paceline.config.load import LoadedConfig as LoadedConfig
 from paceline.config.load import config_from_dict as config_from_dict
@@ -42,11 +43,4 @@ from paceline.config.settings import check_interfaces as check_interfaces
 from paceline.config.settings import config_settings as config_settings
 from paceline.config.settings import exported_settings as exported_settings
 from paceline.config.settings import variables_of as variables_of
-from paceline.config.sharding import FULLY_SHARDED as FULLY_SHARDED
-from paceline.config.sharding import config_batch as config_batch
-from paceline.config.sharding import data_ranks as data_ranks
-from paceline.config.sharding import is_split as is_split
-from paceline.config.sharding import num_chunks as num_chunks
-from paceline.config.sharding import num_stages as num_stages
-from paceline.config.sharding import shard_group as shard_group
 from paceline.plan.plan import BatchPlan as BatchPlan

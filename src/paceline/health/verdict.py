@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from paceline.health.ledger_view import CHECKPOINT, DATA, EVALUATION, SETUP, Entry, GroupName, LedgerView
@@ -101,7 +101,7 @@ def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> HangVerd
             verdict = _dead(dead, running)
         elif all(now - view.changed_s >= limits.of(view) for view in running):
             verdict = find_hang(ledgers, now)
-    return None if verdict is None else _with_states(verdict, states)
+    return None if verdict is None else replace(verdict, states=states)
 
 
 def find_mismatch(ledgers: Sequence[LedgerView]) -> HangVerdict | None:
@@ -271,17 +271,6 @@ def _what_differs(
     if is_swapped:
         return "ranks called the same operations in another order"
     return "ranks called different operations: one skipped some, or has another order"
-
-
-def _with_states(verdict: HangVerdict, states: tuple[RankState, ...]) -> HangVerdict:
-    return HangVerdict(
-        kind=verdict.kind,
-        ranks=verdict.ranks,
-        sentence=verdict.sentence,
-        group=verdict.group,
-        sequence=verdict.sequence,
-        states=states,
-    )
 
 
 def _state(view: LedgerView, now: float) -> RankState:

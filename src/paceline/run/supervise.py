@@ -27,7 +27,7 @@ from paceline.run.location import RunLocation
 from paceline.run.notes import read_progress
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.line import Line
+    from paceline.checkpoint.manifest import Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def _line(first: Path | None) -> Line | None:
     if first is None:
         return None
     from paceline.checkpoint.find import read_manifest, spots_in
-    from paceline.checkpoint.line import line_from
+    from paceline.checkpoint.manifest import line_from
 
     return line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
 
@@ -123,14 +123,14 @@ def _starting_point(
 ) -> tuple[Path | None, int]:
     """Finds the newest checkpoint of the run's line that is whole, and its step; tells of newer ones that are not."""
     from paceline.checkpoint import find_checkpoint, list_checkpoints
-    from paceline.checkpoint.remote import settled
+    from paceline.checkpoint.storage import absolute_path
 
     where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
     passed: list[str] = []
     path: Path | None
     try:
         found = find_checkpoint("auto", where, config.checkpoint.verify, lambda each: passed.append(str(each)), own)
-        path = settled(found)
+        path = absolute_path(found)
     except CheckpointError as error:
         path = first if first is not None and _is_whole(first, config) else None
         if list_checkpoints(where / "checkpoints") or list_checkpoints(where):

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.checkpoint.line import Line
+from paceline.checkpoint.manifest import Line, State
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.state import State
 from paceline.clock import seconds_between
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor

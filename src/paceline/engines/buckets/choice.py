@@ -37,7 +37,7 @@ _LINK_BYTES = (MIB, 25 * MIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
+class ArrivalTimes:
     """When gradients are there, by parameter, in seconds since backward began; and how long that takes."""
 
     moments_s: tuple[float, ...]
@@ -78,7 +78,7 @@ class BucketChoice:
 def choose_buckets(
     sizes: Sequence[ParameterSize],
     arrival: Sequence[int],
-    arrivals: Arrivals,
+    arrivals: ArrivalTimes,
     link: Link,
     *,
     default: BucketPolicy,
@@ -111,7 +111,7 @@ def choose_buckets(
 
 
 def exposed_and_hidden(
-    buckets: Sequence[Sequence[int]], sizes: Sequence[ParameterSize], arrivals: Arrivals, link: Link
+    buckets: Sequence[Sequence[int]], sizes: Sequence[ParameterSize], arrivals: ArrivalTimes, link: Link
 ) -> tuple[float, float]:
     """Returns the seconds of communication after backward and during it, with these buckets in this order."""
     end_s = total_s = 0.0
@@ -126,7 +126,7 @@ def exposed_and_hidden(
 def free_share(
     buckets: Sequence[Sequence[int]],
     sizes: Sequence[ParameterSize],
-    arrivals: Arrivals,
+    arrivals: ArrivalTimes,
     link: Link,
     measured_s: float,
 ) -> float:

@@ -26,7 +26,7 @@ from paceline.cluster.costs import Link
 from paceline.comm.base import Communicator
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.choice import (
-    Arrivals,
+    ArrivalTimes,
     BucketChoice,
     choose_buckets,
     fit_link,
@@ -43,7 +43,7 @@ _NUM_PROBES = 4  # of each size; the first warms up
 _Time = Mark | float
 
 
-class _Pass:
+class _TimedPass:
     """The marks of one backward pass: its begin, gradients as they arrived, its end, and when all was reduced."""
 
     def __init__(self, policy: BucketPolicy) -> None:
@@ -64,12 +64,12 @@ class BucketTuner:
         self._overlap = overlap
         self._take = DeviceClock(comm.device).take
         self._trials = (default, default)
-        self._passes = [_Pass(default)]
+        self._passes = [_TimedPass(default)]
 
     def start(self, sizes: Sequence[ParameterSize]) -> None:
         """Begins anew, for parameters of these sizes."""
         self._trials = trial_policies(sum(size.num_bytes for size in sizes), self._default)
-        self._passes = [_Pass(self._default)]
+        self._passes = [_TimedPass(self._default)]
 
     @property
     def is_watching(self) -> bool:
@@ -98,14 +98,14 @@ class BucketTuner:
         """Notes that all buckets of a watching pass are reduced; the next pass begins."""
         self._passes[-1].num_buckets, self._passes[-1].reduced = num_buckets, self._take()
         number = len(self._passes)
-        self._passes.append(_Pass(self._trials[number % 2 if number < _NUM_WATCHED else 1]))
+        self._passes.append(_TimedPass(self._trials[number % 2 if number < _NUM_WATCHED else 1]))
 
     def end_overlapped(self) -> bool:
         """Ends a pass with overlap; returns whether it was the last that is needed."""
         self._passes[-1].reduced = self._take()
         if len(self._passes) == _NUM_WATCHED + _NUM_OVERLAPPED:
             return True
-        self._passes.append(_Pass(self._trials[1]))
+        self._passes.append(_TimedPass(self._trials[1]))
         return False
 
     def choose(self, sizes: Sequence[ParameterSize], arrival: Sequence[int]) -> BucketChoice | None:
@@ -126,7 +126,7 @@ class BucketTuner:
         for index, moment_s in zip(arrival, moments_s, strict=True):
             if moment_s is not None and self._overlap:
                 moments[index] = min(moment_s, backward_s)
-        arrivals = Arrivals(moments_s=tuple(moments), backward_s=backward_s)
+        arrivals = ArrivalTimes(moments_s=tuple(moments), backward_s=backward_s)
         overlapped = bucket_parameters(sizes, arrival, self._trials[1])
         free = free_share(overlapped, sizes, arrivals, link, whole_s)
         return choose_buckets(sizes, arrival, arrivals, link, default=self._default, free=free)

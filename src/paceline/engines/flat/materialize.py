@@ -15,7 +15,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.engines.agree import broadcast_tensors
 from paceline.engines.flat.partition import Named, owned_parameters
-from paceline.engines.flat.unit import Place, Unit
+from paceline.engines.flat.unit import Attribute, Unit
 from paceline.engines.precision import Precision, keeps_dtype
 from paceline.errors import UsageError
 from paceline.plan.layout import Offload
@@ -48,7 +48,7 @@ class _Builder:
         self,
         names: Sequence[str],
         owned: list[list[tuple[str, nn.Parameter]]],
-        places: dict[str, list[Place]],
+        places: dict[str, list[Attribute]],
         comm: Communicator,
         shards: Communicator,
         precision: Precision,
@@ -94,15 +94,15 @@ class _Builder:
         return [self._units[index] for index in range(len(self.owned))]
 
 
-def _places(model: nn.Module) -> dict[str, list[Place]]:
+def _places(model: nn.Module) -> dict[str, list[Attribute]]:
     """Returns where each parameter hangs, by its first name."""
     names: dict[int, str] = {}
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[Attribute]] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{prefix}.{attribute}" if prefix else attribute
-                places.setdefault(names.setdefault(id(parameter), full), []).append(Place(module, attribute))
+                places.setdefault(names.setdefault(id(parameter), full), []).append(Attribute(module, attribute))
     return places
 
 
@@ -133,7 +133,7 @@ def _initialise(model: nn.Module, builder: _Builder) -> None:
             module.reset_parameters()  # type: ignore[operator]
         for attribute, name in owned:
             # The second place of a tied parameter draws its numbers too, as it would in one process, and drops them.
-            if builder.first_name.get(Place(module, attribute)) == name:
+            if builder.first_name.get(Attribute(module, attribute)) == name:
                 _fill(builder.unit(builder.unit_of[name]), name, module._parameters[attribute])
             module._parameters[attribute] = None  # the unit puts it back
         for index in {builder.unit_of[name] for _, name in owned}:
@@ -143,7 +143,7 @@ def _initialise(model: nn.Module, builder: _Builder) -> None:
 
 def _direct(module: nn.Module, builder: _Builder) -> list[tuple[str, str]]:
     """Returns the attributes of a module's own parameters, and the names that these are known by."""
-    own = {(id(place.module), place.attribute): name for name, found in builder.places.items() for place in found}
+    own = {(id(place.module), place.name): name for name, found in builder.places.items() for place in found}
     return [(a, own[id(module), a]) for a, parameter in module._parameters.items() if parameter is not None]
 
 

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 
 from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.line import Spot, line_from
+from paceline.checkpoint.manifest import Spot, line_from
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.storage import FileStore
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.errors import CheckpointError
@@ -80,7 +80,7 @@ class Saver:
         folder: Path,
         policy: SavePolicy,
         about: Mapping[str, Any] | None = None,
-        storage: Storage | None = None,
+        storage: FileStore | None = None,
     ) -> None:
         """``about`` is what the run is, for whoever looks at a checkpoint: JSON values; ``storage`` None: as usual."""
         self.folder = folder
