@@ -13,11 +13,12 @@ from paceline.cluster.costs import Placement
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.base import BucketShape, Communicator
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.models.gpt import GPT, gpt_config
+from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
 from slow_links.theory import Way
 from slow_links.turns import Arm

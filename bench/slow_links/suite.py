@@ -19,8 +19,8 @@ from typing import Any
 
 from paceline.cluster.costs import ALGORITHMS, Placement
 from paceline.comm.base import Communicator
-from paceline.comm.compress import Compression
 from paceline.errors import LaunchError
+from paceline.plan.layout import Compression
 from paceline.run.processes import RankHost, run_processes
 from slow_links.arms import COMPUTE, Workbench
 from slow_links.meeting import Meeting

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.plan.layout import Layout as Layout
     from paceline.plan.layout import Offload as Offload
     from paceline.rehearse.planning import plan as plan
-    from paceline.rehearse.planning import predict as predict
+    from paceline.rehearse.prediction import predict as predict
     from paceline.run.self_watch import watch as watch
     from paceline.run.train import train as train
     from paceline.verify.certificate import verify as verify
@@ -56,7 +56,7 @@ _HOMES = {
     "load_config": "paceline.config.load",
     "train": "paceline.run.train",
     "plan": "paceline.rehearse.planning",
-    "predict": "paceline.rehearse.planning",
+    "predict": "paceline.rehearse.prediction",
     "watch": "paceline.run.self_watch",
     "errors": "paceline",
     "DistributedConfig": "paceline.classic.trainer",

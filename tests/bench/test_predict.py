@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.bench.predict import Arm, arms_on, bench_predict, check_words, clusters, config_of, measure_steps, only
+from paceline.bench.predict import (
+    PredictArm,
+    arms_on,
+    bench_predict,
+    check_words,
+    clusters,
+    config_of,
+    measure_steps,
+    only,
+)
 from paceline.cli.bench_tables import show_predictions
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import UsageError
 
-ALONE = Arm(model="mlp", strategy="ddp")
+ALONE = PredictArm(model="mlp", strategy="ddp")
 
 
 def test_arms_cover_engines_and_backends_and_each_has_a_config() -> None:
@@ -45,7 +54,7 @@ def test_real_steps_are_timed() -> None:
 def test_an_arm_that_fails_leaves_its_error_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
 
-    def cluster_of(arm: Arm) -> Cluster:
+    def cluster_of(arm: PredictArm) -> Cluster:
         if arm.strategy == "ddp":
             raise UsageError("no such machine\n  one is needed")
         return load_cluster("cpu-host")
@@ -63,7 +72,7 @@ def test_an_arm_that_fails_leaves_its_error_and_the_others_go_on(capsys: pytest.
 def test_gloo_has_a_link_of_its_own(tmp_path: Path) -> None:
     found = clusters("cpu", None, tmp_path / "none.yaml", lambda _: None)
     gloo, shared = (
-        found.of(Arm(model="mlp", strategy="ddp", backend=each, ranks=2)) for each in ("gloo", "shared_memory")
+        found.of(PredictArm(model="mlp", strategy="ddp", backend=each, ranks=2)) for each in ("gloo", "shared_memory")
     )
     assert (gloo.node.inside.kind, shared.node.inside.kind) == ("loopback", "shared_memory")
     assert gloo.devices == shared.devices == 2

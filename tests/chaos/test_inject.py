@@ -17,8 +17,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.errors import CheckpointError, MemoryExhaustedError, RankFailedError
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.full_disk import ForgivingSaver
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import ForgivingSaver, SavePolicy, Saver
 from paceline.train.trainer import Trainer
 
 STEPS = 8

@@ -23,7 +23,7 @@ from paceline.chaos.timeline import (
     straggler_verdict,
 )
 from paceline.records.records import EventRecord, Record, RunRecord, StepRecord
-from paceline.records.summary import Attempt, final_steps, split_attempts
+from paceline.records.summary import RankAttempt, final_steps, split_attempts
 
 KILL = Fault(number=0, kind="kill", rank=1, step=6, phase="forward")
 
@@ -40,7 +40,7 @@ def event(name: str, step: int, time: float, **detail: object) -> EventRecord:
     return EventRecord(name=name, step=step, detail=detail, time=time)
 
 
-def killed_run() -> list[Attempt]:
+def killed_run() -> list[RankAttempt]:
     """Steps 1 to 5, a checkpoint after 4; killed in step 6; again from 4 to 8."""
     records: list[Record] = [run_record(0.0)]
     records += [step_record(step, float(step)) for step in range(1, 6)]

@@ -13,9 +13,9 @@ from torch import nn
 
 from paceline import checkpoint
 from paceline.checkpoint import CheckpointWriter, State, open_checkpoint
-from paceline.checkpoint.state import MODEL, prefixed
+from paceline.checkpoint.manifest import MODEL, prefixed
 from paceline.checkpoint.storage import LocalFiles
-from paceline.checkpoint.tensors import CHUNK_BYTES, Entry, file_chunks
+from paceline.checkpoint.tensors import CHUNK_BYTES, Stream, file_chunks, tensor_chunks
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
@@ -39,7 +39,8 @@ def make_model() -> nn.Module:
 def test_chunks_are_views_of_the_tensors() -> None:
     """Beside the tensors a save on the host takes no memory."""
     flat = torch.zeros(CHUNK_BYTES // 4 + 1000)
-    header, *chunks = file_chunks([Entry(name="w", shape=(len(flat),), flat=flat)])
+    stream = Stream(name="w", shape=(len(flat),), dtype=flat.dtype, read=lambda: tensor_chunks(flat))
+    header, *chunks = file_chunks([stream])
     assert len(bytes(header)) < 200
     places = [np.frombuffer(chunk, dtype=np.uint8).ctypes.data - flat.data_ptr() for chunk in chunks]
     assert places == [0, CHUNK_BYTES]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.checkpoint import CheckpointWriter, Retention, State, find_checkpoint, list_checkpoints, read_manifest
 from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.line import Line, Spot, likely_line, line_from, newest_line, parse_line
+from paceline.checkpoint.manifest import Line, Spot, likely_line, line_from, newest_line, parse_line
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CheckpointError
 from paceline.shards import Shard, whole_region

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint.find import find_checkpoint
-from paceline.checkpoint.refusals import cannot_read, cannot_write, nothing_there
+from paceline.checkpoint.storage import cannot_read, cannot_write, nothing_there
 from paceline.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.values import decode, encode
+from paceline.checkpoint.tensors import decode, encode
 from paceline.errors import CheckpointError
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.base import BucketShape, Communicator
-from paceline.comm.compress import POLICIES, Compression, Compressor
+from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.compress.quantised import BLOCK, dequantise, pack_bits, quantise, unpack_bits
 from paceline.comm.compress.sparse import num_kept, pack, unpack
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError, UsageError
+from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
 
 RANKS = st.integers(1, 4)
@@ -332,7 +333,7 @@ def test_powersgd_is_exact_for_averages_of_low_rank(seed: int, ranks: int, rank:
         return (left @ gradient(seed, rank_, step, rank * columns).view(rank, columns)).view(-1)
 
     shape = BucketShape(names=("t0",), layout=flat_layout([(rows, columns)]))
-    for results, _ in on_ranks(ranks, settings("powersgd", rank=rank, error_feedback=False), shape, make, 2):
+    for results, _ in on_ranks(ranks, settings("powersgd", factor_rank=rank, error_feedback=False), shape, make, 2):
         for step in range(2):
             torch.testing.assert_close(results[step], mean_of(ranks, make, step), rtol=1e-6, atol=1e-6)
 
@@ -340,7 +341,7 @@ def test_powersgd_is_exact_for_averages_of_low_rank(seed: int, ranks: int, rank:
 def test_powersgd_comes_closer_with_every_step_and_recovers_from_zeros() -> None:
     matrix = gradient(8, 0, 0, 32 * 32)
     steps = [matrix, matrix, matrix, matrix, torch.zeros_like(matrix), matrix, matrix]
-    compressor = Compressor(settings("powersgd", rank=4, error_feedback=False))
+    compressor = Compressor(settings("powersgd", factor_rank=4, error_feedback=False))
     results = reduce(SoloCommunicator(torch.device("cpu")), compressor, shape_of((32, 32)), steps)
     errors = [float((found - given_in).norm()) for found, given_in in zip(results, steps, strict=True)]
     assert errors[0] > errors[1] > errors[2] > errors[3]
@@ -352,13 +353,13 @@ def test_powersgd_sees_a_tensor_as_its_memory_row_by_row() -> None:
     weight = torch.empty(6, 3, 4, 4).to(memory_format=torch.channels_last)
     turned = torch.empty(5, 40).t()
     layout = flat_layout([tuple(weight.shape), tuple(turned.shape)], strides=[weight.stride(), turned.stride()])
-    compressor = Compressor(settings("powersgd", rank=1))
+    compressor = Compressor(settings("powersgd", factor_rank=1))
     (bucket,) = compressor.bind([BucketShape(names=("conv", "turned"), layout=layout)])
     assert [(part.rows, part.columns) for part in bucket.parts] == [(6, 48), (5, 40)]
 
 
 def test_powersgd_leaves_matrices_whole_that_its_factors_would_not_shrink() -> None:
-    compressor = Compressor(settings("powersgd", rank=4))
+    compressor = Compressor(settings("powersgd", factor_rank=4))
     (bucket,) = compressor.bind([shape_of((8, 8), (9, 8))])
     assert [part.name for part in bucket.parts] == ["t1"]
 
@@ -390,7 +391,7 @@ def bytes_sent(chosen: Compression | None, side: int = 1000, ranks: int = 2) -> 
         (settings("topk", ratio=0.001), 640, 667),
         (settings("randomk", ratio=0.01), 99, 101),
         (settings("randomk", ratio=0.001), 990, 1010),
-        (settings("powersgd", rank=4), 124, 126),
+        (settings("powersgd", factor_rank=4), 124, 126),
         (settings("sign"), 31, 33),
         (settings("int8"), 3.9, 4),
         (settings("fp16"), 2, 2),
@@ -501,7 +502,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
 )
 def test_numbers_that_no_policy_can_work_with_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message.rstrip("\n")):
-        Compression(**{"policy": "topk", **changes})
+        Compressor(Compression(**{"policy": "topk", **changes}))
 
 
 # Real processes.
@@ -511,7 +512,7 @@ def compress_everything(comm: Communicator) -> dict[str, torch.Tensor]:
     """Every policy over three steps; the last average, and what is still owed."""
     shape, found = shape_of((30, 20), (8,), (16, 16), tail=2), {}  # without gaps
     for policy in POLICIES:
-        compressor = Compressor(settings(policy, ratio=0.1, threshold=0.7, rank=2))
+        compressor = Compressor(settings(policy, ratio=0.1, threshold=0.7, factor_rank=2))
         steps = [gradient(13, comm.rank, step, shape.layout.length).float() for step in range(3)]
         found[policy] = reduce(comm, compressor, shape, steps)[-1]
         found[f"{policy} owed"] = residual_of(compressor)

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from paceline.config import (
     Config,
-    ParallelConfig,
     check_ranks,
     config_from_dict,
+    layout_of,
     load_config,
     run_checks,
-    shard_group,
 )
-from paceline.config.checks import CHECKS, Check, gpt_heads_fit
+from paceline.config.checks import CHECKS, ConfigCheck, check_gpt_heads
 from paceline.config.gpt_sizes import GPT_SIZES
 from paceline.config.layout import layout_problems
 from paceline.errors import ConfigError
@@ -245,7 +244,8 @@ def test_suggested_groups_fit(ranks: int, size: int) -> None:
     ],
 )
 def test_shard_group(parallel: dict[str, Any], ranks: int, node_ranks: int | None, group: int) -> None:
-    assert shard_group(ParallelConfig.model_validate(parallel), ranks, node_ranks) == group
+    values = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "parallel": parallel}
+    assert layout_of(Config.model_validate(values)).for_ranks(ranks, node_ranks).shards == group
 
 
 @relaxed
@@ -255,7 +255,7 @@ def test_suggested_widths_fit(heads: int, width: int, positions: str) -> None:
 
     def problems(width: int) -> list[Any]:
         values = {"model": {**model, "width": width}, "data": {"kind": "text"}}
-        return gpt_heads_fit(Config.model_validate(values))
+        return list(check_gpt_heads(Config.model_validate(values)))
 
     for problem in problems(width):
         numbers = problem.fix.partition("model.width = ")[2].partition(",")[0].split(" or ")
@@ -276,9 +276,9 @@ class OnlySections:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.run.__name__)
 @pytest.mark.parametrize("base", [GPT, MLP, RESNET], ids=["gpt", "mlp", "resnet"])
-def test_a_rule_reads_only_the_sections_that_it_names(check: Check, base: list[str]) -> None:
+def test_a_rule_reads_only_the_sections_that_it_names(check: ConfigCheck, base: list[str]) -> None:
     config = load_config(None, base)
-    check.run(OnlySections(config, check.needs))  # type: ignore[arg-type]
+    list(check.run(OnlySections(config, check.needs)))  # type: ignore[arg-type]
 
 
 def test_rules_of_a_broken_section_are_skipped_and_others_run() -> None:

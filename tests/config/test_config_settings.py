@@ -21,8 +21,7 @@ from paceline.config import (
     load_config,
     variables_of,
 )
-from paceline.config.setting_rules import contradictions, matching, unknown_variables
-from paceline.config.settings import NCCL_VARIABLES
+from paceline.config.settings import NCCL_VARIABLES, contradictions, matching, unknown_variables
 from paceline.errors import ConfigError, Problem
 
 MLP = ["model.kind=mlp", "data.kind=digits"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from paceline.config.schema import (
+from paceline.config.sections import (
     DataConfig,
     DigitsDataConfig,
     FactoryDataConfig,

@@ -13,7 +13,7 @@ from gloo_pool import GlooPool
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
@@ -22,6 +22,7 @@ from paceline.engines.buckets.choice import BucketChoice, trial_policies
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.ddp import DataParallel, DDPPolicy
 from paceline.engines.precision import PRECISIONS
+from paceline.plan.layout import Compression
 
 SMALL = BucketPolicy(bucket_bytes=200, first_bucket_bytes=100)
 BUCKETS = BucketPolicy(bucket_bytes=2**15, first_bucket_bytes=2**14)
@@ -211,7 +212,7 @@ def test_a_choice_outlasts_what_is_learned_again() -> None:
         engine.forget_pass()
         for _ in range(2):
             step(engine)
-        return engine.bucket_choice is before is not None and len(engine._buckets) == before.num_buckets
+        return engine.bucket_choice is before is not None and len(engine._arrivals.buckets) == before.num_buckets
 
     assert run_virtual(work, 2) == [True, True]
 

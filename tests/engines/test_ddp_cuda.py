@@ -142,7 +142,7 @@ def test_gradients_arrive_block_by_block_when_blocks_are_compiled() -> None:
         engine = parallelize(model, comm, bucket_mb=0.1, first_bucket_mb=0.05, compile=True)
         left: list[int] = []
         launch = engine._launch
-        engine._launch = lambda bucket: (left.append(sum(engine._arrived)), launch(bucket))[1]  # type: ignore[method-assign]
+        engine._launch = lambda bucket: (left.append(sum(engine._arrivals.counts)), launch(bucket))[1]  # type: ignore[method-assign]
         for _ in range(3):
             left.clear()
             engine(torch.zeros(2, 16, dtype=torch.long, device=comm.device)).sum().backward()

@@ -243,7 +243,7 @@ def test_compiled_blocks_keep_the_numbers(monkeypatch: pytest.MonkeyPatch, check
 
     def work(comm: Communicator, compiled: bool) -> list[float]:
         torch.manual_seed(0)
-        options: dict[str, Any] = {"compile_blocks": True, "checkpoint_activations": checkpointing} if compiled else {}
+        options: dict[str, Any] = {"compile": True, "checkpoint_activations": checkpointing} if compiled else {}
         engine = parallelize(Stack().double(), comm, "fsdp", **options)
         return losses_of(engine, 3, lambda model, x, _step: (model(x) ** 2).mean())
 

@@ -12,12 +12,12 @@ from compression_states import Saved, saved
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.fsdp import FullySharded
-from paceline.plan.layout import COMPRESSIONS
+from paceline.plan.layout import Compression
 
 RANKS, SHARDS = 4, 2
 ROUNDING = {"fp16": 1e-3, "bf16": 1e-2}  # messages are added up in their own dtype, and that rounding is nobody's
@@ -76,7 +76,7 @@ def owed(state: Saved) -> dict[str, torch.Tensor]:
     return {name: rows.mean(0) for name, rows in residuals(state).items()}
 
 
-@pytest.mark.parametrize("policy", COMPRESSIONS[1:])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_sent_and_what_is_owed_add_up_to_the_gradients(policy: str) -> None:
     steps = 3
 

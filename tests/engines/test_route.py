@@ -10,31 +10,45 @@ from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.stages.route import Route, complete, gather_leg, issue_plan, reduce_leg
+from paceline.engines.flat.route import Leg, Route, complete, issue_plan
 from paceline.errors import RankFailedError
 
 UNITS = 5
-FORWARD = [gather_leg(unit) for unit in range(UNITS)]
-BACKWARD = [leg for unit in reversed(range(UNITS)) for leg in (gather_leg(unit), reduce_leg(unit))]
 
 
-def walk(comm: Communicator, order: list[int], passes: list[list[int]], prefetch: int = 1) -> list[list[int]]:
-    """Reaches the legs of each pass; returns what was issued in it, told apart from what was released by its sign."""
-    issued: list[int] = []
-    route = Route(comm, order, issued.append, lambda leg: issued.append(-1 - leg), prefetch)
+def gather(unit: int) -> Leg:
+    return Leg(unit, "gather")
+
+
+def reduce(unit: int) -> Leg:
+    return Leg(unit, "reduce")
+
+
+FORWARD = [gather(unit) for unit in range(UNITS)]
+BACKWARD = [leg for unit in reversed(range(UNITS)) for leg in (gather(unit), reduce(unit))]
+
+
+def walk(
+    comm: Communicator, order: list[Leg], passes: list[list[Leg]], prefetch: int = 1
+) -> list[list[tuple[str, Leg]]]:
+    """Reaches the legs of each pass; returns what was issued and released in it."""
+    done: list[tuple[str, Leg]] = []
+    route = Route(
+        comm, order, lambda leg: done.append(("issued", leg)), lambda leg: done.append(("released", leg)), prefetch
+    )
     history = []
     for legs in passes:
-        issued.clear()
+        done.clear()
         route.begin()
         for leg in legs:
             route.reach(leg, str)
         route.finish()
-        history.append(list(issued))
+        history.append(list(done))
     return history
 
 
-def collectives(history: list[list[int]]) -> list[list[int]]:
-    return [[leg for leg in legs if leg >= 0] for legs in history]
+def collectives(history: list[list[tuple[str, Leg]]]) -> list[list[Leg]]:
+    return [[leg for what, leg in done if what == "issued"] for done in history]
 
 
 subsets = st.lists(st.booleans(), min_size=UNITS, max_size=UNITS)
@@ -50,7 +64,7 @@ def test_ranks_that_skip_different_units_issue_the_same(needs: list[list[list[bo
     found = run_virtual(lambda comm: walk(comm, FORWARD, passes[comm.rank], prefetch), ranks=ranks)
     assert all(collectives(history) == collectives(found[0]) for history in found)
     for mine, history in zip(passes, found, strict=True):
-        for legs, issued in zip(mine, history, strict=True):
+        for legs, issued in zip(mine, collectives(history), strict=True):
             assert set(legs) <= set(issued)
     later = collectives(found[0])[1:]
     assert all(sorted(legs) == FORWARD for legs in later), "after the first pass, every unit once"
@@ -59,63 +73,64 @@ def test_ranks_that_skip_different_units_issue_the_same(needs: list[list[list[bo
 def test_a_gather_that_is_passed_by_is_released() -> None:
     passes = [FORWARD, [FORWARD[0], FORWARD[3]]]
     _, second = run_virtual(lambda comm: walk(comm, FORWARD, passes, prefetch=0), ranks=2)[0]
-    assert [-1 - leg for leg in second if leg < 0] == [FORWARD[1], FORWARD[2], FORWARD[4]]
+    assert [leg for what, leg in second if what == "released"] == [FORWARD[1], FORWARD[2], FORWARD[4]]
 
 
 def test_a_unit_that_nobody_has_needed_yet_has_its_place() -> None:
-    assert complete([0, 4, 6], [0, 2, 4, 6]) == [0, 2, 4, 6]
-    assert complete([], [0, 2]) == [0, 2]
-    assert complete([6, 4, 4, 0], [0, 2, 4, 6]) == [2, 6, 4, 0]
+    a, b, c, d = FORWARD[:4]
+    assert complete([a, c, d], [a, b, c, d]) == [a, b, c, d]
+    assert complete([], [a, b]) == [a, b]
+    assert complete([d, c, c, a], [a, b, c, d]) == [b, d, c, a]
 
 
 @given(legs=st.permutations(BACKWARD), prefetch=st.integers(0, 4))
-def test_every_leg_is_issued_once_and_gathers_at_most_so_far_ahead(legs: list[int], prefetch: int) -> None:
+def test_every_leg_is_issued_once_and_gathers_at_most_so_far_ahead(legs: list[Leg], prefetch: int) -> None:
     first, *plan = issue_plan(legs, prefetch)
     assert sorted(itertools.chain(first, *plan)) == sorted(legs)
-    gathers = [leg for leg in legs if leg % 2 == 0]
-    seen: list[int] = list(first)
+    gathers = [leg for leg in legs if leg.is_gather]
+    seen: list[Leg] = list(first)
     assert seen == gathers[:prefetch]
     for leg, now in zip(legs, plan, strict=True):
         seen += now
         assert leg in seen
-        if leg % 2 == 0:
-            assert [each for each in seen if each % 2 == 0] == gathers[: gathers.index(leg) + 1 + prefetch]
+        if leg.is_gather:
+            assert [each for each in seen if each.is_gather] == gathers[: gathers.index(leg) + 1 + prefetch]
 
 
 def test_reductions_wait_for_those_before_them() -> None:
-    def work(comm: Communicator) -> list[int]:
-        issued: list[int] = []
+    def work(comm: Communicator) -> tuple[list[Leg], list[Leg]]:
+        issued: list[Leg] = []
         route = Route(comm, BACKWARD, issued.append, lambda _leg: None, 0)
         route.begin()
         route.finish()
         route.begin()
         issued.clear()
-        ready = {reduce_leg(3)}
-        route.reach(gather_leg(4), str)
+        ready = {reduce(3)}
+        route.reach(gather(4), str)
         route.reach_ready(ready.__contains__)  # unit 4 comes first
         before = list(issued)
-        ready.add(reduce_leg(4))
+        ready.add(reduce(4))
         route.reach_ready(ready.__contains__)
-        return [*before, -1, *issued[len(before) :]]
+        return before, issued[len(before) :]
 
-    assert run_virtual(work, ranks=1)[0] == [gather_leg(4), -1, reduce_leg(4)]
+    assert run_virtual(work, ranks=1)[0] == ([gather(4)], [reduce(4)])
 
 
 def test_a_leg_that_was_passed_is_an_error_with_a_name() -> None:
     def work(comm: Communicator) -> None:
         walk(comm, FORWARD, [FORWARD, [FORWARD[2], FORWARD[1]]])
 
-    with pytest.raises(RankFailedError, match="needs 2 again"):
+    with pytest.raises(RankFailedError, match=r"needs Leg\(unit=1, kind='gather'\) again"):
         run_virtual(work, ranks=1)
 
 
 def test_what_a_first_pass_repeats_is_known_afterwards() -> None:
-    def work(comm: Communicator) -> tuple[set[int], list[int] | None]:
+    def work(comm: Communicator) -> tuple[set[Leg], list[Leg] | None]:
         route = Route(comm, FORWARD, lambda _leg: None, lambda _leg: None, 1)
         route.begin()
-        for leg in (0, 2, 2, 4):
+        for leg in (gather(0), gather(1), gather(1), gather(2)):
             route.reach(leg, str)
-        route.finish(drop=lambda leg: leg == 4)
+        route.finish(drop=lambda leg: leg == gather(2))
         return route.repeated, route.legs
 
-    assert run_virtual(work, ranks=2) == [({2}, [0, 2, 6, 8])] * 2
+    assert run_virtual(work, ranks=2) == [({gather(1)}, [gather(0), gather(1), gather(3), gather(4)])] * 2

@@ -41,7 +41,7 @@ from paceline.comm.virtual.baton import Baton
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.apply import compile_model, parallelize
 from paceline.engines.buckets.buckets import BucketPolicy
-from paceline.engines.buckets.gradients import GradientBucket
+from paceline.engines.buckets.gradients import SlicedBucket
 from paceline.engines.ddp import DataParallel
 from paceline.engines.flat.gathering import Gathering, _tell_of_step
 from paceline.engines.precision import precision_named
@@ -225,9 +225,9 @@ def test_memory_is_that_of_the_table(stage: int, ranks: int) -> None:
         engine = make_zero(Wide(), comm, stage, ONE_LAYER)
         optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1)
         most = most_of_autograd = 0
-        send = GradientBucket.send
+        send = SlicedBucket.send
 
-        def watch(bucket: GradientBucket) -> None:
+        def watch(bucket: SlicedBucket) -> None:
             nonlocal most, most_of_autograd
             send(bucket)
             most = max(most, sum(each._buffer is not None for each in engine._fixed))
@@ -321,7 +321,7 @@ def test_buckets_leave_while_backward_runs() -> None:
     def work(comm: Communicator) -> list[str]:
         events: list[str] = []
         engine = make_zero(engine_cases.make("defined backwards"), comm)
-        first = engine._buckets[0]
+        first = engine._arrivals.buckets[0]
         for bucket in engine._fixed:
             bucket.send = functools.partial(_note, events, "send", bucket.send)  # type: ignore[method-assign]
         for _ in range(2):
@@ -331,7 +331,7 @@ def test_buckets_leave_while_backward_runs() -> None:
             hook = weight.register_hook(lambda _: events.append("first layer"))
             output.sum().backward()
             hook.remove()
-        assert engine._buckets[0] is not first, "the order is that in which gradients arrive"
+        assert engine._arrivals.buckets[0] is not first, "the order is that in which gradients arrive"
         return events
 
     for events in run_virtual(work, ranks=2):
@@ -1086,7 +1086,7 @@ def test_compiled_blocks_keep_the_numbers_and_the_overlap(monkeypatch: pytest.Mo
         for layer in model.get_submodule("layers").children():
             layer.register_forward_pre_hook(lambda *_: ready.append(engine._gathering._num_ready))
         launch = engine._launch
-        engine._launch = lambda: (arrived.append(sum(engine._arrived)), launch())[1]  # type: ignore[method-assign]
+        engine._launch = lambda bucket: (arrived.append(sum(engine._arrivals.counts)), launch(bucket))[1]  # type: ignore[method-assign]
         for _ in range(3):
             arrived.clear()
             ready.clear()

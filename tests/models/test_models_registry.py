@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.config.schema import FactoryModelConfig, GPTModelConfig, MLPModelConfig, ResNetModelConfig
+from paceline.config.sections import FactoryModelConfig, GPTModelConfig, MLPModelConfig, ResNetModelConfig
 from paceline.data.shape import DataShape
 from paceline.errors import ConfigError, UsageError
 from paceline.models.gpt import GPT, SIZES

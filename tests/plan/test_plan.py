@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_plans import plan_of
 
 from paceline.config import Config, config_from_dict
 from paceline.data.order import DataOrder
 from paceline.errors import ConfigError
-from paceline.plan.plan import Plan, make_plan, with_microbatch
+from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
 from paceline.schedule.schedules import make_schedule
 from paceline.schedule.text import format_csv
@@ -33,7 +34,7 @@ def make_config(*, last_batch: str = "keep", **train: Any) -> Config:
 
 
 def plan(samples: int, *, ranks: int = 1, **values: Any) -> Plan:
-    return make_plan(make_config(**values), ranks=ranks, train_samples=samples, eval_samples=7)
+    return plan_of(make_config(**values), ranks=ranks, train_samples=samples, eval_samples=7)
 
 
 def test_epochs_become_steps() -> None:
@@ -69,7 +70,7 @@ def test_the_plan_says_who_computes_what() -> None:
     made = plan(50, ranks=4, global_batch=16, microbatch=2)
     assert made.mesh.axes == (("replicate", 4),)
     assert (made.batch.global_batch, made.batch.microbatch, made.batch.accumulate, made.batch.ranks) == (16, 2, 2, 4)
-    assert (made.name, made.strategy, made.train_samples, made.eval_samples) == ("a-run", "ddp", 50, 7)
+    assert (made.name, made.layout.strategy, made.train_samples, made.eval_samples) == ("a-run", "ddp", 50, 7)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_the_plan_says_who_computes_what() -> None:
 )
 def test_the_mesh_says_who_shares(parallel: dict[str, Any], node_ranks: int | None, axes: dict[str, int]) -> None:
     config = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "parallel": parallel})
-    made = make_plan(config, ranks=4, train_samples=50, eval_samples=7, node_ranks=node_ranks)
+    made = plan_of(config, ranks=4, train_samples=50, eval_samples=7, node_ranks=node_ranks)
     assert dict(made.mesh.axes) == axes
     assert with_memory(made, config, None, "cpu").memory is None
     known = with_memory(made, config, describe_model(config, "cpu"), "cpu")
@@ -96,9 +97,9 @@ def test_the_mesh_says_who_shares(parallel: dict[str, Any], node_ranks: int | No
 
 def test_another_microbatch_keeps_the_global_batch() -> None:
     made = plan(50, ranks=2, global_batch=24)
-    cut = with_microbatch(made, 4)
+    cut = made.with_microbatch(4)
     assert (cut.batch.microbatch, cut.batch.accumulate, cut.batch.global_batch) == (4, 3, 24)
-    assert dataclasses.replace(cut, batch=made.batch) == made
+    assert cut.with_microbatch(made.layout.microbatch) == made
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
@@ -111,7 +112,8 @@ def test_a_plan_is_plain_data() -> None:
     values = json.loads(json.dumps(made.to_json()))
     assert values["mesh"] == {"replicate": 2}
     assert values["batch"] == dataclasses.asdict(made.batch)
-    assert set(values) == {field.name for field in dataclasses.fields(Plan)}
+    assert set(values) == {field.name for field in dataclasses.fields(Plan)} | {"mesh", "batch", "strategy"}
+    assert Plan.from_json(values) == made
 
 
 @st.composite
@@ -187,7 +189,7 @@ def split_config(**parallel: Any) -> Config:
 )
 def test_a_split_model_has_axes_of_its_own(parallel: dict[str, Any], ranks: int, axes: dict[str, int]) -> None:
     config = split_config(**parallel)
-    made = make_plan(config, ranks=ranks, train_samples=64, eval_samples=8)
+    made = plan_of(config, ranks=ranks, train_samples=64, eval_samples=8)
     assert dict(made.mesh.axes) == axes
     assert list(made.mesh.axes) == list(axes.items())
     assert made.mesh.size == ranks
@@ -196,7 +198,7 @@ def test_a_split_model_has_axes_of_its_own(parallel: dict[str, Any], ranks: int,
     assert made.batch.accumulate == parallel.get("pipeline", 1)
     model = describe_model(config, "cpu")
     whole = split_config()
-    plain = make_plan(whole, ranks=1, train_samples=64, eval_samples=8)
+    plain = plan_of(whole, ranks=1, train_samples=64, eval_samples=8)
     memory, most = (with_memory(*each, model, "cpu").memory for each in ((made, config), (plain, whole)))
     assert memory is not None
     assert most is not None
@@ -207,5 +209,5 @@ def test_a_schedule_of_ones_own_is_not_estimated(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(format_csv(make_schedule("1f1b", 2, 4)))
     config = split_config(pipeline=2, schedule_file=str(path))
-    made = make_plan(config, ranks=2, train_samples=64, eval_samples=8)
+    made = plan_of(config, ranks=2, train_samples=64, eval_samples=8)
     assert with_memory(made, config, describe_model(config, "cpu"), "cpu").memory is None

@@ -39,9 +39,9 @@ class DeadlyFiles(LocalFiles):
         super().rename(path, to)
         self._pass()
 
-    def settle(self, path: Path) -> None:
-        """Settles, and may die after it."""
-        super().settle(path)
+    def sync_folder(self, path: Path) -> None:
+        """Syncs a folder, and may die after it."""
+        super().sync_folder(path)
         self._pass()
 
     def make_folder(self, path: Path) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import Manifest, SavedFile, manifest_text, parse_tensor
+from paceline.checkpoint.manifest import MODEL, Manifest, SavedFile, State, manifest_text, parse_tensor, prefixed
 from paceline.checkpoint.optimizer import optimizer_shards
-from paceline.checkpoint.state import MODEL, State, prefixed
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.comm.base import Communicator
 from paceline.data.consumed import ConsumedIds

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_plans import plan_of
 
 from paceline.config import Config, config_from_dict, run_checks
 from paceline.errors import ConfigError
 from paceline.plan.describe import mesh_text
 from paceline.plan.layout import Layout, Offload
-from paceline.plan.plan import make_plan
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.search.choice import Choice, Room, apply_choice
@@ -197,7 +197,7 @@ def test_a_choice_is_a_sound_config_that_needs_what_was_said(
     decided = apply_choice(config, choice)
     assert (decided.parallel.sharding_strategy, decided.parallel.strategy) == ("manual", choice.chosen.layout.strategy)
     assert run_checks(decided) == []
-    plan = make_plan(decided, ranks=ranks, train_samples=1000, eval_samples=0, node_ranks=where.node_ranks)
+    plan = plan_of(decided, ranks=ranks, train_samples=1000, eval_samples=0, node_ranks=where.node_ranks)
     assert plan.batch.ranks == choice.chosen.layout.data
     assert plan.batch.microbatch == choice.chosen.layout.microbatch
     assert with_memory(plan, decided, model, "cuda").memory == choice.chosen.memory

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_plans import plan_of
 
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.plan import make_plan
 from paceline.plan.workload import SampleModel
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.engine_memory import EngineMemory
@@ -162,7 +162,7 @@ def test_every_plan_is_a_config_with_that_mesh_and_batch(config: Config, found: 
         path = tmp_path / "plan.yaml"
         path.write_text(planned_yaml(config, each, CLUSTER))
         planned = load_config(path)
-        plan = make_plan(planned, ranks=32, train_samples=65536, eval_samples=1, node_ranks=8)
+        plan = plan_of(planned, ranks=32, train_samples=65536, eval_samples=1, node_ranks=8)
         axes = dict(plan.mesh.axes)
         layout = each.layout
         assert axes.get("pipeline", 1) == layout.pipeline

@@ -18,7 +18,7 @@ from paceline.engines.precision import PRECISIONS
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.step import StepOutcome
 from paceline.train.survive.bad_steps import BadStep, BadSteps
-from paceline.train.survive.overflow import Finding, explain_bad_steps, find_overflow
+from paceline.train.survive.overflow import Overflow, explain_bad_steps, find_overflow
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(
@@ -103,10 +103,10 @@ def find(
     ranks: int = 2,
     bad_rank: int = 1,
     precision: str = "fp32",
-) -> Finding | None:
+) -> Overflow | None:
     """Breaks something on one rank; returns what all ranks found, which is the same."""
 
-    def work(comm: Communicator) -> Finding | None:
+    def work(comm: Communicator) -> Overflow | None:
         torch.manual_seed(0)
         model = Model()
         engine = parallelize(model, comm, strategy, precision=precision)
@@ -203,7 +203,7 @@ def bad_step(scale: float | None = None) -> BadStep:
 
 
 def test_the_explanation_has_values_place_and_advice() -> None:
-    finding = Finding(2, 3, 1, "blocks.3.mlp (Linear) in forward: 5 inf in 64 numbers of its output")
+    finding = Overflow(2, 3, 1, "blocks.3.mlp (Linear) in forward: 5 inf in 64 numbers of its output")
     assert explain_bad_steps(bad_step(64.0), finding, PRECISIONS["fp16"]) == (
         "10 steps in a row had gradients that are not finite, up to step 17 (gradient norm nan, loss scale 64)\n"
         "  the first numbers that are not finite: blocks.3.mlp (Linear) in forward: 5 inf in 64 numbers of its output, "
@@ -213,7 +213,7 @@ def test_the_explanation_has_values_place_and_advice() -> None:
     )
     assert "lower optim.lr, set optim.clip_norm, or" in explain_bad_steps(bad_step(), finding, PRECISIONS["fp32"])
     assert "not finite: none in a repetition" in explain_bad_steps(bad_step(), None, PRECISIONS["fp32"])
-    data = Finding(0, 0, 0, "the data of microbatch 0: 1 nan in 8 numbers of shape [2, 4]")
+    data = Overflow(0, 0, 0, "the data of microbatch 0: 1 nan in 8 numbers of shape [2, 4]")
     assert "repair or leave out these samples" in explain_bad_steps(bad_step(), data, PRECISIONS["fp16"])
 
 

@@ -18,8 +18,7 @@ from paceline.config import Config, config_from_dict
 from paceline.errors import CheckpointError, RankFailedError
 from paceline.health.failure import describe_error
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.full_disk import ForgivingSaver
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import ForgivingSaver, SavePolicy, Saver
 from paceline.train.trainer import StepResult, Trainer
 
 NOBODY = 65534

@@ -11,7 +11,7 @@ import torch
 from kept_records import Kept
 
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
-from paceline.checkpoint.tools.samples import check_samples
+from paceline.checkpoint.tools.audit import check_samples
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
@@ -19,12 +19,10 @@ from paceline.errors import PreemptedError, RankFailedError, TrainingError
 from paceline.records.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.stop import StopRequest
-from paceline.train.survive.go_back import CheckpointReturn, SpikeListener
-from paceline.train.survive.preemption import ConsensusHook, StopWhenAsked, next_ask
-from paceline.train.survive.recovery import LossPolicy
+from paceline.train.survive.consensus import ConsensusHook, SpikeListener, StopWhenAsked, next_ask
+from paceline.train.survive.recovery import LossPolicy, StopRequest
 from paceline.train.survive.saving import SavePolicy, Saver
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import Trainer, WayBack
 
 STEPS, BATCH = 14, 8
 
@@ -62,7 +60,7 @@ def train(folder: Path, policy: LossPolicy, loss: Callable[[], Jumpy], config: C
         trainer = build_trainer(config or make_config(), comm, hooks=hooks)
         object.__setattr__(trainer.parts, "loss", loss())
         trainer.losses = policy
-        trainer.way_back = CheckpointReturn(
+        trainer.way_back = WayBack(
             lambda: find_checkpoint("auto", folder), lambda trainer, path: trainer.load_state(open_checkpoint(path))
         )
         sink = trainer.sink = Kept()

@@ -20,7 +20,7 @@ from torch import nn
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint, read_manifest
 from paceline.checkpoint.manifest import manifest_text
 from paceline.checkpoint.storage import LocalFiles
-from paceline.checkpoint.values import encode
+from paceline.checkpoint.tensors import encode
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual

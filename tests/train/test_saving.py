@@ -18,9 +18,8 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook
 from paceline.train.survive.saving import SavePolicy, Saver, save_policy
-from paceline.train.trainer import Every, Trainer
+from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 CPU = torch.device("cpu")
 

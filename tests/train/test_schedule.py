@@ -9,29 +9,31 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_plans import plan_of
 
 from paceline.config import config_from_dict
-from paceline.plan.plan import make_plan
 from paceline.train.assemble import build_schedule
-from paceline.train.schedule import Kind, Schedule
+from paceline.train.optim import RateKind, RateSchedule
 
-KINDS = get_args(Kind)
+KINDS = get_args(RateKind)
 
 
-def rates(schedule: Schedule, steps: int) -> list[float]:
+def rates(schedule: RateSchedule, steps: int) -> list[float]:
     return [schedule.factor(before=step, after=step + 1) for step in range(steps)]
 
 
 def test_constant() -> None:
-    assert rates(Schedule(length=4), 6) == [1.0] * 6
+    assert rates(RateSchedule(length=4), 6) == [1.0] * 6
 
 
 def test_linear_falls_by_equal_steps_to_the_final_ratio() -> None:
-    assert rates(Schedule(kind="linear", length=4, final_ratio=0.2), 6) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert rates(RateSchedule(kind="linear", length=4, final_ratio=0.2), 6) == pytest.approx(
+        [1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    )
 
 
 def test_cosine_is_half_way_down_in_the_middle() -> None:
-    found = rates(Schedule(kind="cosine", length=4, final_ratio=0.5), 5)
+    found = rates(RateSchedule(kind="cosine", length=4, final_ratio=0.5), 5)
     quarter = 0.5 + 0.25 * (1 + math.cos(math.pi / 4))
     assert found == pytest.approx([1.0, quarter, 0.75, 1.5 - quarter, 0.5])
 
@@ -39,21 +41,21 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_warm_up_rises_to_the_peak_and_never_starts_at_zero(kind: Any) -> None:
     """The first step uses 1/w: a rate of 0 would waste it. The last one of the warm-up already has the peak."""
-    found = rates(Schedule(kind=kind, warmup=4, length=12), 5)
+    found = rates(RateSchedule(kind=kind, warmup=4, length=12), 5)
     assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
 def test_the_curve_begins_where_the_warm_up_ends() -> None:
-    found = rates(Schedule(kind="linear", warmup=2, length=6), 7)
+    found = rates(RateSchedule(kind="linear", warmup=2, length=6), 7)
     assert found == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
 
 
 def test_a_warm_up_as_long_as_the_schedule() -> None:
-    assert rates(Schedule(kind="cosine", warmup=3, length=3), 3) == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates(RateSchedule(kind="cosine", warmup=3, length=3), 3) == pytest.approx([1 / 3, 2 / 3, 1.0])
 
 
 def test_one_cycle_rises_over_three_tenths_and_falls_over_the_rest() -> None:
-    schedule = Schedule(kind="one_cycle", length=20, final_ratio=0.1)
+    schedule = RateSchedule(kind="one_cycle", length=20, final_ratio=0.1)
     found = rates(schedule, 21)
     assert found[0] == pytest.approx(1 / 25)
     assert found[3] == pytest.approx((1 + 1 / 25) / 2)
@@ -66,7 +68,7 @@ def test_one_cycle_rises_over_three_tenths_and_falls_over_the_rest() -> None:
 
 
 def test_one_cycle_takes_the_warm_up_for_its_rise() -> None:
-    found = rates(Schedule(kind="one_cycle", warmup=10, length=20), 20)
+    found = rates(RateSchedule(kind="one_cycle", warmup=10, length=20), 20)
     assert found.index(max(found)) == 10
 
 
@@ -84,21 +86,21 @@ def config(**schedule: Any) -> Any:
 @pytest.mark.parametrize(("unit", "length"), [("steps", 21.0), ("samples", 150.0)])
 def test_without_a_length_the_schedule_spans_the_run(unit: str, length: float) -> None:
     asked = config(kind="cosine", unit=unit)
-    plan = make_plan(asked, ranks=2, train_samples=50, eval_samples=0)
-    assert build_schedule(asked, plan) == Schedule(kind="cosine", unit=unit, length=length)  # type: ignore[arg-type]
+    plan = plan_of(asked, ranks=2, train_samples=50, eval_samples=0)
+    assert build_schedule(asked, plan) == RateSchedule(kind="cosine", unit=unit, length=length)  # type: ignore[arg-type]
 
 
 def test_every_field_of_the_config_arrives() -> None:
     asked = config(kind="linear", unit="samples", warmup=5.0, length=70.0, final_ratio=0.25)
-    plan = make_plan(asked, ranks=1, train_samples=50, eval_samples=0)
-    expected = Schedule(kind="linear", unit="samples", warmup=5.0, length=70.0, final_ratio=0.25)
+    plan = plan_of(asked, ranks=1, train_samples=50, eval_samples=0)
+    expected = RateSchedule(kind="linear", unit="samples", warmup=5.0, length=70.0, final_ratio=0.25)
     assert build_schedule(asked, plan) == expected
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> RateSchedule:
     length = draw(st.integers(1, 2000))
-    return Schedule(
+    return RateSchedule(
         kind=draw(st.sampled_from(KINDS)),
         warmup=draw(st.one_of(st.just(0), st.integers(1, length))),
         length=length,
@@ -107,7 +109,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules(), st.integers(0, 2100))
-def test_every_step_of_the_run_has_a_rate_above_zero_and_at_most_the_peak(schedule: Schedule, before: int) -> None:
+def test_every_step_of_the_run_has_a_rate_above_zero_and_at_most_the_peak(schedule: RateSchedule, before: int) -> None:
     factor = schedule.factor(before=before, after=before + 1)
     assert 0.0 <= factor <= 1.0
     if before < schedule.length or schedule.final_ratio > 0:
@@ -115,14 +117,14 @@ def test_every_step_of_the_run_has_a_rate_above_zero_and_at_most_the_peak(schedu
 
 
 @given(schedules(), st.integers(1, 1000))
-def test_beyond_its_end_a_schedule_stays_at_the_final_ratio(schedule: Schedule, beyond: int) -> None:
+def test_beyond_its_end_a_schedule_stays_at_the_final_ratio(schedule: RateSchedule, beyond: int) -> None:
     before = schedule.length + beyond
     final = 1.0 if schedule.kind == "constant" else schedule.final_ratio
     assert schedule.factor(before=before, after=before + 1) == pytest.approx(final, abs=1e-12)
 
 
 @given(schedules())
-def test_the_pieces_of_a_schedule_meet(schedule: Schedule) -> None:
+def test_the_pieces_of_a_schedule_meet(schedule: RateSchedule) -> None:
     """Around every joint (end of the rise, end of the curve) an ever smaller step changes the rate ever less."""
     rise = schedule.warmup or (0.3 * schedule.length if schedule.kind == "one_cycle" else 0.0)
     small = 1e-9 * min(piece for piece in (rise, schedule.length - rise) if piece > 0)
@@ -147,7 +149,7 @@ def groupings(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
 
 @given(groupings(), schedules())
 def test_the_rate_depends_on_the_samples_seen_and_not_on_how_they_were_grouped(
-    grouping: tuple[int, list[int], list[int]], schedule: Schedule
+    grouping: tuple[int, list[int], list[int]], schedule: RateSchedule
 ) -> None:
     """Two runs that meet at a number of samples have the same rate there, however they came there."""
     _, first, second = grouping
@@ -158,7 +160,7 @@ def test_the_rate_depends_on_the_samples_seen_and_not_on_how_they_were_grouped(
 
 @given(groupings(), schedules())
 def test_the_rate_summed_over_samples_is_that_of_single_samples(
-    grouping: tuple[int, list[int], list[int]], schedule: Schedule
+    grouping: tuple[int, list[int], list[int]], schedule: RateSchedule
 ) -> None:
     """Summed over samples, a grouping changes the rates by no more than its largest group times their variation.
 
@@ -174,7 +176,7 @@ def test_the_rate_summed_over_samples_is_that_of_single_samples(
 
 @given(kind=st.sampled_from(KINDS), warmup=st.integers(0, 3))
 def test_a_schedule_says_that_it_is_constant_where_all_its_rates_are_one(kind: Any, warmup: int) -> None:
-    schedule = Schedule(kind=kind, warmup=warmup, length=8)
+    schedule = RateSchedule(kind=kind, warmup=warmup, length=8)
     is_all_one = rates(schedule, 8) == [1.0] * 8
     # One step of warm-up reaches the peak at once: a schedule may be constant without saying so, never the other way.
     assert schedule.is_constant <= is_all_one

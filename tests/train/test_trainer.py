@@ -24,10 +24,9 @@ from paceline.errors import CheckpointError, DataError, RankFailedError, Trainin
 from paceline.records import meter
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.survive.saving import SavePolicy, Saver
-from paceline.train.trainer import Every, EverySeconds, StepResult, Trainer
+from paceline.train.trainer import EvaluateHook, Every, EverySeconds, StepResult, Trainer
 
 CPU = torch.device("cpu")
 
@@ -73,6 +72,8 @@ def test_steps_are_yielded_one_by_one() -> None:
     assert [result.position for result in results] == [8 * step for step in range(1, 13)]
     assert [result.is_last for result in results] == [False] * 11 + [True]
     assert [result.lr for result in results] == pytest.approx([0.01 * (1 - step / 12) for step in range(12)])
+    outcome = results[-1].outcome
+    assert f"{results[-1].loss:.3f}" == f"{outcome.loss_sum.item() / outcome.count:.3f}"
 
 
 def test_a_loop_that_breaks_can_be_taken_up_again() -> None:

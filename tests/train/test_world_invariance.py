@@ -27,7 +27,7 @@ from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder, share
 from paceline.records.records import StepRecord
 from paceline.train import assemble
-from paceline.train.schedule import Schedule
+from paceline.train.optim import RateSchedule
 from paceline.train.trainer import Trainer
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_pydoc.yaml"
@@ -142,7 +142,7 @@ def trace(overrides: Sequence[str], ranks: int, accumulate: int) -> Trace:
 def recorded_data(monkeypatch: pytest.MonkeyPatch) -> None:
     original = assemble.build_workload
 
-    def build_workload(config: Config) -> assemble.Workload:
+    def build_workload(config: Config) -> assemble.DataAndModel:
         work = original(config)
         data = dataclasses.replace(work.data, train=Recorded(work.data.train))
         return dataclasses.replace(work, data=data)
@@ -304,9 +304,9 @@ def test_an_order_that_repeats_itself_each_epoch_is_found(short_text: str, monke
 
 
 def rate_bug(ranks: int, accumulate: int, count: Callable[[float, int, int], float]) -> Callable[..., float]:
-    original = Schedule.factor
+    original = RateSchedule.factor
 
-    def factor(self: Schedule, *, before: float, after: float) -> float:
+    def factor(self: RateSchedule, *, before: float, after: float) -> float:
         return original(self, before=count(before, ranks, accumulate), after=count(after, ranks, accumulate))
 
     return factor
@@ -330,7 +330,7 @@ def test_schedules_that_count_the_wrong_thing_are_found(
     overrides = [*overrides, short_text]
     alone = clean_trace(tuple(overrides))
     assert_same_run(clean_trace(tuple(overrides), 2, 2), alone)
-    monkeypatch.setattr(Schedule, "factor", rate_bug(2, 2, count))
+    monkeypatch.setattr(RateSchedule, "factor", rate_bug(2, 2, count))
     wrong = trace(overrides, 2, 2)
     assert wrong.samples == alone.samples
     assert wrong.rates != alone.rates

@@ -52,7 +52,7 @@ from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.data.order import share
 from paceline.engines.agree import broadcast_tensors
 from paceline.engines.apply import parallelize
-from paceline.engines.buckets.ddp_bucket import GradientBucket
+from paceline.engines.buckets.gradients import ReplicaBucket
 from paceline.engines.ddp import DataParallel
 from paceline.errors import CollectiveMismatchError
 from paceline.shards import flat_layout
@@ -64,7 +64,7 @@ from paceline.verify.certificate import certify
 
 def test_the_cases_have_what_the_bugs_need() -> None:
     engine = parallelize(Plain().double(), _Pair(torch.device("cpu")), bucket_mb=0.02, first_bucket_mb=0.005)
-    sizes = [len(bucket.members) for bucket in engine._buckets]
+    sizes = [len(bucket.members) for bucket in engine._arrivals.buckets]
     assert len(sizes) >= 3
     assert min(sizes) == 1
     assert sizes[0] > 2 or sizes[1] > 2
@@ -188,10 +188,9 @@ def scaled(factor: Callable[[int], float]) -> Callable[[Any], Any]:
     """What arrives from the reduction is multiplied."""
 
     def make(original: Any) -> Any:
-        def launch(self: DataParallel, bucket: GradientBucket) -> None:
+        def launch(self: DataParallel, bucket: ReplicaBucket) -> None:
             original(self, bucket)
             work, size = bucket.work, self.comm.size
-            assert work is not None
 
             class Scaled:
                 def wait(self) -> None:
@@ -207,7 +206,7 @@ def scaled(factor: Callable[[int], float]) -> Callable[[Any], Any]:
 
 
 def never_waited(original: Any) -> Any:
-    def launch(self: DataParallel, bucket: GradientBucket) -> None:
+    def launch(self: DataParallel, bucket: ReplicaBucket) -> None:
         original(self, bucket)
         bucket.work = DONE
 
@@ -215,8 +214,8 @@ def never_waited(original: Any) -> Any:
 
 
 def one_skipped(original: Any) -> Any:
-    def launch(self: DataParallel, bucket: GradientBucket) -> None:
-        if self._buckets.index(bucket) == 1:
+    def launch(self: DataParallel, bucket: ReplicaBucket) -> None:
+        if self._arrivals.buckets.index(bucket) == 1:
             quietly(self, original, bucket)
         else:
             original(self, bucket)
@@ -225,11 +224,10 @@ def one_skipped(original: Any) -> Any:
 
 
 def one_sent_twice(original: Any) -> Any:
-    def launch(self: DataParallel, bucket: GradientBucket) -> None:
+    def launch(self: DataParallel, bucket: ReplicaBucket) -> None:
         original(self, bucket)
         assert bucket.buffer is not None
-        assert bucket.work is not None
-        if self._buckets.index(bucket) == 0:
+        if self._arrivals.buckets.index(bucket) == 0:
             bucket.work.wait()
             bucket.work = self.comm.all_reduce(bucket.buffer, "sum")
 
@@ -240,7 +238,7 @@ def sent_too_early(original: Any) -> Any:
     """Buckets leave with one gradient still to come: it arrives when the reduction is over."""
 
     def arrive(self: DataParallel, index: int, parameter: torch.Tensor) -> None:
-        for bucket in self._buckets if self._expected is not None else []:
+        for bucket in self._arrivals.buckets if self._arrivals.expected is not None else []:
             if bucket.num_missing == len(bucket.members) > 1:
                 bucket.num_missing -= 1
         original(self, index, parameter)
@@ -251,16 +249,15 @@ def sent_too_early(original: Any) -> Any:
 def stale_slots(original: Any) -> Any:
     """The place of a gradient that is missing keeps what it held in the last step."""
 
-    def fill(self: GradientBucket, *args: Any) -> torch.Tensor:
+    def fill(self: ReplicaBucket, *args: Any) -> None:
         kept = [
             (view, view.clone())
             for parameter, view in zip(self.parameters, self.views, strict=False)
             if parameter.grad is None
         ]
-        buffer: torch.Tensor = original(self, *args)
+        original(self, *args)
         for view, old in kept:
             view.copy_(old)
-        return buffer
 
     return fill
 
@@ -268,12 +265,11 @@ def stale_slots(original: Any) -> Any:
 def stale_gradients(original: Any) -> Any:
     """Gradients are copied into the buffer, and the optimizer still sees what they were before."""
 
-    def fill(self: GradientBucket, *args: Any) -> torch.Tensor:
+    def fill(self: ReplicaBucket, *args: Any) -> None:
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-        buffer: torch.Tensor = original(self, *args)
+        original(self, *args)
         for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad = gradient
-        return buffer
 
     return fill
 
@@ -281,10 +277,11 @@ def stale_gradients(original: Any) -> Any:
 def not_cleared(original: Any) -> Any:
     """The buffer is added to and never cleared: a step has the gradients of all steps before."""
 
-    def fill(self: GradientBucket, *args: Any) -> torch.Tensor:
+    def fill(self: ReplicaBucket, *args: Any) -> None:
         old = None if self.buffer is None else self.buffer.clone()
-        buffer: torch.Tensor = original(self, *args)
-        return buffer if old is None or self.adopts else buffer.add_(old)
+        original(self, *args)
+        if old is not None and self.buffer is not None and not self.adopts:
+            self.buffer.add_(old)
 
     return fill
 
@@ -320,7 +317,7 @@ def flags_all_set(original: Any) -> Any:
     """Every parameter counts as used somewhere: one that is used nowhere gets a gradient of zeros, and decays."""
 
     def settle(self: DataParallel, missing: list[int]) -> None:
-        flags = self._buckets[-1].flags
+        flags = self._arrivals.buckets[-1].flags
         (flags() if callable(flags) else flags).fill_(1.0)
         original(self, missing)
 
@@ -471,16 +468,16 @@ BUGS: dict[str, Bug] = {
         step=1,
     ),
     "stale slot of a missing gradient": Bug(
-        plant=replacing(GradientBucket, "fill", stale_slots), case=known(Branches), shows="gradient", step=2
+        plant=replacing(ReplicaBucket, "fill", stale_slots), case=known(Branches), shows="gradient", step=2
     ),
     "gradient is not the bucket's view": Bug(
-        plant=replacing(GradientBucket, "fill", stale_gradients), case=KNOWN, shows="gradient"
+        plant=replacing(ReplicaBucket, "fill", stale_gradients), case=KNOWN, shows="gradient"
     ),
     "bucket never cleared": Bug(
-        plant=replacing(GradientBucket, "fill", not_cleared), case=KNOWN, shows="gradient", step=2
+        plant=replacing(ReplicaBucket, "fill", not_cleared), case=KNOWN, shows="gradient", step=2
     ),
     "slots overlap": Bug(
-        plant=lambda m: m.setattr("paceline.engines.buckets.ddp_bucket.flat_layout", misplaced(flat_layout)),
+        plant=lambda m: m.setattr("paceline.engines.buckets.gradients.flat_layout", misplaced(flat_layout)),
         case=KNOWN,
         shows="gradient",
     ),

@@ -47,10 +47,10 @@ from paceline.engines.checkpointing import Replay
 from paceline.engines.engine import SharedBuffers
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
+from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import clip_pieces
 from paceline.engines.flat.unit import Unit
 from paceline.engines.fsdp import FullySharded
-from paceline.engines.stages.route import Route
 from paceline.engines.zero import ZeroParallel
 from paceline.errors import CommunicationError
 from paceline.shards import flat_layout
@@ -92,7 +92,11 @@ def in_each(
 ) -> dict[str, Bug]:
     """The same bug under several strategies, with ``changes`` of their settings."""
     fields = {"plant": plant, "case": PLAIN, "shows": shows, **options}
-    settings = {strategy: dataclasses.replace(SHARDED[strategy], **(changes or {})) for strategy in only.split()}
+    clip = {key: value for key, value in (changes or {}).items() if key == "clip"}
+    layout = {key: value for key, value in (changes or {}).items() if key != "clip"}
+    settings = {
+        strategy: dataclasses.replace(SHARDED[strategy], **clip).with_layout(**layout) for strategy in only.split()
+    }
     return {f"{name}, {strategy}": Bug(**fields, settings=chosen) for strategy, chosen in settings.items()}
 
 
@@ -299,8 +303,8 @@ def own_opinion(_: Any) -> Any:
 def order_not_agreed(_: Any) -> Any:
     """A rank issues what it wants next, whatever the others want."""
 
-    def agree(self: Route, want: int) -> int:
-        if want >= 0:
+    def agree(self: Route, want: Leg | None) -> Leg | None:
+        if want is not None:
             self._learned.append(want)
             self._issue(want)
         return want
@@ -530,4 +534,4 @@ def test_the_replaced_loop_is_right_without_a_bug(
     settings: Settings, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accumulating(plain_backward)(monkeypatch)
-    assert certify(PLAIN, dataclasses.replace(settings, precision=precision)).passed
+    assert certify(PLAIN, settings.with_layout(precision=precision)).passed

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.workloads import Workload
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import compile_model, parallelize
@@ -85,7 +85,7 @@ class TrainingStep:
 
 
 def set_up(
-    arm: Arm, workload: Workload, comm: Communicator, num_losses: int, *, compiled: bool = False
+    arm: Arm, workload: BenchWorkload, comm: Communicator, num_losses: int, *, compiled: bool = False
 ) -> TrainingStep:
     """Builds an arm's model, compiled block by block if asked, and returns its training step."""
     model = workload.make_model(comm.device)
@@ -97,7 +97,7 @@ def set_up(
 # Which arms there are.
 
 
-def arms_on_ranks(workload: Workload, ranks: int) -> list[Arm]:
+def arms_on_ranks(workload: BenchWorkload, ranks: int) -> list[Arm]:
     """Returns the arms on several ranks, in fp32."""
     torch_ddp, ddp, fsdp2, hybrid2 = "torch ddp", "paceline ddp", "torch fsdp2", "torch fsdp2 hybrid"
     arms = [

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.interleave import Timing, interleave
+from paceline.bench.interleave import Timing, Turns, interleave
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.base import Communicator
@@ -31,7 +31,7 @@ _ALGORITHMS: tuple[AlgorithmName, ...] = ("ring", "tree", "halving_doubling")
 
 
 @dataclass(frozen=True, slots=True)
-class _Arm:
+class _ReduceArm:
     """One way to all-reduce: who does it, and where the tensor lies."""
 
     backend: str
@@ -62,10 +62,8 @@ def _measure(comm: Communicator, sizes: Sequence[int], rounds: int) -> list[dict
         steps = {arm.name: _step(arm, size) for arm in arms}
         timings = interleave(
             steps,
+            Turns(rounds=rounds, steps_per_turn=4, warm_up=2),
             baseline=GLOO,
-            rounds=rounds,
-            steps_per_turn=4,
-            warm_up=2,
             device=comm.device,
             meet=comm.barrier,
         )
@@ -73,9 +71,9 @@ def _measure(comm: Communicator, sizes: Sequence[int], rounds: int) -> list[dict
     return rows
 
 
-def _arms(comm: Communicator) -> Iterator[_Arm]:
+def _arms(comm: Communicator) -> Iterator[_ReduceArm]:
     """Every backend that works here, and the algorithms on the messages of each."""
-    yield _Arm(GLOO, "native", comm)
+    yield _ReduceArm(GLOO, "native", comm)
     yield from _algorithms(GLOO, comm)
     try:
         shared = SharedMemoryCommunicator.join(comm)
@@ -83,18 +81,18 @@ def _arms(comm: Communicator) -> Iterator[_Arm]:
     except CommunicationError:
         return
     if shared.is_compiled:
-        yield _Arm("shared_memory", "native", shared)
-        yield _Arm("shared_memory", "native", shared, in_buffer=True)
-    yield _Arm("shared_memory in Python", "native", plain)
+        yield _ReduceArm("shared_memory", "native", shared)
+        yield _ReduceArm("shared_memory", "native", shared, in_buffer=True)
+    yield _ReduceArm("shared_memory in Python", "native", plain)
     yield from _algorithms("shared_memory", shared)
 
 
-def _algorithms(backend: str, comm: Communicator) -> Iterator[_Arm]:
+def _algorithms(backend: str, comm: Communicator) -> Iterator[_ReduceArm]:
     for name in _ALGORITHMS:
-        yield _Arm(backend, name, AlgorithmCommunicator(comm, name))
+        yield _ReduceArm(backend, name, AlgorithmCommunicator(comm, name))
     if comm.size >= 4 and comm.size % 2 == 0:  # as if the ranks were on two hosts
         stated = state_topology(comm.size, comm.size // 2)
-        yield _Arm(backend, "hierarchical", AlgorithmCommunicator(comm, "hierarchical", stated))
+        yield _ReduceArm(backend, "hierarchical", AlgorithmCommunicator(comm, "hierarchical", stated))
 
 
 def _repeats(num_bytes: int) -> int:
@@ -102,7 +100,7 @@ def _repeats(num_bytes: int) -> int:
     return 10 if num_bytes <= 2**18 else 4 if num_bytes <= 2**22 else 1
 
 
-def _step(arm: _Arm, num_bytes: int) -> Callable[[], None]:
+def _step(arm: _ReduceArm, num_bytes: int) -> Callable[[], None]:
     tensor = arm.comm.shared_buffer(num_bytes // 4, torch.float32) if arm.in_buffer else None
     if tensor is None:
         tensor = torch.zeros(num_bytes // 4)
@@ -114,7 +112,7 @@ def _reduce(comm: Communicator, tensor: torch.Tensor, repeats: int) -> None:
         comm.all_reduce(tensor, "avg").wait()
 
 
-def _row(ranks: int, num_bytes: int, arm: _Arm, timing: Timing) -> dict[str, Any]:
+def _row(ranks: int, num_bytes: int, arm: _ReduceArm, timing: Timing) -> dict[str, Any]:
     ms = timing.median_ms / _repeats(num_bytes)
     timed = dataclasses.asdict(timing)
     return {

@@ -23,21 +23,22 @@ from typing import Any, cast
 import torch
 
 from paceline.comm.base import BucketShape, Communicator, Work
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
+from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
 from paceline.train.assemble import build_trainer
-from paceline.train.threads import compute_threads
+from paceline.train.randomness import compute_threads
 
 _FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0}  # of (N-1)/N of the bytes; see comm/base.py
 _REPEATS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _PolicyRun:
     """What one rank saw of a run under one policy."""
 
     losses: list[tuple[float, float]]  # sum and count of each step
@@ -95,12 +96,12 @@ def with_compression(config: Config, compression: CompressionConfig) -> Config:
     return config.model_copy(update={"comm": comm, "parallel": parallel})
 
 
-def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int) -> list[_Run]:
+def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int) -> list[_PolicyRun]:
     wanted = with_compression(config, compression)
     return run_virtual(lambda comm: _train(wanted, comm, steps), ranks, timeout_s=600.0)
 
 
-def _train(config: Config, comm: Communicator, steps: int) -> _Run:
+def _train(config: Config, comm: Communicator, steps: int) -> _PolicyRun:
     trainer = build_trainer(config, comm)
     traced = trainer.parts.engine.comm
     losses, norm, first_bytes, counted_from = [], 0.0, 0.0, max(1, config.comm.compression.plain_steps)
@@ -116,7 +117,7 @@ def _train(config: Config, comm: Communicator, steps: int) -> _Run:
     compressor = trainer.parts.compressor
     named = dict(trainer.parts.engine.named_parameters())
     shape = BucketShape(names=tuple(named), layout=flat_layout([tuple(p.shape) for p in named.values()]))
-    return _Run(
+    return _PolicyRun(
         losses=losses,
         sent_bytes=(sent_bytes(traced) - first_bytes) / max(1, len(losses) - counted_from),
         grad_norm=norm,
@@ -132,7 +133,7 @@ def sent_bytes(comm: Communicator) -> float:
     return sum(share * factor * comm.trace.num_bytes[kind] for kind, factor in _FACTORS.items())
 
 
-def _loss(runs: Sequence[_Run]) -> float:
+def _loss(runs: Sequence[_PolicyRun]) -> float:
     """Returns the mean loss over all ranks, of the last quarter of the steps."""
     last = max(1, len(runs[0].losses) // 4)
     pairs = [pair for run in runs for pair in run.losses[-last:]]
@@ -140,7 +141,7 @@ def _loss(runs: Sequence[_Run]) -> float:
 
 
 def _row(
-    asked: CompressionConfig, runs: Sequence[_Run], base_loss: float, base_bytes: float, seconds: float
+    asked: CompressionConfig, runs: Sequence[_PolicyRun], base_loss: float, base_bytes: float, seconds: float
 ) -> dict[str, Any]:
     loss, sent = _loss(runs), runs[0].sent_bytes
     saved = base_bytes - sent
@@ -169,14 +170,14 @@ def setting_text(asked: CompressionConfig) -> str:
 # What compression itself takes.
 
 
-def _compute_seconds(settings: Compression, run: _Run, ranks: int) -> float:
+def _compute_seconds(settings: Compression, run: _PolicyRun, ranks: int) -> float:
     """Times one step's compression of gradients as large as the model's, on one thread; the slowest rank counts."""
     settings = dataclasses.replace(settings, plain_steps=0)
     with compute_threads(1):  # a thread's own time is all there is then
         return max(run_virtual(lambda comm: _time_steps(settings, run, comm), ranks, timeout_s=600.0))
 
 
-def _time_steps(settings: Compression, run: _Run, comm: Communicator) -> float:
+def _time_steps(settings: Compression, run: _PolicyRun, comm: Communicator) -> float:
     compressor, timed = Compressor(settings), _TimedCommunicator(comm)
     buckets = compressor.bind(run.shapes)
     lengths = [shape.layout.length for shape in run.shapes]

@@ -29,7 +29,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.plan import make_plan
+from paceline.search.make_plan import RunMachine, make_plan, with_length
 from paceline.train.assemble import build_trainer, build_workload
 
 CLOSE_POINTS = 0.5
@@ -96,7 +96,8 @@ def bench_convergence(
 def _total_steps(config: Config, ranks: int) -> int:
     data = build_workload(with_compression(config, CompressionConfig())).data
     num_eval = 0 if data.eval is None else len(data.eval)
-    return make_plan(config, ranks=ranks, train_samples=len(data.train), eval_samples=num_eval).total_steps
+    plan = make_plan(config, RunMachine(device="cpu", ranks=ranks))
+    return with_length(plan, config, train_samples=len(data.train), eval_samples=num_eval).total_steps
 
 
 _Task = tuple[Config, CompressionConfig, int]

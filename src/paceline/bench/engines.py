@@ -29,8 +29,8 @@ from paceline.bench.arms import (
     set_up,
     sets_of,
 )
-from paceline.bench.interleave import Timing, interleave
-from paceline.bench.workloads import Protocol, Workload
+from paceline.bench.interleave import Timing, Turns, interleave
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
@@ -45,7 +45,7 @@ Wanted = Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredArm:
     """One arm: its times, the losses of its first steps, and on a GPU the most memory that it needs by itself."""
 
     timing: Timing
@@ -53,51 +53,42 @@ class Measured:
     peak_bytes: int | None = None
 
 
-def bench_ranks(workload: Workload, protocol: Protocol, ranks: int, wanted: Wanted = None) -> list[dict[str, Any]]:
+def bench_ranks(workload: BenchWorkload, turns: Turns, ranks: int, wanted: Wanted = None) -> list[dict[str, Any]]:
     """Times our engines against torch's on real Gloo ranks with one thread each."""
-    if not select(arms_on_ranks(workload, ranks), wanted):
-        return []
-    args = (workload, protocol, wanted)
-    measured = run_processes(_measure_ranks, ranks, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
-    return _rows(workload, measured, ranks, "gloo", FP32_TOLERANCE)
+    return _bench_fp32(select(arms_on_ranks(workload, ranks), wanted), workload, turns, ranks)
 
 
-def bench_alone(workload: Workload, protocol: Protocol, wanted: Wanted = None) -> list[dict[str, Any]]:
+def bench_alone(workload: BenchWorkload, turns: Turns, wanted: Wanted = None) -> list[dict[str, Any]]:
     """Times our engines against the plain loop at world size 1, in a process of its own with one thread."""
-    if not select(arms_alone(), wanted):
+    return _bench_fp32(select(arms_alone(), wanted), workload, turns, 1)
+
+
+def _bench_fp32(arms: list[Arm], workload: BenchWorkload, turns: Turns, ranks: int) -> list[dict[str, Any]]:
+    if not arms:
         return []
-    args = (workload, protocol, wanted)
-    measured = run_processes(_measure_alone, 1, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
-    return _rows(workload, measured, 1, "none", FP32_TOLERANCE)
+    measured = run_processes(_measure, ranks, args=(arms, workload, turns), threads=1, timeout_s=_TIMEOUT_S)[0]
+    return _rows(workload, measured, ranks, "gloo" if ranks > 1 else "none", FP32_TOLERANCE)
 
 
 def bench_bf16(
-    workload: Workload, protocol: Protocol, device: torch.device, wanted: Wanted = None, *, compiled: bool = True
+    workload: BenchWorkload, turns: Turns, device: torch.device, wanted: Wanted = None, *, compiled: bool = True
 ) -> list[dict[str, Any]]:
     """Times our engines against torch's at world size 1 in bf16, compiled block by block: what a GPU runs."""
     if device.type == "cuda":
         with _process_group(device):
-            measured = _measure_bf16(SoloCommunicator(device), workload, protocol, wanted, compiled)
+            measured = _measure_bf16(SoloCommunicator(device), workload, turns, wanted, compiled)
     else:
-        args = (workload, protocol, wanted, compiled)
+        args = (workload, turns, wanted, compiled)
         measured = run_processes(_measure_bf16, 1, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
     return _rows(workload, measured, 1, "none", BF16_TOLERANCE)
 
 
-def _measure_ranks(comm: Communicator, workload: Workload, protocol: Protocol, wanted: Wanted) -> list[Measured]:
-    return _measure(select(arms_on_ranks(workload, comm.size), wanted), comm, workload, protocol)
-
-
-def _measure_alone(comm: Communicator, workload: Workload, protocol: Protocol, wanted: Wanted) -> list[Measured]:
-    return _measure(select(arms_alone(), wanted), comm, workload, protocol)
-
-
 def _measure_bf16(
-    comm: Communicator, workload: Workload, protocol: Protocol, wanted: Wanted, compiled: bool
-) -> list[Measured]:
-    found: list[Measured] = []
+    comm: Communicator, workload: BenchWorkload, turns: Turns, wanted: Wanted, compiled: bool
+) -> list[MeasuredArm]:
+    found: list[MeasuredArm] = []
     for arms in sets_of(select(arms_in_bf16(), wanted)):
-        found += _measure(arms, comm, workload, protocol, compiled=compiled)
+        found += _measure(comm, arms, workload, turns, compiled=compiled)
         # Graphs compiled for one size would be made to take any size, and slower, when the next model comes.
         torch.compiler.reset()
         gc.collect()
@@ -107,30 +98,28 @@ def _measure_bf16(
 
 
 def _measure(
-    arms: Sequence[Arm], comm: Communicator, workload: Workload, protocol: Protocol, *, compiled: bool = False
-) -> list[Measured]:
+    comm: Communicator, arms: Sequence[Arm], workload: BenchWorkload, turns: Turns, *, compiled: bool = False
+) -> list[MeasuredArm]:
     """Sets the arms up one after another, lets them warm up, and times them in turns."""
     steps: dict[str, TrainingStep] = {}
     peaks: dict[str, int | None] = {}
     _load_libraries(comm.device)
     for arm in arms:
-        steps[arm.name], peaks[arm.name] = _warm_up(arm, comm, workload, protocol.warm_up, compiled)
+        steps[arm.name], peaks[arm.name] = _warm_up(arm, comm, workload, turns.warm_up, compiled)
     timings = interleave(
-        dict(steps),
+        steps,
+        dataclasses.replace(turns, warm_up=0),
         baseline={arm.name: arm.peer for arm in arms},
-        rounds=protocol.rounds,
-        steps_per_turn=protocol.steps_per_turn,
-        warm_up=0,
         device=comm.device,
         meet=comm.barrier,
     )
     return [
-        Measured(timing=timing, losses=steps[timing.arm].losses, peak_bytes=peaks[timing.arm]) for timing in timings
+        MeasuredArm(timing=timing, losses=steps[timing.arm].losses, peak_bytes=peaks[timing.arm]) for timing in timings
     ]
 
 
 def _warm_up(
-    arm: Arm, comm: Communicator, workload: Workload, num_steps: int, compiled: bool
+    arm: Arm, comm: Communicator, workload: BenchWorkload, num_steps: int, compiled: bool
 ) -> tuple[TrainingStep, int | None]:
     """Sets an arm up and runs its first steps; returns the step, and on a GPU the arm's own peak memory.
 
@@ -175,7 +164,7 @@ def _process_group(device: torch.device) -> Iterator[None]:
 
 
 def _rows(
-    workload: Workload, measured: Sequence[Measured], ranks: int, backend: str, tolerance: float
+    workload: BenchWorkload, measured: Sequence[MeasuredArm], ranks: int, backend: str, tolerance: float
 ) -> list[dict[str, Any]]:
     check_losses(workload, measured, tolerance)
     return [
@@ -184,7 +173,7 @@ def _rows(
     ]
 
 
-def check_losses(workload: Workload, measured: Sequence[Measured], tolerance: float) -> None:
+def check_losses(workload: BenchWorkload, measured: Sequence[MeasuredArm], tolerance: float) -> None:
     """Raises TrainingError if some arm's losses are not those of the first."""
     first = measured[0]
     for each in measured[1:]:
@@ -198,7 +187,7 @@ def check_losses(workload: Workload, measured: Sequence[Measured], tolerance: fl
                 )
 
 
-def _row(workload: Workload, measured: Measured, ranks: int, backend: str) -> dict[str, Any]:
+def _row(workload: BenchWorkload, measured: MeasuredArm, ranks: int, backend: str) -> dict[str, Any]:
     timing = dataclasses.asdict(measured.timing)
     per_second = workload.items * ranks / (measured.timing.median_ms / 1e3)
     return {

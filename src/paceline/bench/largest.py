@@ -50,7 +50,7 @@ def find_largest(attempt: Callable[[int], Usage | None], budget: Budget, *, max_
 
     A size that would not fit on the host is never tried: a host that runs out of memory ends processes.
     """
-    search = _Search(budget)
+    search = _LayerSearch(budget)
     while len(search.tried) < max_trials:
         layers = search.next_layers()
         if layers is None:
@@ -59,7 +59,7 @@ def find_largest(attempt: Callable[[int], Usage | None], budget: Budget, *, max_
     return search.result()
 
 
-class _Search:
+class _LayerSearch:
     """How far the trials have come."""
 
     def __init__(self, budget: Budget) -> None:

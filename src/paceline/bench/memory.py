@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -77,28 +79,12 @@ class Family:
         return gpt_config(self.size, layers=layers, context=self.context, dropout=0.0)
 
 
-class Meter(Protocol):
-    """Counts the memory of a trial, which gets a torch.OutOfMemoryError where it needs more than the budget."""
-
-    def start(self) -> None:
-        """Begins a trial."""
-
-    def note(self) -> None:
-        """Called where a step holds the most that lasts: after backward."""
-
-    def read(self) -> Usage:
-        """Returns what the trial needed at most."""
-
-    def close(self) -> None:
-        """Lifts the budget."""
-
-
 def bench_memory(
     option: Option, family: Family, budget: Budget, device: torch.device, *, max_trials: int = 5
 ) -> dict[str, Any]:
     """Finds the largest model of a family that trains with an option; returns a row."""
-    meter: Meter = _CudaMeter(device, budget) if device.type == "cuda" else _TensorMeter(budget)
-    trials: dict[int, _Trial] = {}
+    meter = _MemoryMeter(device, budget)
+    trials: dict[int, _TimedTrial] = {}
 
     def attempt(layers: int) -> Usage | None:
         trial = _attempt(option, family.config(layers), device, meter)
@@ -143,24 +129,24 @@ def make_budget(device: torch.device, budget_gb: float | None, host_gb: float) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
+class _TimedTrial:
     usage: Usage
     parameters: int
     tokens_per_s: float
 
 
-def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _Trial | None:
+def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: _MemoryMeter) -> _TimedTrial | None:
     """Trains for two steps; returns None where the memory did not suffice. Leaves nothing in memory."""
     _release(device)
     meter.start()
-    trial: _Trial | None = None
+    trial: _TimedTrial | None = None
     with contextlib.suppress(torch.OutOfMemoryError):
         trial = _train(option, config, device, meter)
     _release(device)  # not before: the error's frames hold the tensors
     return trial
 
 
-def _train(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _Trial:
+def _train(option: Option, config: GPTConfig, device: torch.device, meter: _MemoryMeter) -> _TimedTrial:
     model, parameters = _make_model(option, config, device)
     engine = _make_engine(option, model, device)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
@@ -178,7 +164,7 @@ def _train(option: Option, config: GPTConfig, device: torch.device, meter: Meter
         if not torch.isfinite(loss):  # sync point
             raise TrainingError(f"{option.name}: the loss of {config.layers} layers is not finite")
         seconds = time.perf_counter() - start
-    return _Trial(usage=meter.read(), parameters=parameters, tokens_per_s=config.context / seconds)
+    return _TimedTrial(usage=meter.read(), parameters=parameters, tokens_per_s=config.context / seconds)
 
 
 def _make_model(option: Option, config: GPTConfig, device: torch.device) -> tuple[nn.Module, int]:
@@ -232,58 +218,52 @@ def _set_allocator(settings: str) -> None:
     (newer or torch.cuda.memory._set_allocator_settings)(settings)
 
 
-class _CudaMeter:
-    """The allocator's own count, and its limit."""
+class _MemoryMeter:
+    """Counts the memory of a trial, which gets a torch.OutOfMemoryError where it needs more than the budget.
+
+    On CUDA by the allocator's own count and limit. Elsewhere tensors in host memory take the place of a device's.
+    """
 
     def __init__(self, device: torch.device, budget: Budget) -> None:
-        self._device = device
+        self._budget = budget
+        self._cuda = device if device.type == "cuda" else None
         self._host = LiveTensors("cpu")
-        total = torch.cuda.get_device_properties(device).total_memory
-        # Segments that grow lose next to nothing between blocks of different sizes, as long runs set it, too.
-        _set_allocator("expandable_segments:True")
-        torch.cuda.set_per_process_memory_fraction(min(budget.device_bytes / total, 1.0), device)
+        if self._cuda is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            # Segments that grow lose next to nothing between blocks of different sizes, as long runs set it, too.
+            _set_allocator("expandable_segments:True")
+            torch.cuda.set_per_process_memory_fraction(min(budget.device_bytes / total, 1.0), device)
 
     def start(self) -> None:
-        """Forgets the peak so far."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        """Begins a trial: forgets the peak so far."""
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
         self._host.start()
 
     def note(self) -> None:
-        """Counts what is on the host now."""
+        """Counts where a step holds the most that lasts: after backward."""
         self._host.note()
+        if self._cuda is None and self._host.peak_bytes > self._budget.device_bytes:
+            raise torch.OutOfMemoryError(f"{self._host.peak_bytes} bytes are in use")
 
     def read(self) -> Usage:
-        """Returns the peaks."""
-        return Usage(device_bytes=torch.cuda.max_memory_allocated(self._device), host_bytes=self._host.peak_bytes)
+        """Returns what the trial needed at most."""
+        if self._cuda is None:
+            return Usage(device_bytes=self._host.peak_bytes, host_bytes=0)
+        return Usage(device_bytes=torch.cuda.max_memory_allocated(self._cuda), host_bytes=self._host.peak_bytes)
 
     def close(self) -> None:
-        """Lets the allocator have the whole device again."""
-        torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+        """Lifts the budget."""
+        if self._cuda is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._cuda)
 
 
-class _TensorMeter:
-    """Tensors in host memory in the place of a device's."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._tensors = LiveTensors("cpu")
-
-    def start(self) -> None:
-        """Forgets the peak so far."""
-        self._tensors.start()
-
-    def note(self) -> None:
-        """Counts, and raises torch.OutOfMemoryError where there is more than the budget allows."""
-        self._tensors.note()
-        if self._tensors.peak_bytes > self._budget.device_bytes:
-            raise torch.OutOfMemoryError(f"{self._tensors.peak_bytes} bytes are in use")
-
-    def read(self) -> Usage:
-        """Returns the peak."""
-        return Usage(device_bytes=self._tensors.peak_bytes, host_bytes=0)
-
-    def close(self) -> None:
-        """Does nothing: the budget was counted, not enforced."""
+def status_bytes(key: str) -> int:
+    """Returns what Linux says of this process's memory, such as VmRSS. Raises OSError where nothing does."""
+    found = re.search(rf"{key}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    if found is None:
+        raise OSError(f"/proc/self/status has no {key}")
+    return int(found[1]) * 1024
 
 
 class LiveTensors:
@@ -314,7 +294,7 @@ class LiveTensors:
                         yield storage.data_ptr(), storage.nbytes()
 
 
-def _row(option: Option, found: Largest, trials: dict[int, _Trial]) -> dict[str, Any]:
+def _row(option: Option, found: Largest, trials: dict[int, _TimedTrial]) -> dict[str, Any]:
     best = trials.get(found.layers)
     offload = dataclasses.asdict(option.offload)
     return {

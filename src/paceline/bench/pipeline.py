@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.bench.arms import select
-from paceline.bench.engines import Measured, check_losses
+from paceline.bench.engines import MeasuredArm, check_losses
 from paceline.bench.features import FeatureProtocol, bench_features
-from paceline.bench.interleave import interleave
+from paceline.bench.interleave import Turns, interleave
 from paceline.bench.modelled import model_features
-from paceline.bench.pipeline_arms import PipelineArm, PipelineStep, pipeline_arms, set_up_pipeline
-from paceline.bench.workloads import Protocol, Workload
+from paceline.bench.pipeline_arms import PipelineArm, pipeline_arms, set_up_pipeline
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 from paceline.models.gpt import gpt_config
@@ -31,8 +31,8 @@ from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule, measure_s
 
 PARTS = ("speed", "features", "modelled", "bubbles")
 TOLERANCE = 1e-5
-_WORKLOAD = Workload(model="gpt-11m", batch=8, context=128, tied=False)
-_PROTOCOL = Protocol(rounds=12, steps_per_turn=2, warm_up=3)
+_WORKLOAD = BenchWorkload(model="gpt-11m", batch=8, context=128, tied=False)
+_PROTOCOL = Turns(rounds=12, steps_per_turn=2, warm_up=3)
 _FEATURE_PROTOCOL = FeatureProtocol()
 _TIMEOUT_S = 3600.0
 _CHUNKS = {"interleaved": 2, "zb-v": 2}
@@ -42,9 +42,9 @@ _CHUNKS = {"interleaved": 2, "zb-v": 2}
 class PipelineWorkload:
     """What all arms train on, and in how many microbatches. Untied: torch's stages share no weights."""
 
-    workload: Workload = _WORKLOAD
+    workload: BenchWorkload = _WORKLOAD
     microbatches: int = 8
-    protocol: Protocol = _PROTOCOL
+    protocol: Turns = _PROTOCOL
     feature_protocol: FeatureProtocol = _FEATURE_PROTOCOL
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def make_workload(
         raise UsageError(f"--context {context}: {model} reads {longest} tokens at most")
     default = PipelineWorkload()
     return PipelineWorkload(
-        workload=Workload(model=model, batch=microbatches, context=context, tied=False),
+        workload=BenchWorkload(model=model, batch=microbatches, context=context, tied=False),
         microbatches=microbatches,
         protocol=dataclasses.replace(default.protocol, rounds=rounds or default.protocol.rounds),
         feature_protocol=dataclasses.replace(default.feature_protocol, steps=steps or default.feature_protocol.steps),
@@ -103,29 +103,25 @@ def ideal_overhead(schedule: str, ranks: int, microbatches: int) -> float | None
     return (ranks - 1) / (parts * microbatches)
 
 
-def _measure(comm: Communicator, asked: PipelineWorkload, arms: Sequence[PipelineArm]) -> list[Measured]:
-    steps: dict[str, PipelineStep] = {}
-    protocol = asked.protocol
-    for arm in arms:
-        steps[arm.name] = set_up_pipeline(arm, asked.workload, asked.microbatches, comm, protocol.warm_up)
+def _measure(comm: Communicator, asked: PipelineWorkload, arms: Sequence[PipelineArm]) -> list[MeasuredArm]:
+    num_losses = asked.protocol.warm_up
+    steps = {arm.name: set_up_pipeline(arm, asked.workload, asked.microbatches, comm, num_losses) for arm in arms}
     timings = interleave(
-        dict(steps),
+        steps,
+        asked.protocol,
         baseline={arm.name: arm.peer for arm in arms},
-        rounds=protocol.rounds,
-        steps_per_turn=protocol.steps_per_turn,
-        warm_up=protocol.warm_up,
         device=comm.device,
         meet=comm.barrier,
     )
-    return [Measured(timing=timing, losses=steps[timing.arm].losses) for timing in timings]
+    return [MeasuredArm(timing=timing, losses=steps[timing.arm].losses) for timing in timings]
 
 
-def _with_losses(by_rank: Sequence[Measured]) -> Measured:
+def _with_losses(by_rank: Sequence[MeasuredArm]) -> MeasuredArm:
     """Takes the times of rank 0, and the losses of a rank that knows them: torch's are on that of the last stage."""
     return dataclasses.replace(by_rank[0], losses=next(each.losses for each in by_rank if each.losses))
 
 
-def _row(asked: PipelineWorkload, arm: PipelineArm, measured: Measured, ranks: int) -> dict[str, Any]:
+def _row(asked: PipelineWorkload, arm: PipelineArm, measured: MeasuredArm, ranks: int) -> dict[str, Any]:
     timing, workload = dataclasses.asdict(measured.timing), asked.workload
     return {
         "part": "speed",

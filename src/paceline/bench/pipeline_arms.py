@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from paceline.bench.arms import SHARED
-from paceline.bench.workloads import Workload
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize
@@ -82,7 +82,7 @@ def pipeline_arms() -> list[PipelineArm]:
 
 
 def set_up_pipeline(
-    arm: PipelineArm, workload: Workload, microbatches: int, comm: Communicator, num_losses: int
+    arm: PipelineArm, workload: BenchWorkload, microbatches: int, comm: Communicator, num_losses: int
 ) -> PipelineStep:
     """Builds an arm's model, cuts it over the ranks of ``comm``, and returns its training step."""
     model = workload.make_model(comm.device)

@@ -23,9 +23,9 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, Workload
-from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
-from paceline.calibrate.machine import Wanted, best_rates, measure_rank, put_together
+from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
+from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
+from paceline.calibrate.machine import Wanted, measure_rank, put_together
 from paceline.cluster.detect import detect_machine
 from paceline.cluster.devices import Cluster, load_cluster, make_node
 from paceline.cluster.entries import read_catalog, shipped
@@ -57,7 +57,7 @@ _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class PredictArm:
     """What is trained and how. ``backend``: gloo or shared_memory between ranks, none for one rank alone."""
 
     model: str
@@ -84,24 +84,24 @@ class Steps:
     peak_bytes: int | None = None
 
 
-def arms_on(device: str) -> list[Arm]:
+def arms_on(device: str) -> list[PredictArm]:
     """Returns the arms of a device: eager ones first, since compiling takes longest."""
     if device == "cuda":
         return [
-            Arm(model=model, strategy=strategy, is_compiled=is_compiled, precision="bf16")
+            PredictArm(model=model, strategy=strategy, is_compiled=is_compiled, precision="bf16")
             for is_compiled in (False, True)
             for model in CUDA_WORKLOADS
             for strategy in ("ddp", "fsdp")
         ]
     return [
-        Arm(model=model, strategy=strategy, backend=backend, ranks=2)
+        PredictArm(model=model, strategy=strategy, backend=backend, ranks=2)
         for model in CPU_WORKLOADS
         for strategy in ("ddp", "zero1", "fsdp")
         for backend in ("gloo", "shared_memory")
     ]
 
 
-def check_words(arms: list[Arm], words: list[str]) -> None:
+def check_words(arms: list[PredictArm], words: list[str]) -> None:
     """Raises UsageError for words that are in no arm's name."""
     if wrong := [word for word in words if not any(word in arm.name for arm in arms)]:
         names = dict.fromkeys(arm.name for arm in arms)
@@ -111,7 +111,7 @@ def check_words(arms: list[Arm], words: list[str]) -> None:
         )
 
 
-def only(arms: list[Arm], models: list[str], words: list[str]) -> list[Arm]:
+def only(arms: list[PredictArm], models: list[str], words: list[str]) -> list[PredictArm]:
     """Returns the arms of these models whose name contains one of the words; all of them without words."""
     return [arm for arm in arms if arm.model in models and (not words or any(word in arm.name for word in words))]
 
@@ -125,7 +125,7 @@ class Clusters:
     gloo: Cluster
     measured: str = ""
 
-    def of(self, arm: Arm) -> Cluster:
+    def of(self, arm: PredictArm) -> Cluster:
         """Returns the cluster of an arm: as many devices as it has ranks, joined as it talks."""
         found = self.gloo if arm.backend == "gloo" else self.plain
         return replace(found, node=replace(found.node, devices=arm.ranks), nodes=1)
@@ -178,9 +178,9 @@ def _calibrated(tell: Callable[[str], None]) -> str:
     return make_entry(name, machine, measured, best_rates(measured.kernels.rates), origin)
 
 
-def config_of(arm: Arm, device: str) -> Config:
+def config_of(arm: PredictArm, device: str) -> Config:
     """Returns the config of an arm: what ``paceline train`` would be given."""
-    workload: Workload = (CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)[arm.model][0]
+    workload: BenchWorkload = (CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)[arm.model][0]
     if arm.model == "mlp":
         model: dict[str, Any] = {"kind": "mlp", "hidden_dim": 512, "dropout": 0.0}
         data: dict[str, Any] = {"kind": "synthetic_classification", "features": 784, "classes": 10}
@@ -201,7 +201,12 @@ def config_of(arm: Arm, device: str) -> Config:
 
 
 def bench_predict(
-    arms: list[Arm], device: str, cluster_of: Callable[[Arm], Cluster], *, steps: int, tell: Callable[[str], None]
+    arms: list[PredictArm],
+    device: str,
+    cluster_of: Callable[[PredictArm], Cluster],
+    *,
+    steps: int,
+    tell: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each arm: predicted, measured, and by how much the one is off the other."""
     for arm in arms:
@@ -252,7 +257,7 @@ def device_families(program: Program, cluster: Cluster) -> dict[str, float]:
     return found
 
 
-def _measured(config: Config, arm: Arm, device: str, steps: int) -> dict[str, Any]:
+def _measured(config: Config, arm: PredictArm, device: str, steps: int) -> dict[str, Any]:
     if device == "cuda":
         found = [measure_steps(SoloCommunicator(_gpu()), config, arm.backend, steps)]
     else:
@@ -306,14 +311,7 @@ def _batch(config: Config, dataset: Any, ranks: int, device: torch.device) -> St
     asked = config_batch(config, ranks)
     samples = default_collate([dataset[place % len(dataset)] for place in range(asked.microbatch)])
     placed = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, samples)
-    return StepBatch(
-        position=0,
-        next_position=asked.global_batch,
-        epoch=0,
-        global_samples=asked.global_batch,
-        microbatches=[placed] * asked.accumulate,
-        local_samples=[asked.microbatch] * asked.accumulate,
-    )
+    return StepBatch(microbatches=[placed] * asked.accumulate, global_samples=asked.global_batch)
 
 
 def _errors(row: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, w
         *_attention(device, shapes, watch, spreads),
     ]
     stream = _stream(device, shapes.stream_bytes, watch)
-    launch = watch_host(watch, _eager_chain(device))
+    launch = watch.time_host(_eager_chain(device))
     spreads |= {"memory": stream.spread, "launches": launch.spread}
     families = measure_families(device, shapes.family_bytes, watch) if shapes.family_bytes else None
     spreads |= families.spreads if families else {}
@@ -219,12 +219,6 @@ def _stream(device: torch.device, num_bytes: int, watch: Stopwatch) -> Timed:
     return watch.time(lambda: torch.add(first, second, out=out))
 
 
-def watch_host(watch: Stopwatch, step: Callable[[], object]) -> Timed:
-    """Times the host alone: a device's queue is empty before, and what it still has to do after is not counted."""
-    quick = Stopwatch(samples=4 * watch.samples, meet=watch.finish)
-    return quick.time_together(step, repeats=1)
-
-
 def _eager_chain(device: torch.device) -> Callable[[], None]:
     """Operations on next to nothing, forward and backward: what they take is what it takes to get them going."""
     start = torch.ones(8, device=device, requires_grad=True)
@@ -252,7 +246,7 @@ def _compiled_launch(device: torch.device, watch: Stopwatch) -> float | None:
         compiled = torch.compile(block)
         with torch.no_grad():
             compiled(start)
-            timed = watch_host(watch, lambda: compiled(start))
+            timed = watch.time_host(lambda: compiled(start))
     except Exception:  # no compiler, no Triton, a Python too new: a device is worth measuring all the same
         return None
     return timed.seconds / (2 * _COMPILED_PAIRS)

@@ -23,14 +23,13 @@ from paceline.chaos.report import Report, Sameness, compare_steps, make_report
 from paceline.chaos.timeline import Command, Notes, Policies, handle, straggler_verdict
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.tools.samples import check_samples
-from paceline.checkpoint.values import decode
+from paceline.checkpoint.tensors import decode
+from paceline.checkpoint.tools.audit import check_samples
 from paceline.config import Config, load_config
 from paceline.config.load import LoadedConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.health.exit_codes import DONE, MEANINGS, REFUSED
-from paceline.records.records import read_records
-from paceline.records.summary import Attempt, split_attempts
+from paceline.records.summary import RankAttempt, read_run
 
 _SAVE_EVERY = 10  # steps, where a config saves nothing on the way
 _HANG_S = 5.0  # where a config says nothing: nobody wants to watch a minute
@@ -258,10 +257,10 @@ def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event)
             return
 
 
-def _attempts(folder: Path, ranks: int) -> list[list[Attempt]]:
+def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
     """Reads the records of every rank."""
-    paths = [folder / "records" / f"rank-{rank}.jsonl" for rank in range(ranks)]
-    return [split_attempts(list(read_records(path))) if path.is_file() else [] for path in paths]
+    found = read_run(folder)
+    return [found.get(rank, []) for rank in range(ranks)]
 
 
 def _policies(config: Config) -> Policies:
@@ -271,7 +270,7 @@ def _policies(config: Config) -> Policies:
     return Policies(**given)  # type: ignore[arg-type]
 
 
-def _compare(run: FaultyRun, attempts: list[list[Attempt]], faults: Sequence[Fault]) -> Sameness:
+def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> Sameness:
     """Trains the same config undisturbed, and compares."""
     name = f"{run.config.name.removesuffix('-chaos')}-undisturbed"
     folder = Path(run.config.monitor.folder) / name

@@ -25,8 +25,7 @@ import torch
 from paceline.chaos.faults import ON_LOSS, STEP_PHASES, WHILE_SAVING, Fault
 from paceline.chaos.notes import Fired, Passed, Started, note, read_notes, read_plan
 from paceline.checkpoint import list_checkpoints
-from paceline.checkpoint.remote import storage_of
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.train.loss import Loss, LossValue
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Injector:
         self._lap_at, self._started_at = time.perf_counter(), time.time()
         self._trainer: Trainer | None = None
 
-    def storage(self) -> Storage:
+    def storage(self) -> FileStore:
         """Returns where checkpoints go, with the faults of saving."""
         storage = storage_of(self._checkpoints)
         if any(each.kind in WHILE_SAVING for each in self._faults):

@@ -25,7 +25,7 @@ VARIABLE: Final = "PACELINE_CHAOS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class FaultPlan:
     """Which faults a run is to have; ``seed`` says at which byte or bit."""
 
     seed: int
@@ -69,10 +69,10 @@ def write_plan(folder: Path, seed: int, faults: Sequence[Fault]) -> None:
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_plan(folder: Path) -> Plan:
+def read_plan(folder: Path) -> FaultPlan:
     """Reads the plan back."""
     content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return Plan(seed=content["seed"], faults=tuple(map(fault_from_json, content["faults"])))
+    return FaultPlan(seed=content["seed"], faults=tuple(map(fault_from_json, content["faults"])))
 
 
 def note(folder: Path, what: Fired | Started | Passed) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.chaos.timeline import Command, Handling
 from paceline.records.records import StepRecord
-from paceline.records.summary import Attempt, add_up, final_steps
+from paceline.records.summary import RankAttempt, add_up, final_steps
 from paceline.units import format_seconds
 
 
@@ -131,7 +131,7 @@ def recommend(save: SaveCost, *, step_s: float, mtbf_s: float, is_observed: bool
     return Interval(mtbf_s=mtbf_s, is_observed=is_observed, young_s=young, daly_s=daly, steps=steps)
 
 
-def save_cost(attempts: Sequence[Attempt]) -> SaveCost | None:
+def save_cost(attempts: Sequence[RankAttempt]) -> SaveCost | None:
     """Returns what the checkpoints of a run took; None without any."""
     saves = [each.detail for attempt in attempts for each in attempt.events if each.name == "checkpoint"]
     if not saves:
@@ -143,7 +143,7 @@ def save_cost(attempts: Sequence[Attempt]) -> SaveCost | None:
 def make_report(
     name: str,
     ranks: int,
-    attempts: Sequence[Attempt],
+    attempts: Sequence[RankAttempt],
     commands: Sequence[Command],
     handlings: Sequence[Handling],
     *,
@@ -182,7 +182,7 @@ def make_report(
 
 
 def compare_steps(
-    ours: Sequence[Sequence[Attempt]], theirs: Sequence[Sequence[Attempt]], *, is_expected: bool, samples: str
+    ours: Sequence[Sequence[RankAttempt]], theirs: Sequence[Sequence[RankAttempt]], *, is_expected: bool, samples: str
 ) -> Sameness:
     """Compares the losses of all ranks, step by step and bit by bit, with those of an undisturbed run."""
     different: list[int] = []

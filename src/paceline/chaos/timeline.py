@@ -17,7 +17,7 @@ from typing import Literal
 from paceline.chaos.faults import ON_LOSS, WHILE_SAVING, Fault
 from paceline.chaos.notes import Fired, Passed, Started
 from paceline.health.straggler import find_straggler
-from paceline.records.summary import Attempt, StepTable, final_steps
+from paceline.records.summary import RankAttempt, StepTable, final_steps
 
 How = Literal["went on", "went back", "restarted", "stopped", "not recovered", "never happened"]
 
@@ -108,7 +108,7 @@ def _expected_of_losses(fault: Fault, policies: Policies, starts_again: tuple[Ho
 
 
 def handle(
-    fault: Fault, notes: Notes, attempts: Sequence[Attempt], commands: Sequence[Command], policies: Policies
+    fault: Fault, notes: Notes, attempts: Sequence[RankAttempt], commands: Sequence[Command], policies: Policies
 ) -> Handling:
     """Finds out what became of a fault. ``attempts`` are rank 0's."""
     expected = expected_handling(fault, policies)
@@ -155,7 +155,7 @@ def _passed(fault: Fault, noted: Sequence[Passed], expected: tuple[How, ...]) ->
 
 
 def _handled_inside(
-    fault: Fault, at: Fired, attempts: Sequence[Attempt], expected: tuple[How, ...], recovery_s: float
+    fault: Fault, at: Fired, attempts: Sequence[RankAttempt], expected: tuple[How, ...], recovery_s: float
 ) -> Handling:
     """Tells of a fault after which the same attempt went on, or went back to a checkpoint by itself."""
     events = [each for attempt in attempts for each in attempt.events]
@@ -177,13 +177,13 @@ def _handled_inside(
     )
 
 
-def _ends_soon(attempts: Sequence[Attempt], moment: float) -> bool:
+def _ends_soon(attempts: Sequence[RankAttempt], moment: float) -> bool:
     """Says whether the last step came within a second of a moment."""
     last = max((record.time for attempt in attempts for record in attempt.steps), default=moment)
     return last - moment < 1.0
 
 
-def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[Attempt]]) -> str:
+def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[RankAttempt]]) -> str:
     """Says which rank was the slow one in the steps of a slow rank, as every run's report does; empty if none was."""
     first = handling.fault.step or 0
     numbers = range(first, first + handling.fault.length)

@@ -14,51 +14,28 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.find import (
-    Choice as Choice,
-)
-from paceline.checkpoint.find import (
-    PassedOver as PassedOver,
-)
-from paceline.checkpoint.find import (
-    choose_checkpoint as choose_checkpoint,
-)
-from paceline.checkpoint.find import (
-    find_checkpoint as find_checkpoint,
-)
-from paceline.checkpoint.find import (
-    list_checkpoints as list_checkpoints,
-)
-from paceline.checkpoint.find import (
-    read_manifest as read_manifest,
-)
-from paceline.checkpoint.find import (
-    verify_checkpoint as verify_checkpoint,
-)
-from paceline.checkpoint.manifest import Manifest as Manifest
+from paceline.checkpoint.find import PassedOver as PassedOver
+from paceline.checkpoint.find import choose_checkpoint as choose_checkpoint
+from paceline.checkpoint.find import find_checkpoint as find_checkpoint
+from paceline.checkpoint.find import list_checkpoints as list_checkpoints
+from paceline.checkpoint.find import read_manifest as read_manifest
+from paceline.checkpoint.find import verify_checkpoint as verify_checkpoint
+from paceline.checkpoint.manifest import State as State
 from paceline.checkpoint.retention import Retention as Retention
-from paceline.checkpoint.retention import clear_leftovers as clear_leftovers
-from paceline.checkpoint.retention import remove_checkpoint as remove_checkpoint
 
 if TYPE_CHECKING:
     from paceline.checkpoint.loops import load as load
     from paceline.checkpoint.loops import save as save
     from paceline.checkpoint.read import Checkpoint as Checkpoint
-    from paceline.checkpoint.read import fill_model as fill_model
     from paceline.checkpoint.read import open_checkpoint as open_checkpoint
-    from paceline.checkpoint.state import State as State
     from paceline.checkpoint.writer import CheckpointWriter as CheckpointWriter
-    from paceline.checkpoint.writer import SaveReport as SaveReport
 
 _HOMES = {
     "load": "loops",
     "save": "loops",
     "Checkpoint": "read",
-    "fill_model": "read",
     "open_checkpoint": "read",
     "CheckpointWriter": "writer",
-    "SaveReport": "writer",
-    "State": "state",
 }
 
 

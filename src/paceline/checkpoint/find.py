@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.checkpoint.line import Line, Spot, newest_line
-from paceline.checkpoint.manifest import MANIFEST, Manifest, head_line, parse_manifest
-from paceline.checkpoint.refusals import cannot_read, nothing_there
-from paceline.checkpoint.remote import storage_of
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, head_line, newest_line, parse_manifest
+from paceline.checkpoint.storage import FileStore, cannot_read, nothing_there, storage_of
 from paceline.errors import CheckpointError
 
 Depth = Literal["none", "fast", "full"]
@@ -38,18 +35,18 @@ class PassedOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChosenCheckpoint:
     """The checkpoint that was taken, and newer ones that were not."""
 
     path: Path
     passed_over: tuple[PassedOver, ...] = ()
 
 
-def list_checkpoints(folder: Path, storage: Storage | None = None, own: Line | None = None) -> list[Path]:
+def list_checkpoints(folder: Path, storage: FileStore | None = None, own: Line | None = None) -> list[Path]:
     """Returns the checkpoints in ``folder``, oldest first. Whether they are whole, ``verify_checkpoint`` says.
 
-    Those that the run has gone back from come before all others: see ``line.py``. ``own`` is the line that a run is on,
-    where it may have saved nothing yet.
+    Those that the run has gone back from come before all others: see ``manifest.py``. ``own`` is the line that a run
+    is on, where it may have saved nothing yet.
     """
     spots = spots_in(folder, storage)
     current = newest_line(spots.values(), own)
@@ -61,7 +58,7 @@ def list_checkpoints(folder: Path, storage: Storage | None = None, own: Line | N
     return sorted(spots, key=age)
 
 
-def spots_in(folder: Path, storage: Storage | None = None) -> dict[Path, Spot]:
+def spots_in(folder: Path, storage: FileStore | None = None) -> dict[Path, Spot]:
     """Returns where the checkpoints of a folder lie. Reads the head of each manifest.
 
     One whose head cannot be read counts as of the newest line, so that whoever looks for the newest hears of it.
@@ -76,7 +73,7 @@ def spots_in(folder: Path, storage: Storage | None = None) -> dict[Path, Spot]:
     return {path: Spot(line=line or known, step=step_of(path) or 0) for path, line in lines.items()}
 
 
-def _read_line(path: Path, size: int, storage: Storage) -> Line | None:
+def _read_line(path: Path, size: int, storage: FileStore) -> Line | None:
     head = bytearray(min(size, _HEAD_BYTES))
     try:
         storage.read_into(path, [(0, memoryview(head))])
@@ -91,7 +88,7 @@ def step_of(path: Path) -> int | None:
     return int(number) if path.name.startswith(_PREFIX) and number.isdecimal() else None
 
 
-def read_manifest(path: Path, storage: Storage | None = None) -> Manifest:
+def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
     """Reads a checkpoint's manifest. Raises CheckpointError when there is none."""
     storage = storage or storage_of(path)
     try:
@@ -106,7 +103,7 @@ def read_manifest(path: Path, storage: Storage | None = None) -> Manifest:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}\n  use an older checkpoint") from error
 
 
-def verify_checkpoint(path: Path, depth: Depth = "full", storage: Storage | None = None) -> Manifest:
+def verify_checkpoint(path: Path, depth: Depth = "full", storage: FileStore | None = None) -> Manifest:
     """Returns the manifest of a checkpoint that is whole. Raises CheckpointError, naming the file, if it is not."""
     storage = storage or storage_of(path)
     manifest = read_manifest(path, storage)
@@ -131,7 +128,7 @@ def verify_checkpoint(path: Path, depth: Depth = "full", storage: Storage | None
     return manifest
 
 
-def choose_checkpoint(candidates: Sequence[Path], depth: Depth = "full") -> Choice | None:
+def choose_checkpoint(candidates: Sequence[Path], depth: Depth = "full") -> ChosenCheckpoint | None:
     """Returns the newest of some checkpoints, oldest first, that is whole; None without any.
 
     Raises CheckpointError, with all reasons, if there are some and none is whole.
@@ -143,7 +140,7 @@ def choose_checkpoint(candidates: Sequence[Path], depth: Depth = "full") -> Choi
         except (CheckpointError, OSError) as error:
             passed.append(PassedOver(path=path, reason=str(error).splitlines()[0]))
             continue
-        return Choice(path=path, passed_over=tuple(passed))
+        return ChosenCheckpoint(path=path, passed_over=tuple(passed))
     if passed:
         raise CheckpointError("\n  ".join(["no checkpoint is whole", *map(str, passed)]))
     return None
@@ -160,8 +157,8 @@ def find_checkpoint(
     """Returns the checkpoint that ``where`` names: ``auto`` (the run's newest whole one), a checkpoint, a run folder.
 
     ``tell`` hears of each newer one that was passed over: it is damaged, or the run has gone back from it. ``own`` is
-    the line that the run is on (``line.py``), if it is known. Raises CheckpointError if there is none, with ``fix`` as
-    what to do, or if the one that is named is damaged.
+    the line that the run is on (``manifest.py``), if it is known. Raises CheckpointError if there is none, with ``fix``
+    as what to do, or if the one that is named is damaged.
     """
     path = run_folder if where == "auto" else Path(where)
     try:
@@ -188,7 +185,7 @@ def _find_in(path: Path, depth: Depth, tell: Callable[[PassedOver], None] | None
     return None
 
 
-def _left_behind(choice: Choice, candidates: Sequence[Path]) -> list[PassedOver]:
+def _left_behind(choice: ChosenCheckpoint, candidates: Sequence[Path]) -> list[PassedOver]:
     """Returns those of higher steps that are not the newest all the same: the run has gone back from them."""
     older, step = candidates[: candidates.index(choice.path)], step_of(choice.path) or 0
     reason = f"the run has gone back from it, and {choice.path.name} is on its line"

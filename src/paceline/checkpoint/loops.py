@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from paceline.checkpoint.find import Depth, find_checkpoint
+from paceline.checkpoint.manifest import MODEL, HasShards, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import fill_model, open_checkpoint
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.state import MODEL, HasShards, State, prefixed
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects

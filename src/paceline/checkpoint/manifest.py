@@ -3,6 +3,18 @@
 It is the last file of a checkpoint to be written, and plain JSON. For every tensor it has the shape, the dtype and the
 pieces: the file that has a piece (under the tensor's name) and the region of the whole that it is. Size: about 100
 bytes for each tensor and rank that wrote a piece of it.
+
+Lines of descent say which checkpoints of a folder a run came along, and which it has gone back from:
+
+    step     4 --- 8 --- 12 --- 16             line 0: ((0, 0),)
+                    \\
+                     12 --- 16 --- 20          line 1: ((0, 0), (1, 8)): line 0 up to step 8, and from there line 1
+
+A run that goes back to an older checkpoint and saves again takes a new line, with a number above all others of the
+folder. The line with the highest number is the current one; its checkpoints, and those that it came along, go before
+all others, however high the steps of these are.
+
+``State`` is what is saved: this rank's shards, and plain values. Pure values; no torch.
 """
 
 from __future__ import annotations
@@ -10,16 +22,99 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from paceline.checkpoint.line import Line, Spot, parse_line
 from paceline.errors import CheckpointError
-from paceline.shards import Region
+from paceline.shards import Region, Shard
 
 SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+COMPRESSION = "compression/"
+AVERAGE = "average/"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The turns of a line: the number of each part of it, and the step behind which that begins."""
+
+    turns: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    @property
+    def number(self) -> int:
+        """Which line it is; a higher one was begun later."""
+        return self.turns[-1][0]
+
+    def has(self, other: Line, step: int) -> bool:
+        """Says whether a checkpoint of another line lies on this one, too."""
+        length = len(other.turns)
+        if self.turns[:length] != other.turns:
+            return False
+        return length == len(self.turns) or step <= self.turns[length][1]
+
+    def to_json(self) -> list[list[int]]:
+        """Returns it as JSON values."""
+        return [list(turn) for turn in self.turns]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Where a checkpoint lies: its line and its step."""
+
+    line: Line
+    step: int
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts checkpoints by when they were written, as far as lines and steps tell."""
+        return self.line.number, self.step
+
+
+def parse_line(value: Any) -> Line:
+    """Reads what ``to_json`` gave. Raises CheckpointError for anything else."""
+    try:
+        turns = tuple((int(number), int(step)) for number, step in value)
+        if not turns:
+            raise ValueError("no turns")
+        return Line(turns)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{value!r} is no line of descent: {error}") from error
+
+
+def line_from(start: Spot | None, found: Sequence[Spot]) -> Line:
+    """Returns the line of a run that starts at a checkpoint, None: at the beginning, where ``found`` are there already.
+
+    It is the checkpoint's own where nothing was written later, and else a new one.
+    """
+    spot = start or Spot(line=Line(), step=0)
+    latest = max((each.age for each in found), default=(0, 0))
+    if latest <= spot.age:
+        return spot.line
+    turn = (latest[0] + 1, spot.step)
+    return Line((turn,)) if start is None else Line((*spot.line.turns, turn))
+
+
+def likely_line(step: int, found: Sequence[Spot]) -> Line:
+    """Returns the line of a state of which nothing but its step is known.
+
+    It goes on from the newest checkpoint if it is behind that, and else from the last one before it on its line.
+    """
+    if not found:
+        return Line()
+    newest = newest_line(found)
+    before = [each for each in found if each.step < step and newest.has(each.line, each.step)]
+    return line_from(max(before, key=lambda each: each.age, default=None), found)
+
+
+def newest_line(found: Iterable[Spot], own: Line | None = None) -> Line:
+    """Returns the current line among those of some checkpoints, and the one that a run is on, if it is known."""
+    lines = [each.line for each in found]
+    if own is not None:
+        lines.append(own)
+    return max(lines, key=lambda line: line.number, default=Line())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +128,15 @@ class SavedFile:
     def of(cls, content: bytes) -> SavedFile:
         """Returns what is noted of a file with this content."""
         return cls(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {"bytes": self.num_bytes, "sha256": self.sha256}
+
+
+def parse_files(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SavedFile]:
+    """Reads files by name, as their ``to_json`` gave them."""
+    return {name: SavedFile(num_bytes=entry["bytes"], sha256=entry["sha256"]) for name, entry in entries.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +162,7 @@ class Manifest:
 
     ``values`` are plain values that are the same on every rank: scaler, schedule, counters, metrics. ``found`` are
     those that single ranks knew, such as an optimizer's of its parameters. ``about`` is what the run was: its config,
-    strategy and mesh. ``line`` is how the run came to this step: see ``line.py``.
+    strategy and mesh. ``line`` is how the run came to this step.
     """
 
     step: int
@@ -100,8 +204,7 @@ def manifest_text(manifest: Manifest) -> str:
         "values": manifest.values,
     }
     lines = [f"  {_dump(name)}: {_dump(value)}" for name, value in head.items()]
-    files = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in manifest.files.items()}
-    lines += [f'  "files": {_table(files)}']
+    lines += [f'  "files": {_table({name: file.to_json() for name, file in manifest.files.items()})}']
     lines += [f'  "found": {_table(manifest.found)}']
     lines += [f'  "tensors": {_table({name: tensor_entry(tensor) for name, tensor in manifest.tensors.items()})}']
     body = "{\n" + ",\n".join(lines)
@@ -131,7 +234,7 @@ def parse_manifest(text: str, source: object) -> Manifest:
             position=int(found["position"]),
             world=int(found["world"]),
             tensors={name: parse_tensor(entry) for name, entry in found["tensors"].items()},
-            files={name: SavedFile(num_bytes=e["bytes"], sha256=e["sha256"]) for name, e in found["files"].items()},
+            files=parse_files(found["files"]),
             values=found["values"],
             found=found["found"],
             about=found["about"],
@@ -194,3 +297,40 @@ def _table(rows: Mapping[str, Any]) -> str:
 
 def _dump(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
+
+
+class HasShards(Protocol):
+    """Whoever holds parameters and buffers, such as an engine."""
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields what this rank holds."""
+
+    def state_names(self) -> Collection[str]:
+        """Returns the names of all that ranks together hold."""
+
+    def mark_loaded(self) -> None:
+        """Hears that the shards have new values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """This rank's part of a state. No tensor is copied: it is that of the step as long as nobody trains on.
+
+    ``values`` are the same on every rank, and those of rank 0 are kept. ``own`` are this rank's. ``found`` are known to
+    some ranks and needed by all: those of all ranks are kept, by their names. ``line`` is how the run came to
+    this step, as rank 0 knows it; None: it is told from what lies where it is saved.
+    """
+
+    step: int
+    position: int
+    shards: Sequence[Shard]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+    found: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    line: Line | None = None
+
+
+def prefixed(prefix: str, shards: Iterable[Shard]) -> list[Shard]:
+    """Returns shards under longer names."""
+    return [replace(shard, name=f"{prefix}{shard.name}") for shard in shards]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.state import OPTIMIZER
-from paceline.checkpoint.values import encode
+from paceline.checkpoint.tensors import encode
 from paceline.errors import MisfitError, UsageError
 from paceline.shards import Shard, whole_region
 

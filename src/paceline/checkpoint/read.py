@@ -16,12 +16,9 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.manifest import Manifest, SavedTensor
-from paceline.checkpoint.remote import storage_of
-from paceline.checkpoint.state import MODEL, HasShards
-from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.tensors import dtype_of, flat_view, host_bytes, read_header, read_runs
-from paceline.checkpoint.values import decode
+from paceline.checkpoint.manifest import MODEL, HasShards, Manifest, SavedTensor
+from paceline.checkpoint.storage import FileStore, storage_of
+from paceline.checkpoint.tensors import decode, dtype_of, flat_view, host_bytes, read_header, read_runs
 from paceline.errors import CheckpointError, MisfitError
 from paceline.shards import Region, Shard, common_runs, whole_region
 
@@ -31,7 +28,7 @@ _STAGE_BYTES = 2**26
 class Checkpoint:
     """A checkpoint that is read from. Cheap to make: it has read the manifest alone."""
 
-    def __init__(self, path: Path, manifest: Manifest, storage: Storage) -> None:
+    def __init__(self, path: Path, manifest: Manifest, storage: FileStore) -> None:
         self.path = path
         self.manifest = manifest
         self._storage = storage
@@ -149,7 +146,7 @@ class Checkpoint:
         return saved
 
 
-def open_checkpoint(path: Path, storage: Storage | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, storage: FileStore | None = None) -> Checkpoint:
     """Opens a checkpoint. Raises CheckpointError when it is none, or cannot be read."""
     storage = storage or storage_of(path)
     return Checkpoint(path, read_manifest(path, storage), storage)

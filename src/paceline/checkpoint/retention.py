@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from paceline.checkpoint.find import spots_in, step_of, verify_checkpoint
-from paceline.checkpoint.line import Line, newest_line
-from paceline.checkpoint.remote import is_remote, storage_of
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.manifest import Line, newest_line
+from paceline.checkpoint.storage import FileStore, is_remote, storage_of
 from paceline.errors import CheckpointError
 
 
@@ -57,14 +56,19 @@ def steps_to_remove(saved: Sequence[Saved], newest: int, policy: Retention) -> l
     own = [each for each in saved if not (each.is_left or each.is_damaged)]
     if policy.every is not None:
         kept |= {each.step for each in own if each.step % policy.every == 0}
-    sign = 1.0 if policy.mode == "min" else -1.0
-    measured = [(sign * each.value, -each.step) for each in own if each.value is not None and each.value == each.value]
-    kept |= {-step for _, step in sorted(measured)[: policy.best]}
+    kept |= best_steps({each.step: each.value for each in own}, policy)
     return sorted(each.step for each in others if each.step not in kept)
 
 
+def best_steps(values: Mapping[int, float | None], policy: Retention) -> set[int]:
+    """Returns the steps that are kept as the best, by the values of the metric: of equal ones the newer."""
+    sign = 1.0 if policy.mode == "min" else -1.0
+    measured = [(sign * value, -step) for step, value in values.items() if value is not None and value == value]
+    return {-step for _, step in sorted(measured)[: policy.best]}
+
+
 def apply_retention(
-    folder: Path, newest: int, policy: Retention, storage: Storage | None = None, own: Line | None = None
+    folder: Path, newest: int, policy: Retention, storage: FileStore | None = None, own: Line | None = None
 ) -> list[int]:
     """Removes the checkpoints of a folder that a policy does not keep; returns their steps. ``own``: the run's line."""
     if policy.last is None:
@@ -79,7 +83,7 @@ def apply_retention(
     return removed
 
 
-def remove_checkpoint(path: Path, storage: Storage | None = None) -> None:
+def remove_checkpoint(path: Path, storage: FileStore | None = None) -> None:
     """Removes a checkpoint. It loses its name first, so that none is ever half there."""
     storage = storage or storage_of(path)
     hidden = path.parent / f".{path.name}.old"
@@ -94,7 +98,7 @@ def remove_checkpoint(path: Path, storage: Storage | None = None) -> None:
         raise CheckpointError(f"cannot remove {path}, which is no longer kept: {error}") from error
 
 
-def clear_leftovers(folder: Path, keep: Collection[str] = (), storage: Storage | None = None) -> list[str]:
+def clear_leftovers(folder: Path, keep: Collection[str] = (), storage: FileStore | None = None) -> list[str]:
     """Removes what killed saves and removals have left in a folder; returns their names.
 
     A checkpoint that had stepped aside for one of its step that did not come gets its name back.

@@ -1,26 +1,56 @@
-"""Where checkpoints lie: the few things that are done with files, so that another kind of storage can do them too.
+"""Where checkpoints lie: the few things that are done with files, on this machine and in stores that fsspec knows.
 
-A file outlives a crash of the machine when ``write`` has returned, and a name when ``settle`` of its folder has. A
+A file outlives a crash of the machine when ``write`` has returned, and a name when ``sync_folder`` of its folder has. A
 rename is atomic: whoever looks sees the old name or the new one.
+
+An object store (S3, GCS, Azure, HTTP file servers, memory) has no folders and no rename. So a rename there is a copy
+inside the store, object by object, and the rule is
+
+    the manifest comes last under the new name, and goes first under the old one.
+
+Whatever is killed in between, a folder without a manifest is no checkpoint, and one with a manifest has all its files,
+which the hashes in it prove. Cost: what is written is copied once more by the store itself; nothing comes back here.
+
+A place keeps its protocol as a path does: ``Path("s3://bucket/run")`` is ``s3:/bucket/run``, and so are those below it.
+What cannot be read or written is told in three lines: what and why, the rule, and what to do about it. No torch.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from paceline.checkpoint.manifest import SavedFile
+from paceline.checkpoint.manifest import MANIFEST, SavedFile
+from paceline.errors import CheckpointError, UsageError
 
+_REMOTE = re.compile(r"^([a-z][a-z0-9+.-]+):/+")  # a single letter is a drive
+_ROOTED = ("file", "local", "memory")  # whose paths begin with a slash
 _CHUNK_BYTES = 2**24
 _LARGE_BYTES = 2**20
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
+_WEIGHT_FOLDERS = (".metadata", "model.safetensors", "model.safetensors.index.json")
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
+
+# What keeps a file from being written: the rule, and the way out.
+_WRITING = {
+    errno.ENOSPC: ("the disk is full", "free some space, or name another place"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space, or name another place"),
+    errno.EFBIG: ("files may not grow that large here", "raise the limit (ulimit -f), or name another place"),
+    errno.EROFS: ("the disk is read-only", "name another place"),
+    errno.ENOTDIR: ("a file is where a folder is needed", "name another place"),
+    errno.EEXIST: ("a file is where a folder is needed", "name another place"),
+    errno.ENOENT: ("no folder can be made there", "name another place"),
+}
 
 
-class Storage(Protocol):
+class FileStore(Protocol):
     """Folders with files, by their paths."""
 
     def make_folder(self, path: Path) -> None:
@@ -47,8 +77,8 @@ class Storage(Protocol):
     def rename(self, path: Path, to: Path) -> None:
         """Gives a file or a folder another name in the same place, at once or not at all; replaces a file of it."""
 
-    def settle(self, path: Path) -> None:
-        """Makes the names in a folder stay."""
+    def sync_folder(self, path: Path) -> None:
+        """Makes the names in a folder outlive a crash of the machine."""
 
     def remove(self, path: Path) -> None:
         """Removes a folder with all that is in it, if it is there."""
@@ -58,11 +88,9 @@ class LocalFiles:
     """The file system of this machine, or one that is mounted on it."""
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder and those above it, if they are not there."""
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
-        """Writes a file from its parts, to stay; returns its size and hash."""
         digest, num_bytes = hashlib.sha256(), 0
         # Hashing and writing both leave the interpreter alone: a second thread takes no time of the first one's.
         with ThreadPoolExecutor(1) as pool, path.open("wb", buffering=0) as file:
@@ -80,11 +108,9 @@ class LocalFiles:
         return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest())
 
     def read(self, path: Path) -> bytes:
-        """Returns a whole file."""
         return path.read_bytes()
 
     def read_into(self, path: Path, spans: Iterable[tuple[int, memoryview]]) -> None:
-        """Fills buffers from places of one file. Raises EOFError where it ends before."""
         with path.open("rb", buffering=0) as file:
             for offset, buffer in spans:
                 file.seek(offset)
@@ -96,14 +122,12 @@ class LocalFiles:
                     view = view[count:]
 
     def size(self, path: Path) -> int | None:
-        """Returns the size of a file; None if there is none."""
         try:
             return path.stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def digest(self, path: Path) -> str:
-        """Returns the SHA-256 of a file."""
         digest, chunk = hashlib.sha256(), bytearray(_CHUNK_BYTES)
         view = memoryview(chunk)
         with path.open("rb", buffering=0) as file:
@@ -112,18 +136,15 @@ class LocalFiles:
         return digest.hexdigest()
 
     def names(self, path: Path) -> list[str]:
-        """Returns what is in a folder, sorted; nothing if there is none."""
         try:
             return sorted(each.name for each in path.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def rename(self, path: Path, to: Path) -> None:
-        """Gives a file or a folder another name in the same place, at once or not at all; replaces a file of it."""
         path.replace(to)
 
-    def settle(self, path: Path) -> None:
-        """Makes the names in a folder stay."""
+    def sync_folder(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -131,6 +152,182 @@ class LocalFiles:
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
-        """Removes a folder with all that is in it, if it is there."""
         if path.exists():
             shutil.rmtree(path)
+
+
+class RemoteFiles:
+    """A file system of fsspec."""
+
+    def __init__(self, files: Any) -> None:
+        self._files = files
+
+    def make_folder(self, path: Path) -> None:
+        self._files.makedirs(url_of(path), exist_ok=True)
+
+    def write(self, path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
+        digest, num_bytes = hashlib.sha256(), 0
+        with self._files.open(url_of(path), "wb", block_size=_CHUNK_BYTES) as file:
+            for chunk in chunks:
+                view = memoryview(chunk)
+                file.write(view)
+                digest.update(view)
+                num_bytes += view.nbytes
+        return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest())
+
+    def read(self, path: Path) -> bytes:
+        content: bytes = self._files.cat_file(url_of(path))
+        return content
+
+    def read_into(self, path: Path, spans: Iterable[tuple[int, memoryview]]) -> None:
+        for offset, buffer in spans:
+            for first in range(0, len(buffer), _CHUNK_BYTES):
+                view = buffer[first : first + _CHUNK_BYTES]
+                start = offset + first
+                found = self._files.cat_file(url_of(path), start=start, end=start + len(view))
+                if len(found) != len(view):
+                    raise EOFError(
+                        f"{path} ends at byte {start + len(found)}, and {len(view) - len(found)} more are needed"
+                    )
+                view[:] = found
+
+    def size(self, path: Path) -> int | None:
+        try:
+            found = self._files.info(url_of(path))
+        except FileNotFoundError:
+            return None
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def digest(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with self._files.open(url_of(path), "rb", block_size=_CHUNK_BYTES, cache_type="readahead") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def names(self, path: Path) -> list[str]:
+        try:
+            self._files.invalidate_cache(url_of(path))  # other ranks write there, too
+            found = self._files.ls(url_of(path), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in found)
+
+    def rename(self, path: Path, to: Path) -> None:
+        """Copies a file or a folder and removes the old one: the manifest last, and first."""
+        if self.size(path) is not None:
+            self._files.copy(url_of(path), url_of(to))
+            self._files.rm_file(url_of(path))
+            return
+        names = sorted(self.names(path), key=lambda name: (name == MANIFEST, name))
+        self.remove(to)
+        self.make_folder(to)
+        for name in names:
+            self._files.copy(url_of(path / name), url_of(to / name))
+        self.remove(path)
+
+    def sync_folder(self, path: Path) -> None:
+        """Does nothing: what a store has taken, stays."""
+        del path
+
+    def remove(self, path: Path) -> None:
+        """Removes a folder with all that is in it, if it is there: its manifest first."""
+        if self.size(path / MANIFEST) is not None:
+            self._files.rm_file(url_of(path / MANIFEST))
+        if self.names(path):
+            self._files.rm(url_of(path), recursive=True)
+        elif self._files.isdir(url_of(path)):
+            self._files.rmdir(url_of(path))
+
+
+def is_remote(where: str | Path) -> bool:
+    """Says whether a place is one that fsspec is asked for, such as ``s3://bucket/run``."""
+    return _REMOTE.match(str(where)) is not None
+
+
+def storage_of(path: Path) -> FileStore:
+    """Returns what reads and writes a path: this machine's files, or those of the protocol that it begins with.
+
+    Raises UsageError where fsspec, or what it needs for the protocol, is not installed.
+    """
+    found = _REMOTE.match(path.as_posix())
+    if found is None:
+        return LocalFiles()
+    try:
+        import fsspec
+    except ImportError as error:
+        raise UsageError(
+            f"{url_of(path)} needs fsspec, which is not installed\n  URLs are read and written through it\n"
+            "  pip install 'paceline[remote]'"
+        ) from error
+    try:
+        return RemoteFiles(fsspec.filesystem(found[1]))
+    except (ImportError, ValueError) as error:
+        raise UsageError(
+            f"{url_of(path)} cannot be opened: {error}\n  each protocol has a package of its own\n"
+            "  for S3: pip install 'paceline[remote]' s3fs"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{url_of(path)} cannot be reached: {error}\n  the store must answer\n  check its address and your rights"
+        ) from error
+
+
+def url_of(path: Path) -> str:
+    """Returns a path as people write it: with both slashes behind a protocol."""
+    text = path.as_posix()
+    found = _REMOTE.match(text)
+    if found is None:
+        return text
+    rest = text[found.end() :]
+    return f"{found[1]}:///{rest}" if found[1] in _ROOTED else f"{found[1]}://{rest}"
+
+
+def absolute_path(path: Path) -> Path:
+    """Returns a path that means the same in every folder and process."""
+    return path if is_remote(path) else path.resolve()
+
+
+def nothing_there(path: Path, fix: str) -> CheckpointError:
+    """Returns the error of a place without checkpoints, with what is there instead; ``fix`` fits who asked."""
+    where, rule = url_of(path), "a run saves into <run folder>/checkpoints/step-<number>"
+    if not isinstance(storage_of(path), LocalFiles):
+        return CheckpointError(f"no checkpoint in {where}\n  {rule}\n  {fix}")
+    if _is_foreign(path):
+        return CheckpointError(
+            f"no checkpoint in {where}: it holds weights in another format\n  {rule}\n"
+            f"  take them in first:  paceline checkpoint import {where} DST"
+        )
+    what = ": there is no such folder" if not path.exists() else ": it is a file" if path.is_file() else ""
+    return CheckpointError(f"no checkpoint in {where}{what}\n  {rule}\n  {fix}")
+
+
+def cannot_read(path: Path, error: OSError) -> CheckpointError:
+    """Returns the error of a file or folder that the system does not let anybody read."""
+    where, why = url_of(Path(error.filename or path)), error.strerror or str(error)
+    if error.errno in _FORBIDDEN:
+        rule, fix = "all of a checkpoint must be readable", "give yourself the permission, or read it as its owner"
+    elif error.errno == errno.ENOENT:
+        rule, fix = "it is gone, or never was there", "check the path, or use another checkpoint"
+    else:
+        rule, fix = "its disk or the way to it failed", "look at the disk, or use another checkpoint"
+    return CheckpointError(f"{where} cannot be read: {why}\n  {rule}\n  {fix}")
+
+
+def cannot_write(path: Path, error: OSError, *, name: str = "") -> CheckpointError:
+    """Returns the error of something that cannot be written; what was there before is as it was.
+
+    ``name`` is the setting that it comes from, if any.
+    """
+    rule, fix = _WRITING.get(error.errno or 0, ("its disk or the way to it failed", "look at the disk"))
+    if error.errno in _FORBIDDEN:
+        rule, fix = "nobody but its owner may write there", "name another place, or give yourself the permission"
+    what = f"{name} = {url_of(path)}" if name else url_of(path)
+    return CheckpointError(f"cannot write {what}: {error.strerror or error}\n  {rule}\n  {fix}")
+
+
+def _is_foreign(path: Path) -> bool:
+    """Says whether there are weights that ``paceline checkpoint import`` takes in."""
+    if path.is_file():
+        return path.suffix in _WEIGHTS
+    return any((path / name).is_file() for name in _WEIGHT_FOLDERS)

@@ -4,26 +4,38 @@
 
 A writer needs the sizes first, which it knows, and then one chunk of one tensor at a time. A reader needs the header,
 and then the ranges of bytes that it wants. Any other program for this format reads the files, too.
+
+Plain values are kept as JSON, exactly: numbers, texts, lists, tuples, dicts with any of these as keys, small tensors.
+Nothing else is taken, so that reading a checkpoint never runs code of whoever wrote it.
+
+    7, "a", [1, 2]          themselves
+    (1, 2)                  {"tuple": [1, 2]}
+    nan, inf                {"float": "nan"}
+    {"a": 1}, {3: 1}        {"dict": [["a", 1]]}, {"dict": [[3, 1]]}
+    a tensor                {"tensor": "<base64>", "dtype": "F32", "shape": [2]}
 """
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
+import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from paceline.checkpoint.refusals import cannot_read
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.storage import FileStore, cannot_read
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import Region, Runs
 
 CHUNK_BYTES = 2**24
+Progress: TypeAlias = Callable[[int], None]  # hears of bytes that were read or written
 _GAP_BYTES = 2**16  # a gap of less than this is read too, in one go with what is around it
 _LONG_BYTES = 2**20  # a run of so many goes straight to where it belongs
 _SHORT = 64  # elements: runs of fewer are scattered all at once
@@ -60,18 +72,36 @@ def dtype_of(code: str) -> torch.dtype:
     return _DTYPES[code]
 
 
+def ignore_progress(num_bytes: int) -> None:
+    """Discards progress updates."""
+    del num_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A tensor that a file will have: elements that lie one after another, and the shape they are shown in."""
+class Stream:
+    """A tensor that is read when it is needed: ``read`` yields its bytes in row-major order, part by part."""
 
     name: str
     shape: tuple[int, ...]
-    flat: torch.Tensor
+    dtype: torch.dtype
+    read: Callable[[], Iterator[memoryview]]
 
     @property
     def num_bytes(self) -> int:
         """How large it is."""
-        return self.flat.numel() * self.flat.element_size()
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def whole(self) -> torch.Tensor:
+        """Returns the tensor itself: all of it in memory."""
+        flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
+        if flat.numel() == 0:
+            return flat.view(self.shape)
+        place, memory = 0, host_bytes(flat)
+        for part in self.read():
+            memory[place : place + len(part)] = part
+            place += len(part)
+        assert place == len(memory), (self.name, place, len(memory))
+        return flat.view(self.shape)
 
 
 def flat_view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
@@ -82,19 +112,27 @@ def flat_view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return found.reshape(-1).contiguous()  # a view with holes counts as flat to torch
 
 
-def file_chunks(entries: Sequence[Entry]) -> Iterator[memoryview | bytes]:
+def file_chunks(
+    streams: Sequence[Stream], metadata: Mapping[str, str] | None = None, progress: Progress = ignore_progress
+) -> Iterator[memoryview | bytes]:
     """Yields the bytes of a file. Beside the tensors themselves, one chunk is in memory."""
-    header, offset = {}, 0
-    for entry in entries:
-        end = offset + entry.num_bytes
-        code = dtype_code(entry.flat.dtype)
-        header[entry.name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [offset, end]}
-        offset = end
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for stream in streams:
+        end = offset + stream.num_bytes
+        entry = {"dtype": dtype_code(stream.dtype), "shape": list(stream.shape), "data_offsets": [offset, end]}
+        header[stream.name], offset = entry, end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
-    for entry in entries:
-        yield from tensor_chunks(entry.flat)
+    for stream in streams:
+        written = 0
+        for part in stream.read():
+            yield part
+            progress(len(part))
+            written += len(part)
+        if written != stream.num_bytes:
+            raise CheckpointError(f"{stream.name} gave {written:,} bytes, and its shape has {stream.num_bytes:,}")
 
 
 def tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
@@ -110,7 +148,7 @@ def host_bytes(flat: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def read_header(storage: Storage, path: Path) -> dict[str, tuple[int, int]]:
+def read_header(storage: FileStore, path: Path) -> dict[str, tuple[int, int]]:
     """Returns where in a file each tensor's bytes begin and end. Raises CheckpointError for another kind of file."""
     try:
         length = bytearray(8)
@@ -130,7 +168,7 @@ def read_header(storage: Storage, path: Path) -> dict[str, tuple[int, int]]:
         raise CheckpointError(f"{path} is not a file of tensors: {error}\n  use an older checkpoint") from error
 
 
-def read_runs(storage: Storage, path: Path, start: int, runs: Runs, out: memoryview, itemsize: int) -> None:
+def read_runs(storage: FileStore, path: Path, start: int, runs: Runs, out: memoryview, itemsize: int) -> None:
     """Fills ``out`` with runs of a tensor whose bytes begin at ``start``: ``ours`` in it, ``theirs`` in the file."""
     if len(runs.length) == 0:
         return
@@ -157,7 +195,7 @@ def _windows(runs: Runs, itemsize: int) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
 
-def _read_window(storage: Storage, path: Path, start: int, runs: Runs, out: memoryview, itemsize: int) -> None:
+def _read_window(storage: FileStore, path: Path, start: int, runs: Runs, out: memoryview, itemsize: int) -> None:
     """Reads what is around some runs in one go, and takes them out of it."""
     first, last = int(runs.theirs[0]), int(runs.theirs[-1] + runs.length[-1])
     window = bytearray((last - first) * itemsize)
@@ -173,14 +211,49 @@ def _read_window(storage: Storage, path: Path, start: int, runs: Runs, out: memo
         _part(out, ours, length, itemsize)[:] = _part(view, theirs - first, length, itemsize)
 
 
-def grouped(entries: Iterable[Entry]) -> Mapping[str, list[Entry]]:
-    """Groups entries by dtype, each of which is a file."""
-    groups: dict[str, list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault(dtype_code(entry.flat.dtype), []).append(entry)
-    return groups
-
-
 def shown_shape(region: Region) -> tuple[int, ...]:
     """Returns the shape that a piece is stored in: that of the part itself where it is one, else flat."""
     return region.local_shape if region.is_whole_part else (region.size,)
+
+
+def encode(value: Any, where: str = "the state") -> Any:
+    """Returns a value as JSON values. Raises CheckpointError, naming the place, for what cannot be saved."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, list):
+        return [encode(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(each, f"{where}[{index}]") for index, each in enumerate(value)]}
+    if isinstance(value, dict):
+        pairs = [[encode(key, where), encode(each, f"{where}.{key}")] for key, each in value.items()]
+        return {"dict": pairs}
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        text = base64.b64encode(host_bytes(flat)).decode("ascii") if flat.numel() else ""
+        return {"tensor": text, "dtype": dtype_code(value.dtype), "shape": list(value.shape)}
+    raise CheckpointError(
+        f"{where} is of type {type(value).__name__}, which cannot be saved\n"
+        "  a checkpoint holds tensors, numbers, texts, lists, tuples and dicts\n  leave it out, or make it one of these"
+    )
+
+
+def decode(value: Any) -> Any:
+    """Returns what ``encode`` was given."""
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        raw = bytearray(base64.b64decode(value["tensor"]))
+        dtype = dtype_of(value["dtype"])
+        flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"])
+    if "tuple" in value:
+        return tuple(decode(each) for each in value["tuple"])
+    if "float" in value:
+        return float(value["float"])
+    return {decode(key): decode(each) for key, each in value["dict"]}

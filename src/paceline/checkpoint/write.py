@@ -15,28 +15,40 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.line import Line
 from paceline.checkpoint.manifest import (
+    COMPRESSION,
     MANIFEST,
+    Line,
     Manifest,
     SavedFile,
     SavedPiece,
     SavedTensor,
+    State,
     manifest_text,
+    parse_files,
     parse_tensor,
     tensor_entry,
 )
-from paceline.checkpoint.state import COMPRESSION, State
-from paceline.checkpoint.storage import LocalFiles, Storage
-from paceline.checkpoint.tensors import Entry, dtype_code, file_chunks, flat_view, grouped, shown_shape
-from paceline.checkpoint.values import encode
+from paceline.checkpoint.storage import FileStore, LocalFiles
+from paceline.checkpoint.tensors import (
+    Progress,
+    Stream,
+    dtype_code,
+    encode,
+    file_chunks,
+    flat_view,
+    ignore_progress,
+    shown_shape,
+    tensor_chunks,
+)
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard
 
@@ -52,7 +64,7 @@ class Target:
     rank: int
     world: int
     token: str
-    storage: Storage = field(default_factory=LocalFiles)
+    storage: FileStore = field(default_factory=LocalFiles)
 
     @property
     def final(self) -> Path:
@@ -66,7 +78,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RankShare:
     """What a rank writes of one tensor: the elements, one after another, and which of the whole they are."""
 
     name: str
@@ -78,15 +90,34 @@ class Share:
         """How large it is."""
         return self.flat.numel() * self.flat.element_size()
 
+    def piece(self) -> StreamedPiece:
+        """Returns it as it is written: chunk by chunk, from the host."""
+        read = partial(tensor_chunks, self.flat)
+        return StreamedPiece(name=self.name, region=self.region, dtype=self.flat.dtype, read=read)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedPiece:
+    """What a rank is to have of a tensor, and how it is read: in the order of its region."""
+
+    name: str
+    region: Region
+    dtype: torch.dtype
+    read: Callable[[], Iterator[memoryview]]
+
+    def stream(self) -> Stream:
+        """Returns it as a tensor of a file."""
+        return Stream(name=self.name, shape=shown_shape(self.region), dtype=self.dtype, read=self.read)
+
 
 def step_name(step: int) -> str:
     """Returns the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
-def own_shares(shards: Iterable[Shard]) -> list[Share]:
+def own_shares(shards: Iterable[Shard]) -> list[RankShare]:
     """Returns what this rank writes: of what several hold alike, its part of it."""
-    shares: dict[str, Share] = {}
+    shares: dict[str, RankShare] = {}
     for shard in shards:
         first, last = _own_interval(shard)
         if shard.name in shares or (first == last and shard.region.size > 0) or shard.copy is None:
@@ -94,7 +125,7 @@ def own_shares(shards: Iterable[Shard]) -> list[Share]:
         if shard.region.size == 0 and 0 not in shard.region.shape:
             continue  # an empty piece of a tensor that others have
         flat = flat_view(shard.tensor, shard.region)[first:last]
-        shares[shard.name] = Share(name=shard.name, region=shard.region.narrow(first, last), flat=flat)
+        shares[shard.name] = RankShare(name=shard.name, region=shard.region.narrow(first, last), flat=flat)
     return list(shares.values())
 
 
@@ -125,41 +156,48 @@ def plain_state(state: State) -> PlainState:
     return PlainState(
         step=state.step,
         position=state.position,
-        values=_encode_table(state.values),
+        values={name: encode(value, name) for name, value in state.values.items()},
         own=encode(dict(state.own), "this rank's state"),
-        found=_encode_table(state.found),
+        found={name: encode(value, name) for name, value in state.found.items()},
         about=json.loads(json.dumps(dict(state.about))),
     )
 
 
-def write_part(target: Target, shares: Sequence[Share], plain: PlainState) -> int:
-    """Writes this rank's files, and last the one that says so; returns their size.
-
-    Raises CheckpointError, naming the cause, when one cannot be written.
-    """
+def write_part(target: Target, shares: Iterable[RankShare], plain: PlainState) -> int:
+    """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
-        storage, stem = target.storage, f"rank-{target.rank:05d}"
-        storage.make_folder(target.partial)
-        entries = [Entry(name=s.name, shape=shown_shape(s.region), flat=s.flat) for s in shares]
-        files: dict[str, SavedFile] = {}
-        file_of: dict[str, str] = {}
-        for code, group in grouped(entries).items():
-            name = f"{stem}.{code.lower()}.safetensors"
-            files[name] = storage.write(target.partial / name, file_chunks(group))
-            file_of |= {entry.name: name for entry in group}
-        tensors = {share.name: _saved(share, file_of[share.name]) for share in shares}
-        part = {
-            "rank": target.rank,
-            "values": plain.own,
-            "found": plain.found,
-            "files": {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in files.items()},
-            "tensors": {name: tensor_entry(tensor) for name, tensor in tensors.items()},
-        }
-        text = json.dumps(part, allow_nan=False).encode()
-        written = storage.write(target.partial / f".{stem}.json", [text])
-        storage.rename(target.partial / f".{stem}.json", target.partial / f"{stem}.json")
+        return write_rank(target, [share.piece() for share in shares], plain)
     except OSError as error:
         raise unwritten(target, error) from error
+
+
+def write_rank(
+    target: Target, pieces: Iterable[StreamedPiece], plain: PlainState, progress: Progress = ignore_progress
+) -> int:
+    """Writes one rank's files, and last the one that says what is in them; returns their size."""
+    storage, stem = target.storage, f"rank-{target.rank:05d}"
+    storage.make_folder(target.partial)
+    groups: dict[str, list[StreamedPiece]] = {}
+    for piece in pieces:
+        groups.setdefault(dtype_code(piece.dtype), []).append(piece)
+    files: dict[str, SavedFile] = {}
+    tensors: dict[str, Any] = {}
+    for code, group in groups.items():
+        name = f"{stem}.{code.lower()}.safetensors"
+        chunks = file_chunks([piece.stream() for piece in group], progress=progress)
+        files[name] = storage.write(target.partial / name, chunks)
+        for piece in group:
+            saved = (SavedPiece(file=name, region=piece.region),)
+            tensors[piece.name] = tensor_entry(SavedTensor(shape=piece.region.shape, dtype=code, pieces=saved))
+    part = {
+        "rank": target.rank,
+        "values": plain.own,
+        "found": plain.found,
+        "files": {name: file.to_json() for name, file in files.items()},
+        "tensors": tensors,
+    }
+    written = storage.write(target.partial / f".{stem}.json", [json.dumps(part, allow_nan=False).encode()])
+    storage.rename(target.partial / f".{stem}.json", target.partial / f"{stem}.json")
     return sum(file.num_bytes for file in files.values()) + written.num_bytes
 
 
@@ -178,7 +216,7 @@ def commit(target: Target, plain: PlainState) -> Manifest:
     try:
         manifest = _merged(target, plain)
         storage.write(target.partial / MANIFEST, [manifest_text(manifest).encode()])
-        storage.settle(target.partial)
+        storage.sync_folder(target.partial)
         old = target.folder / f".{target.final.name}.old"
         storage.remove(old)
         if storage.names(target.final):
@@ -189,7 +227,7 @@ def commit(target: Target, plain: PlainState) -> Manifest:
             if storage.names(old):
                 storage.rename(old, target.final)
             raise
-        storage.settle(target.folder)
+        storage.sync_folder(target.folder)
         storage.remove(old)
     except OSError as error:
         raise unwritten(target, error) from error
@@ -209,11 +247,6 @@ def unwritten(target: Target, error: object) -> CheckpointError:
     return CheckpointError(f"cannot write a checkpoint to {target.final}: {error}\n  older checkpoints are intact")
 
 
-def _saved(share: Share, file: str) -> SavedTensor:
-    piece = SavedPiece(file=file, region=share.region)
-    return SavedTensor(shape=share.region.shape, dtype=dtype_code(share.flat.dtype), pieces=(piece,))
-
-
 def _merged(target: Target, plain: PlainState) -> Manifest:
     """Reads what the ranks have written, and puts it together."""
     storage = target.storage
@@ -225,7 +258,7 @@ def _merged(target: Target, plain: PlainState) -> Manifest:
         text = storage.read(target.partial / name)
         part = json.loads(text)
         files[name] = SavedFile.of(text)
-        files |= {each: SavedFile(num_bytes=e["bytes"], sha256=e["sha256"]) for each, e in part["files"].items()}
+        files |= parse_files(part["files"])
         for each, entry in part["tensors"].items():
             _add(tensors, each, parse_tensor(entry))
         found |= part["found"]
@@ -241,11 +274,6 @@ def _merged(target: Target, plain: PlainState) -> Manifest:
         about=plain.about,
         line=plain.line,
     )
-
-
-def _encode_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns named values as JSON values."""
-    return {name: encode(value, name) for name, value in values.items()}
 
 
 def _add(tensors: dict[str, SavedTensor], name: str, found: SavedTensor) -> None:

@@ -15,19 +15,19 @@ import secrets
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.line import likely_line
-from paceline.checkpoint.remote import storage_of
+from paceline.checkpoint.manifest import State, likely_line
 from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
-from paceline.checkpoint.stage import Stage
-from paceline.checkpoint.state import State
-from paceline.checkpoint.storage import LocalFiles, Storage
+from paceline.checkpoint.storage import FileStore, LocalFiles, storage_of
 from paceline.checkpoint.write import (
     PlainState,
-    Share,
+    RankShare,
     Target,
     commit,
     discard,
@@ -40,6 +40,8 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.errors import CheckpointError
 
+_ALIGN_BYTES = 64
+_PAGE_BYTES = 4096
 _LOOK_EVERY_S = 0.02
 _VISIBLE_S = 60.0  # how long a shared file system may take to show what another host has written
 
@@ -59,11 +61,7 @@ class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time. All ranks make the same calls."""
 
     def __init__(
-        self,
-        folder: Path,
-        comm: Communicator,
-        retention: Retention | None = None,
-        storage: Storage | None = None,
+        self, folder: Path, comm: Communicator, retention: Retention | None = None, storage: FileStore | None = None
     ) -> None:
         """Clears what killed saves have left; rank 0 gives this attempt a token that no other has."""
         self.folder = folder
@@ -79,8 +77,8 @@ class CheckpointWriter:
         self._token, problem = broadcast_object(comm, (secrets.token_hex(4), problem))
         if problem:
             raise CheckpointError(problem)
-        self._stage = Stage()
-        self._pending: _Background | None = None
+        self._stage = StagingBuffer()
+        self._pending: BackgroundSave | None = None
         self._reports: list[SaveReport] = []
 
     def save(self, state: State, *, in_background: bool = False) -> Path:
@@ -163,7 +161,7 @@ class CheckpointWriter:
             shares = self._stage.copy(own_shares(state.shards))
         except Exception as error:
             problem = _describe(error)
-        self._pending = _Background(target, shares, plain, self._retention, problem, start)
+        self._pending = BackgroundSave(target, shares, plain, self._retention, problem, start)
 
     def _plain(self, state: State) -> PlainState:
         """Copies the values of a state; on rank 0 with its line."""
@@ -218,13 +216,82 @@ def _link(source: str, target: str) -> str:
     return target
 
 
-class _Background:
+class StagingBuffer:
+    """Host memory that a save in the background copies to: one buffer, made ahead, and kept for the next time.
+
+    Pinned where the tensors are on a CUDA device. To map fresh pages takes longer than to copy into them, and to pin
+    them longer still. So the buffer is made by a thread while the run trains towards its first save: ``reserve``, and
+    then ``copy`` costs what moving the bytes does. Memory: what a rank writes.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+
+    def reserve(self, shares: Sequence[RankShare]) -> None:
+        """Begins to make room for shares as large as these, in a thread. It does no harm if that fails."""
+        self._wait()
+        length = _offsets(shares)[-1]
+        if self.buffer.numel() < length:
+            self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one is free before the new one is there
+            self._thread = threading.Thread(
+                target=self._make, args=(length, _cuda_device(shares)), name="staging buffer", daemon=True
+            )
+            self._thread.start()
+
+    def copy(self, shares: Sequence[RankShare]) -> list[RankShare]:
+        """Returns copies of shares, which last until the next time. Waits until they are made."""
+        self._wait()
+        offsets, device = _offsets(shares), _cuda_device(shares)
+        if self.buffer.numel() < offsets[-1]:
+            self.buffer = torch.empty(0, dtype=torch.uint8)
+            self.buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device is not None)
+        staged = []
+        for share, offset in zip(shares, offsets, strict=False):
+            place = self.buffer[offset : offset + share.num_bytes].view(share.flat.dtype)
+            place.copy_(share.flat, non_blocking=True)
+            staged.append(RankShare(name=share.name, region=share.region, flat=place))
+        if device is not None:
+            torch.cuda.synchronize(device)  # sync point: the next step may change what is being copied
+        return staged
+
+    def _make(self, length: int, device: torch.device | None) -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread has the first one, and would open it
+                self.buffer = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+                return
+            buffer = torch.empty(length, dtype=torch.uint8)
+            buffer.numpy()[::_PAGE_BYTES] = 0  # by numpy: torch would start a second set of threads from here
+            self.buffer = buffer
+        except RuntimeError:
+            return  # no memory: the save that needs it reports it
+
+    def _wait(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+
+def _offsets(shares: Sequence[RankShare]) -> list[int]:
+    """Returns where each share begins, and last where all end."""
+    offsets = [0]
+    for share in shares:
+        offsets.append(offsets[-1] + -(-share.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES)
+    return offsets
+
+
+def _cuda_device(shares: Sequence[RankShare]) -> torch.device | None:
+    return next((share.flat.device for share in shares if share.flat.device.type == "cuda"), None)
+
+
+class BackgroundSave:
     """A save under way: its thread, and what came of it."""
 
     def __init__(
         self,
         target: Target,
-        shares: list[Share],
+        shares: list[RankShare],
         plain: PlainState | None,
         retention: Retention,
         problem: str,
@@ -253,15 +320,8 @@ class _Background:
         if self._is_taken:
             return []
         self._is_taken = True
-        total = self._end - self._start
-        report = SaveReport(
-            step=self.target.step,
-            stall_s=self._stall_s,
-            total_s=total,
-            num_bytes=self._num_bytes,
-            is_background=True,
-        )
-        return [report]
+        step, total, size = self.target.step, self._end - self._start, self._num_bytes
+        return [SaveReport(step=step, stall_s=self._stall_s, total_s=total, num_bytes=size, is_background=True)]
 
     def _run(self) -> None:
         try:

@@ -24,10 +24,11 @@ from paceline.classic.two_groups import TwoGroupAverage, TwoGroups, connect_grou
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import detect_topology
 from paceline.comm.base import BucketShape, Communicator, Work
-from paceline.comm.compress import Compression, Compressor
+from paceline.comm.compress import Compressor
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.torch_dist import Group, communicator_of, is_outside
 from paceline.errors import Problem, UsageError
+from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
 
 
@@ -74,8 +75,8 @@ class CommunicationOptimizer:
         self.bucket_size_mb = float(bucket_size_mb)
         self.enable_overlap = enable_overlap
         self._comm = comm
-        self._groups = _Groups()
-        self._slots: dict[str, _Slot] = {}
+        self._groups = _KnownGroups()
+        self._slots: dict[str, _OwedTensor] = {}
         self._nameless = _Nameless()
 
     def all_reduce_compressed(
@@ -138,7 +139,7 @@ class CommunicationOptimizer:
         return reduction
 
     def _begin(
-        self, average: torch.Tensor, pieces: Sequence[Callable[[], Work]], slot: _Slot | None = None
+        self, average: torch.Tensor, pieces: Sequence[Callable[[], Work]], slot: _OwedTensor | None = None
     ) -> Reduction:
         """Starts the pieces: all at once, or each when the one before has arrived."""
         works: list[Work] = []
@@ -160,18 +161,18 @@ class CommunicationOptimizer:
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.split(flat, max(1, int(self.bucket_size_mb * 2**20) // flat.element_size())))
 
-    def _slot(self, name: str | None, tensor: torch.Tensor, comm: Communicator) -> _Slot:
+    def _slot(self, name: str | None, tensor: torch.Tensor, comm: Communicator) -> _OwedTensor:
         """Returns what is kept for a tensor: by its name and group, and of the size that it had."""
         key = f"{self._nameless.name(tensor, comm) if name is None else repr(name)} on ranks {list(comm.ranks)}"
         slot = self._slots.get(key)
         if slot is None:
             lengths = [piece.numel() for piece in self._cut(tensor.detach().reshape(-1))]
-            slot = self._slots[key] = _Slot(key, lengths, tensor.dtype, self.compression_ratio)
+            slot = self._slots[key] = _OwedTensor(key, lengths, tensor.dtype, self.compression_ratio)
         slot.begin(tensor)
         return slot
 
 
-class _Slot:
+class _OwedTensor:
     """What one tensor owes, from call to call."""
 
     def __init__(self, name: str, lengths: list[int], dtype: torch.dtype, ratio: float) -> None:
@@ -250,7 +251,7 @@ class _Nameless:
         return name
 
 
-class _Groups:
+class _KnownGroups:
     """Communicators for the groups that callers give, each made once."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.rehearse.simulate.recording import write_records
 from paceline.rehearse.simulate.run import ComputeKind, Conditions, Simulation, check_conditions, prepare, simulate
 from paceline.rehearse.simulate.timeline import write_trace
-from paceline.train.assemble import Workload, build_workload
+from paceline.train.assemble import DataAndModel, build_workload
 from paceline.train.trainer import Trainer
 
 
@@ -59,7 +59,7 @@ class SimulatedTrainer:
         )
         check_conditions(self.config, self.conditions)
         self.simulation: Simulation | None = None
-        self._workload: Workload | None = None
+        self._workload: DataAndModel | None = None
 
     def setup_model_and_data(self) -> None:
         """Builds the data and the model: what is wrong with them is told here. ``train`` calls it if nobody did."""

@@ -170,7 +170,7 @@ def reshard(
     world = World(ranks=ranks, strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor)
     checkpoint = open_checkpoint(_find_whole(source, fast))
     with _progress("writing", checkpoint.manifest.num_bytes, as_json) as tell:
-        path = write(checkpoint, Path(target), world, tell=tell, may_replace=force)
+        path = write(checkpoint, Path(target), world, progress=tell, may_replace=force)
     text.show_written("resharded", path, as_json=as_json)
 
 
@@ -246,7 +246,7 @@ def take(
     with _reading():
         found = open_incoming(source, cast("Format", kind) if kind is not None else format_of(source), prefix)
     with _progress("writing", found.num_bytes, as_json) as tell:
-        path = take_in(found, Path(target), str(source), tell=tell, may_replace=force)
+        path = take_in(found, Path(target), str(source), progress=tell, may_replace=force)
     text.show_written("imported", path, as_json=as_json)
 
 
@@ -254,7 +254,7 @@ def _find(where: str) -> Path:
     """Returns the checkpoint that is named, as it is; of a run or folder, the newest whole one."""
     from paceline.checkpoint import find_checkpoint
     from paceline.checkpoint.manifest import MANIFEST
-    from paceline.checkpoint.remote import storage_of
+    from paceline.checkpoint.storage import storage_of
 
     path = Path(where)
     if storage_of(path).size(path / MANIFEST) is not None:
@@ -285,7 +285,7 @@ def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
     """Tells what the system lets nobody read in words, and not as a traceback."""
-    from paceline.checkpoint.refusals import cannot_read
+    from paceline.checkpoint.storage import cannot_read
 
     try:
         yield

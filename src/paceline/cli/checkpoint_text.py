@@ -135,7 +135,7 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
 
 def show_written(what: str, path: Path, *, as_json: bool) -> None:
     """Shows where something was written."""
-    from paceline.checkpoint.remote import url_of
+    from paceline.checkpoint.storage import url_of
 
     if as_json:
         _print_json({what: url_of(path)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from paceline.errors import UsageError
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:
-    from paceline.cluster.devices import Cluster
     from paceline.config import BatchPlan, Config
     from paceline.predict.replay.replayed import ReplayedStep
 
@@ -56,13 +54,14 @@ def predict(
     from paceline.cli.simulate import read_slow
     from paceline.cluster.devices import load_cluster
     from paceline.config import config_batch
+    from paceline.rehearse.prediction import config_on, predict_decided
 
     slow_ranks, slow_links = read_slow(slow)
     _check_options(slow_links, price)
     where = load_cluster(cluster)
-    asked, count = _config_for(config, overrides or [], ranks, where)
-    _check_ranks(where, count, rank, slow_ranks)
-    asked, found = _replay(asked, where, count, slow_ranks, rank=rank, keeps_spans=trace is not None)
+    asked, count = config_on(config, where, overrides=overrides or [], ranks=ranks)
+    keeps = trace is not None
+    asked, found = predict_decided(asked, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
     batch = config_batch(asked, count)
     if trace is not None:
         from paceline.predict.replay.replayed import write_trace
@@ -93,43 +92,6 @@ def _check_options(slow_links: dict[int, float], price: float | None) -> None:
         raise UsageError(
             f"--price {price}\n  it is what a device costs an hour, in dollars\n  leave it out, or name it"
         )
-
-
-def _config_for(path: Path, overrides: list[str], ranks: int | None, cluster: Cluster) -> tuple[Config, int]:
-    """Returns the config for so many ranks: as asked, else as it says itself, else one for each device."""
-    from paceline.config import load_config
-
-    if ranks is None:
-        asked = load_config(path, overrides)
-        if isinstance(asked.parallel.ranks, int):
-            return asked, asked.parallel.ranks
-    count = cluster.devices if ranks is None else ranks
-    return load_config(path, [*overrides, f"parallel.ranks={count}"]), count
-
-
-def _check_ranks(cluster: Cluster, count: int, rank: int | None, slow: dict[int, float]) -> None:
-    from paceline.cluster.wires import wire_cost
-    from paceline.predict.replay.replay import check_slow
-
-    wire_cost(cluster, count)  # refuses ranks that the cluster has no devices for
-    check_slow(slow, count)
-    if rank is not None and rank >= count:
-        raise UsageError(f"--rank {rank} of {count} ranks\n  ranks are 0 to {count - 1}\n  try --rank {count - 1}")
-
-
-def _replay(
-    config: Config, cluster: Cluster, ranks: int, slow: dict[int, float], *, rank: int | None, keeps_spans: bool
-) -> tuple[Config, ReplayedStep]:
-    """Returns the step, and the config with what was found for it."""
-    from paceline.predict.replay.replay import replay
-    from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
-
-    if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
-        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": "cpu"})})
-    config = with_fitting_microbatch(config, cluster, ranks=ranks, rank=rank or 0)
-    programs = record_stages(config, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
-    found = replay(programs, cluster, slow=slow, keeps_spans=keeps_spans, with_loop=True)
-    return config, replace(found, shown=rank)
 
 
 def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None) -> list[str]:
@@ -193,14 +155,14 @@ def _memory(found: ReplayedStep) -> list[str]:
 
 def _ways_out(found: ReplayedStep, config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
     """Says what to do about a step that does not fit."""
-    from paceline.config.sharding import FULLY_SHARDED
+    from paceline.config import layout_of
 
     if found.fits:
         return []
     ways = ["a smaller train.microbatch"] if batch.microbatch > 1 else []
     if config.memory.checkpoint_activations == "none":
         ways.append("memory.checkpoint_activations=full")
-    if config.parallel.strategy not in FULLY_SHARDED:
+    if not layout_of(config).is_fully_sharded:
         ways.append("parallel.strategy=fsdp")
     less = f"Less memory: {', '.join(ways)}. " if ways else ""
     return [f"{less}What fits:", f"  paceline plan {shlex.quote(str(path))} --cluster {shlex.quote(cluster)}"]

@@ -32,7 +32,7 @@ _SAME = {"sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "sxm6": "sxm", "hbm2e": "h
 _SAME |= {"40g": "40gb", "80g": "80gb", "141g": "141gb", "ib": "infiniband", "gbe": "gb-ethernet"}
 
 
-class Entry(BaseModel):
+class CatalogEntry(BaseModel):
     """What every entry has: other names, and nothing that is not known here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,7 +67,7 @@ class MeasuredEntry(BaseModel):
     fitted_to: str | None = None
 
 
-class DeviceEntry(Entry):
+class DeviceEntry(CatalogEntry):
     """A device: units are in the keys."""
 
     vendor: str
@@ -92,7 +92,7 @@ class DeviceEntry(Entry):
     tables_of: str | None = None
 
 
-class LinkEntry(Entry):
+class LinkEntry(CatalogEntry):
     """A link inside a node; the tables are bus bandwidths by the number of devices that take part."""
 
     kind: LinkKind
@@ -106,7 +106,7 @@ class LinkEntry(Entry):
     busy: Positive = 1.0
 
 
-class NetworkEntry(Entry):
+class NetworkEntry(CatalogEntry):
     """A network: what a node has of it, one way."""
 
     kind: str
@@ -115,7 +115,7 @@ class NetworkEntry(Entry):
     efficiency: Share = 0.9
 
 
-class NodeEntry(Entry):
+class NodeEntry(CatalogEntry):
     """A node: so many of a device, the link between them, and the network that it is usually on."""
 
     device: str
@@ -135,7 +135,7 @@ class CatalogFile(BaseModel):
     nodes: dict[str, NodeEntry] = Field(default_factory=dict)
 
 
-_Any = TypeVar("_Any", bound=Entry)
+AnyEntry = TypeVar("AnyEntry", bound=CatalogEntry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return str(error) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
-def find_name(word: str, among: Mapping[str, _Any]) -> str | None:
+def find_name(word: str, among: Mapping[str, AnyEntry]) -> str | None:
     """Returns the name of the entry that a word means, or None."""
     if word in among:
         return word

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.comm.traced import Trace
 
 ReduceOp = Literal["sum", "avg", "min", "max"]
+Splits = Sequence[int] | None  # rows of dim 0 for each rank; None: as many for each
 
 
 class Work(Protocol):
@@ -110,11 +111,7 @@ class Communicator(Protocol):
         """Replaces ``tensor`` by that of rank ``source``."""
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Sends the i-th piece of ``tensor`` to rank i and puts the piece from rank i at place i of ``output``.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.clock import Clock
-from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.base import Communicator, ReduceOp, Splits, Work
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,11 +73,7 @@ class WrappedCommunicator(GroupMember):
         return self._pass_on("broadcast", tensor, self.inner.broadcast, tensor, source)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Passes on an all-to-all, whose whole is this rank's input."""
         return self._pass_on("all_to_all", tensor, self.inner.all_to_all, output, tensor, output_splits, input_splits)
@@ -120,7 +116,7 @@ def check_pieces(kind: str, *, whole: torch.Tensor, piece: torch.Tensor, size: i
         raise UsageError(f"{kind} between {whole.dtype} and {piece.dtype}: both tensors have the same dtype")
 
 
-def all_to_all_splits(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+def all_to_all_splits(tensor: torch.Tensor, splits: Splits, size: int) -> list[int]:
     """Returns the rows of ``tensor`` that belong to each rank; raises UsageError where they do not add up."""
     rows = tensor.shape[0]
     if splits is None and rows % size:

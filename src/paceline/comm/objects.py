@@ -15,47 +15,55 @@ T = TypeVar("T")
 
 def gather_objects(comm: Communicator, value: T) -> list[T]:
     """Returns every rank's ``value`` in rank order, on every rank. Two all-gathers."""
-    payload = _to_bytes(value, control_device(comm))
-    lengths = torch.empty(comm.size, dtype=torch.int64, device=control_device(comm))
-    comm.all_gather(lengths, torch.tensor([payload.numel()], dtype=torch.int64, device=control_device(comm))).wait()
+    payload, length = _to_bytes(value, comm)
+    lengths = _empty(comm, comm.size, torch.int64)
+    comm.all_gather(lengths, length).wait()
     sizes = [int(size) for size in lengths.tolist()]
     longest = max(sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=control_device(comm))
+    padded = torch.zeros(longest, dtype=torch.uint8, device=payload.device)
     padded[: payload.numel()] = payload
-    everything = torch.empty(comm.size * longest, dtype=torch.uint8, device=control_device(comm))
+    everything = _empty(comm, comm.size * longest)
     comm.all_gather(everything, padded).wait()
-    rows = everything.cpu().view(comm.size, longest)
-    return [pickle.loads(rows[i, :size].numpy().tobytes()) for i, size in enumerate(sizes)]
+    return [_from_bytes(row[:size]) for row, size in zip(everything.cpu().view(comm.size, longest), sizes, strict=True)]
 
 
 def broadcast_object(comm: Communicator, value: T, source: int = 0) -> T:
     """Returns the ``value`` of rank ``source`` on every rank. Two broadcasts."""
-    payload = _to_bytes(value, control_device(comm)) if comm.rank == source else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([payload.numel()], dtype=torch.int64, device=control_device(comm))
+    if comm.rank == source:
+        payload, length = _to_bytes(value, comm)
+    else:
+        length = torch.zeros(1, dtype=torch.int64, device=control_device(comm))
     comm.broadcast(length, source).wait()
     if comm.rank != source:
-        payload = torch.empty(int(length.item()), dtype=torch.uint8, device=control_device(comm))
+        payload = _empty(comm, int(length.item()))
     comm.broadcast(payload, source).wait()
-    result: T = pickle.loads(payload.cpu().numpy().tobytes())
+    result: T = _from_bytes(payload)
     return result
 
 
 def send_object(comm: Communicator, value: object, to: int, tag: int = 0) -> list[Work]:
-    """Sends ``value`` to one rank, which calls ``receive_object``; returns what is under way."""
-    payload = _to_bytes(value, control_device(comm))
-    length = torch.tensor([payload.numel()], dtype=torch.int64, device=control_device(comm))
+    """Sends ``value`` to one rank, which calls ``receive_object``; returns the works under way."""
+    payload, length = _to_bytes(value, comm)
     return [comm.send(length, to, tag), comm.send(payload, to, tag)]
 
 
 def receive_object(comm: Communicator, source: int, tag: int = 0) -> Any:
     """Returns what ``source`` sends."""
-    length = torch.empty(1, dtype=torch.int64, device=control_device(comm))
-    comm.recv(length, source, tag).wait()
-    payload = torch.empty(int(length.item()), dtype=torch.uint8, device=control_device(comm))
-    comm.recv(payload, source, tag).wait()
-    return pickle.loads(payload.cpu().numpy().tobytes())
+    comm.recv(length := _empty(comm, 1, torch.int64), source, tag).wait()
+    comm.recv(payload := _empty(comm, int(length.item())), source, tag).wait()
+    return _from_bytes(payload)
 
 
-def _to_bytes(value: object, device: torch.device) -> torch.Tensor:
+def _empty(comm: Communicator, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=control_device(comm))
+
+
+def _to_bytes(value: object, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a value as bytes, and how many these are."""
     raw = np.frombuffer(pickle.dumps(value), dtype=np.uint8).copy()
-    return torch.from_numpy(raw).to(device)
+    device = control_device(comm)
+    return torch.from_numpy(raw).to(device), torch.tensor([len(raw)], dtype=torch.int64, device=device)
+
+
+def _from_bytes(payload: torch.Tensor) -> Any:
+    return pickle.loads(payload.cpu().numpy().tobytes())

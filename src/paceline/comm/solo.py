@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.comm.base import DONE, ReduceOp, Work
+from paceline.comm.base import DONE, ReduceOp, Splits, Work
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces
 from paceline.errors import UsageError
 
@@ -40,11 +40,7 @@ class SoloCommunicator(GroupMember):
         return DONE
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Copies the only piece."""
         all_to_all_splits(output, output_splits, 1)

@@ -11,12 +11,13 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.base import Communicator, ReduceOp, Splits, Work
 from paceline.comm.gloo import Scratch, exchange_pieces, exchange_slices, exchange_whole
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
@@ -268,7 +269,7 @@ class TorchCommunicator(GroupMember):
         """Replaces ``tensor`` by the reduction over all ranks."""
         if self._exchanges and self.size == 2 and _is_small(tensor, op):
             arguments = (self.rank, _flat(tensor), op, self._timeout_s)
-            return self._exchange("all_reduce", exchange_whole, *arguments)
+            return self._attempt("all_reduce", exchange_whole, self._group, *arguments)
         # The group's own method: the module-level function costs 40 us more, on every bucket of every step.
         try:
             work = self._group.allreduce([tensor.detach()], self._all_reduce_options[op])
@@ -281,7 +282,7 @@ class TorchCommunicator(GroupMember):
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         if self._exchanges and output.numel() and output.is_floating_point():
             arguments = (self.rank, _flat(output), _flat(tensor), op, self._timeout_s, self._scratch)
-            return self._exchange("reduce_scatter", exchange_slices, *arguments)
+            return self._attempt("reduce_scatter", exchange_slices, self._group, *arguments)
         return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
@@ -289,7 +290,7 @@ class TorchCommunicator(GroupMember):
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         if self._exchanges and output.numel():
             arguments = (self.rank, _flat(output), _flat(tensor), self._timeout_s)
-            return self._exchange("all_gather", exchange_pieces, *arguments)
+            return self._attempt("all_gather", exchange_pieces, self._group, *arguments)
         return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
@@ -298,11 +299,7 @@ class TorchCommunicator(GroupMember):
         return self._issue("broadcast", dist.broadcast, tensor.detach(), group_src=source)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Sends the i-th piece of ``tensor`` to rank i."""
         return self._issue(
@@ -318,13 +315,13 @@ class TorchCommunicator(GroupMember):
         """Sends ``tensor``. NCCL has no tags: there, order alone matches."""
         check_peer("send to", to, self.size)
         kind = f"send to rank {self.ranks[to]}"
-        return self._attempt(kind, dist.isend, tensor.detach(), tag=tag, group_dst=to)
+        return self._attempt(kind, dist.isend, tensor.detach(), group=self._group, tag=tag, group_dst=to)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
         kind = f"recv from rank {self.ranks[source]}"
-        return self._attempt(kind, dist.irecv, tensor.detach(), tag=tag, group_src=source)
+        return self._attempt(kind, dist.irecv, tensor.detach(), group=self._group, tag=tag, group_src=source)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -343,22 +340,15 @@ class TorchCommunicator(GroupMember):
             raise CommunicationError(self._explain(f"split({list(ranks)})", error)) from error
         return TorchCommunicator(group, self.device, timeout_s=self._timeout_s)
 
-    def _issue(self, kind: str, verb: Any, *tensors: torch.Tensor, **arguments: Any) -> Work:
-        return self._attempt(kind, verb, *tensors, **arguments, async_op=True)
+    def _issue(self, kind: str, verb: Any, *tensors: torch.Tensor, **options: Any) -> Work:
+        return self._attempt(kind, partial(verb, group=self._group, async_op=True), *tensors, **options)
 
-    def _attempt(self, kind: str, verb: Any, *tensors: torch.Tensor, **arguments: Any) -> Work:
+    def _attempt(self, kind: str, verb: Any, *arguments: Any, **options: Any) -> Work:
         try:
-            work = verb(*tensors, **arguments, group=self._group)
+            work = verb(*arguments, **options)
         except RuntimeError as error:
             raise CommunicationError(self._explain(kind, error)) from error
-        return _TorchWork(work, self, kind, *tensors)
-
-    def _exchange(self, kind: str, verb: Any, *arguments: Any) -> Work:
-        try:
-            work = verb(self._group, *arguments)
-        except RuntimeError as error:
-            raise CommunicationError(self._explain(kind, error)) from error
-        return _TorchWork(work, self, kind, *(a for a in arguments if isinstance(a, torch.Tensor)))
+        return _TorchWork(work, self, kind, *(each for each in arguments if isinstance(each, torch.Tensor)))
 
     def _explain(self, kind: str, error: Exception) -> str:
         text = str(error)

@@ -1,4 +1,4 @@
-"""The batch algebra, in one place.
+"""The batch algebra, in one place, and how the learning rate grows with the batch.
 
     global_batch = microbatch x accumulate x ranks
 
@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, Problem
+from paceline.plan.plan import BatchPlan
 
 if TYPE_CHECKING:
-    from paceline.config.schema import TrainConfig
+    from paceline.config.schema import OptimConfig, TrainConfig
 
 DEFAULT_GLOBAL_BATCH = 64
 
@@ -30,21 +31,6 @@ _KEYS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
-    """How one step's samples are spread: ``global_batch = microbatch x accumulate x ranks``, always."""
-
-    global_batch: int
-    microbatch: int
-    accumulate: int
-    ranks: int
-
-    @property
-    def samples_per_rank(self) -> int:
-        """The samples of one step that each rank processes."""
-        return self.microbatch * self.accumulate
-
-
 def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int) -> BatchPlan:
     """Derives what is not given.
 
@@ -53,7 +39,7 @@ def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: 
     problems = check_batch(global_batch, microbatch, accumulate, ranks)
     if problems:
         raise ConfigError(problems, source="batch")
-    asked = _Asked.complete(global_batch, microbatch, accumulate, ranks)
+    asked = _AskedBatch.complete(global_batch, microbatch, accumulate, ranks)
     microbatch = microbatch or asked.global_batch // ((accumulate or 1) * ranks)
     accumulate = accumulate or asked.global_batch // (microbatch * ranks)
     return BatchPlan(global_batch=asked.global_batch, microbatch=microbatch, accumulate=accumulate, ranks=ranks)
@@ -73,6 +59,25 @@ def batch_plan(train: TrainConfig, ranks: int, pipeline: int = 1) -> BatchPlan:
     return resolve_batch(train.global_batch, microbatch, accumulate, ranks)
 
 
+def scaled_learning_rate(lr: float, *, rule: str, batch: int, reference: int) -> float:
+    """Returns the rate for a global batch, where ``lr`` is meant for ``reference`` samples.
+
+        none      lr
+        linear    lr x batch / reference           the step follows the sum of as many small ones (SGD)
+        sqrt      lr x sqrt(batch / reference)     keeps the noise of an adaptive optimizer's step (Adam)
+
+    A large batch that is scaled linearly usually needs a warmup.
+    """
+    ratio = batch / reference
+    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def peak_learning_rate(optim: OptimConfig, global_batch: int) -> float:
+    """Returns the peak rate of a run with this global batch."""
+    reference = optim.lr_batch or global_batch
+    return scaled_learning_rate(optim.lr, rule=optim.lr_scaling, batch=global_batch, reference=reference)
+
+
 def check_batch(
     global_batch: int | None,
     microbatch: int | None,
@@ -88,16 +93,24 @@ def check_batch(
     too_small = [_too_small(name, value) for name, value in given.items() if value is not None and value < 1]
     if too_small:
         return too_small
-    asked = replace(_Asked.complete(global_batch, microbatch, accumulate, ranks), ranks_key=ranks_key)
+    asked = replace(_AskedBatch.complete(global_batch, microbatch, accumulate, ranks), ranks_key=ranks_key)
     if asked.fits():
         return []
     if ranks is not None and ranks > asked.global_batch:
-        return [_too_many_ranks(asked)]
-    return [_contradiction(asked) if asked.is_complete else _uneven(asked)]
+        what = f"{asked.text('ranks')} is more than {asked.text('global_batch')}"
+        rule = "every rank needs at least one sample of each step"
+    elif asked.is_complete:
+        what = f"{asked.text('global_batch')} is not {asked.product_text()}"
+        rule = "global_batch = microbatch x accumulate x ranks; any of the first three may be left out"
+    else:
+        derived = next(name for name in ("microbatch", "accumulate", "ranks") if getattr(asked, name) is None)
+        what = f"{asked.text('global_batch')} is not a multiple of {asked.product_text()}"
+        rule = f"global_batch = microbatch x accumulate x ranks, and {derived} must be a whole number"
+    return [Problem(what=what, rule=rule, fix=_fix(asked))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _AskedBatch:
     """What was asked for, with the global batch filled in."""
 
     global_batch: int
@@ -110,7 +123,7 @@ class _Asked:
     @classmethod
     def complete(
         cls, global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int | None
-    ) -> _Asked:
+    ) -> _AskedBatch:
         """Fills in the global batch: from the microbatch where there is one, else by default."""
         is_default = global_batch is None and microbatch is None
         if global_batch is None:
@@ -157,32 +170,7 @@ def _too_small(name: str, value: int) -> Problem:
     return Problem(what=f"{_KEYS[name]} = {value}", rule="it is a count, of at least 1", fix=f"try {_KEYS[name]} = 1")
 
 
-def _too_many_ranks(asked: _Asked) -> Problem:
-    return Problem(
-        what=f"{asked.text('ranks')} is more than {asked.text('global_batch')}",
-        rule="every rank needs at least one sample of each step",
-        fix=_fix(asked),
-    )
-
-
-def _contradiction(asked: _Asked) -> Problem:
-    return Problem(
-        what=f"{asked.text('global_batch')} is not {asked.product_text()}",
-        rule="global_batch = microbatch x accumulate x ranks; any of the first three may be left out",
-        fix=_fix(asked),
-    )
-
-
-def _uneven(asked: _Asked) -> Problem:
-    derived = next(name for name in ("microbatch", "accumulate", "ranks") if getattr(asked, name) is None)
-    return Problem(
-        what=f"{asked.text('global_batch')} is not a multiple of {asked.product_text()}",
-        rule=f"global_batch = microbatch x accumulate x ranks, and {derived} must be a whole number",
-        fix=_fix(asked),
-    )
-
-
-def _fix(asked: _Asked) -> str:
+def _fix(asked: _AskedBatch) -> str:
     """Names, for each value that may be changed alone, the nearest ones that work."""
     options = [
         f"{asked.key(name)} = {' or '.join(str(value) for value in values)}"
@@ -192,21 +180,18 @@ def _fix(asked: _Asked) -> str:
     return "try " + (", ".join(options[:-1]) + ", or " if len(options) > 1 else "") + options[-1]
 
 
-def _nearest_valid(asked: _Asked, name: str) -> list[int]:
+def _nearest_valid(asked: _AskedBatch, name: str) -> list[int]:
     """Returns the nearest value below and above that makes the batch fit when only this one changes, nearest first."""
     value: int = getattr(asked, name)
-    fitting = sorted({each for each in _candidates(asked, name) if _change(asked, name, each).fits()})
+    fitting = sorted(
+        {each for each in _candidates(asked, name) if replace(asked, **dict[str, Any]({name: each})).fits()}
+    )
     below = [each for each in fitting if each < value][-1:]
     above = [each for each in fitting if each > value][:1]
     return sorted(below + above, key=lambda each: abs(each - value))
 
 
-def _change(asked: _Asked, name: str, value: int) -> _Asked:
-    changes: dict[str, Any] = {name: value}
-    return replace(asked, **changes)
-
-
-def _candidates(asked: _Asked, name: str) -> Iterator[int]:
+def _candidates(asked: _AskedBatch, name: str) -> Iterator[int]:
     if name != "global_batch":
         yield from _divisors(asked.global_batch)
         return

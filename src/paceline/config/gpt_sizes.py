@@ -7,13 +7,14 @@ and ``width``. Without a size, the model follows the current family: RMS norm, S
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Problem
 
 if TYPE_CHECKING:
-    from paceline.config.schema import GPTModelConfig
+    from paceline.config.sections import GPTModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,34 +34,15 @@ class GPTShape:
     dropout: float = 0.0
 
 
-def _small(*, layers: int, heads: int, kv_heads: int, width: int, mlp_width: int, context: int) -> GPTShape:
-    return GPTShape(
-        layers=layers, heads=heads, kv_heads=kv_heads, width=width, mlp_width=mlp_width, context=context, tied=True
-    )
-
-
-def _classic(*, layers: int, heads: int, width: int) -> GPTShape:
-    return GPTShape(
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        width=width,
-        mlp_width=4 * width,
-        context=1024,
-        norm="layer",
-        mlp="gelu",
-        positions="learned",
-        tied=True,
-    )
-
+_OLD_FAMILY: dict[str, Any] = {"context": 1024, "norm": "layer", "mlp": "gelu", "positions": "learned", "tied": True}
 
 GPT_SIZES: dict[str, GPTShape] = {
-    "gpt-nano": _small(layers=4, heads=4, kv_heads=2, width=64, mlp_width=128, context=64),
-    "gpt-micro": _small(layers=4, heads=4, kv_heads=4, width=128, mlp_width=384, context=128),
-    "gpt-mini": _small(layers=6, heads=6, kv_heads=6, width=192, mlp_width=512, context=256),
-    "gpt-11m": _small(layers=6, heads=6, kv_heads=6, width=384, mlp_width=1024, context=256),
-    "gpt-124m": _classic(layers=12, heads=12, width=768),
-    "gpt-350m": _classic(layers=24, heads=16, width=1024),
+    "gpt-nano": GPTShape(layers=4, heads=4, kv_heads=2, width=64, mlp_width=128, context=64, tied=True),
+    "gpt-micro": GPTShape(layers=4, heads=4, kv_heads=4, width=128, mlp_width=384, context=128, tied=True),
+    "gpt-mini": GPTShape(layers=6, heads=6, kv_heads=6, width=192, mlp_width=512, context=256, tied=True),
+    "gpt-11m": GPTShape(layers=6, heads=6, kv_heads=6, width=384, mlp_width=1024, context=256, tied=True),
+    "gpt-124m": GPTShape(layers=12, heads=12, kv_heads=12, width=768, mlp_width=4 * 768, **_OLD_FAMILY),
+    "gpt-350m": GPTShape(layers=24, heads=16, kv_heads=16, width=1024, mlp_width=4 * 1024, **_OLD_FAMILY),
     "gpt-1.1b": GPTShape(layers=20, heads=16, kv_heads=8, width=2048, mlp_width=5632, context=2048),
     "gpt-3b": GPTShape(layers=28, heads=24, kv_heads=8, width=3072, mlp_width=8192, context=4096),
     "gpt-7b": GPTShape(layers=32, heads=32, kv_heads=32, width=4096, mlp_width=11008, context=4096),
@@ -99,35 +81,27 @@ def _follow_family(heads: int, width: int, given: dict[str, Any]) -> dict[str, A
     return {"kv_heads": heads, "mlp_width": mlp_width, "context": None} | given
 
 
-def head_problems(*, width: int, heads: int, kv_heads: int, is_rotary: bool) -> list[Problem]:
-    """Lists what does not fit: heads and the width, heads of keys and values, pairs of features."""
-    problems: list[Problem] = []
+def head_problems(*, width: int, heads: int, kv_heads: int, is_rotary: bool) -> Iterator[Problem]:
+    """Yields what does not fit: heads and the width, heads of keys and values, pairs of features."""
     # A whole number of features for each head, and of pairs of them where they are turned in pairs.
     unit = heads * (2 if is_rotary else 1)
     lower = width // unit * unit
     widths = f"model.width = {lower} or {lower + unit}" if lower else f"model.width = {unit}"
     if width % heads:
-        problems.append(
-            Problem(
-                what=f"model.width = {width} is not a multiple of model.heads = {heads}",
-                rule="every head has the same whole number of features",
-                fix=f"try {widths}",
-            )
+        yield Problem(
+            what=f"model.width = {width} is not a multiple of model.heads = {heads}",
+            rule="every head has the same whole number of features",
+            fix=f"try {widths}",
         )
     elif width % unit:
-        problems.append(
-            Problem(
-                what=f"model.width / model.heads = {width} / {heads} = {width // heads} is odd",
-                rule="model.positions = rotary turns pairs of a head's features",
-                fix=f"try {widths}, or model.positions = learned",
-            )
+        yield Problem(
+            what=f"model.width / model.heads = {width} / {heads} = {width // heads} is odd",
+            rule="model.positions = rotary turns pairs of a head's features",
+            fix=f"try {widths}, or model.positions = learned",
         )
     if heads % kv_heads:
-        problems.append(
-            Problem(
-                what=f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}",
-                rule="each head of keys and values serves the same number of heads",
-                fix=f"try model.kv_heads = {math.gcd(heads, kv_heads)}",
-            )
+        yield Problem(
+            what=f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}",
+            rule="each head of keys and values serves the same number of heads",
+            fix=f"try model.kv_heads = {math.gcd(heads, kv_heads)}",
         )
-    return problems

@@ -42,7 +42,7 @@ def load_config_with_sources(path: Path | None, overrides: Sequence[str] = ()) -
     """Reads a config as ``load_config`` does, and keeps where each key came from."""
     source = str(path) if path is not None else "config"
     document = parse_document(_read(path), source) if path is not None else Document(values={})
-    asked = _Asked(values=copy.deepcopy(document.values), lines=document.lines)
+    asked = _AskedValues(values=copy.deepcopy(document.values), lines=document.lines)
     for text in overrides:
         asked.override(text)
     config = _validate(asked, source)
@@ -51,7 +51,7 @@ def load_config_with_sources(path: Path | None, overrides: Sequence[str] = ()) -
 
 def config_from_dict(values: Mapping[str, Any], source: str = "config") -> Config:
     """Checks plain values as a YAML file would be. Raises ConfigError with all problems at once."""
-    return _validate(_Asked(values=copy.deepcopy(dict(values))), source)
+    return _validate(_AskedValues(values=copy.deepcopy(dict(values))), source)
 
 
 def dump_yaml(config: Config) -> str:
@@ -79,7 +79,7 @@ def leaf_values(config: Config) -> dict[str, Any]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Asked:
+class _AskedValues:
     """What was asked for, before it is validated: values, and where they were given."""
 
     values: dict[str, Any]
@@ -177,7 +177,7 @@ def _malformed(text: str) -> Problem:
     return Problem(what=f"override {text!r} is malformed", rule="an override is section.key=value", fix=fix)
 
 
-def _validate(asked: _Asked, source: str) -> Config:
+def _validate(asked: _AskedValues, source: str) -> Config:
     """Returns the config, or raises ConfigError with the problems of overrides, schema and rules together."""
     _open_empty_sections(asked.values)
     problems = list(asked.problems)
@@ -210,5 +210,5 @@ def _check_the_rest(values: Mapping[str, Any], broken: set[str]) -> list[Problem
     return run_checks(Config.model_validate(filled), sections=set(Config.model_fields) - broken)
 
 
-def _sources(config: Config, asked: _Asked, name: str) -> dict[str, str]:
+def _sources(config: Config, asked: _AskedValues, name: str) -> dict[str, str]:
     return {path: asked.source(path, name) for path in leaf_values(config)}

@@ -1,20 +1,25 @@
 """Settings of NCCL and Gloo as the environment variables that carry them to the ranks.
 
 Both libraries read variables when a group is made. A config names the ones that matter, each with a key of its own; a
-user may have exported some too. Here both are ``Setting``s, so that one list of rules (``setting_rules.py``) finds what
-contradicts, whoever said it.
+user may have exported some too. Here both are ``BackendSetting``s, so that one list of rules finds what contradicts,
+whoever said it.
 
 A variable that is exported with another value than the config's is refused: one of the two would lose silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+
+from paceline.config.schema import NcclAlgorithm, NcclSubsystem
+from paceline.errors import Problem
 
 if TYPE_CHECKING:
-    from paceline.config.schema import CommConfig
+    from paceline.config.schema import CommConfig, Config
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
@@ -45,10 +50,34 @@ ALIASES = {
     "NCCL_MAX_NCHANNELS": ("NCCL_MAX_CTAS", "NCCL_MAX_NRINGS"),
     "NCCL_NET_GDR_LEVEL": ("NCCL_IB_GDR_LEVEL",),
 }
+_MOST_SOCKETS = 64
+_LEVELS = ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS")
+_WORDS = {
+    "NCCL_P2P_LEVEL": _LEVELS,
+    "NCCL_NET_GDR_LEVEL": _LEVELS,
+    "NCCL_DEBUG": ("VERSION", "WARN", "INFO", "TRACE"),
+    "NCCL_ALGO": get_args(NcclAlgorithm),
+    "NCCL_PROTO": ("LL", "LL128", "Simple"),
+    "NCCL_DEBUG_SUBSYS": get_args(NcclSubsystem),
+}
+_NUMBERS = {
+    "NCCL_P2P_DISABLE": (0, 1),
+    "NCCL_SHM_DISABLE": (0, 1),
+    "NCCL_IB_DISABLE": (0, 1),
+    "NCCL_MIN_NCHANNELS": (1, 32),
+    "NCCL_MAX_NCHANNELS": (1, 1024),
+    "NCCL_SOCKET_NTHREADS": (1, 16),
+    "NCCL_NSOCKS_PERTHREAD": (1, 64),
+    "NCCL_IB_TIMEOUT": (1, 31),
+    "NCCL_IB_GID_INDEX": (-1, 255),
+    "NCCL_CROSS_NIC": (0, 2),
+}
+_INTERFACE = re.compile(r"[A-Za-z0-9][\w.@-]{0,14}")  # Linux allows 15 characters
+_CARD = re.compile(r"[A-Za-z0-9][\w.-]*(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class BackendSetting:
     """One variable with its value. ``key`` is that of the config which says so; None: it was exported."""
 
     variable: str
@@ -70,26 +99,29 @@ class Setting:
         return f"remove {self.key}" if self.key else f"unset {self.variable}"
 
 
-def config_settings(comm: CommConfig) -> dict[str, Setting]:
+BackendSettings: TypeAlias = Mapping[str, BackendSetting]  # by variable
+
+
+def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
     """Returns what a config says, by variable. ``comm.interface`` is for both backends, and exact for both."""
-    found: dict[str, Setting] = {}
+    found: dict[str, BackendSetting] = {}
     if comm.interface is not None:
         shared = {"key": "comm.interface", "written": comm.interface}
-        found[GLOO_INTERFACE] = Setting(variable=GLOO_INTERFACE, value=comm.interface, **shared)
+        found[GLOO_INTERFACE] = BackendSetting(variable=GLOO_INTERFACE, value=comm.interface, **shared)
         if comm.nccl.socket_interface is None:
-            found[NCCL_INTERFACE] = Setting(variable=NCCL_INTERFACE, value=f"={comm.interface}", **shared)
+            found[NCCL_INTERFACE] = BackendSetting(variable=NCCL_INTERFACE, value=f"={comm.interface}", **shared)
     for key, variable in NCCL_VARIABLES.items():
         given = getattr(comm.nccl, key)
         if given is not None:
             value, written = _value(variable, given), _written(given)
-            found[variable] = Setting(variable=variable, value=value, key=f"comm.nccl.{key}", written=written)
+            found[variable] = BackendSetting(variable=variable, value=value, key=f"comm.nccl.{key}", written=written)
     return found
 
 
-def exported_settings(environment: Mapping[str, str]) -> dict[str, Setting]:
+def exported_settings(environment: Mapping[str, str]) -> dict[str, BackendSetting]:
     """Returns what the environment says to NCCL and Gloo, by variable."""
     return {
-        name: Setting(variable=name, value=value)
+        name: BackendSetting(variable=name, value=value)
         for name, value in sorted(environment.items())
         if name.startswith(("NCCL_", "GLOO_")) and value
     }
@@ -118,3 +150,235 @@ def _written(given: Any) -> str:
     if isinstance(given, bool):
         return str(given).lower()
     return f"[{', '.join(given)}]" if isinstance(given, tuple) else str(given)
+
+
+def check_backend_settings(config: Config) -> Iterator[Problem]:
+    """Checks that the settings of a config agree with one another, and that its backend reads them."""
+    comm, settings = config.comm, config_settings(config.comm)
+    if comm.interface is not None and comm.nccl.socket_interface is not None:
+        yield Problem(
+            what=f"comm.interface = {comm.interface} and comm.nccl.socket_interface = {comm.nccl.socket_interface}",
+            rule="both say which network interface NCCL takes: the first by its name, the second as NCCL reads it",
+            fix="keep one of them",
+        )
+    yield from contradictions(settings)
+    unread = [str(each) for each in settings.values() if (each.key or "").startswith("comm.nccl.")]
+    if comm.backend in ("gloo", "shared_memory", "virtual") and unread:
+        yield Problem(
+            what=f"{', '.join(unread)} with comm.backend = {comm.backend}",
+            rule="comm.nccl is read by NCCL alone, which moves bytes between GPUs",
+            fix="remove comm.nccl, or set comm.backend = auto; for the interface of Gloo, set comm.interface",
+        )
+
+
+def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl: bool) -> list[Problem]:
+    """Checks that the exported variables agree with the config: no other value of a variable, no contradiction."""
+    given = _read_by(config_settings(config.comm), uses_nccl=uses_nccl)
+    exported = _read_by(exported_settings(environment), uses_nccl=uses_nccl)
+    problems = [
+        Problem(
+            what=f"{ours} asks for {variable}={ours.value}, and {theirs}",
+            rule="the config and the environment say one thing, as one of them would be ignored",
+            fix=f"unset {theirs.variable}, or {ours.removal}",
+        )
+        for variable, ours in given.items()
+        for name in (variable, *ALIASES.get(variable, ()))
+        if (theirs := exported.get(name)) is not None and not same_value(variable, ours.value, theirs.value)
+    ]
+    # Those of one side alone are told elsewhere: when the config is loaded, and by the doctor.
+    known = {str(problem) for side in (given, exported) for problem in contradictions(side)}
+    return problems + [each for each in contradictions({**exported, **given}) if str(each) not in known]
+
+
+def check_interfaces(settings: BackendSettings, present: Collection[str], *, uses_nccl: bool) -> list[Problem]:
+    """Checks that the network interfaces that are asked for exist."""
+    asked = settings.get(NCCL_INTERFACE if uses_nccl else GLOO_INTERFACE)
+    if asked is None:
+        return []
+    if uses_nccl and not asked.value.startswith("="):
+        found, shown = matching(asked.value, present), asked.value.lstrip("^=")
+        return [] if found else [_absent(asked, "no network interface of this host matches", shown, present)]
+    return [
+        _absent(asked, f"this host has no network interface {name}", name, present)
+        for name in asked.value.lstrip("=").split(",")
+        if name not in present
+    ]
+
+
+def _read_by(settings: BackendSettings, *, uses_nccl: bool) -> dict[str, BackendSetting]:
+    return {name: each for name, each in settings.items() if uses_nccl == name.startswith("NCCL_")}
+
+
+def matching(wanted: str, present: Collection[str]) -> list[str]:
+    """Returns the interfaces that a value of NCCL_SOCKET_IFNAME selects: by prefix, or with = by name; ^ the others."""
+    is_excluding, is_exact = wanted.startswith("^"), "=" in wanted[:2]
+    names = wanted.lstrip("^=").split(",")
+    return [
+        name
+        for name in present
+        if any(name == each if is_exact else name.startswith(each) for each in names) != is_excluding
+    ]
+
+
+def contradictions(settings: BackendSettings) -> list[Problem]:
+    """Lists what does not go together, and what no library can read."""
+    rules = (
+        _check_readable,
+        _check_peers,
+        _check_channels,
+        _check_sockets,
+        _check_cards,
+        _check_algorithms,
+        _check_debug,
+    )
+    return [problem for rule in rules for problem in rule(settings)]
+
+
+def unknown_variables(settings: BackendSettings) -> list[Problem]:
+    """Lists exported variables whose name is almost that of a known one: NCCL ignores what it does not know."""
+    names = {*NCCL_VARIABLES.values(), GLOO_INTERFACE}
+    aliases = {alias for each in ALIASES.values() for alias in each}
+    found = []
+    for each in settings.values():
+        near = difflib.get_close_matches(each.variable, names, n=1, cutoff=0.9)
+        if each.variable not in names | aliases and near:
+            rule = "a variable that no library knows is ignored"
+            found.append(Problem(what=f"{each}", rule=rule, fix=f"did you mean {near[0]}?"))
+    return found
+
+
+def _check_readable(settings: BackendSettings) -> Iterator[Problem]:
+    """Checks that values are those that NCCL documents. The schema checks those of a config, but for text."""
+    for each in settings.values():
+        if each.variable in (GLOO_INTERFACE, NCCL_INTERFACE, "NCCL_IB_HCA"):
+            if each.variable == NCCL_INTERFACE and each.key == "comm.interface":
+                continue  # the same text as Gloo's
+            yield from _check_names(each)
+        elif each.key is None:
+            yield from _check_value(each)
+
+
+def _check_names(setting: BackendSetting) -> Iterator[Problem]:
+    is_gloo, is_card = setting.variable == GLOO_INTERFACE, setting.variable == "NCCL_IB_HCA"
+    form = _CARD if is_card else _INTERFACE
+    mark = re.match(r"[\^=]*", setting.value)
+    marks = mark.group() if mark else ""
+    parts = setting.value.removeprefix(marks).split(",")
+    wrong = next((part for part in parts if not form.fullmatch(part)), None)
+    if wrong is None and marks in (("",) if is_gloo else ("", "=", "^", "^=")):
+        return
+    if is_gloo:
+        rule, fix = "Gloo takes names, one or several: eth0, or eth0,eth1", f"write {_repaired(parts, '')}"
+    else:
+        kind = "a card, with a port if need be (mlx5_0:1)" if is_card else "an interface (eth0)"
+        rule = f"it is a list of prefixes of {kind}; = in front of the list takes them as names, ^ excludes them"
+        fix = f"write the marks once, in front, ^ before =: {_repaired(parts, marks)}"
+    yield Problem(
+        what=f"{setting} cannot be read{f': {wrong!r} is no name' if wrong is not None else ''}", rule=rule, fix=fix
+    )
+
+
+def _repaired(parts: list[str], marks: str) -> str:
+    names = [re.sub(r"[^\w.@:-]", "", part) for part in parts]
+    return "".join(sign for sign in "^=" if sign in marks) + ",".join(name for name in names if name)
+
+
+def _check_value(setting: BackendSetting) -> Iterator[Problem]:
+    variable, value = setting.variable, setting.value.strip()
+    words = _WORDS.get(variable)
+    if variable in _NUMBERS:
+        low, high = _NUMBERS[variable]
+        if not re.fullmatch(r"-?\d+", value) or not low <= int(value) <= high:
+            rule = f"it is a whole number from {low} to {high}"
+            yield Problem(what=f"{setting} cannot be read", rule=rule, fix=setting.removal)
+    elif words is not None and not (variable.endswith("_LEVEL") and value.isdigit()):  # levels were numbers once
+        known = {word.lower() for word in words}
+        # Since NCCL 2.24: function:list;function:list.
+        given = [word.partition(":")[2] or word for word in value.lower().replace(";", ",").split(",")]
+        wrong = next((word for word in given if word.lstrip("^") not in known), None)
+        if wrong is not None:
+            near = difflib.get_close_matches(wrong.upper(), [word.upper() for word in words], n=1, cutoff=0.5)
+            fix = f"did you mean {near[0]}?" if near else setting.removal
+            yield Problem(what=f"{setting} cannot be read", rule=f"it is one of {', '.join(words)}", fix=fix)
+
+
+def _check_peers(settings: BackendSettings) -> Iterator[Problem]:
+    off, level = settings.get("NCCL_P2P_DISABLE"), settings.get("NCCL_P2P_LEVEL")
+    if off is None or level is None:
+        return
+    is_off, is_never = off.value == "1", level.value.upper() in ("LOC", "0")
+    if is_off != is_never:
+        rule = "LOC means that GPUs never reach one another directly"
+        if is_off:
+            rule = "a level says how far GPUs may reach one another directly, and they may not at all"
+        yield Problem(what=f"{off} and {level}", rule=rule, fix=f"{level.removal}, or {off.removal}")
+
+
+def _check_channels(settings: BackendSettings) -> Iterator[Problem]:
+    least, most = settings.get("NCCL_MIN_NCHANNELS"), settings.get("NCCL_MAX_NCHANNELS")
+    low, high = _number(least), _number(most)
+    if low is not None and high is not None and low > high:
+        yield Problem(
+            what=f"{least} is more than {most}",
+            rule="NCCL takes at least the one and at most the other",
+            fix=f"set {least.name if least else ''} to {high} or less",
+        )
+
+
+def _check_sockets(settings: BackendSettings) -> Iterator[Problem]:
+    threads, each = settings.get("NCCL_SOCKET_NTHREADS"), settings.get("NCCL_NSOCKS_PERTHREAD")
+    first, second = _number(threads), _number(each)
+    if first is not None and second is not None and each is not None and first * second > _MOST_SOCKETS:
+        yield Problem(
+            what=f"{threads} and {each} make {first * second} sockets for a connection",
+            rule=f"NCCL opens {_MOST_SOCKETS} at most",
+            fix=f"set {each.name} to {max(1, _MOST_SOCKETS // first)} or less",
+        )
+
+
+def _check_cards(settings: BackendSettings) -> Iterator[Problem]:
+    off = settings.get("NCCL_IB_DISABLE")
+    if off is None or off.value != "1":
+        return
+    for variable in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT"):
+        if (given := settings.get(variable)) is not None:
+            yield Problem(
+                what=f"{off} and {given}",
+                rule="the second is about InfiniBand and RoCE, which the first turns off",
+                fix=f"{given.removal}, or {off.removal}",
+            )
+
+
+def _check_algorithms(settings: BackendSettings) -> Iterator[Problem]:
+    given = settings.get("NCCL_ALGO")
+    if given is None or re.search(r"[\^:;]", given.value):
+        return
+    names = [name.strip().lower() for name in given.value.split(",")]
+    if "ring" not in names:
+        yield Problem(
+            what=f"{given} leaves out Ring",
+            rule="broadcasts are made by Ring alone, and NCCL 2.24 and newer fails where no algorithm is left",
+            fix=f"set {given.name} to [Ring, {given.value.replace(',', ', ')}]" if given.key else given.removal,
+        )
+
+
+def _check_debug(settings: BackendSettings) -> Iterator[Problem]:
+    level, parts = settings.get("NCCL_DEBUG"), settings.get("NCCL_DEBUG_SUBSYS")
+    if parts is None or (level is not None and level.value.upper() in ("INFO", "TRACE")):
+        return
+    what = f"{parts} " + ("without a level" if level is None else f"with {level}")
+    change = "set comm.nccl.debug = INFO" if parts.key else "export NCCL_DEBUG=INFO"
+    yield Problem(what=what, rule="it chooses among what NCCL_DEBUG=INFO writes", fix=f"{change}, or {parts.removal}")
+
+
+def _number(setting: BackendSetting | None) -> int | None:
+    if setting is None or not re.fullmatch(r"\s*\d+\s*", setting.value):
+        return None
+    return int(setting.value)
+
+
+def _absent(setting: BackendSetting, what: str, wanted: str, present: Collection[str]) -> Problem:
+    near = difflib.get_close_matches(wanted, present, n=1, cutoff=0.5)
+    rule = f"the interfaces of this host are {', '.join(present)}"
+    fix = f"did you mean {near[0]}?" if near else f"name one of them, or {setting.removal}"
+    return Problem(what=f"{setting}: {what}", rule=rule, fix=fix)

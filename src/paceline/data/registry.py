@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from paceline.data import datasets
-from paceline.data.datasets import MapDataset, Part, TensorPairs
+from paceline.data.datasets import MapDataset, SampleSubset, TensorPairs
 from paceline.data.shape import DataShape
 from paceline.data.text import load_text, split_blocks
 from paceline.errors import DataError
 
 if TYPE_CHECKING:
-    from paceline.config.schema import (
+    from paceline.config.sections import (
         DataConfig,
         DigitsDataConfig,
         FactoryDataConfig,
@@ -171,7 +171,7 @@ def _parts(dataset: MapDataset, length: int, eval_fraction: float, seed: int) ->
     train, evaluation = datasets.split_indices(length, eval_fraction, seed)
     if not len(evaluation):
         return dataset, None
-    return Part(dataset, train), Part(dataset, evaluation)
+    return SampleSubset(dataset, train), SampleSubset(dataset, evaluation)
 
 
 def _shape_of(dataset: Any, what: str) -> DataShape:

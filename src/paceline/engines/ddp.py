@@ -19,15 +19,13 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
 - One rank alone has nothing to reduce and watches no gradients: the hooks would be pure cost.
 - A compression (see comm/compress) takes the place of a bucket's all-reduce: it makes the bucket small when it is
   complete, so that its bytes leave during backward, and makes gradients of what came when the step waits for it.
-- With masters (see masters.py) the buckets hold the masters' gradients: a gradient is cast as it is brought in.
+- With masters the buckets hold the masters' gradients: a gradient is cast as it is brought in.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +34,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from paceline.comm.base import (
-    DONE,
     BucketReduction,
     BucketShape,
     Communicator,
@@ -45,17 +42,14 @@ from paceline.comm.base import (
 )
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
+from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
-from paceline.engines.buckets.ddp_bucket import GradientBucket
+from paceline.engines.buckets.gradients import ReplicaBucket
 from paceline.engines.buckets.tuner import BucketTuner
 from paceline.engines.engine import BufferPolicy, ModuleEngine
 from paceline.engines.flat.flat import gradient_scale, reduction
-from paceline.engines.flat.masters import Masters
 from paceline.engines.flat.optimizer_state import load_optimizer_state
-from paceline.engines.precision import Precision
-from paceline.errors import UsageError
-
-_LARGE_BYTES = 2**18  # about what a second-level cache holds
+from paceline.engines.precision import Precision, kept_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,31 +78,23 @@ class DataParallel(ModuleEngine):
         self.policy = policy or DDPPolicy()
         super().__init__(module, comm, precision or Precision(), self.policy.buffers)
         self.holds_first_copy = comm.rank == 0
-        self._names = [name for name, _ in module.named_parameters()]
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
         self._parameters = self._held if self._masters is None else self._masters.parameters
         self.precision.cast_buffers(module)
-        is_plain = self._masters is None and self.precision.autocast_dtype is None
-        self._forward: Callable[..., Any] = module if is_plain else self._forward_in_precision
         # NCCL averages while it reduces. Gloo would take a second pass over the sum, so on a CPU the division is part
         # of the pass that brings the gradients into the bucket. A compression averages by itself.
-        self._reduction = reduction(comm)
-        self._compression = compression
         self._scale = gradient_scale(comm) if compression is None else 1.0
-        self._reductions: dict[GradientBucket, BucketReduction] = {}
+        self._compression = compression
+        self._reductions: dict[ReplicaBucket, BucketReduction] = {}
+        self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
+            [name for name, _ in module.named_parameters()],
+            overlap=self.policy.overlap,
+            graph_fix="run that backward inside engine.no_sync()",
+        )
         self._trainable: list[int] = []
-        self._buckets: list[GradientBucket] = []
-        self._place_of: dict[int, tuple[GradientBucket, int]] = {}
-        self._moved_at_once: set[int] = set()
-        self._next_bucket = 0
-        self._observed: list[int] = []
-        self._arrival: list[int] = []
-        self._expected: list[int] | None = None
-        self._arrived: list[int] = []
-        self._is_backward_known = False
-        self._has_shared_buffers = False
-        self._hooked: set[int] = set()
+        self._order: list[int] = []  # in which gradients arrive, once it is known
+        self._has_shared_buffers = False  # in this pass
         self._bucket_policy = self.policy.buckets
         self._tuner: BucketTuner | None = None  # while the size of buckets is to be found
         if comm.size > 1:
@@ -126,7 +112,7 @@ class DataParallel(ModuleEngine):
             return self._forward(*args, **kwargs)
         if self._trainable != [i for i, p in enumerate(self._held) if p.requires_grad]:
             self._start_over()
-        elif self._is_backward_known:  # left over from a backward that raised
+        elif self._arrivals.is_open:  # left over from a backward that raised
             self._reset()
             if self._compression is not None:
                 self._compression.abandon_pass()
@@ -135,7 +121,7 @@ class DataParallel(ModuleEngine):
         output = self._forward(*args, **kwargs)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return output
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -144,7 +130,7 @@ class DataParallel(ModuleEngine):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over what this rank updates, under the module's own names."""
-        return iter(zip(self._names, self._parameters, strict=True))
+        return iter(zip(self._arrivals.names, self._parameters, strict=True))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
@@ -211,126 +197,94 @@ class DataParallel(ModuleEngine):
         """Returns the reduced gradients on the CPU under the module's names; None where no rank had one."""
         return {name: None if p.grad is None else _on_cpu(p.grad) for name, p in self.named_parameters()}
 
-    def _forward_in_precision(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module under its precision, with parameters that follow their masters."""
         if self._masters is not None:
             self._masters.refresh()
             if self.comm.size == 1:
                 self._watch()
             args, kwargs = self.precision.cast_inputs((args, kwargs))
+        elif self.precision.autocast_dtype is None:
+            return self.module(*args, **kwargs)
         with self.precision.context(self.comm.device):
             return self.module(*args, **kwargs)
 
     # Backward: gradients arrive, buckets leave.
 
-    def _note_backward(self, gradient: torch.Tensor) -> None:
-        """Runs when backward enters the module: what is missing at its end is sent then.
-
-        Queued from the outputs, not from the first gradient: under re-entrant checkpointing that one belongs to an
-        inner backward, which ends long before the outer one.
-        """
+    def _enter_backward(self, gradient: torch.Tensor) -> None:
+        """Runs when backward enters the module: what is missing at its end is sent then."""
         del gradient
-        if self._is_syncing and not self._is_backward_known:
-            self._is_backward_known = True
+        if self._is_syncing and not self._arrivals.is_open:
             if self._tuner is not None:
                 self._tuner.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            self._arrivals.open(self._finish)
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
         """Counts a gradient in; runs as autograd's hook, once for each gradient."""
-        if not self._is_syncing:
+        gradient, arrivals = parameter.grad, self._arrivals
+        if not self._is_syncing or gradient is None:
             return
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse or gradient.requires_grad:
-            raise UsageError(self._explain_refusal(index, gradient))
-        if not self._is_backward_known:
-            self._note_backward(gradient)
-        self._arrived[index] += 1
-        if self._expected is None:
-            self._observed.append(index)
-            if self._tuner is not None:
-                self._tuner.arrive(index)
+        arrivals.check(index, gradient)
+        if not arrivals.is_open:
+            self._enter_backward(gradient)
+        if self._tuner is not None and arrivals.expected is None:
+            self._tuner.arrive(index)
+        complete = arrivals.count(index, may_leave=False)
+        if complete is None:
             return
-        if not self.policy.overlap:
-            return
-        if self._arrived[index] == self._expected[index]:
-            bucket, position = self._place_of[index]
-            if index in self._moved_at_once:
-                bucket.bring_in(position, self._scale)
-            bucket.num_missing -= 1
-            if bucket.num_missing == 0:
-                self._launch_complete()
-        elif self._arrived[index] > self._expected[index] > 0:
-            raise UsageError(
-                f"{self._names[index]} got a gradient after it was counted in: it arrived "
-                f"{self._arrived[index]} times in this backward, {self._expected[index]} times in the first one\n"
-                "  with overlap, every step must visit a parameter as often as the first one did\n"
-                "  set comm.overlap = false (parallelize(..., overlap=False))"
-            )
+        bucket, place = complete
+        if bucket.is_large[place] and self._scale != 1.0:
+            bucket.bring_in(place, gradient, self._scale)
+        if bucket.num_missing == 0:
+            for each in arrivals.take_complete():
+                self._launch(each)
 
     def _arrive_at_master(self, index: int, parameter: torch.Tensor) -> None:
         """Hands a gradient over to its master, in the dtype of that; runs as autograd's hook instead of ``_arrive``."""
-        assert self._masters is not None
-        gradient, master = parameter.grad, self._parameters[index]
-        assert gradient is not None
-        if gradient.is_sparse or (gradient.requires_grad and self._is_syncing):
-            raise UsageError(self._explain_refusal(index, gradient))
-        if gradient.requires_grad:
+        gradient, master, masters = parameter.grad, self._parameters[index], self._masters
+        if gradient is None or masters is None:
+            return
+        if self._is_syncing or gradient.is_sparse:
+            self._arrivals.check(index, gradient)
+        elif gradient.requires_grad:
             return  # differentiated again by the user; it joins the next gradient
-        if self._masters.has_copy(index):
+        if masters.has_copy(index):
             parameter.grad = None
             if master.grad is not None:
                 master.grad.add_(gradient)
             elif self.comm.size == 1:  # nothing to reduce: its own memory, freed with it
                 master.grad = gradient.to(master.dtype)
             else:
-                bucket, position = self._place_of[index]
-                master.grad = bucket.cast(position, gradient)
+                bucket, place = self._arrivals.place_of(index)
+                master.grad = bucket.cast(place, gradient)
         if self._is_syncing:
-            self._masters.may_have_changed = True
+            masters.may_have_changed = True
         if self.comm.size > 1:
             self._arrive(index, master)
 
-    def _explain_refusal(self, index: int, gradient: torch.Tensor) -> str:
-        if gradient.is_sparse:
-            return (
-                f"{self._names[index]} has a sparse gradient\n  buckets are dense\n"
-                "  build its nn.Embedding with sparse=False, or freeze it"
-            )
-        return (
-            f"{self._names[index]} has a gradient with a graph (backward(create_graph=True))\n"
-            "  a reduced gradient cannot be differentiated again\n  run that backward inside engine.no_sync()"
-        )
-
-    def _launch_complete(self) -> None:
-        """Sends the buckets that are complete, in order: a bucket waits for those before it."""
-        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_missing == 0:
-            self._launch(self._buckets[self._next_bucket])
-            self._next_bucket += 1
-
-    def _launch(self, bucket: GradientBucket) -> None:
+    def _launch(self, bucket: ReplicaBucket) -> None:
         self._fill(bucket)
         self._send(bucket)
 
-    def _fill(self, bucket: GradientBucket) -> None:
+    def _fill(self, bucket: ReplicaBucket) -> None:
         used = [self._parameters[i].grad is not None for i in self._trainable] if bucket.num_flags else []
-        buffer = bucket.fill(self._scale)
+        bucket.fill(self._scale)
         if bucket.num_flags:
             if all(used):
                 bucket.flags.fill_(1.0)
             else:  # staged by the driver at once, so the host need not wait for the device
-                bucket.flags.copy_(torch.tensor(used, dtype=buffer.dtype), non_blocking=True)
+                bucket.flags.copy_(torch.tensor(used, dtype=bucket.flags.dtype), non_blocking=True)
 
-    def _send(self, bucket: GradientBucket) -> None:
+    def _send(self, bucket: ReplicaBucket) -> None:
         buffer = bucket.buffer
-        assert buffer is not None
-        if self._compression is not None and buffer.numel():
+        if buffer is None or not buffer.numel():
+            return
+        if self._compression is not None:
             bucket.work = self._reductions[bucket].start(buffer, self.comm)
             return
         if self.precision.reduce_dtype is not None and self.precision.reduce_dtype != buffer.dtype:
             bucket.wire = buffer = buffer.to(self.precision.reduce_dtype)
-        bucket.work = self.comm.all_reduce(buffer, self._reduction) if buffer.numel() else DONE
+        bucket.work = self.comm.all_reduce(buffer, reduction(self.comm))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -338,64 +292,66 @@ class DataParallel(ModuleEngine):
         missing = [i for i in self._trainable if self._parameters[i].grad is None]
         if self._tuner is not None and self._tuner.is_watching:
             self._send_one_by_one(self._tuner)
-        for bucket in self._buckets[self._next_bucket :]:
+        for bucket in self._arrivals.take_rest():
             self._launch(bucket)
-        for bucket in self._buckets:
+        for bucket in self._arrivals.buckets:
             bucket.land()
         if missing:
             self._settle(missing)
         if self._compression is not None:
             self._compression.end_pass()
-        if self._tuner is not None and self._tuner.is_watching:
-            self._build(None)  # once more, with other buckets
-        elif self._expected is None:
-            self._learn()
-        else:
-            if 0 in self._expected:
-                self._expected = [before or now for before, now in zip(self._expected, self._arrived, strict=True)]
-            if self._tuner is not None and self._tuner.end_overlapped():
-                self._resize(self._tuner)
+        self._learn()
         self._reset()
 
     def _send_one_by_one(self, tuner: BucketTuner) -> None:
         """Sends each bucket when the one before it is there, for the tuner to take the time."""
-        for bucket in self._buckets:
+        buckets = list(self._arrivals.take_rest())
+        for bucket in buckets:
             self._fill(bucket)
         tuner.end_backward()
-        for bucket in self._buckets:
+        for bucket in buckets:
             self._send(bucket)
             bucket.land()
-        self._next_bucket = len(self._buckets)
-        tuner.end_watched(len(self._buckets))
+        tuner.end_watched(len(buckets))
 
     def _settle(self, missing: list[int]) -> None:
         """Gives parameters that this rank did not use the gradient of the ranks that did. Reads the flags: a sync."""
-        used = dict(zip(self._trainable, (self._buckets[-1].flags > 0).tolist(), strict=True))
+        used = dict(zip(self._trainable, (self._arrivals.buckets[-1].flags > 0).tolist(), strict=True))
         for index in missing:
-            bucket, position = self._place_of[index]
-            self._parameters[index].grad = bucket.gradient(position) if used[index] else None
+            bucket, place = self._arrivals.place_of(index)
+            self._parameters[index].grad = bucket.gradient(place) if used[index] else None
         if self._compression is not None:
-            self._compression.withhold([self._names[index] for index in missing if not used[index]])
+            self._compression.withhold([self._arrivals.names[index] for index in missing if not used[index]])
 
     def _learn(self) -> None:
+        """Keeps what this backward has taught: how often gradients arrive, in which order, and how fast."""
+        tuner, arrivals = self._tuner, self._arrivals
+        if tuner is not None and tuner.is_watching:
+            self._build()  # once more, with other buckets
+        elif arrivals.expected is None:
+            self._learn_order()
+            arrivals.learn()
+        else:
+            arrivals.learn()
+            if tuner is not None and tuner.end_overlapped():
+                self._resize(tuner)
+
+    def _learn_order(self) -> None:
         """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
         place = {index: position for position, index in enumerate(self._trainable)}
-        order = arrival_order([place[index] for index in self._observed], len(self._trainable))
+        order = arrival_order([place[index] for index in self._arrivals.seen], len(self._trainable))
         agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.comm))
         self.comm.broadcast(agreed).wait()
-        arrived = self._arrived
-        self._arrival = [self._trainable[i] for i in agreed.tolist()]
-        self._build(self._arrival)
-        self._expected = arrived  # 0: not seen yet, so it cannot be known when it is complete before backward ends
+        self._order = [self._trainable[i] for i in agreed.tolist()]
+        self._build()
 
     def _resize(self, tuner: BucketTuner) -> None:
         """Rebuilds the buckets in the size that the ranks find best."""
-        self._tuner, expected = None, self._expected
-        self.bucket_choice = tuner.choose(self._sizes(), self._arrival)
+        self._tuner = None
+        self.bucket_choice = tuner.choose(self._sizes(), self._order)
         if self.bucket_choice is not None:
             self._bucket_policy = self.bucket_choice.policy
-        self._build(self._arrival)
-        self._expected = expected
+        self._build()
 
     # Buckets.
 
@@ -405,11 +361,7 @@ class DataParallel(ModuleEngine):
         if self._masters is not None:
             self._masters.follow()
         arrive = DataParallel._arrive if self._masters is None else DataParallel._arrive_at_master
-        engine: Any = weakref.proxy(self)  # the collector cannot see what a hook refers to
-        for index in set(self._trainable) - self._hooked:
-            hook = functools.partial(arrive, engine, index)
-            self._held[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._hooked.add(index)
+        self._arrivals.watch(self, arrive, {index: self._held[index] for index in self._trainable})
 
     def _sizes(self) -> list[ParameterSize]:
         return [
@@ -421,58 +373,112 @@ class DataParallel(ModuleEngine):
         """Makes the buckets anew, for what is trainable now: the next backward watches."""
         if self._tuner is not None:
             self._tuner.start([size for size, p in zip(self._sizes(), self._held, strict=True) if p.requires_grad])
-        self._build(None)
-
-    def _build(self, arrival: list[int] | None) -> None:
-        """Makes the buckets: last defined first until the order of arrival is known."""
-        self._watch()
-        self._expected = None
-        sizes = self._sizes()
-        order = arrival if arrival is not None else list(reversed(self._trainable))
-        groups = bucket_parameters(sizes, order, self._bucket_policy if self._tuner is None else self._tuner.policy)
-        last, num_flags = len(groups) - 1, len(order)
-        self._buckets = [
-            GradientBucket(list(group), [self._parameters[i] for i in group], num_flags=num_flags if i == last else 0)
-            for i, group in enumerate(groups)
-        ]
-        if self._compression is not None:
-            shapes = [
-                BucketShape(names=tuple(self._names[i] for i in b.members), layout=b.layout, tail=b.num_flags)
-                for b in self._buckets
-            ]
-            self._reductions = dict(zip(self._buckets, self._compression.bind(shapes), strict=True))
-        elif arrival is not None:  # agreed on by all ranks just now: they can make something together
-            self._find_common_memory()
-        self._place_of = {i: (bucket, place) for bucket in self._buckets for place, i in enumerate(bucket.members)}
-        # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
-        # call after a matrix product pays for cold code.
-        self._moved_at_once = {
-            i for b in self._buckets for i in b.members if not b.adopts and sizes[i].num_bytes >= _LARGE_BYTES
-        }
-        if self._scale == 1.0:
-            self._moved_at_once.clear()
+        self._arrivals.expected, self._order = None, []
+        self._build()
         self._reset()
 
-    def _find_common_memory(self) -> None:
+    def _build(self) -> None:
+        """Makes the buckets: last defined first until the order of arrival is known."""
+        self._watch()
+        order = self._order or list(reversed(self._trainable))
+        policy = self._bucket_policy if self._tuner is None else self._tuner.policy
+        groups = bucket_parameters(self._sizes(), order, policy)
+        buckets = []
+        for group in groups:
+            num_flags = len(order) if group is groups[-1] else 0
+            buckets.append(ReplicaBucket(group, [self._parameters[i] for i in group], num_flags=num_flags))
+        if self._compression is not None:
+            names = self._arrivals.names
+            shapes = [
+                BucketShape(names=tuple(names[i] for i in b.members), layout=b.layout, tail=b.num_flags)
+                for b in buckets
+            ]
+            self._reductions = dict(zip(buckets, self._compression.bind(shapes), strict=True))
+        elif self._order:  # agreed on by all ranks: they can make something together
+            self._find_common_memory(buckets)
+        self._arrivals.arrange(buckets)
+
+    def _find_common_memory(self, buckets: Sequence[ReplicaBucket]) -> None:
         """Puts the buckets where all ranks can reach them, if the communicator has such memory: less is copied."""
-        for bucket in self._buckets:
+        for bucket in buckets:
             if not bucket.adopts:
                 buffer = self.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
                 if buffer is not None:
                     bucket.use(buffer)
 
     def _reset(self) -> None:
-        for bucket in self._buckets:
-            bucket.reset()
+        self._arrivals.reset()
         self._has_shared_buffers = False
-        self._next_bucket = 0
-        self._observed = []
-        self._arrived = [0] * len(self._parameters)
-        self._is_backward_known = False
 
     def _share_buffers(self) -> None:
         self._has_shared_buffers = True
         self.share_buffers()
+
+
+class Masters:
+    """What an optimizer updates where the module computes with copies in another dtype.
+
+        masters (as built)  --cast before the next forward-->  module's parameters (bf16)
+        masters' gradients  <--cast as each one arrives-----   module's gradients (bf16)
+
+    An update is often smaller than the distance of two bf16 numbers and would be lost; gradients of many microbatches
+    add up in the masters' dtype for the same reason. A parameter that is kept as it was built is its own master.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Casts the module's floating point parameters to ``dtype`` in place; their former values are the masters."""
+        self.module = module
+        kept = kept_parameters(module)
+        self.held = [parameter for _, parameter in module.named_parameters()]
+        self.parameters = [p if p in kept or not p.is_floating_point() else _split_off(p, dtype) for p in self.held]
+        self._pairs = [(p, m) for p, m in zip(self.held, self.parameters, strict=True) if p is not m]
+        self._master_of = dict(self._pairs)
+        self._seen_version = self._version()
+        # Fused optimizers do not raise the version of what they update. So the masters also count as changed after a
+        # backward pass that an update may follow.
+        self.may_have_changed = False
+
+    def has_copy(self, index: int) -> bool:
+        """Whether the n-th parameter and its master are two things."""
+        return self.parameters[index] is not self.held[index]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Casts the masters into the module's parameters if they may have changed."""
+        version = self._version()
+        if self.may_have_changed or version != self._seen_version:
+            self.may_have_changed, self._seen_version = False, version
+            # Through .data: for autograd the same values, cast again, are no change of what a forward pass has saved.
+            torch._foreach_copy_([p.data for p, _ in self._pairs], [m.data for _, m in self._pairs])
+
+    def follow(self) -> None:
+        """Freezes and unfreezes the masters as the module's parameters are."""
+        for parameter, master in self._pairs:
+            master.requires_grad_(parameter.requires_grad)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the module's state with the masters in the parameters' places."""
+        state = self.module.state_dict(keep_vars=True)
+        return {name: self._master_of.get(value, value) for name, value in state.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads a state into the module, and into the masters."""
+        self.module.load_state_dict(state)
+        for (name, parameter), master in zip(self.module.named_parameters(), self.parameters, strict=True):
+            if master is not parameter:
+                master.copy_(state[name])
+
+    def _version(self) -> int:
+        return sum(master._version for _, master in self._pairs)
+
+
+def _split_off(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Gives a parameter's values to a master, and casts the parameter itself."""
+    master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+    vars(master).update(vars(parameter))  # marks that users put there, for their optimizer's groups
+    parameter.data = parameter.data.to(dtype)
+    return master
 
 
 def _on_cpu(state: Any) -> Any:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,29 +36,14 @@ from torch import nn
 from paceline.comm.base import BucketReduction, Communicator, GradientCompression, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
-from paceline.engines.engine import BufferPolicy
 from paceline.engines.flat.flat import FlatGroup, gradient_scale
-from paceline.engines.flat.lane import Lane
+from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
-from paceline.engines.flat.unit import Unit, slice_shape, world_scale
+from paceline.engines.flat.side_stream import SideStream
+from paceline.engines.flat.unit import Call, Crossing, Unit, slice_shape, world_scale
 from paceline.engines.precision import Precision
-from paceline.engines.stages.route import Route, gather_leg, reduce_leg
 from paceline.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingPolicy:
-    """What may be chosen about sharding.
-
-    ``reshard_after_forward``: free units after forward (True), keep them until backward (False), or keep a slice that
-    a group of so many ranks can gather again (a number that divides the shard group).
-    """
-
-    units: tuple[str, ...] | None = None
-    unit_mb: float | None = None
-    reshard_after_forward: bool | int = True
-    prefetch: int = 1
-    shard_ranks: int | None = None
+from paceline.plan.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,28 +56,21 @@ class Groups:
     small: Communicator | None = None
 
 
-class _Crossing:
-    """A tensor between units: backward leaves the units that read it, then enters the one that made it."""
+@dataclass(slots=True)
+class Pass:
+    """Where this rank is in its passes, and what it owes to the one that ends a step."""
 
-    __slots__ = ("begins", "ends", "engine", "forward", "handle")
-
-    def __init__(self, engine: FullySharded, forward: int) -> None:
-        self.engine = engine
-        self.forward = forward
-        self.ends: list[_Call] = []
-        self.begins: list[Unit] = []
-        self.handle: Any = None
-
-
-class _Call:
-    """One call of a unit in forward. Its backward has ended when the gradients of all its inputs are there."""
-
-    __slots__ = ("forward", "num_inputs", "unit")
-
-    def __init__(self, unit: Unit, forward: int, num_inputs: int) -> None:
-        self.unit = unit
-        self.forward = forward
-        self.num_inputs = num_inputs
+    forward: Route
+    backward: Route
+    is_forward: bool = False
+    is_backward: bool = False
+    number: int = 0  # of forwards and backwards so far: in each, a unit is gathered when it is first needed
+    num_forwards: int = 0  # that the next backward undoes
+    forward_number: int = 0  # where each forward has a backward of its own: counts them
+    undone: int = 0  # the forward that this backward belongs to
+    reducing: Unit | None = None  # its gradients are under way
+    landing: Unit | None = None  # the one before: its gradients may be on their way to the host
+    used: set[str] = field(default_factory=set)  # parameters with gradients, since the last backward that synchronised
 
 
 class FullySharded(ShardedEngine):
@@ -103,63 +81,44 @@ class FullySharded(ShardedEngine):
         module: nn.Module,
         groups: Groups,
         units: Sequence[Unit],
-        policy: ShardingPolicy,
+        layout: Layout,
         precision: Precision,
-        buffers: BufferPolicy = "broadcast",
         compression: GradientCompression | None = None,
     ) -> None:
         """Takes units that are built already (``materialize.py``), the root last.
 
         ``compression`` averages over the replicas.
         """
-        super().__init__(module, groups.world, precision, buffers)
-        self.policy = policy
+        super().__init__(module, groups.world, precision, layout.buffers)
+        self._layout = layout
         self._groups = groups
         self._units = list(units)
         self._root = self._units[-1]
         self.flat_groups = [group for unit in self._units for group in unit.groups]
         self.holds_first_copy = groups.replicas.rank == 0
         self.piece_copies = (groups.replicas.rank, groups.replicas.size)
-        self._names = [name for name, _ in module.named_parameters()]
-        by_name = {
-            name: piece for group in self.flat_groups for name, piece in zip(group.names, group.pieces, strict=True)
-        }
-        gathers, reductions = Lane(self.comm.device), Lane(self.comm.device)
+        gathers, reductions = SideStream(self.comm.device), SideStream(self.comm.device)
         for group in self.flat_groups:
             group.gathers, group.reductions = gathers, reductions
         self._is_plain = groups.replicas.size == 1 and not any(group.has_copy for group in self.flat_groups)
-        if self._is_plain:
-            for unit in self._units:
-                unit.use()
-        self._pieces = [by_name[name] for name in self._names] if not self._is_plain else list(module.parameters())
+        for unit in self._units if self._is_plain else ():
+            unit.use()
+        self._updated = dict(module.named_parameters())  # the pieces, unless units are in use
         self._compression = compression if groups.replicas.size > 1 else None
-        self._compressed = self._bind_compression()
+        self._compressed: dict[FlatGroup, BucketReduction] = {}  # what averages the slices in place of an all-reduce
+        if self._compression is not None:
+            bound = self._compression.bind([slice_shape(group) for group in self.flat_groups], groups.replicas)
+            self._compressed = dict(zip(self.flat_groups, bound, strict=True))
         # A compression averages by itself.
         is_whole = self._compression is None
         self._scale = world_scale(groups.shards, groups.replicas) if is_whole else gradient_scale(groups.shards)
-        order = [gather_leg(self._root.index), *(gather_leg(unit.index) for unit in self._units[:-1])]
+        order = [Leg(unit.index, "gather") for unit in (self._root, *self._units[:-1])]
         self._training, self._evaluation = self._route(order), self._route(order)
-        self._forward = self._training
         self._backwards: dict[int, Route] = {}  # by the number of forwards that one backward undoes
-        self._backward = self._training
-        self._num_forwards = 0
         self._interleaves = False
-        self._forward_number = 0  # where each forward has a backward of its own: counts them
-        self._undone = 0  # the forward that this backward belongs to
-        self._pass_number = 0
-        self._is_forward = self._is_backward = False
-        self._reducing: Unit | None = None
-        self._landing: Unit | None = None  # the one before: its gradients may be on their way to the host
-        self._used: set[str] = set()
+        self._pass = Pass(self._training, self._training)
         self._flags: tuple[torch.Tensor, Work] | None = None
-        self._all_used = torch.ones(len(self._names), dtype=torch.uint8, device=self.comm.device)
-
-    def _bind_compression(self) -> dict[FlatGroup, BucketReduction]:
-        """Returns what averages the slices over the replicas, where an all-reduce does not."""
-        if self._compression is None:
-            return {}
-        shapes = [slice_shape(group) for group in self.flat_groups]
-        return dict(zip(self.flat_groups, self._compression.bind(shapes, self._groups.replicas), strict=True))
+        self._all_used = torch.ones(len(self._updated), dtype=torch.uint8, device=self.comm.device)
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Hooks into the units' modules, the model itself last."""
@@ -187,18 +146,14 @@ class FullySharded(ShardedEngine):
         with self.precision.context(self.comm.device):
             return self.module(*args, **kwargs)
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterates over what this rank updates: its flat piece of each parameter, which may be empty."""
-        return iter(self._pieces)
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over this rank's pieces, under the parameters' names."""
-        return iter(zip(self._names, self._pieces, strict=True))
+        """Iterates over this rank's flat pieces, which may be empty, under the parameters' names."""
+        return iter(self._updated.items())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
         norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None
-        return clip_pieces(self._pieces, self._groups.shards, max_norm, norm_type, norms=norms)
+        return clip_pieces(list(self._updated.values()), self._groups.shards, max_norm, norm_type, norms=norms)
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks for which this rank has no samples."""
@@ -209,19 +164,17 @@ class FullySharded(ShardedEngine):
 
     def sit_out_forward(self) -> None:
         """Takes part in the gathers of a forward."""
-        if self._is_plain or self.comm.size == 1:
-            return
-        if torch.is_grad_enabled() and self._is_syncing and self.module.training:
-            self._buffers.share()
-        self._begin_forward()
-        self._end_forward()
+        if self.comm.size > 1:
+            if torch.is_grad_enabled() and self._is_syncing and self.module.training:
+                self._buffers.share()
+            self._begin_forward()
+            self._end_forward()
 
     def sit_out_backward(self) -> None:
         """Takes part in the gathers and reductions of a backward."""
-        if self._is_plain or self.comm.size == 1:
-            return
-        self._begin_backward()
-        self._finish_backward()
+        if self.comm.size > 1:
+            self._begin_backward()
+            self._finish_backward()
 
     def abandon_accumulation(self) -> None:
         """Forgets the passes since the last one that reduced."""
@@ -237,49 +190,56 @@ class FullySharded(ShardedEngine):
 
     def _enter_root(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         self._begin_forward()
-        self._reach(unit, self._forward)
+        self._reach(unit, self._pass.forward)
         return None if self.precision.param_dtype is None else self.precision.cast_inputs((args, kwargs))
 
     def _leave_root(self, unit: Unit, output: Any) -> None:
         self._end_forward()
-        if self._forward is self._evaluation or self._interleaves:
+        if self._pass.forward is self._evaluation or self._interleaves:
             unit.free()
         self._mark_outputs(unit, output)
 
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        if self._is_backward:  # a checkpointed part runs again
+        now = self._pass
+        if now.is_backward:  # a checkpointed part runs again
             self._enter_backward(unit)
             if unit.num_blind_calls and torch.is_grad_enabled():
                 unit.num_blind_calls -= 1
                 self._watch_inputs(unit, args, kwargs)
             return
-        if not self._is_forward:  # called by itself, outside the model's forward
+        if not now.is_forward:  # called by itself, outside the model's forward
             unit.start_gather()
             unit.use()
-        elif unit.pass_number != self._pass_number or not unit.in_use:
-            self._reach(unit, self._forward)
+        elif unit.pass_number != now.number or not unit.in_use:
+            self._reach(unit, now.forward)
         if torch.is_grad_enabled():
-            unit.open_call(self._forward_number)
+            unit.open_call(now.forward_number)
             self._watch_inputs(unit, args, kwargs)
-        elif self._is_forward and self._forward is self._training:  # a re-entrant checkpoint: the graph comes later
-            unit.open_call(self._forward_number)
+        elif self._is_training_forward:  # a re-entrant checkpoint: the graph comes later
+            unit.open_call(now.forward_number)
             unit.num_blind_calls += 1
+
+    @property
+    def _is_training_forward(self) -> bool:
+        """Whether a forward is under way that has a backward to come."""
+        return self._pass.is_forward and self._pass.forward is self._training
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """Asks to be called when the gradients of a call's inputs are there."""
+        now = self._pass
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        call = _Call(unit, self._undone if self._is_backward else self._forward_number, len(inputs))
+        call = Call(unit, now.undone if now.is_backward else now.forward_number, len(inputs))
         for tensor in inputs:
             self._crossing(tensor).ends.append(call)
 
     def _leave(self, unit: Unit, output: Any) -> None:
-        if self._is_backward:
+        if self._pass.is_backward:
             return
         has_graph = self._mark_outputs(unit, output)
         # A re-entrant checkpoint runs without a graph, and will need the unit in backward all the same.
-        if has_graph or (self._is_forward and self._forward is self._training):
+        if has_graph or self._is_training_forward:
             self._reshard(unit)
-        elif not (self._is_forward and gather_leg(unit.index) in self._forward.repeated):
+        elif not (self._pass.is_forward and Leg(unit.index, "gather") in self._pass.forward.repeated):
             unit.free()
 
     def _mark_outputs(self, unit: Unit, output: Any) -> bool:
@@ -307,43 +267,45 @@ class FullySharded(ShardedEngine):
         """
         if self._interleaves:
             return False
-        leg, legs = gather_leg(unit.index), self._training.legs
+        leg, legs = Leg(unit.index, "gather"), self._training.legs
         is_last = legs is not None and legs[-1] == leg
-        return self.policy.reshard_after_forward is False or is_last or leg in self._training.repeated
+        return self._layout.reshard_after_forward is False or is_last or leg in self._training.repeated
 
     def _reach(self, unit: Unit, route: Route) -> None:
-        unit.pass_number = self._pass_number
-        route.reach(gather_leg(unit.index), self._describe)
+        unit.pass_number = self._pass.number
+        route.reach(Leg(unit.index, "gather"), self._describe)
         unit.use()
 
     def _begin_forward(self) -> None:
-        self._forward = self._training if torch.is_grad_enabled() else self._evaluation
-        self._num_forwards += self._forward is self._training
-        self._forward_number += self._interleaves
-        self._pass_number += 1
-        self._is_forward, self._is_backward = True, False
+        now = self._pass
+        now.forward = self._training if torch.is_grad_enabled() else self._evaluation
+        now.num_forwards += now.forward is self._training
+        now.forward_number += self._interleaves
+        now.number += 1
+        now.is_forward, now.is_backward = True, False
         for group in self.flat_groups:
             group.drop_gradient()
         for unit in self._units:
             unit.sync_trainable()
             unit.forget_small()
-        self._forward.begin()
+        now.forward.begin()
 
     def _end_forward(self) -> None:
-        self._forward.finish()
-        self._is_forward = False
-        if self._forward is self._evaluation:
-            for leg in self._forward.repeated:
-                self._units[leg // 2].free()
+        now = self._pass
+        now.forward.finish()
+        now.is_forward = False
+        if now.forward is self._evaluation:
+            for leg in now.forward.repeated:
+                self._units[leg.unit].free()
 
     # Backward: a unit is gathered again; its gradients leave when they have come out at its inputs.
 
-    def _crossing(self, tensor: torch.Tensor) -> _Crossing:
+    def _crossing(self, tensor: torch.Tensor) -> Crossing:
         """Returns the crossing at a tensor; one hook serves the units on both sides."""
-        found: _Crossing | None = getattr(tensor, "_paceline_crossing", None)
+        found: Crossing | None = getattr(tensor, "_paceline_crossing", None)
         if found is not None and found.engine is self and not tensor.is_leaf:
             return found
-        crossing = _Crossing(self, self._forward_number)
+        crossing = Crossing(self, self._pass.forward_number)
         handle = tensor.register_hook(lambda _: self._cross(crossing))  # type: ignore[no-untyped-call]
         if tensor.is_leaf:
             crossing.handle = handle  # a leaf outlives the graph, and so would its hook
@@ -351,10 +313,10 @@ class FullySharded(ShardedEngine):
             tensor._paceline_crossing = crossing  # type: ignore[attr-defined]
         return crossing
 
-    def _cross(self, crossing: _Crossing) -> None:
+    def _cross(self, crossing: Crossing) -> None:
         """Runs when the gradient of a tensor between units is there: they are left and entered in this order."""
-        if not self._is_backward:
-            self._undone = next((call.forward for call in crossing.ends), crossing.forward)
+        if not self._pass.is_backward:
+            self._pass.undone = next((call.forward for call in crossing.ends), crossing.forward)
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         for call in crossing.ends:
@@ -367,30 +329,38 @@ class FullySharded(ShardedEngine):
             self._enter_backward(unit)
 
     def _begin_backward(self) -> None:
-        self._is_backward = True
-        self._pass_number += 1
+        now = self._pass
+        now.is_backward = True
+        now.number += 1
         for unit in self._units:
             unit.is_complete = False
         if self._interleaves:
-            self._num_forwards = 1
-        if self._num_forwards not in self._backwards:
-            # Backward goes the way of forward, from its end: who has come to a unit is done with those behind it.
-            way = self._training.legs or [gather_leg(unit.index) for unit in self._units]
-            inner = [leg // 2 for leg in reversed(way) if leg // 2 != self._root.index]
-            legs = [leg for index in inner for leg in (gather_leg(index), reduce_leg(index))]
-            first = [gather_leg(self._root.index)] if self._interleaves else []
-            self._backwards[self._num_forwards] = self._route([*first, *legs, reduce_leg(self._root.index)])
-        self._backward = self._backwards[self._num_forwards]
-        self._backward.begin()
+            now.num_forwards = 1
+        if now.num_forwards not in self._backwards:
+            self._backwards[now.num_forwards] = self._route(self._backward_order())
+        now.backward = self._backwards[now.num_forwards]
+        now.backward.begin()
+
+    def _backward_order(self) -> list[Leg]:
+        """Returns the way of forward, from its end: who has come to a unit is done with those behind it."""
+        root = self._root.index
+        forward = [unit.index for unit in self._units]
+        if self._training.legs:
+            forward = [leg.unit for leg in self._training.legs]
+        legs = [Leg(root, "gather")] if self._interleaves else []
+        for unit in reversed(forward):
+            if unit != root:
+                legs += [Leg(unit, "gather"), Leg(unit, "reduce")]
+        return [*legs, Leg(root, "reduce")]
 
     def _enter_backward(self, unit: Unit) -> None:
         if not unit.in_use:
-            self._reach(unit, self._backward)
+            self._reach(unit, self._pass.backward)
         elif unit is not self._root:
             # Not sooner: backward begins with the loss, when the memory is fullest.
-            self._backward.look_ahead()
+            self._pass.backward.look_ahead()
 
-    def _close_call(self, call: _Call, *, is_at_leaf: bool = False) -> None:
+    def _close_call(self, call: Call, *, is_at_leaf: bool = False) -> None:
         """Ends the backward of a call: with the last one open, the unit's gradients are all there.
 
         At a leaf (the input of a re-entrant checkpoint) they may still be on their way, until that backward ends.
@@ -399,26 +369,27 @@ class FullySharded(ShardedEngine):
             later = functools.partial(self._close_call, call)
             torch.autograd.Variable._execution_engine.queue_callback(later)
             return
-        unit = call.unit
-        if not unit.close_call(call.forward) or not self._is_backward:
+        unit, route = call.unit, self._pass.backward
+        if not unit.close_call(call.forward) or not self._pass.is_backward:
             return
         unit.is_complete = True
-        if self._backward.is_learning:
-            self._backward.reach(reduce_leg(unit.index), self._describe)
+        if route.is_learning:
+            route.reach(Leg(unit.index, "reduce"), self._describe)
         else:
-            self._backward.reach_ready(lambda leg: self._units[leg // 2].is_complete)
+            route.reach_ready(lambda leg: self._units[leg.unit].is_complete)
         unit.free()
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Ends a backward: reduces the rest, waits, and settles who has a gradient."""
-        self._backward.finish(drop=lambda leg: leg % 2 == 0 and self._stays(self._units[leg // 2]))
+        now = self._pass
+        now.backward.finish(drop=lambda leg: leg.is_gather and self._stays(self._units[leg.unit]))
         self._finish_reduce()
-        self._reducing = self._landing = None
-        self._is_backward = False
-        self._num_forwards = 0
+        now.reducing = now.landing = None
+        now.is_backward = False
+        now.num_forwards = 0
         for unit in self._units:
-            unit.forget_calls(self._undone)
+            unit.forget_calls(now.undone)
             unit.free()
         self._check_nothing_left()
         if self._is_syncing:
@@ -437,26 +408,25 @@ class FullySharded(ShardedEngine):
 
     def _settle(self) -> None:
         """Ends a step's gradients: those of the replicas are averaged, and a parameter that no rank used has none."""
-        has_replicas = self._groups.replicas.size > 1
-        for unit in self._units if has_replicas else ():
+        replicated = self._units if self._groups.replicas.size > 1 else []
+        for unit in replicated:
             unit.start_replicate(self._groups.replicas, self._compressed)
-        unused = [place for place, name in enumerate(self._names) if name not in self._used]
-        missing = [place for place in unused if self._pieces[place].requires_grad]
-        for place in set(unused) - set(missing):
-            self._pieces[place].grad = None  # frozen
+        unused = [name for name in self._updated if name not in self._pass.used]
+        missing = [name for name in unused if self._updated[name].requires_grad]
+        frozen = [name for name in unused if not self._updated[name].requires_grad]
         if self.comm.size > 1:
             missing = self._ask_others(missing)
-        for place in missing:
-            self._pieces[place].grad = None
-        for unit in self._units if has_replicas else ():
+        for name in (*frozen, *missing):
+            self._updated[name].grad = None
+        for unit in replicated:
             unit.finish_replicate()
         if self._compression is not None:
             dropped = [name for name, piece in self.named_parameters() if piece.grad is None]
             self._compression.withhold(dropped)
             self._compression.end_pass(self._groups.shards)
-        self._used.clear()
+        self._pass.used.clear()
 
-    def _ask_others(self, missing: list[int]) -> list[int]:
+    def _ask_others(self, missing: list[str]) -> list[str]:
         """Tells the others which parameters were used here; returns which of the missing ones no rank has used.
 
         A rank that misses none does not wait for the answer.
@@ -465,49 +435,50 @@ class FullySharded(ShardedEngine):
             self._flags[1].wait()
         flags = self._all_used
         if missing:
-            is_used = [name in self._used for name in self._names]
+            is_used = [name in self._pass.used for name in self._updated]
             flags = torch.tensor(is_used, dtype=torch.uint8).to(self.comm.device, non_blocking=True)
         else:
             flags.fill_(1)
-        self._flags = (flags, self.comm.all_reduce(flags, "max"))
+        self._flags = (flags, self.comm.all_reduce(flags, "max"))  # the flags live until they have been waited for
         if not missing:
             return []
         self._flags[1].wait()
-        used_anywhere = flags.tolist()  # sync point, for models that leave parameters unused
-        return [place for place in missing if not used_anywhere[place]]
+        # sync point, for models that leave parameters unused
+        used_anywhere = dict(zip(self._updated, flags.tolist(), strict=True))
+        return [name for name in missing if not used_anywhere[name]]
 
     # What the routes call.
 
-    def _route(self, order: Sequence[int]) -> Route:
-        return Route(self._groups.shards, order, self._issue, self._release, self.policy.prefetch)
+    def _route(self, order: Sequence[Leg]) -> Route:
+        return Route(self._groups.shards, order, self._issue, self._release, self._layout.prefetch)
 
-    def _issue(self, leg: int) -> None:
-        unit = self._units[leg // 2]
-        if leg % 2 == 0:
+    def _issue(self, leg: Leg) -> None:
+        unit, now = self._units[leg.unit], self._pass
+        if leg.is_gather:
             unit.start_gather()
             return
         with torch.no_grad():
-            if self._landing is not None:
-                self._landing.land_gradients()
+            if now.landing is not None:
+                now.landing.land_gradients()
             self._finish_reduce()  # two units' gradients at a time
-            self._used.update(unit.start_reduce(self._scale))
-            self._landing, self._reducing = self._reducing, unit
+            now.used.update(unit.start_reduce(self._scale))
+            now.landing, now.reducing = now.reducing, unit
 
     def _finish_reduce(self) -> None:
-        if self._reducing is not None:
+        if self._pass.reducing is not None:
             is_final = self._is_syncing and self._groups.replicas.size == 1
-            self._reducing.finish_reduce(is_last=self._is_syncing, is_final=is_final)
+            self._pass.reducing.finish_reduce(is_last=self._is_syncing, is_final=is_final)
 
-    def _release(self, leg: int) -> None:
+    def _release(self, leg: Leg) -> None:
         """Lets go of a unit that was gathered for the others; all keep a slice of it where backward will need that."""
-        unit = self._units[leg // 2]
+        unit = self._units[leg.unit]
         if unit.in_use:
             return
-        is_needed = self._is_forward and self._forward is self._training and unit is not self._root
+        is_needed = self._is_training_forward and unit is not self._root
         if is_needed and self._groups.small is not None and not self._stays(unit):
             unit.keep_within(self._groups.small)
         else:
             unit.free()
 
-    def _describe(self, leg: int) -> str:
-        return f"unit {self._units[leg // 2].name or 'root'}"
+    def _describe(self, leg: Leg) -> str:
+        return f"unit {self._units[leg.unit].name or 'root'}"

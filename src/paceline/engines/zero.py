@@ -27,30 +27,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator, Work, control_device
+from paceline.comm.base import DONE, Communicator, Work, control_device
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
+from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
-from paceline.engines.buckets.gradients import BufferPool, GradientBucket
-from paceline.engines.engine import BufferPolicy
+from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
+from paceline.engines.engine import BufferPolicy, own_region
 from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
-from paceline.engines.flat.shards import own_region
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
 from paceline.plan.layout import Offload
 from paceline.shards import Shard
-
-_LARGE_BYTES = 2**18  # about what a second-level cache holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,32 +89,23 @@ class ZeroParallel(ShardedEngine):
             **{n: p for g in self.flat_groups for n, p in zip(g.names, g.pieces, strict=True)},
         }
         self._scale = gradient_scale(comm)
-        self._has_shared_buffers = False
-        # Gradients by the parameters' place in the groups.
-        self._names = [name for group in self.flat_groups for name in group.names]
-        self._parameters = [parameter for group in self.flat_groups for parameter in group.parameters]
-        pool = BufferPool() if self.policy.stage == 2 else None
-        self._fixed = [GradientBucket(group, pool) for group in self.flat_groups]
-        self._buckets = self._fixed  # in the order in which they leave
-        self._is_ordered = comm.size == 1 or len(self._buckets) < 2
-        self._gathering = Gathering(module, list(reversed(self.flat_groups)))
-        self._bucket_of = [(bucket, p) for bucket in self._fixed for p in range(len(bucket.group.names))]
+        self._has_shared_buffers = False  # in this pass
         self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
-        # What ranks tell one another behind the buckets: the squares of their slices, and a 1 for what they have used.
-        wide = self.flat_groups[0].dtype if self.flat_groups else torch.float32
-        self._news = torch.zeros(1 + len(self._names), dtype=wide, device=comm.device)
-        self._news_work: Work | None = None
-        self._measured: list[tuple[int, list[bool]]] = []  # by group: which gradient, and of which pieces
-        self._completed: list[int] = []
-        self._expected: list[int] | None = None
-        self._observed: list[int] = []
-        self._arrived: list[int] = []
-        self._counted: set[int] = set()
-        self._task = -1  # autograd's number of the backward
-        self._next_bucket = 0
-        self._is_backward_known = False
-        self._is_reducing = False  # the backward that is known
-        self._watch()
+        self._gathering = Gathering(module, list(reversed(self.flat_groups)))
+        self._gathering.owner = self  # the modules' hooks hold the gathering: so the module keeps the engine alive
+        self._arrivals: Arrivals[SlicedBucket] = Arrivals(
+            [name for group in self.flat_groups for name in group.names],
+            overlap=self.policy.overlap,
+            graph_fix="use torch.autograd.grad(..., create_graph=True), which leaves the parameters' gradients alone",
+        )
+        self._fixed = _make_buckets(self.flat_groups, BufferPool() if self.policy.stage == 2 else None)
+        self._completed: list[int] = []  # the places of buckets in ``_fixed``, in the order of this rank's backward
+        self._is_ordered = comm.size == 1 or len(self._fixed) < 2
+        self._is_reducing = False  # the backward that is under way
+        self._news = _News(comm, self.flat_groups)
+        self._arrivals.arrange(self._fixed)
+        parameters = (parameter for group in self.flat_groups for parameter in group.parameters)
+        self._arrivals.watch(self, ZeroParallel._arrive, dict(enumerate(parameters)))
         self._reset()
 
     # What users call.
@@ -141,17 +129,13 @@ class ZeroParallel(ShardedEngine):
                     tensor.register_hook(enter)  # type: ignore[no-untyped-call]
         return output
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterates over what this rank updates: its piece of every parameter, and frozen ones as they are."""
-        return iter(self._updated.values())
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over what this rank updates, under the module's own names, the same on every rank."""
+        """Iterates over this rank's piece of every parameter, and frozen ones as they are, under the module's names."""
         return iter(self._updated.items())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
-        squares = self._take_squares() if norm_type == 2.0 else None
+        squares = self._news.take_squares() if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.comm, max_norm, norm_type, squares=squares)
 
     def sit_out(self) -> None:
@@ -161,7 +145,7 @@ class ZeroParallel(ShardedEngine):
         """
         if self._is_plain:
             return
-        if self._is_backward_known and not self._is_reducing:
+        if self._arrivals.is_open and not self._is_reducing:
             self._drop_failed()  # the others wait for nothing of it
         is_training = torch.is_grad_enabled()
         if is_training and self._is_syncing and self.module.training and not self._has_shared_buffers:
@@ -169,7 +153,7 @@ class ZeroParallel(ShardedEngine):
         with standing_in(self.module):
             self._gathering.refresh()
             if is_training and self._reduces:
-                self._arrived, self._observed = [0] * len(self._names), []  # nothing is learnt from a pass not made
+                self._arrivals.forget_counts()  # nothing is learnt from a pass not made
                 self._finish()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -220,7 +204,7 @@ class ZeroParallel(ShardedEngine):
         is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         if is_trainable != self._is_trainable:
             self._follow(is_trainable)
-        if self._is_backward_known:
+        if self._arrivals.is_open:
             self._drop_failed()
         if self._is_syncing and self.module.training:
             self._has_shared_buffers = True
@@ -228,12 +212,12 @@ class ZeroParallel(ShardedEngine):
 
     def _drop_failed(self) -> None:
         """Forgets a backward that did not come to its end."""
-        for bucket in self._buckets:
+        for bucket in self._fixed:
             bucket.abandon()
         self._reset()
 
     def _follow(self, is_trainable: list[bool]) -> None:
-        ours = set(self._names)
+        ours = set(self._arrivals.names)
         for name, now in zip(self._named, is_trainable, strict=True):
             if now and name not in ours:
                 raise UsageError(
@@ -242,7 +226,7 @@ class ZeroParallel(ShardedEngine):
                     "  build the engine with it trainable, and freeze it afterwards"
                 )
         self._is_trainable = is_trainable
-        self._expected = None
+        self._arrivals.expected = None
 
     # Backward: gradients arrive, buckets leave.
 
@@ -252,13 +236,9 @@ class ZeroParallel(ShardedEngine):
         return self._is_syncing or self.policy.stage == 2
 
     def _enter_backward(self, version: int, gradient: torch.Tensor) -> None:
-        """Runs when backward enters the module: what is missing at its end is sent then.
-
-        Queued from the outputs, not from the first gradient: under re-entrant checkpointing that one belongs to an
-        inner backward, which ends long before the outer one.
-        """
+        """Runs when backward enters the module: what is missing at its end is sent then."""
         del gradient
-        if self._is_backward_known:
+        if self._arrivals.is_open:
             return
         if version != self._gathering.version:
             raise UsageError(
@@ -266,169 +246,146 @@ class ZeroParallel(ShardedEngine):
                 "  gradients would mix values from before and after the update\n"
                 "  call optimizer.step() after the backward passes of all outputs that are needed"
             )
-        self._is_backward_known, self._is_reducing = True, self._reduces
-        self._task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._is_reducing = self._reduces
+        self._arrivals.open(self._finish)
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
         """Counts a gradient in; runs as autograd's hook, once for each gradient."""
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse or gradient.requires_grad:
-            raise UsageError(_explain_refusal(self._names[index], gradient))
-        if not self._is_backward_known:
-            self._enter_backward(self._gathering.version, gradient)
-        self._arrived[index] += 1
-        if self._expected is None:
-            self._observed.append(index)
-            # Autograd hands over a gradient once, with all uses added up; only a backward within the backward brings
-            # another one.
-            is_last = self._arrived[index] == 1 and torch._C._current_graph_task_id() == self._task
-        else:
-            is_last = self._arrived[index] == self._expected[index]
-        if not self.policy.overlap:
+        gradient, arrivals = parameter.grad, self._arrivals
+        if gradient is None:
             return
-        if is_last:
-            self._count_in(index)
-        elif index in self._counted:
-            raise UsageError(
-                f"{self._names[index]} got its gradient number {self._arrived[index]} after it was counted in\n"
-                "  with overlap, every backward must visit a parameter as often as the first one did, and re-entrant\n"
-                "  checkpoints must not share parameters with the rest of the model\n"
-                "  set comm.overlap = false (parallelize(..., overlap=False))"
-            )
+        arrivals.check(index, gradient)
+        if not arrivals.is_open:
+            self._enter_backward(self._gathering.version, gradient)
+        complete = arrivals.count(index, may_leave=True)
+        if complete is None:
+            return
+        bucket, place = complete
+        has_room = self.policy.stage == 1 or bucket is arrivals.buckets[arrivals.num_left]
+        if has_room and bucket.is_large[place] and self._scale != 1.0:
+            self._make_room(arrivals.num_left)
+            bucket.bring_in(place, gradient, self._scale)
+        if bucket.num_missing == 0:
+            for each in arrivals.take_complete():
+                self._launch(each)
 
-    def _count_in(self, index: int) -> None:
-        """Notes that a gradient is complete; sends the buckets that are, in order: one waits for those before it."""
-        self._counted.add(index)
-        bucket, place = self._bucket_of[index]
-        if index in self._moved_at_once and (self.policy.stage == 1 or bucket is self._buckets[self._next_bucket]):
-            self._make_room(self._next_bucket)
-            bucket.bring_in(place, self._scale)
-        bucket.num_missing -= 1
-        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_missing == 0:
-            self._launch()
-
-    def _launch(self) -> None:
-        """Brings in the gradients of the next bucket, and sends them."""
-        self._make_room(self._next_bucket)
-        bucket = self._buckets[self._next_bucket]
+    def _launch(self, bucket: SlicedBucket) -> None:
+        """Brings in the gradients of the bucket that leaves now, and sends them."""
+        self._make_room(self._arrivals.num_left - 1)
         bucket.fill(self._scale)
         if self._reduces:
             bucket.send()
-        self._next_bucket += 1
 
     def _make_room(self, place: int) -> None:
         """Keeps at most two whole buckets of gradients in stage 2: waits for the one before the last."""
         if self.policy.stage == 2 and place > 1:
-            self._buckets[place - 2].land(is_last=self._is_syncing)
+            self._arrivals.buckets[place - 2].land(is_last=self._is_syncing)
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Ends a backward: sends the rest, waits, and settles who has a gradient."""
-        while self._next_bucket < len(self._buckets):
-            self._launch()
+        for bucket in self._arrivals.take_rest():
+            self._launch(bucket)
         if not self._reduces:
-            for bucket in self._buckets:
+            for bucket in self._fixed:
                 bucket.show()
         else:
-            for bucket in self._buckets:
+            for bucket in self._arrivals.buckets:
                 bucket.land(is_last=self._is_syncing)
                 if self._is_syncing:
                     bucket.group.measure()  # while the others are under way
             for group in self.flat_groups:
                 group.finish_gradient()
             if self._is_syncing:
-                self._tell()
+                used = [flag for bucket in self._fixed for flag in bucket.take_used()]
+                self._news.tell(used)
+                self._settle([index for index, is_used in enumerate(used) if not is_used])
+                self._news.note_measured()
         self._learn()
         self._reset()
         self._gathering.may_have_changed |= self._is_syncing
 
-    def _tell(self) -> None:
-        """Tells the others what was used here and how large this rank's gradients are; settles who has a gradient."""
-        if self._news_work is not None:
-            self._news_work.wait()
-        used = [flag for bucket in self._fixed for flag in bucket.take_used()]
-        missing = [index for index, is_used in enumerate(used) if not is_used]
-        if missing:
-            self._news[1:].copy_(torch.tensor(used, dtype=self._news.dtype), non_blocking=True)
-        else:
-            self._news[1:].fill_(1)
-        norms = measured_norms(self.flat_groups)
-        if norms is not None:
-            stacked = torch.stack(norms).to(self._news.dtype)
-            self._news[0] = torch.dot(stacked, stacked)
-        self._news_work = self.comm.all_reduce(self._news)
-        self._settle(missing)
-        self._measured = [] if norms is None else [(g.gradient_version, _has_gradient(g)) for g in self.flat_groups]
-
     def _settle(self, missing: list[int]) -> None:
         """Takes the gradient from pieces of parameters that no rank has used. Reads the flags: a sync."""
-        if any(self._parameters[index].requires_grad for index in missing):
-            assert self._news_work is not None
-            self._news_work.wait()
-            used = self._news[1:].tolist()
+        places = {index: self._arrivals.place_of(index) for index in missing}
+        if any(bucket.parameters[place].requires_grad for bucket, place in places.values()):
+            used = self._news.used_anywhere()
             missing = [index for index in missing if not used[index]]
         for index in missing:
-            bucket, place = self._bucket_of[index]
+            bucket, place = places[index]
             bucket.group.pieces[place].grad = None
-
-    def _take_squares(self) -> torch.Tensor | None:
-        """Returns the sum of all ranks' squares, once; None unless it is that of the gradients there are now."""
-        measured, self._measured = self._measured, []
-        if not measured:
-            return None
-        for group, (version, had) in zip(self.flat_groups, measured, strict=True):
-            if not group.has_gradient_of(version) or _has_gradient(group) != had:
-                return None
-        assert self._news_work is not None
-        self._news_work.wait()
-        return self._news[0]
-
-    # What the first backward teaches.
-
-    def _watch(self) -> None:
-        """Asks autograd to report gradients."""
-        # Weakly: what a parameter's hook holds is never freed, since the garbage collector does not look there. Through
-        # the hooks of its modules the module holds the engine all the same.
-        self._gathering.owner = self
-        engine: Any = weakref.proxy(self)
-        for index, parameter in enumerate(self._parameters):
-            hook = functools.partial(ZeroParallel._arrive, engine, index)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
-        # call after a matrix product pays for cold code.
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
-        self._moved_at_once = {i for i, size in enumerate(sizes) if size >= _LARGE_BYTES and self._scale != 1.0}
 
     def _learn(self) -> None:
         """Keeps how often gradients arrived; agrees with rank 0 on the order in which buckets are complete."""
-        if self._expected is None and self._observed:
-            self._expected = self._arrived  # 0: not seen yet, so it is complete when backward ends
-            last = {id(self._bucket_of[index][0]): moment for moment, index in enumerate(self._observed)}
-            self._completed = sorted(
-                range(len(self._fixed)), key=lambda place: last.get(id(self._fixed[place]), len(self._observed))
-            )
-        elif self._expected is not None and 0 in self._expected:
-            self._expected = [before or now for before, now in zip(self._expected, self._arrived, strict=True)]
+        arrivals = self._arrivals
+        if arrivals.expected is None and arrivals.seen:
+            last = {arrivals.place_of(index)[0]: moment for moment, index in enumerate(arrivals.seen)}
+            ends = [last.get(bucket, len(arrivals.seen)) for bucket in self._fixed]
+            self._completed = sorted(range(len(ends)), key=ends.__getitem__)
+        if arrivals.expected is not None or arrivals.seen:
+            arrivals.learn()
         if not self._is_ordered and self._reduces:
             order = torch.tensor(self._completed or [-1] * len(self._fixed), device=control_device(self.comm))
             self.comm.broadcast(order).wait()
             agreed = order.tolist()
             self._is_ordered = agreed[0] >= 0  # else rank 0 has sat out so far
             if self._is_ordered:
-                self._buckets = [self._fixed[place] for place in agreed]
-                self._gathering.arrange([bucket.group for bucket in reversed(self._buckets)])
+                arrivals.arrange([self._fixed[place] for place in agreed])
+                self._gathering.arrange([bucket.group for bucket in reversed(arrivals.buckets)])
 
     def _reset(self) -> None:
-        for bucket in self._buckets:
-            bucket.reset()
+        self._arrivals.reset()
         self._has_shared_buffers = False
-        self._next_bucket = 0
-        self._observed = []
-        self._arrived = [0] * len(self._names)
-        self._counted.clear()
-        self._is_backward_known = False
+
+
+class _News:
+    """What ranks tell one another behind the buckets: the squares of their slices, and a 1 for what they have used."""
+
+    def __init__(self, comm: Communicator, groups: Sequence[FlatGroup]) -> None:
+        self._comm = comm
+        self._groups = groups
+        wide = groups[0].dtype if groups else torch.float32
+        num_parameters = sum(len(group.names) for group in groups)
+        self._sums = torch.zeros(1 + num_parameters, dtype=wide, device=comm.device)
+        self._work: Work = DONE
+        self._measured: list[tuple[int, list[bool]]] = []  # by group: which gradient, and of which pieces
+        self._has_squares = False
+
+    def tell(self, used: Sequence[bool]) -> None:
+        """Tells the others which parameters were used here, and how large this rank's gradients are."""
+        self._work.wait()
+        if all(used):
+            self._sums[1:].fill_(1)
+        else:
+            self._sums[1:].copy_(torch.tensor(used, dtype=self._sums.dtype), non_blocking=True)
+        norms = measured_norms(self._groups)
+        self._has_squares = norms is not None
+        if norms is not None:
+            stacked = torch.stack(norms).to(self._sums.dtype)
+            self._sums[0] = torch.dot(stacked, stacked)
+        self._work = self._comm.all_reduce(self._sums)
+
+    def used_anywhere(self) -> list[float]:
+        """Returns how many ranks have used each parameter. A sync point."""
+        self._work.wait()
+        found: list[float] = self._sums[1:].tolist()
+        return found
+
+    def note_measured(self) -> None:
+        """Notes which gradients the squares are those of, now that it is settled who has one."""
+        groups = self._groups if self._has_squares else ()
+        self._measured = [(group.gradient_version, _has_gradient(group)) for group in groups]
+
+    def take_squares(self) -> torch.Tensor | None:
+        """Returns the sum of all ranks' squares, once; None unless it is that of the gradients there are now."""
+        measured, self._measured = self._measured, []
+        if not measured:
+            return None
+        for group, (version, had) in zip(self._groups, measured, strict=True):
+            if not group.has_gradient_of(version) or _has_gradient(group) != had:
+                return None
+        self._work.wait()
+        return self._sums[0]
 
 
 def _has_gradient(group: FlatGroup) -> list[bool]:
@@ -462,6 +419,15 @@ def _make_groups(
     return groups
 
 
+def _make_buckets(groups: Sequence[FlatGroup], pool: BufferPool | None) -> list[SlicedBucket]:
+    """Makes a bucket of each group; parameters are numbered in the order of the groups."""
+    buckets, first = [], 0
+    for group in groups:
+        buckets.append(SlicedBucket(group, range(first, first + len(group.names)), pool))
+        first += len(group.names)
+    return buckets
+
+
 def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Casts the frozen parameters where they lie; returns them as they were built, on the host, for state dicts."""
     if dtype is None:
@@ -474,16 +440,3 @@ def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torc
     for parameter in {module.get_parameter(name) for name in built}:
         parameter.data = parameter.data.to(dtype)
     return built
-
-
-def _explain_refusal(name: str, gradient: torch.Tensor) -> str:
-    if gradient.is_sparse:
-        return (
-            f"{name} has a sparse gradient\n  buckets are dense\n"
-            "  build its nn.Embedding with sparse=False, or freeze it"
-        )
-    return (
-        f"{name} has a gradient with a graph (backward(create_graph=True))\n"
-        "  a reduced gradient cannot be differentiated again\n"
-        "  use torch.autograd.grad(..., create_graph=True), which leaves the parameters' gradients alone"
-    )

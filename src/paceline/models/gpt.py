@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.gpt_sizes import GPT_SIZES, GPTShape, gpt_shape, head_problems
-from paceline.config.schema import GPTModelConfig
+from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.layers import PipelineLayer
 
@@ -59,8 +59,9 @@ class GPTConfig:
         return self.width // self.heads
 
     def __post_init__(self) -> None:
-        problems = _value_problems(self) or head_problems(
-            width=self.width, heads=self.heads, kv_heads=self.kv_heads, is_rotary=self.positions == "rotary"
+        is_rotary = self.positions == "rotary"
+        problems = _value_problems(self) or list(
+            head_problems(width=self.width, heads=self.heads, kv_heads=self.kv_heads, is_rotary=is_rotary)
         )
         if problems:
             raise ConfigError(problems, source="model")
@@ -349,13 +350,7 @@ def _value_problems(config: GPTConfig) -> list[Problem]:
 
 
 # Of GPT-2, rounded up to a multiple of 128, and of Llama; the other sizes are for text of bytes or characters.
-_VOCABULARIES = {
-    "gpt-124m": 50304,
-    "gpt-350m": 50304,
-    "gpt-1.1b": 32000,
-    "gpt-3b": 32000,
-    "gpt-7b": 32000,
-}
+_VOCABULARIES = {"gpt-124m": 50304, "gpt-350m": 50304, "gpt-1.1b": 32000, "gpt-3b": 32000, "gpt-7b": 32000}
 
 SIZES: dict[str, GPTConfig] = {
     name: _with_vocabulary(shape, _VOCABULARIES.get(name, 256)) for name, shape in GPT_SIZES.items()

@@ -48,10 +48,7 @@ class ActivationBytes:
 
 
 def measure_activations(
-    model: nn.Module,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
-    batch: Any,
-    blocks: Sequence[nn.Module] = (),
+    model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], batch: Any, blocks: Sequence[nn.Module] = ()
 ) -> ActivationBytes:
     """Runs one forward pass of ``loss(model, batch)`` and counts what autograd keeps.
 

@@ -15,7 +15,7 @@ from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
 
 if TYPE_CHECKING:
-    from paceline.config.schema import (
+    from paceline.config.sections import (
         FactoryModelConfig,
         GPTModelConfig,
         MLPModelConfig,

@@ -1,87 +1,93 @@
-"""What we will do: a config resolved for a number of ranks and a data set, as frozen data that serialises to JSON."""
+"""What we will do: every decision about a run, as frozen data that serialises to JSON.
+
+``search/make_plan.py`` makes a plan of a config and a machine. The launcher sends it to the ranks as ``plan.json``, and
+from there on nobody asks the config how the run is spread. The length of the run follows when the ranks have opened the
+data: until then the counts are 0.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import BatchPlan, Config, config_batch, data_ranks, shard_group
 from paceline.mesh import Mesh
+from paceline.plan.layout import Layout
 from paceline.plan.memory import MemoryEstimate
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """How one step's samples are spread: ``global_batch = microbatch x accumulate x ranks``, always."""
+
+    global_batch: int
+    microbatch: int
+    accumulate: int
+    ranks: int
+
+    @property
+    def samples_per_rank(self) -> int:
+        """The samples of one step that each rank processes."""
+        return self.microbatch * self.accumulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The decisions of a run: who computes what, in how many steps of which batch."""
 
     name: str
-    strategy: str
-    mesh: Mesh
-    batch: BatchPlan
-    train_samples: int
-    eval_samples: int
-    steps_per_epoch: int
-    total_steps: int
-    total_samples: int
+    layout: Layout
+    device: str
+    finds_microbatch: bool = False  # the ranks try sizes, beginning with the layout's
+    train_samples: int = 0
+    eval_samples: int = 0
+    steps_per_epoch: int = 0
+    total_steps: int = 0
+    total_samples: int = 0
     memory: MemoryEstimate | None = None  # of one rank; None where nobody has described the model
 
+    @property
+    def mesh(self) -> Mesh:
+        """The axes of the ranks."""
+        return self.layout.mesh
+
+    @property
+    def batch(self) -> BatchPlan:
+        """How one step's samples are spread."""
+        layout = self.layout
+        size = layout.microbatch * layout.accumulate * layout.data
+        return BatchPlan(
+            global_batch=size, microbatch=layout.microbatch, accumulate=layout.accumulate, ranks=layout.data
+        )
+
+    def with_microbatch(self, microbatch: int) -> Plan:
+        """Returns the plan with the same global batch in microbatches of this size, which cuts it evenly."""
+        accumulate = self.batch.samples_per_rank // microbatch
+        layout = dataclasses.replace(self.layout, microbatch=microbatch, accumulate=accumulate)
+        return dataclasses.replace(self, layout=layout)
+
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as plain data."""
-        values = dataclasses.asdict(self)
-        values["mesh"] = dict(self.mesh.axes)
-        values["memory"] = None if self.memory is None else self.memory.to_json()
-        return values
+        """Returns the plan as plain data, with what follows from it."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {
+            "layout": self.layout.to_json(),
+            "strategy": self.layout.strategy,
+            "mesh": dict(self.mesh.axes),
+            "batch": dataclasses.asdict(self.batch),
+            "memory": None if self.memory is None else self.memory.to_json(),
+        }
 
+    def to_text(self) -> str:
+        """Returns the plan as it stands in ``plan.json``."""
+        return json.dumps(self.to_json(), indent=2) + "\n"
 
-def make_plan(
-    config: Config, *, ranks: int, train_samples: int, eval_samples: int, node_ranks: int | None = None
-) -> Plan:
-    """Resolves a config, whose strategy is decided. Raises ConfigError when its batch does not fit the ranks.
-
-    ``node_ranks`` is how many ranks share a host; None: all.
-    """
-    batch = config_batch(config, ranks)
-    samples_per_epoch = train_samples
-    if config.data.last_batch == "drop":
-        samples_per_epoch -= train_samples % batch.global_batch
-    steps_per_epoch = -(-samples_per_epoch // batch.global_batch)
-    total_steps = config.train.steps
-    if total_steps is None:
-        total_steps = max(1, round((config.train.epochs_to_run or 1.0) * steps_per_epoch))
-    whole, rest = divmod(total_steps, max(steps_per_epoch, 1))
-    return Plan(
-        name=config.name,
-        strategy=config.parallel.strategy,
-        mesh=plan_mesh(config, ranks, node_ranks),
-        batch=batch,
-        train_samples=train_samples,
-        eval_samples=eval_samples,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps,
-        total_samples=whole * samples_per_epoch + rest * batch.global_batch,
-    )
-
-
-def with_microbatch(plan: Plan, microbatch: int) -> Plan:
-    """Returns the plan with the same global batch in microbatches of this size, which cuts it evenly."""
-    accumulate = plan.batch.samples_per_rank // microbatch
-    batch = dataclasses.replace(plan.batch, microbatch=microbatch, accumulate=accumulate)
-    return dataclasses.replace(plan, batch=batch)
-
-
-def plan_mesh(config: Config, ranks: int, node_ranks: int | None = None) -> Mesh:
-    """Returns the axes ``pipeline``, ``replicate``, ``shard`` and ``tensor``, without those of size 1 but replicas.
-
-    Tensor ranks, which talk the most, are neighbours, then those that share a copy of the model; stages, which talk
-    least, are farthest apart.
-    """
-    parallel = config.parallel
-    group = shard_group(parallel, ranks, node_ranks)
-    data = data_ranks(parallel, ranks)
-    sizes = {
-        "pipeline": parallel.pipeline,
-        "replicate": data // group,
-        "shard": group,
-        "tensor": parallel.tensor,
-    }
-    return Mesh.of(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "replicate"})
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Plan:
+        """Reads what ``to_json`` gave."""
+        known = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        memory = known["memory"]
+        if memory is not None:
+            memory = MemoryEstimate(**{name: size for name, size in memory.items() if name != "device_bytes"})
+        return cls(**known | {"layout": Layout.from_json(known["layout"]), "memory": memory})

@@ -69,6 +69,14 @@ def check_layout(
 # The mesh.
 
 
+def _sizes_are_counts(case: Case) -> Iterator[Problem]:
+    for name in ("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks", "microbatch", "accumulate"):
+        if getattr(case.layout, name) < 0:
+            yield Problem(
+                what=case.said(name), rule="it is a count", fix=f"leave {case.key(name)} out, or give 1 or more"
+            )
+
+
 def _degrees_divide(case: Case) -> Iterator[Problem]:
     layout, ranks, parts = case.layout, case.ranks, case.parts
     if ranks is None:
@@ -293,6 +301,7 @@ def _engines_have_the_axes(case: Case) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(reads=("ranks",), find=_sizes_are_counts),
     Rule(reads=("first_bucket_mb", "bucket_mb"), find=_buckets_ordered),
     Rule(reads=("algorithm", "ranks"), find=_several_hosts),
     Rule(reads=("compression", "strategy"), find=_compression_has_replicas),

@@ -51,7 +51,7 @@ class ProgressView:
         self._every_s = _DRAW_EVERY_S if self._is_live else plain_every_s
         self._clock = clock
         self._lock = RLock()
-        self._progress = _Progress()
+        self._progress = _RunProgress()
         self._live: Live | None = None
         self._shown_at = clock()
         self._shown_step = 0
@@ -140,7 +140,7 @@ def format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-class _Progress:
+class _RunProgress:
     """What is known of the run so far, smoothed over the last steps."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.records.console import format_loss, format_percent
 from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
-from paceline.records.summary import FINAL_STEPS, Attempt, StepTable, add_up, read_run
+from paceline.records.summary import FINAL_STEPS, RankAttempt, StepTable, add_up, read_run
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -175,14 +175,14 @@ def _no_run(run_folder: Path) -> RunFolderError:
     )
 
 
-def _last_steps(attempts: Sequence[Attempt]) -> dict[int, tuple[Attempt, StepRecord]]:
+def _last_steps(attempts: Sequence[RankAttempt]) -> dict[int, tuple[RankAttempt, StepRecord]]:
     """Returns, by step in order, the record of a rank with its attempt; of a step made twice, the later."""
     found = {record.step: (attempt, record) for attempt in attempts for record in attempt.steps}
     return dict(sorted(found.items()))
 
 
 def _steps_that_count(
-    last_steps: Mapping[int, Mapping[int, tuple[Attempt, StepRecord]]],
+    last_steps: Mapping[int, Mapping[int, tuple[RankAttempt, StepRecord]]],
 ) -> dict[int, dict[int, StepRecord]]:
     """Returns, by step in order, the record of each rank that took part in the attempt that counts."""
     lead = next(iter(last_steps.values()))
@@ -207,8 +207,8 @@ def _end(ends: Iterable[EndRecord | None]) -> EndRecord | None:
 
 def _compared(
     run_folder: Path,
-    attempts: Sequence[Attempt],
-    last_steps: Mapping[int, tuple[Attempt, StepRecord]],
+    attempts: Sequence[RankAttempt],
+    last_steps: Mapping[int, tuple[RankAttempt, StepRecord]],
     steps: Mapping[int, Mapping[int, StepRecord]],
 ) -> Compared | None:
     """Returns what was expected of the last attempt that made a step, beside what it did; None if nothing was.
@@ -225,7 +225,7 @@ def _compared(
     return compare(expected, made.without_warm_up().step_s, made.totals().memory_bytes)
 
 
-def _rank_summary(rank: int, run: RunRecord, table: StepTable, attempts: Sequence[Attempt]) -> RankSummary:
+def _rank_summary(rank: int, run: RunRecord, table: StepTable, attempts: Sequence[RankAttempt]) -> RankSummary:
     """Adds up one rank's steps; ``attempts`` has the one that counts of each step of the run."""
     totals = add_up(table.of_rank(rank))
     return RankSummary(

@@ -34,7 +34,7 @@ _Kind = TypeVar("_Kind", StepRecord, EvalRecord, EventRecord, EndRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class RankAttempt:
     """One start of a rank: its run record, and what it wrote after that. A killed rank may miss its last records."""
 
     run: RunRecord
@@ -71,7 +71,7 @@ class Attempt:
         return tuple(each for each in self.records if isinstance(each, kind))
 
 
-def split_attempts(records: Sequence[Record]) -> list[Attempt]:
+def split_attempts(records: Sequence[Record]) -> list[RankAttempt]:
     """Cuts the records of a rank into attempts; a resumed run appends to the same file."""
     groups: list[tuple[RunRecord, list[Record]]] = []
     for record in records:
@@ -79,10 +79,10 @@ def split_attempts(records: Sequence[Record]) -> list[Attempt]:
             groups.append((record, []))
         elif groups:
             groups[-1][1].append(record)
-    return [Attempt(run=run, records=tuple(others)) for run, others in groups]
+    return [RankAttempt(run=run, records=tuple(others)) for run, others in groups]
 
 
-def read_run(run_folder: Path) -> dict[int, list[Attempt]]:
+def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     """Reads the attempts of each rank that has any, by rank in order.
 
     Raises:
@@ -106,7 +106,7 @@ def read_run(run_folder: Path) -> dict[int, list[Attempt]]:
     return dict(sorted(found.items()))
 
 
-def final_steps(attempts: Sequence[Attempt]) -> dict[int, StepRecord]:
+def final_steps(attempts: Sequence[RankAttempt]) -> dict[int, StepRecord]:
     """Returns the steps of a rank that its final state is made of: a step made again replaces it and all later ones."""
     steps: dict[int, StepRecord] = {}
     for record in chain.from_iterable(attempt.steps for attempt in attempts):

@@ -21,10 +21,12 @@ from paceline.comm.base import Communicator
 from paceline.config import Config, check_ranks
 from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
+from paceline.plan.plan import Plan
 from paceline.run.console import say
 from paceline.run.prediction import entry_problem, machine_entry
 from paceline.run.rank_process import node_ranks
 from paceline.run.warm import CPU_RANKS
+from paceline.search.make_plan import RunMachine, make_plan
 from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, needed_in_turns, ways_out
 from paceline.train.resolve import resolve_strategy, resolve_together
 
@@ -48,10 +50,17 @@ class Participants:
     machine: Machine | None = None
 
 
-def decide_run(
-    asked: Config, participants: Participants | None = None, *, checks_memory: bool = True
-) -> tuple[Config, Choice | None]:
-    """Returns the config with device, ranks and strategy decided, and the choice where it left the strategy open.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was decided before ranks start: the plan, the config without what it left open, and why if it was chosen."""
+
+    plan: Plan
+    config: Config
+    choice: Choice | None = None
+
+
+def decide_run(asked: Config, participants: Participants | None = None, *, checks_memory: bool = True) -> Decision:
+    """Decides device, ranks and strategy, and makes the plan of a run.
 
     ``checks_memory``: raises UsageError for a run of this host that is estimated to need more memory than there is.
     """
@@ -74,7 +83,8 @@ def decide_run(
     check_host(config, here)
     if checks_memory and is_alone and choice is None:  # what was chosen was chosen because it fits
         check_memory(config, is_told=who.comm is None or who.comm.rank == 0)
-    return config, choice
+    machine = RunMachine(device=config.parallel.device, ranks=_ranks(config), node_ranks=here)
+    return Decision(plan=make_plan(config, machine), config=config, choice=choice)
 
 
 def resolve_config(config: Config) -> Config:

@@ -4,7 +4,7 @@ runs/<name>/   config.yaml plan.json  records/  checkpoints/  logs/  tensorboard
                prediction.json        what a step was expected to take, where that can be told
                .lock                  held by the process that runs it, and let go by the system when that ends
                .config.yaml           while a resumed run is set up: becomes config.yaml when that has worked;
-               .prediction.json       so does this one
+               .plan.json, .prediction.json   so do these
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import json
 import os
 import shutil
 import time
@@ -24,10 +25,11 @@ from typing import Self
 import psutil
 
 from paceline.errors import RunFolderError
+from paceline.plan.plan import Plan
 
 _PARTS = ("records", "checkpoints", "logs")
 _LEFTOVER_S = 60.0
-_CONFIG, _PREDICTION = "config.yaml", "prediction.json"
+_CONFIG, _PLAN, _PREDICTION = "config.yaml", "plan.json", "prediction.json"
 
 
 class RunFolder:
@@ -48,7 +50,7 @@ class RunFolder:
         if self.is_new:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            for name in (_CONFIG, _PREDICTION):
+            for name in (_CONFIG, _PLAN, _PREDICTION):
                 _pending(self.path, name).unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -88,8 +90,10 @@ def find_write_error(folder: Path) -> OSError | None:
         return error
 
 
-def claim_folder(path: Path, config_yaml: str, *, force: bool = False, resume: bool = False) -> RunFolder:
-    """Makes a run's folder with its config, and keeps others from it.
+def claim_folder(
+    path: Path, config_yaml: str, plan_json: str = "", *, force: bool = False, resume: bool = False
+) -> RunFolder:
+    """Makes a run's folder with its config and plan, and keeps others from it.
 
     ``force`` replaces an older run, at the last moment; ``resume`` keeps it and everything in it. Raises RunFolderError
     if the folder exists and neither was said, if a run is going on in it, or if it cannot be written.
@@ -97,8 +101,8 @@ def claim_folder(path: Path, config_yaml: str, *, force: bool = False, resume: b
     check_folder(path, force=force, resume=resume)
     try:
         if resume and path.is_dir():
-            return _reopen(path, config_yaml)
-        return _make(path, config_yaml, force=force)
+            return _reopen(path, config_yaml, plan_json)
+        return _make(path, config_yaml, plan_json, force=force)
     except OSError as error:
         raise _cannot_make(path, error.strerror or str(error)) from error
 
@@ -109,14 +113,25 @@ def config_of(path: Path) -> Path:
     return pending if pending.is_file() else path / _CONFIG
 
 
-def change_config(path: Path, config_yaml: str) -> None:
-    """Gives the next attempt another config, which replaces the old one once the set-up has worked."""
+def read_plan(path: Path) -> Plan | None:
+    """Returns the plan that an attempt is to carry out; None where hosts come and go, and ranks make it themselves."""
+    pending = _pending(path, _PLAN)
+    try:
+        text = (pending if pending.is_file() else path / _PLAN).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    return Plan.from_json(json.loads(text))
+
+
+def change_config(path: Path, config_yaml: str, plan_json: str) -> None:
+    """Gives the next attempt another config and plan, which replace the old ones once the set-up has worked."""
     _pending(path, _CONFIG).write_text(config_yaml, encoding="utf-8")
+    _pending(path, _PLAN).write_text(plan_json, encoding="utf-8")
 
 
 def adopt_config(path: Path) -> None:
     """Lets config and prediction of a resumed run replace the old ones, once it is set up. Safe to call twice."""
-    for name in (_CONFIG, _PREDICTION):
+    for name in (_CONFIG, _PLAN, _PREDICTION):
         with contextlib.suppress(FileNotFoundError):
             _pending(path, name).replace(path / name)
 
@@ -125,22 +140,27 @@ def _pending(path: Path, name: str) -> Path:
     return path / f".{name}"
 
 
-def _reopen(path: Path, config_yaml: str) -> RunFolder:
+def _reopen(path: Path, config_yaml: str, plan_json: str) -> RunFolder:
     lock = _lock(path, path)
     for part in _PARTS:
         (path / part).mkdir(exist_ok=True)
     _pending(path, _CONFIG).write_text(config_yaml, encoding="utf-8")
+    _pending(path, _PLAN).unlink(missing_ok=True)
+    if plan_json:
+        _pending(path, _PLAN).write_text(plan_json, encoding="utf-8")
     return RunFolder(path, lock, is_new=False)
 
 
-def _make(path: Path, config_yaml: str, *, force: bool) -> RunFolder:
+def _make(path: Path, config_yaml: str, plan_json: str, *, force: bool) -> RunFolder:
     _remove_leftovers(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that had the same number
     try:
         for part in _PARTS:
             (partial / part).mkdir(parents=True)
-        (partial / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        (partial / _CONFIG).write_text(config_yaml, encoding="utf-8")
+        if plan_json:
+            (partial / _PLAN).write_text(plan_json, encoding="utf-8")
         lock = _lock(partial, path)  # before others can see it
         if force and _is_taken(path):
             _replace(path, partial)

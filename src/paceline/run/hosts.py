@@ -21,8 +21,8 @@ from paceline.run.folder import claim_folder
 from paceline.run.location import locate_run, run_folder
 from paceline.run.nodes import Nodes, is_in_use, parse_nodes
 from paceline.run.notes import forget_hangs, hung_attempts
+from paceline.run.result import HostOptions, RunOptions, RunResult, explain_end, read_result
 from paceline.run.supervise import rank_command, restart_policy
-from paceline.run.train import HostOptions, RunOptions, RunResult, explain_end, read_result
 from paceline.run.variables import rank_variables
 from paceline.run.warm import WarmRanks, warm_ranks_of
 
@@ -44,9 +44,9 @@ def train_on_hosts(asked: Config, options: RunOptions, hosts: HostOptions) -> Ru
     with warm_ranks_of(asked, hosts.ranks) as warm:
         from paceline.run.decide import Participants, decide_run
 
-        config, _ = decide_run(
+        config = decide_run(
             asked, Participants(hosts=range(nodes.least, nodes.most + 1), host_ranks=hosts.ranks), checks_memory=False
-        )
+        ).config
         if not is_guest:
             try:
                 return _run_as_first(config, folder, nodes, warm, options)

@@ -46,12 +46,12 @@ def locate_run(config: Config, *, force: bool, resume: str | None) -> RunLocatio
         check_folder(folder, force=force)
         return RunLocation(folder=folder)
     from paceline.checkpoint import find_checkpoint
-    from paceline.checkpoint.remote import settled
+    from paceline.checkpoint.storage import absolute_path
 
     try:
         where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
         found = find_checkpoint(resume, where, config.checkpoint.verify, lambda passed: say(str(passed)))
-        checkpoint = settled(found)
+        checkpoint = absolute_path(found)
     except CheckpointError:
         if resume != "auto" or not _is_scheduled():
             raise
@@ -89,8 +89,7 @@ def _check_checkpoint_folder(where: str | None) -> None:
     """Raises UsageError or CheckpointError where ``checkpoint.folder`` cannot be written."""
     if where is None:
         return
-    from paceline.checkpoint.refusals import cannot_write
-    from paceline.checkpoint.remote import is_remote, storage_of
+    from paceline.checkpoint.storage import cannot_write, is_remote, storage_of
 
     if is_remote(where):
         storage_of(Path(where))  # says which package is missing

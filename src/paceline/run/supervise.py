@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,12 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.health.diagnosis import FailedAttempt, Restart, RestartPolicy, Stop, after_failure
 from paceline.run.console import say
 from paceline.run.failure import RunFailedError
-from paceline.run.folder import change_config, config_of
+from paceline.run.folder import change_config, config_of, read_plan
 from paceline.run.location import RunLocation
 from paceline.run.notes import read_progress
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.line import Line
+    from paceline.checkpoint.manifest import Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,22 +92,19 @@ def halve_microbatch(folder: Path) -> bool:
 
     The global batch stays: it comes in more microbatches, and the run computes the same.
     """
-    config = load_config(config_of(folder))
-    try:
-        used = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["batch"]["microbatch"]
-    except (OSError, ValueError, KeyError):
-        used = config.train.microbatch
-    ranks = config.parallel.ranks
-    if not isinstance(used, int) or used < 2 or not isinstance(ranks, int):
+    config, plan = load_config(config_of(folder)), read_plan(folder)
+    used = 0 if plan is None else plan.layout.microbatch
+    if plan is None or used < 2:
         return False
     train = config.train.model_copy(update={"microbatch": used // 2, "accumulate": None})
     smaller = config.model_copy(update={"train": train})
     try:
-        if check_ranks(smaller, ranks):
+        if check_ranks(smaller, plan.layout.ranks):
             return False
     except ConfigError:
         return False
-    change_config(folder, dump_yaml(smaller))
+    fewer = replace(plan.with_microbatch(used // 2), finds_microbatch=False)
+    change_config(folder, dump_yaml(smaller), fewer.to_text())
     return True
 
 
@@ -116,7 +113,7 @@ def _line(first: Path | None) -> Line | None:
     if first is None:
         return None
     from paceline.checkpoint.find import read_manifest, spots_in
-    from paceline.checkpoint.line import line_from
+    from paceline.checkpoint.manifest import line_from
 
     return line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
 
@@ -126,14 +123,14 @@ def _starting_point(
 ) -> tuple[Path | None, int]:
     """Finds the newest checkpoint of the run's line that is whole, and its step; tells of newer ones that are not."""
     from paceline.checkpoint import find_checkpoint, list_checkpoints
-    from paceline.checkpoint.remote import settled
+    from paceline.checkpoint.storage import absolute_path
 
     where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
     passed: list[str] = []
     path: Path | None
     try:
         found = find_checkpoint("auto", where, config.checkpoint.verify, lambda each: passed.append(str(each)), own)
-        path = settled(found)
+        path = absolute_path(found)
     except CheckpointError as error:
         path = first if first is not None and _is_whole(first, config) else None
         if list_checkpoints(where / "checkpoints") or list_checkpoints(where):

@@ -24,8 +24,8 @@ from paceline.errors import PacelineError, PreemptedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
 from paceline.records.console import ProgressView
-from paceline.run.attempt import RankAttempt
-from paceline.run.decide import Participants, decide_run, show_decisions
+from paceline.run.attempt import RankRunner
+from paceline.run.decide import Decision, Participants, decide_run, show_decisions
 from paceline.run.folder import RunFolder, claim_folder
 from paceline.run.location import RunLocation, locate_run
 from paceline.run.prediction import BackgroundPrediction, predict_run
@@ -39,9 +39,9 @@ from paceline.run.rank_process import (
     uses_nccl,
 )
 from paceline.run.records import end_records
+from paceline.run.result import RunOptions, RunResult, read_result
 from paceline.run.self_watch import watch_itself
 from paceline.run.signals import hear_requests
-from paceline.run.train import RunOptions, RunResult, read_result
 from paceline.run.variables import set_variables
 from paceline.run.watch import watch_policy
 
@@ -66,12 +66,13 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     device = None if asked.parallel.device == "auto" else asked.parallel.device
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     participants = Participants(comm=comm, machine=machine)
-    config, choice = decide_run(asked, participants, checks_memory=options.checks_memory)
-    claimed, prediction = _claim_together(comm, location, config, cores, force=options.force)
+    decision = decide_run(asked, participants, checks_memory=options.checks_memory)
+    config, choice = decision.config, decision.choice
+    claimed, prediction = _claim_together(comm, location, decision, cores, force=options.force)
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not options.is_quiet else None
     if view is not None:
         show_decisions(config, choice)
-    _run_rank(config, comm, location, claimed, prediction, view)
+    _run_rank(decision, comm, location, claimed, prediction, view)
     comm.barrier()  # every rank's records are complete
     result = read_result(location.folder, config, choice) if comm.rank == 0 else None
     disconnect()
@@ -79,7 +80,7 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
 
 
 def _run_rank(
-    config: Config,
+    decision: Decision,
     comm: Communicator,
     location: RunLocation,
     claimed: RunFolder | None,
@@ -87,13 +88,13 @@ def _run_rank(
     view: ProgressView | None,
 ) -> None:
     """Trains this rank; where it fails, leaves the process."""
-    folder, started = location.folder.absolute(), time.time()
-    attempt = RankAttempt(folder, comm.rank, restart=restarted_by_launcher())
+    folder, started, config = location.folder.absolute(), time.time(), decision.config
+    attempt = RankRunner(folder, comm.rank, restart=restarted_by_launcher())
     hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
     comm = watch_itself(comm, folder, watch_policy(config))
     try:
         with prediction:
-            attempt.run(config, comm, resume=location.checkpoint, view=view)
+            attempt.run(config, comm, plan=decision.plan, resume=location.checkpoint, view=view)
     except BaseException as error:
         if view is not None:
             view.flush()
@@ -106,7 +107,7 @@ def _run_rank(
 
 
 def _claim_together(
-    comm: Communicator, location: RunLocation, config: Config, cores: Sequence[int], *, force: bool
+    comm: Communicator, location: RunLocation, decision: Decision, cores: Sequence[int], *, force: bool
 ) -> tuple[RunFolder | None, AbstractContextManager[None]]:
     """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked.
 
@@ -117,8 +118,9 @@ def _claim_together(
     problem: PacelineError | None = None
     if comm.rank == 0:
         try:
-            claimed = claim_folder(location.folder, dump_yaml(config), force=force, resume=location.is_continued)
-            prediction = _predict(config, claimed, cores)
+            texts = dump_yaml(decision.config), decision.plan.to_text()
+            claimed = claim_folder(location.folder, *texts, force=force, resume=location.is_continued)
+            prediction = _predict(decision.config, claimed, cores)
         except PacelineError as error:
             problem = error
     problem = broadcast_object(comm, problem)

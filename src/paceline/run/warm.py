@@ -34,7 +34,7 @@ CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every mach
 _RANK_MODULES = (
     "paceline.run.worker",
     "paceline.train.assemble",
-    "paceline.train.survive.go_back",
+    "paceline.train.survive.consensus",
     "paceline.train.survive.saving",
     "paceline.comm.torch_dist",
     "paceline.run.watch",

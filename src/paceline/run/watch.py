@@ -253,32 +253,14 @@ def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> 
         yield
         return
     watch = Watch(folder, numbers, policy)
-    with following(
-        watch,
-        policy,
-        on_verdict=lambda verdict: end_ranks(folder, verdict, watch.processes()),
-        on_straggler=lambda found: note_straggler(folder, min(numbers), found),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def following(
-    watch: Watch,
-    policy: WatchPolicy,
-    *,
-    on_verdict: Callable[[HangVerdict], None],
-    on_straggler: Callable[[Straggler], None],
-) -> Iterator[None]:
-    """Polls the watch in a thread until there is a verdict or the block is left."""
 
     def look(is_left: threading.Event) -> bool:
         verdict = watch.look()
         if watch.straggler is not None:
-            on_straggler(watch.straggler)
+            note_straggler(folder, min(numbers), watch.straggler)
         if verdict is None or is_left.is_set():
             return False
-        on_verdict(verdict)
+        end_ranks(folder, verdict, watch.processes())
         return True
 
     with polling(look, every_s=policy.every_s, name="watch", patience_s=10.0):

@@ -23,9 +23,9 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
 from paceline.errors import CommunicationError, RankFailedError
 from paceline.health.exit_codes import DONE, HUNG
-from paceline.run.attempt import RankAttempt
-from paceline.run.decide import with_ranks
-from paceline.run.folder import config_of
+from paceline.plan.plan import Plan
+from paceline.run.attempt import RankRunner
+from paceline.run.folder import config_of, read_plan
 from paceline.run.notes import forget_failure, is_over, note_hang, note_process, read_failures
 from paceline.run.rank_process import (
     end_with_parent,
@@ -40,6 +40,7 @@ from paceline.run.signals import hear_requests
 from paceline.run.supervise import restart_policy
 from paceline.run.warm_server import PARENT
 from paceline.run.watch import note_mismatch, watch_policy
+from paceline.search.make_plan import RunMachine, decided_config, make_plan
 
 HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
 
@@ -56,7 +57,7 @@ def main() -> None:
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
     end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
-    attempt = RankAttempt(folder, rank, restart=arguments.restart or restarted_by_launcher())
+    attempt = RankRunner(folder, rank, restart=arguments.restart or restarted_by_launcher())
     try:
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
@@ -66,30 +67,25 @@ def main() -> None:
         forget_failure(folder, rank)
         redirect_output(folder / "logs" / f"rank-{rank}.log")
         if config.comm.backend == "virtual":
-            _run_virtual(config, attempt, arguments.resume)
+            plan = read_plan(folder)
+            assert plan is not None
+            _run_virtual(config, plan, attempt, arguments.resume)
             return
         keep_cores(config)
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
-        config = _fit_to_world(config, comm)
+        plan = read_plan(folder)
+        if plan is None or plan.layout.ranks != comm.size:  # where hosts come and go, ranks may be fewer or more
+            machine = RunMachine(device=config.parallel.device, ranks=comm.size, node_ranks=node_ranks(config))
+            plan = make_plan(config, machine, source=f"config, on {comm.size} ranks")
+            config = decided_config(config, plan)
         if arguments.self_watch:
             comm = _watch_itself(config, folder, comm)
-        attempt.run(config, comm, resume=arguments.resume)
+        attempt.run(config, comm, plan=plan, resume=arguments.resume)
         disconnect()
     except BaseException as error:
         if arguments.self_watch and isinstance(error, CommunicationError):
             _leave_if_different(folder)
         attempt.leave(error)
-
-
-def _fit_to_world(config: Config, comm: Communicator) -> Config:
-    """Returns the config for the ranks that are there, which may be fewer or more than before where nodes come and go.
-
-    Raises ConfigError if they cannot train it.
-    """
-    if comm.size == config.parallel.ranks:
-        return config
-    source = f"config, on {comm.size} ranks"
-    return with_ranks(config, comm.size, config.parallel.device, node_ranks(config), source=source)
 
 
 def _watch_itself(config: Config, folder: Path, comm: Communicator) -> Communicator:
@@ -110,15 +106,15 @@ def _leave_if_different(folder: Path) -> None:
         leave_process(HUNG)
 
 
-def _run_virtual(config: Config, first: RankAttempt, resume: str | None) -> None:
+def _run_virtual(config: Config, plan: Plan, first: RankRunner, resume: str | None) -> None:
     """Runs all ranks in this process, in turn. Where one fails, leaves with its error."""
-    assert isinstance(config.parallel.ranks, int)
-    attempts = [first, *(first.of_rank(rank) for rank in range(1, config.parallel.ranks))]
+    ranks = plan.layout.ranks
+    attempts = [first, *(first.of_rank(rank) for rank in range(1, ranks))]
     try:
         run_virtual(
-            lambda comm: attempts[comm.rank].run(config, comm, resume=resume),
-            config.parallel.ranks,
-            device=config.parallel.device,
+            lambda comm: attempts[comm.rank].run(config, comm, plan=plan, resume=resume),
+            ranks,
+            device=plan.device,
             timeout_s=config.comm.timeout_s,
         )
     except RankFailedError as error:

@@ -25,13 +25,7 @@ from paceline.errors import UsageError
 from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Action, Kind, Schedule, align, parse_action
 from paceline.schedule.lowering import lower
-from paceline.schedule.measure import (
-    ScheduleCosts,
-    ScheduleMeasure,
-    StageCost,
-    equal_costs,
-    measure_schedule,
-)
+from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure, StageCost, equal_costs, measure_schedule
 from paceline.schedule.picture import draw
 from paceline.schedule.text import format_csv, parse_csv, read_csv, render_text, write_csv
 from paceline.schedule.zero_bubble import zb_h1, zb_v
@@ -118,7 +112,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class _KnownSchedule:
     """A schedule by name: how it is made, and how many chunks of the model a rank may hold."""
 
     make: Callable[[int, int, int], Schedule]
@@ -127,11 +121,11 @@ class _Entry:
 
 
 _SCHEDULES = {
-    "gpipe": _Entry(make=lambda p, m, _: gpipe(p, m), chunks=1, most_chunks=1),
-    "1f1b": _Entry(make=lambda p, m, _: one_f_one_b(p, m), chunks=1, most_chunks=1),
-    "interleaved": _Entry(make=interleaved, chunks=2, most_chunks=None),
-    "zb-h1": _Entry(make=lambda p, m, _: zb_h1(p, m), chunks=1, most_chunks=1),
-    "zb-v": _Entry(make=lambda p, m, _: zb_v(p, m), chunks=2, most_chunks=2),
+    "gpipe": _KnownSchedule(make=lambda p, m, _: gpipe(p, m), chunks=1, most_chunks=1),
+    "1f1b": _KnownSchedule(make=lambda p, m, _: one_f_one_b(p, m), chunks=1, most_chunks=1),
+    "interleaved": _KnownSchedule(make=interleaved, chunks=2, most_chunks=None),
+    "zb-h1": _KnownSchedule(make=lambda p, m, _: zb_h1(p, m), chunks=1, most_chunks=1),
+    "zb-v": _KnownSchedule(make=lambda p, m, _: zb_v(p, m), chunks=2, most_chunks=2),
 }
 
 

@@ -65,17 +65,11 @@ def parse_csv(text: str, *, source: str = "schedule") -> Schedule:
     rows = [_read_row(line, rank, source) for rank, line in enumerate(body)]
     slots = max(map(len, rows))
     padded = tuple((*row, *[None] * (slots - len(row))) for row in rows)
-    actions = [action for row in rows for action in row if action]
-    return Schedule(
-        name=header.get("schedule", Path(source).stem),
-        rows=padded,
-        placement=_numbers(header["placement"], "placement", source)
-        if "placement" in header
-        else _placement(rows, source),
-        microbatches=_numbers(header["microbatches"], "microbatches", source)[0]
-        if "microbatches" in header
-        else 1 + max((action.microbatch for action in actions), default=-1),
-    )
+    placement = _numbers(header, "placement", source) or _placement(rows, source)
+    last = max((action.microbatch for row in rows for action in row if action), default=-1)
+    (microbatches, *_) = _numbers(header, "microbatches", source) or (last + 1,)
+    name = header.get("schedule", Path(source).stem)
+    return Schedule(name=name, rows=padded, placement=placement, microbatches=microbatches)
 
 
 def _read_header(lines: Sequence[str], source: str) -> dict[str, str]:
@@ -88,7 +82,10 @@ def _read_header(lines: Sequence[str], source: str) -> dict[str, str]:
     return found
 
 
-def _numbers(text: str, what: str, source: str) -> tuple[int, ...]:
+def _numbers(header: dict[str, str], what: str, source: str) -> tuple[int, ...]:
+    if what not in header:
+        return ()
+    text = header[what]
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:

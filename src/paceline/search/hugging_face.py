@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.cluster.entries import near_names
 from paceline.config import Config
-from paceline.config.known_data import known_shape
+from paceline.config.sections import known_shape
 from paceline.errors import UsageError
 from paceline.plan.workload import ModelShape
 

@@ -104,15 +104,9 @@ def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]
 
 def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: str) -> Plan:
     """Returns the plan with an estimate of what a rank will hold, if the model is known: the rank with the most."""
-    layout = dataclasses.replace(
-        layout_of(config, plan.mesh.size),
-        shard_ranks=dict(plan.mesh.axes).get("shard", 1),
-        microbatch=plan.batch.microbatch,
-        accumulate=plan.batch.accumulate,
-    )
-    if model is None or not is_known(model, layout):
+    if model is None or not is_known(model, plan.layout):
         return plan
-    return dataclasses.replace(plan, memory=estimate_memory(model, layout, StateFacts.of(config, device)))
+    return dataclasses.replace(plan, memory=estimate_memory(model, plan.layout, StateFacts.of(config, device)))
 
 
 def needed(config: Config) -> MemoryNeed | None:

@@ -17,7 +17,7 @@ from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
 from paceline.comm.ledger.ledger import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import FULLY_SHARDED, Config, data_ranks, is_split, layout_of, peak_learning_rate
+from paceline.config import Config, layout_of, peak_learning_rate
 from paceline.data.datasets import check_enough
 from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from paceline.data.order import DataOrder
@@ -27,80 +27,81 @@ from paceline.engines.engine import Engine
 from paceline.free_memory import MemoryGauge
 from paceline.models.registry import build_model, model_context
 from paceline.plan.layout import Layout
-from paceline.plan.plan import Plan, make_plan, with_microbatch
+from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
+from paceline.search.make_plan import RunMachine, make_plan, with_length
 from paceline.search.memory_verdict import with_memory
 from paceline.train.batch_search import microbatch_sizes
 from paceline.train.ema import WeightAverage
-from paceline.train.hooks import BucketHook
 from paceline.train.loss import Loss, build_loss
 from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_bytes
-from paceline.train.optim import build_optimizer
+from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
 from paceline.train.resolve import resolve_together
-from paceline.train.schedule import Schedule
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
-from paceline.train.trainer import Hook, Trainer, TrainerParts
+from paceline.train.trainer import BucketHook, Hook, Trainer, TrainerParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class DataAndModel:
     """The data and the model of a config, before any rank is involved."""
 
     data: DataSplits
     model: nn.Module
 
 
-def build_workload(config: Config) -> Workload:
+def build_workload(config: Config, layout: Layout | None = None) -> DataAndModel:
     """Builds data and model; the weights depend on ``train.seed`` alone."""
     seed = config.train.seed
     data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
     seed_everything(seed)
+    layout = layout_of(config) if layout is None else layout
     # What no rank holds whole is made without values, and gets them unit by unit: the same, drawn in the same order.
-    is_late = config.parallel.strategy in FULLY_SHARDED and config.model.kind != "factory"
-    is_late = is_late and not is_split(config.parallel)  # cut into parts first, and those would draw other numbers
+    is_late = layout.is_fully_sharded and config.model.kind != "factory"
+    is_late = is_late and not layout.is_split  # cut into parts first, and those would draw other numbers
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
         model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
-    return Workload(data=data, model=model)
+    return DataAndModel(data=data, model=model)
 
 
 def build_trainer(
     config: Config,
     comm: Communicator,
     *,
+    plan: Plan | None = None,
     hooks: Sequence[Hook] = (),
     sink: Sink | None = None,
     node_ranks: int | None = None,
 ) -> Trainer:
-    """Makes a trainer for this rank. All ranks call it with the same config.
+    """Makes a trainer for this rank. All ranks call it with the same config and plan.
 
-    ``node_ranks`` is how many of them share a host; None: all.
+    Without a plan, one is made for the ranks that are there, ``node_ranks`` of them on a host (None: all).
     """
     if config.train.deterministic:
         make_deterministic()
-    if config.parallel.strategy == "auto":
-        config, _ = resolve_together(config, comm, node_ranks)
-    work = build_workload(config)
+    if plan is None:
+        if config.parallel.strategy == "auto":
+            config, _ = resolve_together(config, comm, node_ranks)
+        plan = make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
+    layout = plan.layout
+    work = build_workload(config, layout)
     num_eval = 0 if work.data.eval is None else len(work.data.eval)
-    plan = make_plan(
-        config, ranks=comm.size, train_samples=len(work.data.train), eval_samples=num_eval, node_ranks=node_ranks
-    )
-    check_enough(plan.train_samples, data_ranks(config.parallel, comm.size))
+    plan = with_length(plan, config, train_samples=len(work.data.train), eval_samples=num_eval)
+    check_enough(plan.train_samples, layout.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
     seed_everything(config.train.seed)  # a model without values draws them now
-    layout = layout_of(config, comm.size, node_ranks)
     compressor = build_compressor(layout)
     talking = _build_comm(config, comm, trace, node_ranks)
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     loss = build_loss(config.train.loss, work.data.shape, may_ignore=config.data.kind == "factory")
-    if config.train.microbatch == "auto":
+    if plan.finds_microbatch:
         plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
     options = LoaderOptions(
@@ -121,12 +122,12 @@ def build_trainer(
         policy=build_policy(config),
         meter=StepMeter(comm.device, trace, comm.ledger),
         seed=config.train.seed,
-        passes=Retry(plan.batch.microbatch, is_allowed=config.train.microbatch == "auto"),
+        passes=Retry(plan.batch.microbatch, is_allowed=plan.finds_microbatch),
         compressor=compressor,
         average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
         evaluates_average=config.train.ema_eval,
     )
-    if config.comm.bucket_mb == "auto":
+    if layout.tunes_buckets:
         hooks = [BucketHook(), *hooks]
     return Trainer(parts, hooks, sink)
 
@@ -167,11 +168,11 @@ def build_policy(config: Config) -> StepPolicy:
     )
 
 
-def build_schedule(config: Config, plan: Plan) -> Schedule:
+def build_schedule(config: Config, plan: Plan) -> RateSchedule:
     """Makes the learning-rate schedule; without a length of its own it spans the run."""
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
-    return Schedule(
+    return RateSchedule(
         kind=asked.kind,
         unit=asked.unit,
         warmup=asked.warmup,
@@ -189,9 +190,9 @@ def _fit_microbatch(
     slots = optimizer_slots(config.optim) + (config.train.ema_decay is not None)
     known, first = describe_model(config, device.type), 1
     if known is not None:
-        layout, states = layout_of(config, engine.comm.size, node_ranks), StateFacts.of(config, device.type)
         # Half of what there is: an estimate may be off, and the trials go up from there.
-        most = largest_microbatch(known, layout, states, MemoryGauge(device).limit_bytes(hosts) // 2)
+        budget = MemoryGauge(device).limit_bytes(hosts) // 2
+        most = largest_microbatch(known, plan.layout, StateFacts.of(config, device.type), budget)
         first = _first_trial(config, known, plan, most, hosts, device.type)
     limits = TrialLimits(
         samples_per_rank=plan.batch.samples_per_rank,
@@ -201,7 +202,7 @@ def _fit_microbatch(
     )
     found = find_microbatch(engine, loss, data.train, getattr(torch, config.train.dtype), limits)
     assert found.samples is not None
-    return with_microbatch(plan, found.samples)
+    return plan.with_microbatch(found.samples)
 
 
 def _first_trial(config: Config, model: ModelFacts, plan: Plan, most: int, node_ranks: int, device: str) -> int:

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
+from paceline.checkpoint.manifest import AVERAGE, prefixed
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.state import AVERAGE, prefixed
 from paceline.engines.engine import Engine
 from paceline.shards import Shard
 

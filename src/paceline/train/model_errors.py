@@ -23,7 +23,7 @@ RULE = "the model is run once, on tensors that have shapes and no values"
 _OURS = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
 _PYTHON = Path(sysconfig.get_path("stdlib"))
-_RECORDS = (_OURS / "dryrun", _OURS / "memory" / "activations.py")  # they stand between a model and torch
+_RECORDERS = (_OURS / "rehearse" / "dryrun", _OURS / "models" / "measured.py")  # they stand between a model and torch
 _NEEDS_VALUES = (
     NotImplementedError,
     fake_tensor.DataDependentOutputException,
@@ -95,7 +95,7 @@ def first_line(error: BaseException) -> str:
 
 def _is_ours(frame: FrameType) -> bool:
     file = Path(frame.f_code.co_filename)
-    return file.is_relative_to(_OURS) and not any(file.is_relative_to(each) for each in _RECORDS)
+    return file.is_relative_to(_OURS) and not any(file.is_relative_to(each) for each in _RECORDERS)
 
 
 def _is_own(frame: FrameType) -> bool:

@@ -1,8 +1,13 @@
-"""Seeds and random states: one seed for the model on all ranks, one stream a rank for dropout."""
+"""What the bits of a result depend on: seeds, random states, and the number of threads.
+
+One seed for the model on all ranks, one stream a rank for dropout.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -46,3 +51,14 @@ def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, words, gauss_next = states["python"]
     random.setstate((version, tuple(words), gauss_next))
+
+
+@contextlib.contextmanager
+def compute_threads(number: int) -> Iterator[None]:
+    """Computes with so many threads, and with as many as before afterwards. How sums are cut depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -26,9 +26,8 @@ from paceline.models.measured import measure_model
 from paceline.models.registry import build_model, model_blocks, model_context
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.search.automatic import choose_by_time
-from paceline.search.choice import Choice, Room, apply_choice, choose_for_config
-from paceline.search.mesh_choice import choose_mesh
+from paceline.search.choice import Choice, Room
+from paceline.search.make_plan import choose_layout
 from paceline.train.loss import build_loss
 from paceline.train.model_errors import RULE, first_line, made_at, misfit, needs_values, raised_at
 
@@ -40,11 +39,7 @@ def resolve_strategy(config: Config, room: Room, machine: Machine | None = None)
     present one. Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
     """
     model = describe_model(config, room.device) or measure_config(config, room.device)
-    choose = choose_mesh if config.parallel.sharding_strategy == "auto" else choose_for_config
-    machine = machine or detect_machine(with_gpus=room.device == "cuda")
-    settled = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": room.device})})
-    choice = choose_by_time(choose(config, model, room), settled, model, machine)
-    return apply_choice(config, choice), choice
+    return choose_layout(config, model, room, machine or detect_machine(with_gpus=room.device == "cuda"))
 
 
 def resolve_together(

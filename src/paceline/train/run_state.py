@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.line import line_from
+from paceline.checkpoint.manifest import COMPRESSION, MODEL, State, line_from, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model
-from paceline.checkpoint.state import COMPRESSION, MODEL, State, prefixed
 from paceline.errors import CheckpointError, MisfitError
 from paceline.shards import Region
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything

@@ -17,16 +17,16 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.checkpoint.line import Line
+from paceline.checkpoint.manifest import Line, State
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.state import State
 from paceline.clock import seconds_between
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
+from paceline.comm.objects import broadcast_object
 from paceline.data.consumed import ConsumedIds
 from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
 from paceline.engines.engine import Engine
-from paceline.errors import TrainingError
+from paceline.errors import CheckpointError, TrainingError
 from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
@@ -34,10 +34,9 @@ from paceline.records.sinks import Sink
 from paceline.train.ema import WeightAverage
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.loss import Loss
-from paceline.train.optim import set_learning_rate
+from paceline.train.optim import RateSchedule, set_learning_rate
 from paceline.train.run_state import collect_state, restore_state
 from paceline.train.scaler import make_scaler
-from paceline.train.schedule import Schedule
 from paceline.train.step import StepOutcome, StepPolicy, train_step
 from paceline.train.survive.bad_steps import BadStep, BadSteps
 from paceline.train.survive.overflow import explain_bad_steps, find_overflow
@@ -55,7 +54,7 @@ class TrainerParts:
     loader: TrainLoader
     eval_loader: EvalLoader | None
     loss: Loss
-    schedule: Schedule
+    schedule: RateSchedule
     policy: StepPolicy
     meter: StepMeter
     seed: int
@@ -89,6 +88,12 @@ class StepResult:
     def samples(self) -> int:
         """How many samples this rank had in the step."""
         return sum(self.local_samples)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of this rank's samples, nan without any. On CUDA, reading it waits for the device."""
+        count = float(self.outcome.count)
+        return float(self.outcome.loss_sum) / count if count else math.nan
 
 
 class Hook(Protocol):
@@ -126,12 +131,46 @@ class EverySeconds:
         """Runs the hook if rank 0 says that it is due."""
         if result.step % self.ask_every:
             return
-        comm = trainer.parts.engine.world
-        due = torch.tensor([float(time.monotonic() - self._last >= self.seconds)], device=comm.device)
-        comm.broadcast(due).wait()
-        if due.item():  # sync point, once in ask_every steps
+        if is_time(trainer, self._last, self.seconds):
             self._last = time.monotonic()
             self.hook(trainer, result)
+
+
+def is_time(trainer: Trainer, since: float, seconds: float) -> bool:
+    """Says whether so many seconds have passed since a moment, by rank 0's clock. All ranks ask; one broadcast."""
+    comm = trainer.parts.engine.world
+    due = torch.tensor([float(time.monotonic() - since >= seconds)], device=comm.device)
+    comm.broadcast(due).wait()
+    return bool(due.item())  # sync point
+
+
+@dataclass(slots=True)
+class EvaluateHook:
+    """Evaluates over all ranks; the result goes to the records."""
+
+    last_step: int = -1
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Evaluates, once a step."""
+        if self.last_step != result.step:
+            self.last_step = result.step
+            trainer.evaluate()
+
+
+@dataclass(slots=True)
+class BucketHook:
+    """Records the buckets that the engine has chosen, when it has."""
+
+    is_told: bool = False
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Looks whether there is a choice by now."""
+        choice = None if self.is_told else trainer.parts.engine.bucket_choice
+        if choice is not None and trainer.sink is not None:
+            self.is_told = True
+            trainer.sink.write(
+                EventRecord(name="buckets", step=result.step, detail={**choice.detail()}, time=time.time())
+            )
 
 
 class GoBackError(TrainingError):
@@ -144,15 +183,23 @@ class GoBackError(TrainingError):
         super().__init__(f"{decision.reason}, at step {step}")
 
 
-class Return(Protocol):
-    """The way back to the last checkpoint."""
+@dataclass(frozen=True, slots=True)
+class WayBack:
+    """The way back to the newest checkpoint: ``find`` names it on rank 0, ``load`` brings it into the trainer."""
+
+    find: Callable[[], Path | None]
+    load: Callable[[Trainer, Path], None]
 
     def newest(self, comm: Communicator) -> Path | None:
-        """Returns the newest checkpoint, the same on all ranks, who all ask."""
-
-    @property
-    def load(self) -> Callable[[Trainer, Path], None]:
-        """What loads a checkpoint into a trainer."""
+        """Returns the newest checkpoint, the same on all ranks; None without one. One broadcast."""
+        path: Path | None = None
+        if comm.rank == 0:
+            try:
+                path = self.find()
+            except CheckpointError:
+                path = None
+        found: Path | None = broadcast_object(comm, path)
+        return found
 
 
 class Trainer:
@@ -171,7 +218,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # of the last evaluation, with its step
         self.best: dict[str, Any] | None = None
         self.losses = LossPolicy()
-        self.way_back: Return | None = None
+        self.way_back: WayBack | None = None
         self.num_roll_backs = 0
         self.rate_scale = 1.0
         self.line: Line | None = None  # of rank 0, which knows what was saved before

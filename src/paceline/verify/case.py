@@ -15,7 +15,7 @@ from paceline.data.fetch import fetch_batch
 from paceline.data.order import DataOrder, share
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
-from paceline.train.assemble import Workload, build_workload
+from paceline.train.assemble import DataAndModel, build_workload
 from paceline.train.loss import Loss, LossValue, build_loss
 from paceline.train.optim import build_optimizer
 
@@ -102,7 +102,7 @@ class ConfigCase:
         self._config = _without_dropout(config)
         self._batch = batch
         self._layers_as_blocks = layers_as_blocks
-        self._work: Workload | None = None
+        self._work: DataAndModel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_work": None}
@@ -131,7 +131,7 @@ class ConfigCase:
         """Builds the config's optimizer."""
         return build_optimizer(self._config.optim, named)
 
-    def _workload(self) -> Workload:
+    def _workload(self) -> DataAndModel:
         if self._work is None:
             self._work = build_workload(self._config)
         return self._work

@@ -24,7 +24,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import layout_from
 from paceline.errors import RankFailedError, UsageError
 from paceline.run.processes import run_processes
-from paceline.train.threads import compute_threads
+from paceline.train.randomness import compute_threads
 from paceline.verify.case import Case, FunctionCase
 from paceline.verify.locate import Divergence, locate
 from paceline.verify.measure import Bound, Errors, absolute, bound_for, compare, merge

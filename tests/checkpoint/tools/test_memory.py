@@ -19,7 +19,8 @@ import torch
 from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.write import PlainState
 from paceline.checkpoint.tools import audit, difference, incoming, outgoing, reshard
-from paceline.checkpoint.tools.rewrite import Part, Piece, write_checkpoint
+from paceline.checkpoint.tools.stream import RankContent, write_checkpoint
+from paceline.checkpoint.write import StreamedPiece
 from paceline.checkpoint.tools.stream import stream_made
 from paceline.shards import whole_region
 
@@ -36,7 +37,7 @@ def read():
         yield memoryview(window.numpy())
 
 whole = whole_region((rows, 1024))
-pieces = [Piece(name=f"model/{n}", region=whole, dtype=torch.float32, read=read) for n in range(num)]
+pieces = [StreamedPiece(name=f"model/{n}", region=whole, dtype=torch.float32, read=read) for n in range(num)]
 plain = PlainState(step=1, position=0, values={}, own={"dict": []}, found={}, about={})
 
 def peak():
@@ -44,7 +45,7 @@ def peak():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 before = peak()
-path = write_checkpoint(folder / "a", [Part(pieces=pieces)], plain)
+path = write_checkpoint(folder / "a", [RankContent(pieces=pieces)], plain)
 source = open_checkpoint(path)
 assert audit.audit(path, "fast").is_good
 if way == "dcp":

@@ -16,9 +16,8 @@ from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.tools.audit import audit, coverage_problems
 from paceline.checkpoint.tools.difference import compare
 from paceline.checkpoint.tools.reshard import World, cut_regions, reshard
-from paceline.checkpoint.tools.rewrite import Part, Piece, write_checkpoint
-from paceline.checkpoint.tools.stream import stream_made
-from paceline.checkpoint.write import PlainState
+from paceline.checkpoint.tools.stream import RankContent, stream_made, write_checkpoint
+from paceline.checkpoint.write import PlainState, StreamedPiece
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
 
@@ -81,9 +80,9 @@ def test_a_channels_last_tensor_and_odd_shapes_survive(tmp_path: Path) -> None:
     for name, (tensor, dims) in tensors.items():
         laid = tensor if dims is None else tensor.permute(dims)
         read = stream_made(name, laid.shape, laid.dtype, lambda laid=laid: laid).read
-        pieces.append(Piece(name=name, region=whole_region(tensor.shape, dims), dtype=tensor.dtype, read=read))
+        pieces.append(StreamedPiece(name=name, region=whole_region(tensor.shape, dims), dtype=tensor.dtype, read=read))
     plain = PlainState(step=1, position=0, values={}, own={}, found={}, about={})
-    source = open_checkpoint(write_checkpoint(tmp_path / "a", [Part(pieces=pieces)], plain))
+    source = open_checkpoint(write_checkpoint(tmp_path / "a", [RankContent(pieces=pieces)], plain))
     made = open_checkpoint(reshard(source, tmp_path / "b", World(ranks=3)))
     assert torch.equal(made.read("model/conv"), weight)
     assert compare(source, made).is_same_state
@@ -171,10 +170,10 @@ def test_the_result_is_one_that_is_resumed_from(saved: Save, tmp_path: Path) -> 
 
 
 def test_a_stream_that_ends_early_is_no_file(tmp_path: Path) -> None:
-    short = Piece(
+    short = StreamedPiece(
         name="model/a", region=whole_region((8,)), dtype=torch.float32, read=lambda: iter([memoryview(b"abcd")])
     )
     plain = PlainState(step=1, position=0, values={}, own={}, found={}, about={})
     with pytest.raises(CheckpointError, match="model/a gave 4 bytes, and its shape has 32"):
-        write_checkpoint(tmp_path, [Part(pieces=[short])], plain)
+        write_checkpoint(tmp_path, [RankContent(pieces=[short])], plain)
     assert list(tmp_path.iterdir()) == []

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.tools.samples import check_samples
-from paceline.checkpoint.values import encode
+from paceline.checkpoint.tensors import encode
+from paceline.checkpoint.tools.audit import check_samples
 from paceline.data.consumed import ConsumedIds
 from paceline.data.order import DataOrder
 

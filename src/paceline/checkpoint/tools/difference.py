@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import OPTIMIZER, Manifest
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.state import OPTIMIZER
-from paceline.checkpoint.tools.stream import Tell, be_silent, stream_region, window_elements
-from paceline.checkpoint.values import decode
+from paceline.checkpoint.tensors import Progress, decode, ignore_progress
+from paceline.checkpoint.tools.stream import stream_region, window_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class Difference:
         return not (self.only_left or self.only_right or self.other_shape or self.tensors or self.values)
 
 
-def compare(left: Checkpoint, right: Checkpoint, tell: Tell = be_silent) -> Difference:
+def compare(left: Checkpoint, right: Checkpoint, progress: Progress = ignore_progress) -> Difference:
     """Compares two checkpoints, tensor by tensor and value by value."""
     ours, theirs = left.manifest.tensors, right.manifest.tensors
     shared = [name for name in ours if name in theirs]
@@ -57,7 +56,7 @@ def compare(left: Checkpoint, right: Checkpoint, tell: Tell = be_silent) -> Diff
         name for name in shared if (ours[name].shape, ours[name].dtype) != (theirs[name].shape, theirs[name].dtype)
     ]
     alike = [name for name in shared if name not in set(other)]
-    found = [_compare_tensor(left, right, name, tell) for name in alike]
+    found = [_compare_tensor(left, right, name, progress) for name in alike]
     return Difference(
         only_left=tuple(name for name in ours if name not in theirs),
         only_right=tuple(name for name in theirs if name not in ours),
@@ -72,13 +71,13 @@ def compare(left: Checkpoint, right: Checkpoint, tell: Tell = be_silent) -> Diff
     )
 
 
-def _compare_tensor(left: Checkpoint, right: Checkpoint, name: str, tell: Tell) -> TensorDifference:
+def _compare_tensor(left: Checkpoint, right: Checkpoint, name: str, progress: Progress) -> TensorDifference:
     different, absolute, relative = 0, 0.0, 0.0
     count = max(min(window_elements(left, name), window_elements(right, name)) // 2, 1)  # two, and what is between
     for ours, theirs in zip(
         stream_region(left, name, count=count), stream_region(right, name, count=count), strict=True
     ):
-        tell(ours.numel() * ours.element_size())
+        progress(ours.numel() * ours.element_size())
         itemsize = ours.element_size()
         is_other = (ours.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, itemsize).any(dim=1)
         if not bool(is_other.any()):

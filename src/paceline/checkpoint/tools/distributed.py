@@ -24,27 +24,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from paceline.checkpoint.refusals import cannot_read
-from paceline.checkpoint.tools.stream import Stream, Tell, be_silent, stream_made
+from paceline.checkpoint.storage import cannot_read
+from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
+from paceline.checkpoint.tools.stream import stream_made
 from paceline.errors import CheckpointError
 
 _FILE = ".metadata"
 _TOGETHER_BYTES = 2**24
 
 
-def is_distributed(path: Path) -> bool:
-    """Says whether a folder is a distributed checkpoint of torch."""
-    return (path / _FILE).is_file()
-
-
-def write_distributed(path: Path, content: Mapping[str, Any], tell: Tell = be_silent) -> None:
+def write_distributed(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:
     """Writes nested dicts of streams, tensors and plain values as a distributed checkpoint."""
     streams: dict[int, Stream] = {}
     shapes = _shapes(content, streams)
     writer = FileSystemWriter(path, single_file_per_rank=False, thread_count=1, sync_files=True)
     with _alone():
         try:
-            save(shapes, storage_writer=writer, planner=_Planner(streams, tell), no_dist=True)
+            save(shapes, storage_writer=writer, planner=_Planner(streams, progress), no_dist=True)
         except CheckpointException as error:  # no Exception: nothing further out would catch it
             cause: BaseException = next(iter(error.failures.values()))[0]
             if isinstance(cause, CheckpointError | OSError):
@@ -112,16 +108,16 @@ class _Tensors:
 class _Planner(DefaultSavePlanner):
     """Plans with tensors that have shapes alone, and reads their values when they are written."""
 
-    def __init__(self, streams: Mapping[int, Stream], tell: Tell) -> None:
+    def __init__(self, streams: Mapping[int, Stream], progress: Progress) -> None:
         super().__init__()
         self._streams = streams
-        self._tell = tell
+        self._progress = progress
 
     def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002  (torch's name)
         stream = self._streams.get(id(object))
         if stream is None:
             return super().transform_object(write_item, object)
-        self._tell(stream.num_bytes)
+        self._progress(stream.num_bytes)
         return stream.whole()
 
 
@@ -162,7 +158,7 @@ def _damaged(path: Path, why: BaseException | str) -> CheckpointError:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """One process is what is meant here: torch need not say so."""
+    """Silences torch's warning that there is one process: that is meant here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

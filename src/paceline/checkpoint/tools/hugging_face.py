@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.tools.stream import Stream, stream_made
+from paceline.checkpoint.tensors import Stream
+from paceline.checkpoint.tools.stream import stream_made
 from paceline.config.gpt_sizes import GPTShape, gpt_shape
-from paceline.config.schema import GPTModelConfig
+from paceline.config.sections import GPTModelConfig
 from paceline.errors import CheckpointError, UsageError
 
 _EPS = 1e-5
@@ -125,7 +126,7 @@ def _to_llama(shape: GPTShape, streams: Streams) -> Exported:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return Exported(config=config, streams=[_renamed(each, _llama_name(name)) for name, each in streams.items()])
+    return Exported(config=config, streams=[replace(each, name=_llama_name(name)) for name, each in streams.items()])
 
 
 def _llama_name(name: str) -> str:
@@ -151,7 +152,7 @@ def _from_llama(streams: Streams) -> dict[str, Stream]:
             continue  # a constant, which older files have
         else:
             raise CheckpointError(f"{name} has no counterpart in the package's GPT, which has no biases")
-        found[ours] = _renamed(stream, ours)
+        found[ours] = replace(stream, name=ours)
     return found
 
 
@@ -178,8 +179,8 @@ def _to_gpt2(shape: GPTShape, streams: Streams) -> Exported:
         "eos_token_id": None,
     }
     found = [
-        _renamed(streams["token_embedding.weight"], "transformer.wte.weight"),
-        _renamed(streams["position_embedding.weight"], "transformer.wpe.weight"),
+        replace(streams["token_embedding.weight"], name="transformer.wte.weight"),
+        replace(streams["position_embedding.weight"], name="transformer.wpe.weight"),
         *_gpt2_norm("transformer.ln_f", streams["norm.weight"]),
     ]
     for layer in range(shape.layers):
@@ -204,7 +205,7 @@ def _gpt2_block(theirs: str, ours: str, streams: Streams) -> list[Stream]:
 
 
 def _gpt2_norm(theirs: str, weight: Stream) -> list[Stream]:
-    return [_renamed(weight, f"{theirs}.weight"), _zeros(f"{theirs}.bias", weight.shape[0], weight.dtype)]
+    return [replace(weight, name=f"{theirs}.weight"), _zeros(f"{theirs}.bias", weight.shape[0], weight.dtype)]
 
 
 def _from_gpt2(streams: Streams) -> dict[str, Stream]:
@@ -231,11 +232,7 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
         for name, other in _GPT2_MATRICES.items():
             part = plain[f"{theirs}.{other}.weight"]
             found[f"{ours}.{name}.weight"] = stream_made("", part.shape[::-1], part.dtype, partial(_turned, part))
-    return {name: _renamed(stream, name) for name, stream in found.items()}
-
-
-def _renamed(stream: Stream, name: str) -> Stream:
-    return Stream(name=name, shape=stream.shape, dtype=stream.dtype, read=stream.read)
+    return {name: replace(stream, name=name) for name, stream in found.items()}
 
 
 def _zeros(name: str, size: int, dtype: torch.dtype) -> Stream:

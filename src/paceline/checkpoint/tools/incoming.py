@@ -18,17 +18,13 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import MANIFEST
-from paceline.checkpoint.refusals import cannot_read
-from paceline.checkpoint.state import MODEL, OPTIMIZER
-from paceline.checkpoint.storage import LocalFiles
-from paceline.checkpoint.tensors import dtype_of
+from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER
+from paceline.checkpoint.storage import LocalFiles, cannot_read
+from paceline.checkpoint.tensors import Progress, Stream, dtype_of, encode, ignore_progress
 from paceline.checkpoint.tools.hugging_face import from_hugging_face
 from paceline.checkpoint.tools.outgoing import METADATA, Format
-from paceline.checkpoint.tools.rewrite import Part, Piece, write_checkpoint
-from paceline.checkpoint.tools.stream import WINDOW_BYTES, Stream, Tell, be_silent, stream_made
-from paceline.checkpoint.values import encode
-from paceline.checkpoint.write import PlainState
+from paceline.checkpoint.tools.stream import WINDOW_BYTES, RankContent, stream_made, write_checkpoint
+from paceline.checkpoint.write import PlainState, StreamedPiece
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
 
@@ -122,18 +118,18 @@ def _check_folder(path: Path) -> None:
 
 
 def take_in(
-    incoming: Incoming, folder: Path, source: str, *, tell: Tell = be_silent, may_replace: bool = False
+    incoming: Incoming, folder: Path, source: str, *, progress: Progress = ignore_progress, may_replace: bool = False
 ) -> Path:
     """Writes what was found as ``folder/step-00000000``; returns its path."""
     pieces = [_piece(MODEL + name, stream) for name, stream in incoming.model.items()]
     pieces += [_piece(OPTIMIZER + name, stream) for name, stream in incoming.optimizer.items()]
     about = {"imported_from": source, "weights_only": not incoming.found, "reason": "import", "strategy": "ddp"}
     plain = PlainState(step=0, position=0, values={}, own=encode({}), found=dict(incoming.found), about=about)
-    return write_checkpoint(folder, [Part(pieces=pieces)], plain, tell=tell, may_replace=may_replace)
+    return write_checkpoint(folder, [RankContent(pieces=pieces)], plain, progress=progress, may_replace=may_replace)
 
 
-def _piece(name: str, stream: Stream) -> Piece:
-    return Piece(name=name, region=whole_region(stream.shape), dtype=stream.dtype, read=stream.read)
+def _piece(name: str, stream: Stream) -> StreamedPiece:
+    return StreamedPiece(name=name, region=whole_region(stream.shape), dtype=stream.dtype, read=stream.read)
 
 
 def _open_safetensors(path: Path) -> Incoming:
@@ -278,7 +274,7 @@ def _sorted_out(flat: Mapping[tuple[str | int, ...], Any]) -> Incoming:
 
 
 def _is_named(optimizer: Mapping[str, Any]) -> bool:
-    """Whether state is under parameters' names. Under numbers it cannot be told whose it is."""
+    """Says whether state is under parameters' names. Under numbers nobody knows whose it is."""
     state = optimizer.get("state")
     return isinstance(state, Mapping) and bool(state) and all(isinstance(name, str) for name in state)
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
-from paceline.checkpoint.line import newest_line
-from paceline.checkpoint.manifest import MANIFEST, Manifest
-from paceline.checkpoint.refusals import nothing_there
-from paceline.checkpoint.remote import storage_of
-from paceline.checkpoint.retention import Retention
+from paceline.checkpoint.manifest import MANIFEST, Manifest, newest_line
+from paceline.checkpoint.retention import Retention, best_steps
+from paceline.checkpoint.storage import nothing_there, storage_of
+from paceline.checkpoint.tensors import Progress, ignore_progress
 from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
-from paceline.checkpoint.tools.stream import Tell, be_silent
 from paceline.errors import CheckpointError
 
 
@@ -49,15 +47,15 @@ def folder_of(where: Path) -> Path:
     raise nothing_there(where, "name a run's folder, or one with checkpoints")
 
 
-def list_folder(where: Path, now: float, depth: Depth = "fast", tell: Tell = be_silent) -> list[Listed]:
+def list_folder(where: Path, now: float, depth: Depth = "fast", progress: Progress = ignore_progress) -> list[Listed]:
     """Returns the checkpoints of a run or folder, oldest first, those that are not whole among them."""
     folder = folder_of(where)
     storage = storage_of(folder)
     paths = [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None or _is_rest(name)]
-    found = [_look(path, now, depth, tell) for path in sorted(paths, key=lambda path: (_step(path), path.name))]
+    found = [_look(path, now, depth, progress) for path in sorted(paths, key=lambda path: (_step(path), path.name))]
     manifests = {each.path: _manifest(each.path) for each in found if not each.problem}
     reasons = kept_because(found, manifests)
-    return [_with_reasons(each, reasons.get(each.path, ())) for each in found]
+    return [replace(each, kept=reasons.get(each.path, ())) for each in found]
 
 
 def kept_because(found: Sequence[Listed], manifests: Mapping[Path, Manifest | None]) -> dict[Path, tuple[str, ...]]:
@@ -80,17 +78,10 @@ def kept_because(found: Sequence[Listed], manifests: Mapping[Path, Manifest | No
     for each in own:
         if policy.every is not None and each.step % policy.every == 0:
             reasons[each.path].append(f"every {policy.every} steps")
-    for each in _best(own, policy):
+    best = best_steps({each.step: (each.metrics or {}).get(policy.metric) for each in own}, policy)
+    for each in (each for each in own if each.step in best):
         reasons[each.path].append(f"best {policy.metric}")
     return {path: tuple(why) or ("not by the policy: goes with the next save",) for path, why in reasons.items()}
-
-
-def _best(found: Sequence[Listed], policy: Retention) -> list[Listed]:
-    """Returns those that are kept as the best, as retention picks them: of equal ones the newer."""
-    sign = 1.0 if policy.mode == "min" else -1.0
-    values = [((each.metrics or {}).get(policy.metric), each) for each in found]
-    measured = [(sign * value, -each.step, each) for value, each in values if value is not None and value == value]
-    return [each for *_, each in sorted(measured, key=lambda row: row[:2])[: policy.best]]
 
 
 def retention_of(settings: Mapping[str, Any]) -> Retention:
@@ -106,7 +97,7 @@ def retention_of(settings: Mapping[str, Any]) -> Retention:
     )
 
 
-def _look(path: Path, now: float, depth: Depth, tell: Tell) -> Listed:
+def _look(path: Path, now: float, depth: Depth, progress: Progress) -> Listed:
     storage = storage_of(path)
     if _is_rest(path.name):
         return _broken(path, "left by a save that was cut short; the next start removes it")
@@ -114,7 +105,7 @@ def _look(path: Path, now: float, depth: Depth, tell: Tell) -> Listed:
         manifest = read_manifest(path, storage)
     except CheckpointError as error:
         return _broken(path, str(error).splitlines()[0].replace(f"{path} ", ""))
-    checks = [check_files(path, manifest, storage, depth, tell)]
+    checks = [check_files(path, manifest, storage, depth, progress)]
     if checks[0].is_good:
         checks.append(check_tensors(path, manifest, storage))
     problems = [problem for check in checks for problem in check.problems]
@@ -137,10 +128,6 @@ def _broken(path: Path, problem: str) -> Listed:
     storage = storage_of(path)
     num_bytes = sum(storage.size(path / name) or 0 for name in storage.names(path))
     return Listed(path=path, step=_step(path), num_bytes=num_bytes, age_s=None, problem=problem)
-
-
-def _with_reasons(each: Listed, why: tuple[str, ...]) -> Listed:
-    return replace(each, kept=why)
 
 
 def _manifest(path: Path) -> Manifest | None:

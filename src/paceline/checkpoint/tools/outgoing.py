@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.refusals import cannot_write
-from paceline.checkpoint.state import MODEL, OPTIMIZER
-from paceline.checkpoint.storage import LocalFiles
+from paceline.checkpoint.storage import LocalFiles, cannot_write
+from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
-from paceline.checkpoint.tools.stream import Stream, Tell, be_silent, stream_saved, write_safetensors
+from paceline.checkpoint.tools.stream import stream_saved, write_safetensors
 from paceline.checkpoint.tools.summary import tensor_bytes
 from paceline.checkpoint.tools.torch_file import write_torch_file
 from paceline.errors import CheckpointError, UsageError
@@ -54,7 +53,7 @@ def format_by_name(out: Path) -> Format:
     return "torch" if out.suffix in (".pt", ".pth", ".bin") else "safetensors"
 
 
-def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, tell: Tell = be_silent) -> Path:
+def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: Progress = ignore_progress) -> Path:
     """Writes a checkpoint in another format; returns where. Raises CheckpointError if it cannot be written."""
     if out.exists() and not options.may_replace:
         raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
@@ -64,13 +63,12 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, tell: Tell
             f"{checkpoint.path} has no tensors of a model\n  their names begin with {MODEL}\n"
             "  look at it with paceline checkpoint inspect"
         )
-    write: Callable[[Path], None]
     if options.is_hugging_face:
-        write = _hugging_face_writer(checkpoint, streams, tell)
+        write = _hugging_face_writer(checkpoint, streams, progress)
     elif options.format == "safetensors":
-        write = _safetensors_writer(checkpoint, streams, options, tell)
+        write = _safetensors_writer(checkpoint, streams, options, progress)
     else:
-        write = _torch_writer(checkpoint, streams, options, tell)
+        write = _torch_writer(checkpoint, streams, options, progress)
     _written_whole(out, write)
     return out
 
@@ -107,8 +105,8 @@ def exported_bytes(manifest: Manifest, options: ExportOptions) -> int:
 
 
 def _safetensors_writer(
-    checkpoint: Checkpoint, streams: dict[str, Stream], options: ExportOptions, tell: Tell
-) -> Callable[[Path], None]:
+    checkpoint: Checkpoint, streams: dict[str, Stream], options: ExportOptions, progress: Progress
+) -> Callable[[Path], object]:
     manifest = checkpoint.manifest
     metadata = {"format": "pt"}
     wanted = list(streams.values())
@@ -116,41 +114,36 @@ def _safetensors_writer(
         optimizer_content(checkpoint)  # refuses one that is not there
         wanted += [stream_saved(checkpoint, name) for name in manifest.tensors if name.startswith(OPTIMIZER)]
         metadata[METADATA] = json.dumps({"found": manifest.found})
-
-    def write(path: Path) -> None:
-        write_safetensors(LocalFiles(), path, wanted, metadata, tell)
-
-    return write
+    return lambda path: write_safetensors(LocalFiles(), path, wanted, metadata, progress)
 
 
-def _hugging_face_writer(checkpoint: Checkpoint, streams: dict[str, Stream], tell: Tell) -> Callable[[Path], None]:
+def _hugging_face_writer(
+    checkpoint: Checkpoint, streams: dict[str, Stream], progress: Progress
+) -> Callable[[Path], object]:
     made = to_hugging_face(shape_of(checkpoint.manifest), streams)
 
     def write(path: Path) -> None:
         path.mkdir()
         (path / "config.json").write_text(json.dumps(made.config, indent=2) + "\n")
-        write_safetensors(LocalFiles(), path / "model.safetensors", made.streams, {"format": "pt"}, tell)
+        write_safetensors(LocalFiles(), path / "model.safetensors", made.streams, {"format": "pt"}, progress)
 
     return write
 
 
 def _torch_writer(
-    checkpoint: Checkpoint, streams: dict[str, Stream], options: ExportOptions, tell: Tell
-) -> Callable[[Path], None]:
+    checkpoint: Checkpoint, streams: dict[str, Stream], options: ExportOptions, progress: Progress
+) -> Callable[[Path], object]:
+    content: dict[str, Any] = {"model": streams}
+    if options.with_optimizer:
+        content["optim"] = optimizer_content(checkpoint)
     if options.format == "torch":
-        content: dict[str, Any] = dict(streams)
-        if options.with_optimizer:
-            content = {"model": streams, "optim": optimizer_content(checkpoint)}
-        return lambda path: write_torch_file(path, content, tell)
+        return lambda path: write_torch_file(path, content if options.with_optimizer else streams, progress)
     from paceline.checkpoint.tools.distributed import write_distributed
 
-    nested: dict[str, Any] = {"model": streams}
-    if options.with_optimizer:
-        nested["optim"] = optimizer_content(checkpoint)
-    return lambda path: write_distributed(path, nested, tell)
+    return lambda path: write_distributed(path, content, progress)
 
 
-def _written_whole(out: Path, write: Callable[[Path], None]) -> None:
+def _written_whole(out: Path, write: Callable[[Path], object]) -> None:
     """Writes under another name beside it, and renames; what was there steps aside until then."""
     partial, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{word}") for word in ("new", "old"))
     try:

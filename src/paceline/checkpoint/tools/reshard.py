@@ -19,18 +19,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from paceline.checkpoint.manifest import SavedTensor
+from paceline.checkpoint.manifest import OPTIMIZER, SavedTensor
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.state import OPTIMIZER
-from paceline.checkpoint.tensors import dtype_of, host_bytes
-from paceline.checkpoint.tools.rewrite import Part, Piece, write_checkpoint
-from paceline.checkpoint.tools.stream import Tell, be_silent, stream_region
-from paceline.checkpoint.values import encode
-from paceline.checkpoint.write import PlainState, own_shares
+from paceline.checkpoint.tensors import Progress, dtype_of, encode, host_bytes, ignore_progress
+from paceline.checkpoint.tools.stream import RankContent, stream_region, write_checkpoint
+from paceline.checkpoint.write import PlainState, StreamedPiece, own_shares
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.shards import Region, Shard, flat_layout, whole_region
@@ -65,16 +62,22 @@ class World:
 
 
 def reshard(
-    checkpoint: Checkpoint, folder: Path, world: World, *, tell: Tell = be_silent, may_replace: bool = False
+    checkpoint: Checkpoint,
+    folder: Path,
+    world: World,
+    *,
+    progress: Progress = ignore_progress,
+    may_replace: bool = False,
 ) -> Path:
     """Writes a checkpoint into ``folder`` as the ranks of another world would have; returns its path."""
     manifest = checkpoint.manifest
     regions = cut_regions(manifest.tensors, world)
     keeps_own = manifest.world == world.ranks
-    parts = []
+    ranks = []
     for rank in range(world.ranks):
         pieces = [_piece(checkpoint, name, region) for name, region in regions[rank]]
-        parts.append(Part(pieces=pieces, own=_own(checkpoint, rank)) if keeps_own else Part(pieces=pieces))
+        own = {"own": encode(checkpoint.own(rank), f"what rank {rank} had of its own")} if keeps_own else {}
+        ranks.append(RankContent(pieces=pieces, **own))
     about = {**manifest.about, "strategy": world.strategy, "mesh": {"pipeline": world.pipeline, "tensor": world.tensor}}
     plain = PlainState(
         step=manifest.step,
@@ -84,7 +87,7 @@ def reshard(
         found=manifest.found,
         about=about,
     )
-    return write_checkpoint(folder, parts, plain, tell=tell, may_replace=may_replace)
+    return write_checkpoint(folder, ranks, plain, progress=progress, may_replace=may_replace)
 
 
 def cut_regions(tensors: Mapping[str, SavedTensor], world: World) -> list[list[tuple[str, Region]]]:
@@ -186,14 +189,10 @@ def _parameter(name: str) -> str:
     return inner.rpartition("/")[0] if name.startswith(OPTIMIZER) else inner
 
 
-def _piece(checkpoint: Checkpoint, name: str, region: Region) -> Piece:
-    return Piece(
+def _piece(checkpoint: Checkpoint, name: str, region: Region) -> StreamedPiece:
+    return StreamedPiece(
         name=name,
         region=region,
         dtype=checkpoint.dtype(name),
         read=lambda: (host_bytes(window) for window in stream_region(checkpoint, name, region)),
     )
-
-
-def _own(checkpoint: Checkpoint, rank: int) -> Any:
-    return encode(checkpoint.own(rank), f"what rank {rank} had of its own")

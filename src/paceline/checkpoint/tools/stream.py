@@ -1,63 +1,32 @@
-"""Tensors as streams of bytes: read from a checkpoint window by window, written to a safetensors file as they come.
+"""Tensors as streams of bytes: read from a checkpoint window by window, written to files as they come.
+
+``write_checkpoint`` writes a checkpoint as if other ranks had saved it: what ``reshard`` and ``import`` end in. Each
+rank's files are streamed one after another; then they are committed as any checkpoint is, and replace nothing that is
+there.
 
 Memory: some windows of 8 MiB, whatever the size of a tensor or of the checkpoint.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import struct
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
 from paceline.checkpoint.manifest import SavedFile
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.tensors import dtype_code, host_bytes
+from paceline.checkpoint.storage import FileStore, cannot_write, storage_of, url_of
+from paceline.checkpoint.tensors import Progress, Stream, file_chunks, host_bytes, ignore_progress
+from paceline.checkpoint.write import PlainState, StreamedPiece, Target, commit, discard, write_rank
 from paceline.errors import CheckpointError
 from paceline.shards import Region, whole_region
 
 WINDOW_BYTES = 2**23
 _SCATTERED = 2**18  # elements of a window where memory lies in another order, and each is looked up by itself
-
-Tell: TypeAlias = Callable[[int], None]
-
-
-def be_silent(num_bytes: int) -> None:
-    """Tells nobody of progress."""
-    del num_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """A tensor that is read when it is needed: ``read`` yields its bytes in row-major order, part by part."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Iterator[memoryview]]
-
-    @property
-    def num_bytes(self) -> int:
-        """How large it is."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def whole(self) -> torch.Tensor:
-        """Returns the tensor itself: all of it in memory."""
-        flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
-        if flat.numel() == 0:
-            return flat.view(self.shape)
-        place, memory = 0, host_bytes(flat)
-        for part in self.read():
-            memory[place : place + len(part)] = part
-            place += len(part)
-        assert place == len(memory), (self.name, place, len(memory))
-        return flat.view(self.shape)
 
 
 def stream_region(
@@ -101,34 +70,57 @@ def stream_made(name: str, shape: Sequence[int], dtype: torch.dtype, make: Calla
 
 
 def write_safetensors(
-    storage: Storage,
+    storage: FileStore,
     path: Path,
     streams: Sequence[Stream],
     metadata: Mapping[str, str] | None = None,
-    tell: Tell = be_silent,
+    progress: Progress = ignore_progress,
 ) -> SavedFile:
     """Writes streams as one safetensors file. Wide dtypes come first, so that all lie where processors want them."""
     ordered = sorted(streams, key=lambda stream: -stream.dtype.itemsize)
-    return storage.write(path, _file_parts(ordered, metadata, tell))
+    return storage.write(path, file_chunks(ordered, metadata, progress))
 
 
-def _file_parts(
-    streams: Sequence[Stream], metadata: Mapping[str, str] | None, tell: Tell
-) -> Iterator[memoryview | bytes]:
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for stream in streams:
-        end = offset + stream.num_bytes
-        entry = {"dtype": dtype_code(stream.dtype), "shape": list(stream.shape), "data_offsets": [offset, end]}
-        header[stream.name], offset = entry, end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text)) + text
-    for stream in streams:
-        written = 0
-        for part in stream.read():
-            yield part
-            tell(len(part))
-            written += len(part)
-        if written != stream.num_bytes:
-            raise CheckpointError(f"{stream.name} gave {written:,} bytes, and its shape has {stream.num_bytes:,}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContent:
+    """What one rank is to have: pieces, and its own values as JSON values."""
+
+    pieces: Sequence[StreamedPiece]
+    own: Any = field(default_factory=lambda: {"dict": []})
+
+
+def write_checkpoint(
+    folder: Path,
+    ranks: Sequence[RankContent],
+    plain: PlainState,
+    *,
+    progress: Progress = ignore_progress,
+    may_replace: bool = False,
+) -> Path:
+    """Writes ``folder/step-<n>`` with the content of each rank; returns its path.
+
+    Raises CheckpointError if it is there already and may not be replaced, or cannot be written.
+    """
+    storage = storage_of(folder)
+    token = secrets.token_hex(4)
+    targets = [
+        Target(folder=folder, step=plain.step, rank=rank, world=len(ranks), token=token, storage=storage)
+        for rank in range(len(ranks))
+    ]
+    first = targets[0]
+    if storage.names(first.final) and not may_replace:
+        raise CheckpointError(
+            f"{url_of(first.final)} is there already\n  it would be replaced\n  name another folder, or add --force"
+        )
+    try:
+        for target, content in zip(targets, ranks, strict=True):
+            found = plain.found if target.rank == 0 else {}
+            write_rank(target, content.pieces, replace(plain, own=content.own, found=found), progress)
+        commit(first, plain)
+    except OSError as error:
+        discard(first)
+        raise cannot_write(first.final, error) from error
+    except BaseException:
+        discard(first)
+        raise
+    return first.final

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.manifest import Manifest, SavedTensor
-from paceline.checkpoint.state import MODEL, OPTIMIZER
-from paceline.checkpoint.tensors import dtype_of
-from paceline.checkpoint.values import decode
+from paceline.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, SavedTensor
+from paceline.checkpoint.tensors import decode, dtype_of
 from paceline.errors import UsageError
 
 

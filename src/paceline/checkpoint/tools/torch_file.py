@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.tools.stream import Stream, Tell, be_silent, stream_made
+from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
+from paceline.checkpoint.tools.stream import stream_made
 from paceline.errors import UsageError
 from paceline.shards import row_major
 
@@ -40,7 +41,7 @@ _STORAGES = {
 }
 
 
-def write_torch_file(path: Path, content: Mapping[str, Any], tell: Tell = be_silent) -> None:
+def write_torch_file(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:
     """Writes nested dicts and lists of plain values, tensors and streams. Raises UsageError for a dtype it has not."""
     streams: list[Stream] = []
     structure = _pickled(_referring(content, streams))
@@ -48,12 +49,12 @@ def write_torch_file(path: Path, content: Mapping[str, Any], tell: Tell = be_sil
         _add(archive, "data.pkl", [structure])
         _add(archive, "byteorder", [b"little"])
         for number, stream in enumerate(streams):
-            _add(archive, f"data/{number}", stream.read(), tell, num_bytes=stream.num_bytes)
+            _add(archive, f"data/{number}", stream.read(), progress, num_bytes=stream.num_bytes)
         _add(archive, "version", [b"3\n"])
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class _TensorBytes:
     """Stands for the bytes of a tensor."""
 
     number: int
@@ -64,7 +65,7 @@ class _Storage:
 class _Tensor:
     """Stands for a tensor, and is pickled as one."""
 
-    storage: _Storage
+    storage: _TensorBytes
 
     def __reduce__(self) -> tuple[Any, ...]:
         stream = self.storage.stream
@@ -74,7 +75,7 @@ class _Tensor:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> tuple[Any, ...] | None:
-        if not isinstance(value, _Storage):
+        if not isinstance(value, _TensorBytes):
             return None
         kind = getattr(torch, _STORAGES[value.stream.dtype])
         elements = value.stream.num_bytes // value.stream.dtype.itemsize
@@ -96,7 +97,7 @@ def _referring(value: Any, streams: list[Stream]) -> Any:
             f"{value.name} is of {value.dtype}, which a torch file of this kind has not\n  export it as safetensors"
         )
     streams.append(value)
-    return _Tensor(_Storage(len(streams) - 1, value))
+    return _Tensor(_TensorBytes(len(streams) - 1, value))
 
 
 def _pickled(structure: Any) -> bytes:
@@ -109,7 +110,7 @@ def _add(
     archive: zipfile.ZipFile,
     name: str,
     parts: Iterable[bytes | memoryview],
-    tell: Tell = be_silent,
+    progress: Progress = ignore_progress,
     *,
     num_bytes: int | None = None,
 ) -> None:
@@ -122,4 +123,4 @@ def _add(
     with archive.open(info, "w", force_zip64=is_large) as file:
         for part in parts:
             file.write(part)
-            tell(len(part))
+            progress(len(part))

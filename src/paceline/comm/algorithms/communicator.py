@@ -28,8 +28,8 @@ import torch
 from paceline.cluster.costs import (
     CHUNK_BYTES,
     Algorithm,
-    Links,
     Placement,
+    Wires,
     fastest_all_reduce,
     fastest_broadcast,
     fastest_scatter,
@@ -81,7 +81,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         algorithm: AlgorithmName,
         topology: Topology | None = None,
         *,
-        links: Links | None = None,
+        links: Wires | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: InFlight | None = None,
         table: MeasuredTable | None = None,
@@ -92,7 +92,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
-        self._links = links or Links()
+        self._links = links or Wires()
         self._chunk_bytes = chunk_bytes
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
@@ -123,13 +123,8 @@ class AlgorithmCommunicator(WrappedCommunicator):
             return super().reduce_scatter(output, tensor, op)
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
         slices = cut((0, flat.numel()), self.size)
-        if algorithm == "ring":
-            lanes = [ring_reduce_scatter(self.rank, part) for part in self._part_slices(slices, flat)]
-        elif algorithm == "hierarchical":
-            parts = self._part_slices(slices, flat)
-            lanes = [hierarchical_reduce_scatter(self.rank, self.topology, part) for part in parts]
-        else:
-            lanes = [halving_reduce_scatter(self.rank, slices)]
+        forms = (ring_reduce_scatter, hierarchical_reduce_scatter, halving_reduce_scatter)
+        lanes = self._slice_lanes(algorithm, flat, slices, *forms)
         own = flat[slice(*slices[self.rank])]
         return self._issue("reduce_scatter", algorithm, flat, lanes, lambda: _put_back(output, own), op)
 
@@ -146,13 +141,8 @@ class AlgorithmCommunicator(WrappedCommunicator):
         own = flat[slice(*slices[self.rank])]
         if own.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
             own.copy_(tensor.detach().reshape(-1))
-        if algorithm == "ring":
-            lanes = [ring_all_gather(self.rank, part) for part in self._part_slices(slices, flat)]
-        elif algorithm == "hierarchical":
-            parts = self._part_slices(slices, flat)
-            lanes = [hierarchical_all_gather(self.rank, self.topology, part) for part in parts]
-        else:
-            lanes = [doubling_all_gather(self.rank, slices)]
+        forms = (ring_all_gather, hierarchical_all_gather, doubling_all_gather)
+        lanes = self._slice_lanes(algorithm, flat, slices, *forms)
         return self._issue("all_gather", algorithm, flat, lanes, lambda: _put_back(output, flat))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
@@ -191,7 +181,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
             return self._table.fastest(tensor.nbytes)
         return self._choose(fastest_all_reduce, tensor)
 
-    def _choose(self, fastest: Callable[[float, Placement, Links], Algorithm], tensor: torch.Tensor) -> Algorithm:
+    def _choose(self, fastest: Callable[[float, Placement, Wires], Algorithm], tensor: torch.Tensor) -> Algorithm:
         if self.algorithm != "auto":
             return self.algorithm
         return fastest(tensor.nbytes, self._placement, self._links)
@@ -219,10 +209,22 @@ class AlgorithmCommunicator(WrappedCommunicator):
         pieces, most = (2, _MOST_LANES // 2) if algorithm == "tree" else (self.size, _RING_LANES)
         return min(max(flat.nbytes // (pieces * self._chunk_bytes), 1), most)
 
-    def _part_slices(self, slices: Sequence[ElementRange], flat: torch.Tensor) -> list[list[ElementRange]]:
-        """Cuts every slice into one part for each lane."""
-        parts = [cut(each, self._num_lanes("ring", flat)) for each in slices]
-        return [list(lane) for lane in zip(*parts, strict=True)]
+    def _slice_lanes(
+        self,
+        algorithm: Algorithm,
+        flat: torch.Tensor,
+        slices: Sequence[ElementRange],
+        ring: Callable[[int, Sequence[ElementRange]], list[Round]],
+        hierarchical: Callable[[int, Topology, Sequence[ElementRange]], list[Round]],
+        halving: Callable[[int, Sequence[ElementRange]], list[Round]],
+    ) -> list[list[Round]]:
+        """Returns the rounds of each lane by one of three forms; in two of them a lane has a part of every slice."""
+        if algorithm not in ("ring", "hierarchical"):
+            return [halving(self.rank, slices)]
+        parts = zip(*(cut(each, self._num_lanes("ring", flat)) for each in slices), strict=True)
+        if algorithm == "ring":
+            return [ring(self.rank, part) for part in parts]
+        return [hierarchical(self.rank, self.topology, part) for part in parts]
 
     def _issue(
         self,
@@ -235,12 +237,18 @@ class AlgorithmCommunicator(WrappedCommunicator):
     ) -> Work:
         first = _FIRST_TAG + (self._num_issued % _MOST_OPERATIONS) * _MOST_LANES
         self._num_issued += 1
-        made = [MessageLane(self.inner, flat, rounds, op, first + number) for number, rounds in enumerate(lanes)]
-        return self._in_flight.issue(made, deliver, self._window(kind, algorithm))
+        comm = self._messages(kind, algorithm, flat, lanes)
+        made = [MessageLane(comm, flat, rounds, op, first + number) for number, rounds in enumerate(lanes)]
+        # NCCL carries out what is posted in the order of posting: there, all lanes receive at once.
+        is_held_back = kind == "all_reduce" and algorithm == "tree" and self.device.type == "cpu"
+        return self._in_flight.issue(made, deliver, _TREE_WINDOW if is_held_back else None)
 
-    def _window(self, kind: str, algorithm: Algorithm) -> int | None:
-        """How many lanes receive at a time. NCCL carries out in the order of posting: there, all do at once."""
-        return _TREE_WINDOW if (kind, algorithm) == ("all_reduce", "tree") and self.device.type == "cpu" else None
+    def _messages(
+        self, kind: str, algorithm: Algorithm, flat: torch.Tensor, lanes: Sequence[list[Round]]
+    ) -> Communicator:
+        """Returns what carries the messages of an operation."""
+        del kind, algorithm, flat, lanes
+        return self.inner
 
     def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
         """Calls a verb of ``inner``, whose work is finished after the operations that were issued before it."""

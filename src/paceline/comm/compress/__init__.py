@@ -11,4 +11,4 @@ the steps before compression begins, and the state that is saved.
 from __future__ import annotations
 
 from paceline.comm.compress.feedback import Compressor as Compressor
-from paceline.plan.layout import Compression as Compression
+from paceline.comm.compress.policies import POLICIES as POLICIES

@@ -1,24 +1,27 @@
 """What a policy is: how the ranks exchange one flat vector, in fewer bytes than it has.
 
-The compute that makes a message small happens in ``start``, when the bucket is complete: only then can its bytes leave
-while backward goes on with earlier layers. What turns messages into a gradient happens in ``finish``, when the step
-waits for it: nobody needs the values before, and nothing has to run behind backward's back. A policy that needs two
-rounds issues the second one in ``advance``, which is called for all buckets before any is finished.
+An exchange is a generator. Up to its first ``yield`` it makes the message small and sends it, as soon as the bucket is
+complete: only then can its bytes leave while backward goes on with earlier layers. After its last ``yield`` it turns
+messages into a gradient, when the step waits for it: nobody needs the values before. A policy that needs two rounds
+issues the second one in ``advance``, which is called for all buckets before any is finished.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, TypeAlias
 
 import torch
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, Work
+
+ExchangeRounds: TypeAlias = Generator[Work, None, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class VectorPart:
     """One tensor of the vector, or a piece of one: its name, where it lies, and the matrix that it is.
 
     The matrix is the tensor's memory, row by row. Of a piece that begins inside a row, the first ``lead`` elements of
@@ -44,39 +47,63 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class ExchangeContext:
     """What a policy needs to know beside the vector.
 
     ``factors`` is what it kept of the last step, by tensor; ``new_factors`` takes what it keeps of this one.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[VectorPart, ...]
     step: int
     factors: dict[str, torch.Tensor]
     new_factors: dict[str, torch.Tensor]
 
 
-class Exchange(Protocol):
-    """A vector on its way. It owns the vector that it was started with."""
+class Policy:
+    """How vectors are exchanged: a subclass for each way."""
 
-    def advance(self) -> None:
-        """Issues the second round, where there is one. Safe to call twice."""
-
-    def finish(self) -> torch.Tensor:
-        """Returns the average over the ranks, the same bits on each; the vector then holds what was not sent.
-
-        The average of all that was sent and of all that was not is the average of the vectors, to rounding.
-        """
-
-
-class Policy(Protocol):
-    """How vectors are exchanged."""
+    num_rounds: ClassVar[int] = 1
 
     def takes(self, rows: int, columns: int) -> bool:
         """Says whether a matrix becomes smaller by this policy."""
+        del rows, columns
+        return True
 
-    def start(self, vector: torch.Tensor, task: Task, comm: Communicator) -> Exchange:
+    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
         """Compresses ``vector`` and sends it on its way. All ranks call it with vectors of the same length."""
+        raise NotImplementedError
+
+
+class GradientExchange:
+    """A vector on its way. It owns the vector that it was started with.
+
+    The policy's generator yields every collective that it has issued, is resumed when that is done, and returns the
+    average over the ranks, the same bits on each; the vector then holds what was not sent. The average of all that was
+    sent and of all that was not is the average of the vectors, to rounding.
+    """
+
+    def __init__(self, policy: Policy, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> None:
+        self._rounds = policy.exchange(vector, context, comm)
+        self._num_later = policy.num_rounds - 1
+        self._work = next(self._rounds)
+
+    def advance(self) -> None:
+        """Issues the second round, where there is one. Safe to call twice."""
+        while self._num_later:
+            self._num_later -= 1
+            self._work.wait()
+            self._work = next(self._rounds)
+
+    def finish(self) -> torch.Tensor:
+        """Returns the average."""
+        self.advance()
+        self._work.wait()
+        try:
+            next(self._rounds)
+        except StopIteration as stop:
+            mean: torch.Tensor = stop.value
+            return mean
+        raise AssertionError("an exchange has more rounds than it said")
 
 
 def seed_of(step: int, name: str) -> int:

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm.base import BucketShape, Communicator, Work
-from paceline.comm.compress.exchange import Exchange, Part, Task
-from paceline.comm.compress.settings import make_policy
+from paceline.comm.compress.exchange import ExchangeContext, GradientExchange, VectorPart
+from paceline.comm.compress.policies import make_policy
 from paceline.comm.compress.state import (
-    Piece,
+    TensorPiece,
     TensorSource,
     factor_shards,
     read_factors,
@@ -45,10 +45,10 @@ class Compressor:
         self.step = 0
         self.factors: dict[str, torch.Tensor] = {}
         self.residuals: dict[str, torch.Tensor] = {}  # by tensor, so that they outlive the buckets
-        self._pieces: dict[str, Piece] = {}
+        self._pieces: dict[str, TensorPiece] = {}
         self._is_sharded = False
         self._replicas: Communicator | None = None
-        self._pass = _Pass()
+        self._pass = _GradientPass()
 
     # What engines call.
 
@@ -75,11 +75,11 @@ class Compressor:
     def abandon_pass(self) -> None:
         """Forgets a pass that was broken off."""
         if not self._pass.is_ended:
-            self._pass = _Pass()
+            self._pass = _GradientPass()
 
     def roll_back(self) -> None:
         """Forgets the last pass."""
-        self._pass = _Pass()
+        self._pass = _GradientPass()
 
     def withhold(self, names: Sequence[str]) -> None:
         """Keeps the residuals of tensors whose average is not used as they were."""
@@ -119,7 +119,7 @@ class Compressor:
             read_residuals(source, self._pieces, held, self._replica(comm)) if self.settings.error_feedback else {}
         )
         factors = read_factors(source, self._pieces, held)
-        self._pass = _Pass()
+        self._pass = _GradientPass()
         self.step = step
         self.residuals = {name: each.to(comm.device) for name, each in residuals.items()}
         self.factors = {name: each.to(comm.device) for name, each in factors.items()}
@@ -159,7 +159,7 @@ class Compressor:
         """Brings an ended pass into force, unless a gradient was not finite: then its step was left out."""
         if not self._pass.is_ended:
             return
-        done, self._pass = self._pass, _Pass()
+        done, self._pass = self._pass, _GradientPass()
         self.step += 1
         is_finite = done.is_finite
         if is_finite is None or (is_finite.device.type == "cpu" and not is_finite):
@@ -173,7 +173,7 @@ class Compressor:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _GradientPass:
     """What a pass will have changed when it counts."""
 
     is_ended: bool = False
@@ -191,7 +191,7 @@ class _Bucket:
         self.compressed: list[slice] = []  # of the bucket's buffer, one for each part
         self.whole: list[slice] = []
         self.whole_names: list[str] = []
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, TensorPiece] = {}
         parts, length = [], 0
         first, last = shape.shard or (0, shape.layout.length)
         for name, slot in zip(shape.names, shape.layout.slots, strict=True):
@@ -199,7 +199,7 @@ class _Bucket:
             if begin >= end:
                 continue
             place = slice(begin - first, end - first)
-            self.pieces[name] = Piece(begin=begin - slot.offset, size=end - begin, whole=slot.numel)
+            self.pieces[name] = TensorPiece(begin=begin - slot.offset, size=end - begin, whole=slot.numel)
             part = _part(name, slot, self.pieces[name], length)
             if owner.settings.takes(name, slot.shape) and owner.policy.takes(part.rows, part.columns):
                 parts.append(part)
@@ -242,7 +242,7 @@ class _BucketWork:
         self.new_factors: dict[str, torch.Tensor] = {}
         self._buffer = buffer
         self._vector: torch.Tensor | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: GradientExchange | None = None
         self._whole: torch.Tensor | None = None
         self._whole_work: Work | None = None
         self._paid: dict[str, torch.Tensor] = {}
@@ -266,9 +266,11 @@ class _BucketWork:
         pieces, owed = bucket.owed(vector)
         if pieces:
             torch._foreach_add_(pieces, owed)
-        task = Task(parts=bucket.parts, step=owner.step, factors=owner.factors, new_factors=self.new_factors)
+        context = ExchangeContext(
+            parts=bucket.parts, step=owner.step, factors=owner.factors, new_factors=self.new_factors
+        )
         self._vector = vector
-        self._exchange = owner.policy.start(vector, task, comm)
+        self._exchange = GradientExchange(owner.policy, vector, context, comm)
 
     def _pay_whole(self) -> None:
         """Adds what is owed to tensors that travel whole: they did not, in the run that this one goes on from."""
@@ -319,12 +321,12 @@ def _kept(is_finite: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torc
     return new if is_finite.device.type == "cpu" else torch.where(is_finite, new, old)
 
 
-def _part(name: str, slot: Slot, piece: Piece, start: int) -> Part:
+def _part(name: str, slot: Slot, piece: TensorPiece, start: int) -> VectorPart:
     """Returns the part of the vector that a piece of a tensor is."""
     columns = slot.numel // _rows(slot)
     lead = piece.begin % columns
     rows = -(-(lead + piece.size) // columns)
-    return Part(name=name, start=start, size=piece.size, rows=rows, columns=columns, lead=lead)
+    return VectorPart(name=name, start=start, size=piece.size, rows=rows, columns=columns, lead=lead)
 
 
 def _rows(slot: Slot) -> int:

@@ -15,72 +15,54 @@ A piece of a matrix that begins or ends inside a row is filled up with zeros; wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.compress.exchange import Exchange, Part, Task, seed_of
+from paceline.comm.compress.exchange import ExchangeContext, ExchangeRounds, Policy, VectorPart, seed_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PowerSGD:
+class PowerSGD(Policy):
     """Sends two factors of ``rank`` columns for each matrix."""
 
+    num_rounds: ClassVar[int] = 2
     rank: int
 
     def takes(self, rows: int, columns: int) -> bool:
         """Takes matrices whose factors are smaller than they are."""
         return self.rank * (rows + columns) < rows * columns
 
-    def start(self, vector: torch.Tensor, task: Task, comm: Communicator) -> Exchange:
-        """Sends the left factors of all matrices."""
-        return _LowRankExchange(vector, task, comm, self.rank)
-
-
-class _LowRankExchange:
-    def __init__(self, vector: torch.Tensor, task: Task, comm: Communicator, rank: int) -> None:
-        self._vector = vector
-        self._task = task
-        self._comm = comm
-        self._rank = rank
-        self._matrices = [_matrix(vector[part.start : part.stop], part) for part in task.parts]
-        starts = [_first_factor(part, task, rank, vector) for part in task.parts]
+    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
+        """Averages the left factors of all matrices, then the right ones."""
+        parts, rank = context.parts, self.rank
+        matrices = [_matrix(vector[part.start : part.stop], part) for part in parts]
+        starts = [_first_factor(part, context, rank, vector) for part in parts]
         # In one buffer each, so that a bucket takes two collectives, however many matrices it has.
-        self._left_flat, self._left = _factors([part.rows for part in task.parts], rank, vector)
-        self._right_flat, self._right = _factors([part.columns for part in task.parts], rank, vector)
-        for matrix, right, left in zip(self._matrices, starts, self._left, strict=True):
+        left_flat, lefts = _factors([part.rows for part in parts], rank, vector)
+        right_flat, rights = _factors([part.columns for part in parts], rank, vector)
+        for matrix, right, left in zip(matrices, starts, lefts, strict=True):
             torch.mm(matrix, right, out=left)
-        self._work = comm.all_reduce(self._left_flat, "avg")
-        self._is_advanced = False
-
-    def advance(self) -> None:
-        """Makes the left factors orthonormal and sends the right ones."""
-        if self._is_advanced:
-            return
-        self._is_advanced = True
-        self._work.wait()
-        for matrix, left, right in zip(self._matrices, self._left, self._right, strict=True):
+        del starts
+        yield comm.all_reduce(left_flat, "avg")
+        for matrix, left, right in zip(matrices, lefts, rights, strict=True):
             left.copy_(torch.linalg.qr(left).Q)  # a zero column becomes a unit vector: an iteration never gets stuck
             torch.mm(matrix.t(), left, out=right)
-        self._work = self._comm.all_reduce(self._right_flat, "avg")
-
-    def finish(self) -> torch.Tensor:
-        """Multiplies the factors."""
-        self.advance()
-        self._work.wait()
-        mean = torch.empty_like(self._vector)
-        for part, left, right in zip(self._task.parts, self._left, self._right, strict=True):
+        yield comm.all_reduce(right_flat, "avg")
+        mean = torch.empty_like(vector)
+        for part, left, right in zip(parts, lefts, rights, strict=True):
             mine = mean[part.start : part.stop]
             if part.is_ragged:
                 mine.copy_(torch.mm(left, right.t()).view(-1)[part.lead : part.lead + part.size])
             else:
                 torch.mm(left, right.t(), out=mine.view(part.rows, part.columns))
-            self._task.new_factors[part.name] = right.clone()
-        self._vector.sub_(mean)
+            context.new_factors[part.name] = right.clone()
+        vector.sub_(mean)
         return mean
 
 
-def _matrix(values: torch.Tensor, part: Part) -> torch.Tensor:
+def _matrix(values: torch.Tensor, part: VectorPart) -> torch.Tensor:
     """Returns a part as a matrix; a copy where its first or last row is not whole."""
     if part.is_ragged:
         filled = values.new_zeros(part.rows * part.columns)
@@ -89,9 +71,9 @@ def _matrix(values: torch.Tensor, part: Part) -> torch.Tensor:
     return values.view(part.rows, part.columns)
 
 
-def _first_factor(part: Part, task: Task, rank: int, like: torch.Tensor) -> torch.Tensor:
+def _first_factor(part: VectorPart, context: ExchangeContext, rank: int, like: torch.Tensor) -> torch.Tensor:
     """Returns the right factor of the last step; in the first one random numbers that all ranks share."""
-    known = task.factors.get(part.name)
+    known = context.factors.get(part.name)
     if known is not None and known.shape == (part.columns, rank):
         return known.to(like)
     generator = torch.Generator().manual_seed(seed_of(0, part.name))

@@ -16,53 +16,54 @@ elements there are (a sync point).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from paceline.comm.base import Communicator, Work
-from paceline.comm.compress.exchange import Exchange, Task, as_bytes, seed_of
+from paceline.comm.base import Communicator
+from paceline.comm.compress.exchange import (
+    ExchangeContext,
+    ExchangeRounds,
+    Policy,
+    as_bytes,
+    seed_of,
+)
 
 _BLOCK = 2**16  # elements whose place in a block fits into 16 bits
 _ALIGN = 8  # bytes: so that every message of a gathered row can be read as numbers of any dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopK:
+class TopK(Policy):
     """Sends the share ``ratio`` of the elements that are largest in magnitude, at least one."""
 
     ratio: float
 
-    def takes(self, rows: int, columns: int) -> bool:
-        """Takes every tensor."""
-        del rows, columns
-        return True
-
-    def start(self, vector: torch.Tensor, task: Task, comm: Communicator) -> Exchange:
+    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
         """Selects, packs, and gathers."""
-        del task
+        del context
         chosen = torch.topk(vector.abs(), num_kept(self.ratio, vector.numel()), sorted=False).indices
-        return _Gathered(vector, chosen.sort().values, chosen.numel(), comm)
+        return _gather(vector, chosen.sort().values, chosen.numel(), comm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Threshold:
+class Threshold(Policy):
     """Sends the elements whose magnitude is at least ``threshold``; how many these are differs by rank and step."""
 
+    num_rounds: ClassVar[int] = 2
     threshold: float
 
-    def takes(self, rows: int, columns: int) -> bool:
-        """Takes every tensor."""
-        del rows, columns
-        return True
-
-    def start(self, vector: torch.Tensor, task: Task, comm: Communicator) -> Exchange:
-        """Counts, and lets the others know: messages must be of one size."""
-        del task
-        return _ThresholdExchange(vector, self.threshold, comm)
+    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
+        """Agrees on the largest number of elements, then gathers messages of that size."""
+        del context
+        chosen = (vector.abs() < self.threshold).logical_not_().nonzero().view(-1)  # sync point; takes NaN along
+        most = torch.tensor([chosen.numel()], device=vector.device)
+        yield comm.all_reduce(most, "max")
+        return (yield from _gather(vector, chosen, int(most.item()), comm))  # sync point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RandomK:
+class RandomK(Policy):
     """Sends the share ``ratio`` of the elements, at least one, chosen anew in each step and alike on all ranks.
 
     The vector is cut into as many pieces as elements are sent, and one is drawn from each: every element has the same
@@ -71,23 +72,22 @@ class RandomK:
 
     ratio: float
 
-    def takes(self, rows: int, columns: int) -> bool:
-        """Takes every tensor."""
-        del rows, columns
-        return True
-
-    def start(self, vector: torch.Tensor, task: Task, comm: Communicator) -> Exchange:
+    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
         """Draws the indices, and reduces the values there."""
         length = vector.numel()
         kept = num_kept(self.ratio, length)
-        drawn = _draw(kept, seed_of(task.step, task.parts[0].name), vector.device)
+        drawn = _draw(kept, seed_of(context.step, context.parts[0].name), vector.device)
         edges = torch.arange(kept + 1, device=vector.device) * length // kept
         first, width = edges[:-1], edges.diff()
         chosen = first + torch.minimum((drawn * width).long(), width - 1)
         values = vector[chosen]
         # An element that is not finite may not be among the chosen: its step must be left out all the same.
         values[:1] += vector.sum() * 0
-        return _RandomExchange(vector, chosen, values, comm.all_reduce(values, "avg"))
+        yield comm.all_reduce(values, "avg")
+        mean = torch.zeros_like(vector)
+        mean[chosen] = values
+        vector[chosen] = 0
+        return mean
 
 
 def _draw(count: int, seed: int, device: torch.device) -> torch.Tensor:
@@ -101,72 +101,17 @@ def num_kept(ratio: float, length: int) -> int:
     return min(length, max(1, round(ratio * length)))
 
 
-class _RandomExchange:
-    def __init__(self, vector: torch.Tensor, chosen: torch.Tensor, values: torch.Tensor, work: Work) -> None:
-        self._vector = vector
-        self._chosen = chosen
-        self._values = values
-        self._work = work
-
-    def advance(self) -> None:
-        """There is one round."""
-
-    def finish(self) -> torch.Tensor:
-        """Puts the averages in their places."""
-        self._work.wait()
-        mean = torch.zeros_like(self._vector)
-        mean[self._chosen] = self._values
-        self._vector[self._chosen] = 0
-        return mean
-
-
-class _Gathered:
-    """Messages of ``num_slots`` elements from every rank; what a rank has fewer of is filled up with zeros."""
-
-    def __init__(self, vector: torch.Tensor, chosen: torch.Tensor, num_slots: int, comm: Communicator) -> None:
-        self._vector = vector
-        self._chosen = chosen
-        self._num_slots = num_slots
-        self._size = comm.size
-        message = pack(vector[chosen], chosen, vector.numel(), num_slots)
-        self._received = torch.empty(comm.size * message.numel(), dtype=torch.uint8, device=vector.device)
-        self._message = message
-        self._work = comm.all_gather(self._received, message)
-
-    def advance(self) -> None:
-        """There is one round."""
-
-    def finish(self) -> torch.Tensor:
-        """Adds up the messages in the order of ranks."""
-        self._work.wait()
-        mean = torch.zeros_like(self._vector)
-        for row in self._received.view(self._size, -1):
-            values, indices = unpack(row, mean.dtype, mean.numel(), self._num_slots)
-            mean.index_add_(0, indices, values)
-        self._vector[self._chosen] = 0
-        return mean.div_(self._size)
-
-
-class _ThresholdExchange:
-    def __init__(self, vector: torch.Tensor, threshold: float, comm: Communicator) -> None:
-        self._vector = vector
-        self._comm = comm
-        self._chosen = (vector.abs() < threshold).logical_not_().nonzero().view(-1)  # sync point; takes NaN along
-        self._most = torch.tensor([self._chosen.numel()], device=vector.device)
-        self._work = comm.all_reduce(self._most, "max")
-        self._gathered: _Gathered | None = None
-
-    def advance(self) -> None:
-        """Gathers messages as long as the longest one."""
-        if self._gathered is None:
-            self._work.wait()
-            self._gathered = _Gathered(self._vector, self._chosen, int(self._most.item()), self._comm)  # sync point
-
-    def finish(self) -> torch.Tensor:
-        """Adds up the messages."""
-        self.advance()
-        assert self._gathered is not None
-        return self._gathered.finish()
+def _gather(vector: torch.Tensor, chosen: torch.Tensor, num_slots: int, comm: Communicator) -> ExchangeRounds:
+    """Gathers messages of ``num_slots`` elements from every rank, filled up with zeros, and averages in rank order."""
+    message = pack(vector[chosen], chosen, vector.numel(), num_slots)
+    received = torch.empty(comm.size * message.numel(), dtype=torch.uint8, device=vector.device)
+    yield comm.all_gather(received, message)
+    mean = torch.zeros_like(vector)
+    for row in received.view(comm.size, -1):
+        values, indices = unpack(row, mean.dtype, mean.numel(), num_slots)
+        mean.index_add_(0, indices, values)
+    vector[chosen] = 0
+    return mean.div_(comm.size)
 
 
 def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: int) -> torch.Tensor:

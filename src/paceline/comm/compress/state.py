@@ -36,7 +36,7 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """What a rank has of a tensor: ``size`` of its ``whole`` elements, from ``begin`` on, in the order of memory."""
 
     begin: int
@@ -45,18 +45,18 @@ class Piece:
 
 
 def residual_shards(
-    residuals: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece], replica: tuple[int, int]
+    residuals: Mapping[str, torch.Tensor], pieces: Mapping[str, TensorPiece], replica: tuple[int, int]
 ) -> Iterator[Shard]:
     """Yields what this rank owes: its interval of its replica's row."""
     for name, residual in residuals.items():
-        piece = pieces.get(name) or Piece(begin=0, size=residual.numel(), whole=residual.numel())
+        piece = pieces.get(name) or TensorPiece(begin=0, size=residual.numel(), whole=residual.numel())
         begin = replica[0] * piece.whole + piece.begin
         region = Region(shape=(replica[1], piece.whole), begin=begin, end=begin + piece.size)
         yield Shard(name=_RESIDUAL + name, region=region, tensor=residual)
 
 
 def factor_shards(
-    factors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece], replica: tuple[int, int]
+    factors: Mapping[str, torch.Tensor], pieces: Mapping[str, TensorPiece], replica: tuple[int, int]
 ) -> Iterator[Shard]:
     """Yields the factors, which the first replica writes, by the place where their slice begins."""
     for name, factor in factors.items():
@@ -67,14 +67,14 @@ def factor_shards(
 
 
 def read_residuals(
-    source: TensorSource, pieces: Mapping[str, Piece], held: Collection[str] | None, replica: tuple[int, int]
+    source: TensorSource, pieces: Mapping[str, TensorPiece], held: Collection[str] | None, replica: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
     """Returns what this rank goes on with: its replica's row, or the mean of all, of those ``held`` (None: of all)."""
     found = {}
     for name, (num_rows, whole) in source.shapes(_RESIDUAL).items():
         if held is not None and name not in held:
             continue
-        piece = pieces.get(name) or Piece(begin=0, size=whole, whole=whole)
+        piece = pieces.get(name) or TensorPiece(begin=0, size=whole, whole=whole)
         if piece.whole != whole:
             raise CheckpointError(
                 f"the residual of {name} has {whole} elements, the tensor {piece.whole}\n"
@@ -88,7 +88,7 @@ def read_residuals(
 
 
 def read_factors(
-    source: TensorSource, pieces: Mapping[str, Piece], held: Collection[str] | None
+    source: TensorSource, pieces: Mapping[str, TensorPiece], held: Collection[str] | None
 ) -> dict[str, torch.Tensor]:
     """Returns the factors that this rank's slices start from, of the tensors ``held`` (None: of all)."""
     begins: dict[str, list[int]] = {}

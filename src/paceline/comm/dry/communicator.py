@@ -19,12 +19,12 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 import torch
 
-from paceline.comm.base import DONE, ReduceOp, Work
+from paceline.comm.base import DONE, ReduceOp, Splits, Work
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.errors import UsageError
 from paceline.predict.replay.events import Issue
@@ -153,11 +153,7 @@ class DryCommunicator(GroupMember):
         return self.record("broadcast", tensor.nbytes)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Records an all-to-all of this rank's input; real pieces are all this rank's own."""
         theirs = all_to_all_splits(output, output_splits, self.size)
@@ -199,19 +195,8 @@ class DryCommunicator(GroupMember):
         self, kind: str, num_bytes: int, *, algorithm: str = "", share: float = 1.0, messages: Messages = ()
     ) -> Work:
         """Records a collective of this group; for what an ``algorithm`` makes of it see ``Issue``."""
-        own = self._own
-        return self._record(
-            Issue(
-                number=own.num_issued,
-                kind=kind,
-                num_bytes=num_bytes,
-                ranks=self.ranks,
-                lane=self._lane,
-                algorithm=algorithm,
-                share=share,
-                messages=messages,
-            )
-        )
+        operation = Issue(number=0, kind=kind, num_bytes=num_bytes, ranks=self.ranks, lane=self._lane)
+        return self._record(replace(operation, algorithm=algorithm, share=share, messages=messages))
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -224,24 +209,16 @@ class DryCommunicator(GroupMember):
 
     def _record_message(self, kind: str, tensor: torch.Tensor, sender: int, receiver: int, tag: int) -> Work:
         """Records a message, on a lane of its pair: messages of one pair do not wait for those of another."""
-        return self._record(
-            Issue(
-                number=self._own.num_issued,
-                kind=kind,
-                num_bytes=tensor.nbytes,
-                ranks=(sender, receiver),
-                lane=f"{sender} to {receiver}",
-                tag=tag,
-            )
-        )
+        lane, ranks = f"{sender} to {receiver}", (sender, receiver)
+        return self._record(Issue(number=0, kind=kind, num_bytes=tensor.nbytes, ranks=ranks, lane=lane, tag=tag))
 
     def _record(self, operation: Issue) -> Work:
         own = self._own
         if not own.is_recording:
             return DONE
+        own.journal.issue(replace(operation, number=own.num_issued))
         own.num_issued += 1
-        own.journal.issue(operation)
-        return _DryWork(own.journal, operation.number)
+        return _DryWork(own.journal, own.num_issued - 1)
 
     def _share_broadcast(self, tensor: torch.Tensor, source: int) -> None:
         counts, board = self._own.num_broadcasts, self._own.world.board

@@ -17,9 +17,8 @@ import mmap
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from paceline.health.lateness import PhaseTimes
 from paceline.health.ledger_view import (
@@ -28,9 +27,9 @@ from paceline.health.ledger_view import (
     FORWARD,
     OPTIMIZER,
     PHASES,
-    Call,
-    Entry,
     GroupName,
+    LedgerCall,
+    LedgerEntry,
     LedgerView,
     State,
 )
@@ -76,7 +75,7 @@ FILE_BYTES: Final = TABLE_AT + TABLE_BYTES
     OPTIMIZER_NS,
 ) = range(22)
 _PHASE_CELLS = {DATA: DATA_NS, FORWARD: FORWARD_NS, BACKWARD: BACKWARD_NS, OPTIMIZER: OPTIMIZER_NS}
-_CHANGING = (IS_FINISHED, PHASE, STEP, ISSUED, WAITING, LAPS)
+_COUNTERS = (ISSUED, WAITING, LAPS)
 _LAST = 96  # records that a look takes
 
 
@@ -109,26 +108,13 @@ def _fill(descriptor: int) -> None:
         left = left[os.write(descriptor, left) :]
 
 
-@dataclass(frozen=True, slots=True)
-class Pulse:
+class Pulse(NamedTuple):
     """What changes whenever a rank does something."""
 
-    values: tuple[int, ...]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the rank has left as it should."""
-        return bool(self.values[0])
-
-    @property
-    def phase(self) -> str:
-        """What the rank does."""
-        return PHASES[self.values[1]] if self.values[1] < len(PHASES) else ""
-
-    @property
-    def step(self) -> int:
-        """How many steps it has made in this attempt."""
-        return self.values[2]
+    is_finished: bool  # the rank has left as it should
+    phase: str
+    step: int  # how many steps it has made in this attempt
+    counters: tuple[int, ...]
 
 
 class LedgerReader:
@@ -174,11 +160,6 @@ class LedgerReader:
         return self._cells[BORN_NS]
 
     @property
-    def wall_offset_s(self) -> float:
-        """What added to the ledger's times gives the time of day, on its host."""
-        return (self._cells[WALL_NS] - self._cells[CLOCK_NS]) / 1e9
-
-    @property
     def heartbeat(self) -> int:
         """How often the rank's own watch has looked."""
         return self._cells[HEARTBEAT]
@@ -195,7 +176,8 @@ class LedgerReader:
     def pulse(self) -> Pulse:
         """Returns what changes with every operation and phase. Costs a microsecond."""
         cells = self._cells
-        return Pulse(tuple(cells[place] for place in _CHANGING))
+        counters = tuple([cells[place] for place in _COUNTERS])
+        return Pulse(bool(cells[IS_FINISHED]), _phase(cells[PHASE]), cells[STEP], counters)
 
     def view(
         self, *, state: State = "running", changed_s: float = 0.0, last: int = _LAST, host: str = ""
@@ -204,23 +186,21 @@ class LedgerReader:
         cells = self._cells
         entries = self._entries(min(last, NUM_RECORDS - 1))
         self._read_table()
-        waiting = cells[WAITING]
-        phase = cells[PHASE]
         groups = self._tables["g"]
         return LedgerView(
             rank=self.rank,
             state="finished" if cells[IS_FINISHED] else state,
-            phase=PHASES[phase] if phase < len(PHASES) else "",
+            phase=_phase(cells[PHASE]),
             step=cells[STEP],
             entries=entries,
             issued={name: self._counts[number] for number, name in groups.items() if number < NUM_GROUPS},
-            waiting=waiting or None,
+            waiting=cells[WAITING] or None,
             changed_s=changed_s,
             host=host,
             pid=self.pid,
         )
 
-    def _entries(self, last: int) -> tuple[Entry, ...]:
+    def _entries(self, last: int) -> tuple[LedgerEntry, ...]:
         newest = self._cells[ISSUED]
         found = []
         for number in range(max(1, newest - last + 1), newest + 1):
@@ -230,15 +210,15 @@ class LedgerReader:
         self._read_table()
         return tuple(self._entry(raw) for raw in found if raw[2] in self._tables["g"])
 
-    def _entry(self, raw: tuple[Any, ...]) -> Entry:
+    def _entry(self, raw: tuple[Any, ...]) -> LedgerEntry:
         number, sequence, group, phase, _, call, site, issued_s, done_s, step = raw
-        return Entry(
+        return LedgerEntry(
             number=number,
             group=self._tables["g"][group],
             sequence=sequence,
             call=self._tables["c"].get(call, _UNKNOWN),
             site=self._tables["s"].get(site, ""),
-            phase=PHASES[phase] if phase < len(PHASES) else "",
+            phase=_phase(phase),
             step=step,
             issued_s=issued_s,
             done_s=done_s or None,
@@ -253,7 +233,11 @@ class LedgerReader:
         self._read_bytes = used
 
 
-_UNKNOWN = Call(kind="an operation")  # of a table that is full
+def _phase(number: int) -> str:
+    return PHASES[number] if number < len(PHASES) else ""
+
+
+_UNKNOWN = LedgerCall(kind="an operation")  # of a table that is full
 
 
 def _decode_group(value: Any) -> GroupName:
@@ -261,9 +245,9 @@ def _decode_group(value: Any) -> GroupName:
     return GroupName(tuple(ranks), number)
 
 
-def _decode_call(value: Any) -> Call:
+def _decode_call(value: Any) -> LedgerCall:
     kind, shape, dtype, op, peer, tag = value
-    return Call(kind=kind, shape=tuple(shape), dtype=dtype, op=op, peer=peer, tag=tag)
+    return LedgerCall(kind=kind, shape=tuple(shape), dtype=dtype, op=op, peer=peer, tag=tag)
 
 
 _DECODE: dict[str, Callable[[Any], Any]] = {"g": _decode_group, "c": _decode_call, "s": str}

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.base import Communicator, ReduceOp, Splits, Work
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_reduction, check_split
 from paceline.comm.objects import gather_objects, receive_object, send_object
 from paceline.comm.shared import board, messages
@@ -192,11 +192,7 @@ class SharedMemoryCommunicator(GroupMember):
         return self._meet("broadcast", self._calls.broadcast(_bytes(flat), source, stamp), finish)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Sends the i-th piece of ``tensor`` to rank i; as messages, since each pair exchanges what it likes."""
         wanted = all_to_all_splits(output, output_splits, self.size)

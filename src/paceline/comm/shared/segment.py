@@ -29,6 +29,7 @@ import torch
 from paceline.comm.shared import board, messages
 from paceline.comm.shared.progress import Fence
 from paceline.errors import CommunicationError
+from paceline.shards import round_up
 
 FOLDER = Path("/dev/shm")
 _PROCESSES = Path("/proc")
@@ -170,61 +171,31 @@ class SharedSegment:
         return self._bytes[offset : offset + count]
 
 
-@dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Where in a segment everything is, for a group of ``size`` ranks."""
+    """Where in a segment everything is, for a group of ``size`` ranks: offsets in bytes.
 
-    size: int
-    is_quick: bool  # compiled code, and a core for each rank: rounds cost next to nothing
+    The words of each rank for the board come first, then a line of each rank for its failure, the counters of the
+    rings, the headers of their cells, the areas of the ranks, and the cells. Groups that are ``is_quick`` have compiled
+    code and a core for each rank: rounds cost next to nothing, and slots are small.
+    """
 
-    @property
-    def slot_bytes(self) -> int:
-        """The slots of a rank's area: smaller in larger groups."""
+    def __init__(self, size: int, *, is_quick: bool) -> None:
+        self.size = size
+        num_cells, num_slots = size**2 * messages.CELLS, size * board.SLOTS
         low, high = _SLOT_BYTES
-        if self.is_quick:
-            return low
-        return min(high, max(low, _ALL_SLOTS_BYTES // (self.size * board.SLOTS) // LINE_BYTES * LINE_BYTES))
-
-    @property
-    def cell_bytes(self) -> int:
-        """The cells of a ring: smaller in larger groups, which have a ring for each pair."""
-        low, high = _CELL_BYTES
-        return min(high, max(low, _ALL_CELLS_BYTES // (self.size**2 * messages.CELLS) // LINE_BYTES * LINE_BYTES))
-
-    @property
-    def counters(self) -> int:
-        """Offset of the rings' counters, after the words of each rank for the board and a line for its failure."""
-        return self._failures + self.size * LINE_BYTES
-
-    @property
-    def _failures(self) -> int:
-        return 8 * board.WORDS * self.size
-
-    @property
-    def headers(self) -> int:
-        """Offset of the headers of the cells."""
-        return self.counters + 8 * messages.COUNTER_WORDS * self.size**2
-
-    @property
-    def areas(self) -> int:
-        """Offset of the ranks' areas."""
-        end = self.headers + 8 * messages.HEADER_WORDS * messages.CELLS * self.size**2
-        return -(-end // 4096) * 4096
-
-    @property
-    def cells(self) -> int:
-        """Offset of the cells."""
-        return self.areas + self.size * board.SLOTS * self.slot_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """What the whole segment takes."""
-        return self.cells + self.size**2 * messages.CELLS * self.cell_bytes
+        self.slot_bytes = low if is_quick else _bytes_each(_ALL_SLOTS_BYTES, num_slots, low, high)
+        self.cell_bytes = _bytes_each(_ALL_CELLS_BYTES, num_cells, *_CELL_BYTES)
+        self._failures = 8 * board.WORDS * size
+        self._counters = self._failures + size * LINE_BYTES
+        self._headers = self._counters + 8 * messages.COUNTER_WORDS * size**2
+        self._areas = round_up(self._headers + 8 * messages.HEADER_WORDS * num_cells, 4096)
+        self._cells = self._areas + num_slots * self.slot_bytes
+        self.num_bytes = self._cells + num_cells * self.cell_bytes
 
     def make_board(self, segment: SharedSegment, rank: int, fence: Fence) -> board.Board:
         """Returns the collectives' side of a segment."""
         starts = [
-            [self.areas + (owner * board.SLOTS + slot) * self.slot_bytes for slot in range(board.SLOTS)]
+            [self._areas + (owner * board.SLOTS + slot) * self.slot_bytes for slot in range(board.SLOTS)]
             for owner in range(self.size)
         ]
         areas = [[segment.bytes(start, self.slot_bytes) for start in row] for row in starts]
@@ -237,12 +208,17 @@ class SegmentLayout:
     def make_ring(self, segment: SharedSegment, source: int, to: int, fence: Fence) -> messages.Ring:
         """Returns the ring of a pair."""
         pair = source * self.size + to
-        counters = segment.words(self.counters + 8 * messages.COUNTER_WORDS * pair, messages.COUNTER_WORDS)
+        counters = segment.words(self._counters + 8 * messages.COUNTER_WORDS * pair, messages.COUNTER_WORDS)
         places = range(pair * messages.CELLS, (pair + 1) * messages.CELLS)
         words = messages.HEADER_WORDS
-        headers = [segment.words(self.headers + 8 * words * place, words) for place in places]
-        cells = [segment.bytes(self.cells + self.cell_bytes * place, self.cell_bytes) for place in places]
+        headers = [segment.words(self._headers + 8 * words * place, words) for place in places]
+        cells = [segment.bytes(self._cells + self.cell_bytes * place, self.cell_bytes) for place in places]
         return messages.Ring(counters, headers, cells, fence)
+
+
+def _bytes_each(total: int, count: int, low: int, high: int) -> int:
+    """Shares ``total`` bytes out in whole cache lines, within limits: less for each in a larger group."""
+    return min(high, max(low, total // count // LINE_BYTES * LINE_BYTES))
 
 
 def remove_stale_segments() -> None:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from paceline.comm.base import ReduceOp, Work
+from paceline.comm.base import ReduceOp, Splits, Work
 from paceline.comm.group import (
     NARROW,
     GroupMember,
@@ -128,11 +128,7 @@ class VirtualCommunicator(GroupMember):
         return self._meet("broadcast", f"source={source}", carry_out, tensor)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Sends the i-th piece of ``tensor`` to rank i; what each pair exchanges must agree on both sides."""
         splits = (
@@ -140,11 +136,7 @@ class VirtualCommunicator(GroupMember):
             all_to_all_splits(tensor, input_splits, self.size),
         )
         call = VirtualCall("all_to_all", f"{_dtype(tensor)} rows of {list(tensor.shape[1:])}", _caller())
-
-        def carry_out(contributions: list[Contribution]) -> None:
-            self._exchange(contributions)
-
-        return self._group.meet(self.rank, Contribution(call, (output, tensor), splits), carry_out)
+        return self._group.meet(self.rank, Contribution(call, (output, tensor), splits), self._exchange)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; done when the receive is there, so that an unmatched send is found."""

@@ -19,7 +19,7 @@ from paceline.comm.base import Work
 from paceline.comm.virtual.baton import Baton, BatonWait
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.errors import CollectiveMismatchError
-from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.verdict import find_hang
 
 
@@ -113,7 +113,7 @@ class VirtualWorld:
         """Names a group for a verdict."""
         return GroupName(group.ranks, self._groups[group.ranks].index(group))
 
-    def _explain(self, waits: Mapping[int, Entry], finished: set[int]) -> str:
+    def _explain(self, waits: Mapping[int, LedgerEntry], finished: set[int]) -> str:
         """Says why no rank can go on: ``waits`` is what ranks are in, and the others have finished."""
         issued: dict[int, dict[GroupName, int]] = {rank: {} for rank in range(self.baton.num_ranks)}
         for group in (each for made in self._groups.values() for each in made):
@@ -158,71 +158,65 @@ class VirtualGroup:
     def meet(self, rank: int, contribution: Contribution, carry_out: Callable[[list[Contribution]], None]) -> Work:
         """Adds a rank to its next collective; the last one to arrive carries it out."""
         with self.world.paused(self.ranks[rank]):
-            return self._meet(rank, contribution, carry_out)
-
-    def _meet(self, rank: int, contribution: Contribution, carry_out: Callable[[list[Contribution]], None]) -> Work:
-        baton, clock = self.world.baton, self.world.clock(self.ranks[rank])
-        if clock is not None:
-            contribution.at_s = clock.now_s
-        baton.sign_of_life()
-        number = self.issued[rank]
-        self.issued[rank] += 1
-        collective = self._collectives.setdefault(number, _Collective())
-        collective.contributions[rank] = contribution
-        is_cuda = baton.device.type == "cuda"
-        if is_cuda:
-            contribution.ready = StreamPoint()
-        first = next(iter(collective.contributions.values())).call
-        if contribution.call != first:
-            baton.fail(CollectiveMismatchError(self._describe_mismatch(number, collective)))
-        if len(collective.contributions) == len(self.ranks):
-            del self._collectives[number]
-            for each in collective.contributions.values():
-                if each.ready is not None:
-                    each.ready.order()
-            with torch.no_grad():
-                carry_out([collective.contributions[r] for r in range(len(self.ranks))])
-            self._time_collective(collective)
-            collective.is_done = True
-            collective.done = StreamPoint() if is_cuda else None
-            collective.contributions = {}  # lets go of the tensors
-        wait = BatonWait(
-            lambda: collective.is_done,
-            lambda: self._describe(number, collective),
-            lambda: self._entry(contribution.call, number),
-        )
-        kind = contribution.call.kind
-        return _VirtualWork(self.world, self.ranks[rank], wait, lambda: (collective.done, collective.end_s, kind))
+            baton, clock = self.world.baton, self.world.clock(self.ranks[rank])
+            if clock is not None:
+                contribution.at_s = clock.now_s
+            baton.sign_of_life()
+            number = self.issued[rank]
+            self.issued[rank] += 1
+            collective = self._collectives.setdefault(number, _Collective())
+            collective.contributions[rank] = contribution
+            is_cuda = baton.device.type == "cuda"
+            if is_cuda:
+                contribution.ready = StreamPoint()
+            first = next(iter(collective.contributions.values())).call
+            if contribution.call != first:
+                baton.fail(CollectiveMismatchError(self._describe_mismatch(number, collective)))
+            if len(collective.contributions) == len(self.ranks):
+                del self._collectives[number]
+                for each in collective.contributions.values():
+                    if each.ready is not None:
+                        each.ready.order()
+                with torch.no_grad():
+                    carry_out([collective.contributions[r] for r in range(len(self.ranks))])
+                self._time_collective(collective)
+                collective.is_done = True
+                collective.done = StreamPoint() if is_cuda else None
+                collective.contributions = {}  # lets go of the tensors
+            wait = BatonWait(
+                lambda: collective.is_done,
+                lambda: self._describe(number, collective),
+                lambda: self._entry(contribution.call, number),
+            )
+            kind = contribution.call.kind
+            return _VirtualWork(self.world, self.ranks[rank], wait, lambda: (collective.done, collective.end_s, kind))
 
     def post(self, message: PostedMessage, key: tuple[int, int, int], *, is_send: bool) -> Work:
         """Matches a send with the oldest receive of the same two ranks and tag, or the other way round."""
-        with self.world.paused(self.ranks[key[0] if is_send else key[1]]):
-            return self._post(message, key, is_send=is_send)
-
-    def _post(self, message: PostedMessage, key: tuple[int, int, int], *, is_send: bool) -> Work:
-        baton = self.world.baton
-        baton.sign_of_life()
-        if baton.device.type == "cuda":
-            message.ready = StreamPoint()
         rank = self.ranks[key[0] if is_send else key[1]]
-        clock = self.world.clock(rank)
-        if clock is not None:
-            message.at_s = clock.now_s
-        own, other = (self._sends, self._receives) if is_send else (self._receives, self._sends)
-        waiting = other.get(key)
-        if waiting:
-            match = waiting.popleft()
-            self._deliver(message, match, is_send=is_send)
-            self._time_messages(message, match, key[:2])
-        else:
-            own.setdefault(key, deque()).append(message)
-        peer = self.ranks[key[1] if is_send else key[0]]
-        wait = BatonWait(
-            lambda: message.is_done,
-            lambda: f"rank {peer} to match {message.call}",
-            lambda: self._entry(message.call, 0, peer=peer, tag=key[2]),
-        )
-        return _VirtualWork(self.world, rank, wait, lambda: (message.done, message.end_s, message.call.kind))
+        with self.world.paused(rank):
+            baton = self.world.baton
+            baton.sign_of_life()
+            if baton.device.type == "cuda":
+                message.ready = StreamPoint()
+            clock = self.world.clock(rank)
+            if clock is not None:
+                message.at_s = clock.now_s
+            own, other = (self._sends, self._receives) if is_send else (self._receives, self._sends)
+            waiting = other.get(key)
+            if waiting:
+                match = waiting.popleft()
+                self._deliver(message, match, is_send=is_send)
+                self._time_messages(message, match, key[:2])
+            else:
+                own.setdefault(key, deque()).append(message)
+            peer = self.ranks[key[1] if is_send else key[0]]
+            wait = BatonWait(
+                lambda: message.is_done,
+                lambda: f"rank {peer} to match {message.call}",
+                lambda: self._entry(message.call, 0, peer=peer, tag=key[2]),
+            )
+            return _VirtualWork(self.world, rank, wait, lambda: (message.done, message.end_s, message.call.kind))
 
     def _time_collective(self, collective: _Collective) -> None:
         """Prices a collective: from the latest arrival on, or from the end of the one before it."""
@@ -260,9 +254,9 @@ class VirtualGroup:
         if sent.ready is not None:
             sent.done = received.done = StreamPoint()
 
-    def _entry(self, call: VirtualCall, number: int, *, peer: int | None = None, tag: int = 0) -> Entry:
-        asked = Call(kind=call.kind, op="" if peer is not None else call.detail, peer=peer, tag=tag)
-        return Entry(number=1, group=self.world.name(self), sequence=number, call=asked, site=call.where)
+    def _entry(self, call: VirtualCall, number: int, *, peer: int | None = None, tag: int = 0) -> LedgerEntry:
+        asked = LedgerCall(kind=call.kind, op="" if peer is not None else call.detail, peer=peer, tag=tag)
+        return LedgerEntry(number=1, group=self.world.name(self), sequence=number, call=asked, site=call.where)
 
     def _describe(self, number: int, collective: _Collective) -> str:
         call = next(iter(collective.contributions.values())).call

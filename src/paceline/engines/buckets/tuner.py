@@ -22,11 +22,11 @@ from collections.abc import Sequence
 import torch
 
 from paceline.clock import DeviceClock, Mark, seconds_between
-from paceline.cluster.costs import Link
+from paceline.cluster.costs import Wire
 from paceline.comm.base import Communicator
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.choice import (
-    Arrivals,
+    ArrivalTimes,
     BucketChoice,
     choose_buckets,
     fit_link,
@@ -43,7 +43,7 @@ _NUM_PROBES = 4  # of each size; the first warms up
 _Time = Mark | float
 
 
-class _Pass:
+class _TimedPass:
     """The marks of one backward pass: its begin, gradients as they arrived, its end, and when all was reduced."""
 
     def __init__(self, policy: BucketPolicy) -> None:
@@ -64,12 +64,12 @@ class BucketTuner:
         self._overlap = overlap
         self._take = DeviceClock(comm.device).take
         self._trials = (default, default)
-        self._passes = [_Pass(default)]
+        self._passes = [_TimedPass(default)]
 
     def start(self, sizes: Sequence[ParameterSize]) -> None:
         """Begins anew, for parameters of these sizes."""
         self._trials = trial_policies(sum(size.num_bytes for size in sizes), self._default)
-        self._passes = [_Pass(self._default)]
+        self._passes = [_TimedPass(self._default)]
 
     @property
     def is_watching(self) -> bool:
@@ -98,14 +98,14 @@ class BucketTuner:
         """Notes that all buckets of a watching pass are reduced; the next pass begins."""
         self._passes[-1].num_buckets, self._passes[-1].reduced = num_buckets, self._take()
         number = len(self._passes)
-        self._passes.append(_Pass(self._trials[number % 2 if number < _NUM_WATCHED else 1]))
+        self._passes.append(_TimedPass(self._trials[number % 2 if number < _NUM_WATCHED else 1]))
 
     def end_overlapped(self) -> bool:
         """Ends a pass with overlap; returns whether it was the last that is needed."""
         self._passes[-1].reduced = self._take()
         if len(self._passes) == _NUM_WATCHED + _NUM_OVERLAPPED:
             return True
-        self._passes.append(_Pass(self._trials[1]))
+        self._passes.append(_TimedPass(self._trials[1]))
         return False
 
     def choose(self, sizes: Sequence[ParameterSize], arrival: Sequence[int]) -> BucketChoice | None:
@@ -126,7 +126,7 @@ class BucketTuner:
         for index, moment_s in zip(arrival, moments_s, strict=True):
             if moment_s is not None and self._overlap:
                 moments[index] = min(moment_s, backward_s)
-        arrivals = Arrivals(moments_s=tuple(moments), backward_s=backward_s)
+        arrivals = ArrivalTimes(moments_s=tuple(moments), backward_s=backward_s)
         overlapped = bucket_parameters(sizes, arrival, self._trials[1])
         free = free_share(overlapped, sizes, arrivals, link, whole_s)
         return choose_buckets(sizes, arrival, arrivals, link, default=self._default, free=free)
@@ -143,7 +143,7 @@ class BucketTuner:
         row += [_median([_seconds(each.begin, each.arrived.get(index)) for each in watched]) for index in arrival]
         return row
 
-    def _fit(self, reduced_s: Sequence[float], num_bytes: int) -> Link | None:
+    def _fit(self, reduced_s: Sequence[float], num_bytes: int) -> Wire | None:
         watched = list(zip(self._passes[1:_NUM_WATCHED], reduced_s, strict=True))
         (few, few_s), (many, many_s) = (
             min(((each, seconds) for each, seconds in watched if each.policy is trial), key=lambda pair: pair[1])
@@ -152,7 +152,7 @@ class BucketTuner:
         return fit_link((few.num_buckets, few_s), (many.num_buckets, many_s), num_bytes)
 
 
-def probe_link(comm: Communicator) -> Link:
+def probe_link(comm: Communicator) -> Wire:
     """Times reduce-scatters of two sizes, the same on all ranks. All ranks call it, and the device is waited for."""
     take = DeviceClock(comm.device).take
     seconds: list[float] = []
@@ -170,7 +170,7 @@ def probe_link(comm: Communicator) -> Link:
     small_s, large_s = found.tolist()
     small, large = _PROBE_BYTES
     bandwidth = (large - small) / max(large_s - small_s, 1e-9)
-    return Link(alpha_s=max(small_s - small / bandwidth, 0.0), bandwidth=bandwidth)
+    return Wire(alpha_s=max(small_s - small / bandwidth, 0.0), bandwidth=bandwidth)
 
 
 def _seconds(start: _Time | None, end: _Time | None) -> float:

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
-from paceline.engines.flat.lane import Lane
-from paceline.engines.offload import host_empty
+from paceline.engines.flat.side_stream import SideStream, host_empty
 from paceline.engines.precision import Precision
 from paceline.plan.layout import Offload
 from paceline.shards import FlatLayout, flat_layout, row_major
@@ -90,8 +89,10 @@ class FlatGroup:
         self._had_gradient = False  # since the slice was last copied to the device
         self._is_in_place = False
         self._kept: torch.Tensor | None = None
-        self.gathers = self.reductions = Lane(torch.device("cpu"))  # beside nothing, until an engine says otherwise
-        self._lane = Lane(comm.device if self.is_on_host else torch.device("cpu"))
+        self.gathers = self.reductions = SideStream(
+            torch.device("cpu")
+        )  # beside nothing, until an engine says otherwise
+        self._copies = SideStream(comm.device if self.is_on_host else torch.device("cpu"))
         self._stashed: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None  # this rank's slice; the pieces' gradients are views into it
         self._gradient_views: list[torch.Tensor] = []
@@ -172,10 +173,10 @@ class FlatGroup:
         full = self.full.data
         mine = full[self.start : self.stop]
         if self.is_on_host:
-            self._lane.copy(mine, self._source())
+            self._copies.copy(mine, self._source())
             if self.comm.size == 1:
-                return self._lane
-            self._lane.wait()  # a collective is ordered behind what the device computes
+                return self._copies
+            self._copies.wait()  # a collective is ordered behind what the device computes
             return self.comm.all_gather(full, mine)
         return self.gathers.issue(lambda: self._start_gather(full, mine))
 
@@ -373,7 +374,7 @@ class FlatGroup:
     def finish_gradient(self) -> None:
         """Waits for the gradient to be on the host, if that is where it goes."""
         if self.is_on_host:
-            self._lane.finish()
+            self._copies.finish()
 
     def _set_gradient(self, mine: torch.Tensor) -> None:
         if mine is self.gradient:
@@ -382,7 +383,7 @@ class FlatGroup:
             if self.gradient is None:
                 self._keep_gradient(host_empty(mine.numel(), self.dtype, self.comm.device))
             assert self.gradient is not None
-            self._lane.copy(self.gradient, mine.to(self.dtype))
+            self._copies.copy(self.gradient, mine.to(self.dtype))
         else:
             self._keep_gradient(mine.to(self.dtype))
 

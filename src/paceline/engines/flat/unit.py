@@ -9,8 +9,9 @@ another shape and so a plain error, never stale values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,18 +23,18 @@ from paceline.plan.layout import Offload
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter hangs in the model; a tied one has several places."""
+class Attribute:
+    """Where a parameter hangs in the model; a tied one has several such attributes."""
 
     module: nn.Module
-    attribute: str
+    name: str
 
     def put(self, parameter: nn.Parameter) -> None:
         """Makes ``parameter`` the module's attribute."""
         if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.attribute] = parameter  # twenty times as fast as setattr
+            self.module._parameters[self.name] = parameter  # twenty times as fast as setattr
         else:  # recurrent layers keep a second list of their weights
-            setattr(self.module, self.attribute, parameter)
+            setattr(self.module, self.name, parameter)
 
 
 class Unit:
@@ -62,7 +63,7 @@ class Unit:
             FlatGroup(members, comm, as_built if is_kept else precision, offload)
             for (_, _, is_kept, _), members in kinds.items()
         ]
-        self.places: list[tuple[Place, nn.Parameter, nn.Parameter]] = []
+        self.places: list[tuple[Attribute, nn.Parameter, nn.Parameter]] = []
         self.in_use = False
         self.pass_number = -1  # the last pass in which it was gathered
         self._open_calls: dict[int, int] = {}  # calls in forward whose backward has not ended, by that forward
@@ -73,7 +74,7 @@ class Unit:
         self._replications: list[tuple[torch.Tensor, torch.Tensor, Work]] = []
         self._small: Communicator | None = None
 
-    def keep_slices(self, places_of: dict[str, list[Place]]) -> None:
+    def keep_slices(self, places_of: dict[str, list[Attribute]]) -> None:
         """Ends construction: every rank keeps its slice, and the model's attributes become the pieces."""
         for group in self.groups:
             group.keep_slice()
@@ -223,6 +224,26 @@ class Unit:
             if on_device is not gradient:
                 gradient.copy_(on_device)
         self._replications.clear()
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a unit in forward. Its backward has ended when the gradients of all its inputs are there."""
+
+    unit: Unit
+    forward: int
+    num_inputs: int
+
+
+@dataclass(slots=True, eq=False)
+class Crossing:
+    """A tensor between units: backward leaves the units that read it, then enters the one that made it."""
+
+    engine: object
+    forward: int
+    ends: list[Call] = field(default_factory=list)
+    begins: list[Unit] = field(default_factory=list)
+    handle: Any = None  # of the hook on a leaf, which outlives the graph
 
 
 def slice_shape(group: FlatGroup) -> BucketShape:

@@ -31,7 +31,7 @@ from paceline.config import (
     SyntheticImagesDataConfig,
     gpt_shape,
 )
-from paceline.config.known_data import known_shape
+from paceline.config.sections import known_shape
 from paceline.predict.memory.facts import BlockFacts, ModelFacts, SampleWork
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read

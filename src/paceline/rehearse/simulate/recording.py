@@ -126,7 +126,7 @@ def run_record(config: Config, trainer: Trainer, rank: int, device: str, host: s
         torch=torch.__version__,
         paceline=__version__,
         num_parameters=trainer.parts.engine.num_parameters,
-        strategy=_strategy_name(config, plan.strategy),
+        strategy=_strategy_name(config, plan.layout.strategy),
         backend="virtual",
         global_batch=plan.batch.global_batch,
         microbatch=plan.batch.microbatch,

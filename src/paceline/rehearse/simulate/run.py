@@ -18,6 +18,7 @@ import torch
 
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster
+from paceline.cluster.wires import wire_cost
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
@@ -25,13 +26,11 @@ from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageEr
 from paceline.records.records import EndRecord, Record
 from paceline.records.sinks import Fanout, Sink
 from paceline.rehearse.simulate.compute import KernelPrices, PricedCompute, Rates
-from paceline.rehearse.simulate.network import network_cost
 from paceline.rehearse.simulate.recording import ClockMeter, ClockSink, Memory, StepBounds, run_record
 from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook
-from paceline.train.threads import compute_threads
-from paceline.train.trainer import Every, Trainer
+from paceline.train.randomness import compute_threads
+from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 ComputeKind: TypeAlias = Literal["measured", "modelled"]
 COMPUTE_KINDS: tuple[ComputeKind, ...] = ("measured", "modelled")
@@ -111,7 +110,7 @@ def simulate(
     where = conditions or Conditions()
     check_conditions(config, where)
     ranks, timing = _timing(config, where)
-    places = [_Place(config, where, rank, view if rank == 0 else None) for rank in range(ranks)]
+    places = [_SimulatedRank(config, where, rank, view if rank == 0 else None) for rank in range(ranks)]
     try:
         with compute_threads(config.parallel.threads or _share_of_cores(ranks)):
             run_virtual(
@@ -154,7 +153,7 @@ def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)
     return ranks, VirtualTime(
-        cost=network_cost(conditions.cluster, ranks, config.parallel.node_ranks),
+        cost=wire_cost(conditions.cluster, ranks, config.parallel.node_ranks),
         measures=conditions.compute == "measured",
         slow=conditions.slow,
         slow_links=conditions.slow_links,
@@ -166,7 +165,7 @@ def _share_of_cores(ranks: int) -> int:
     return max(1, len(usable_cores()) // ranks)
 
 
-class _Place:
+class _SimulatedRank:
     """One rank's part in a simulated run."""
 
     def __init__(self, config: Config, conditions: Conditions, rank: int, view: Sink | None) -> None:

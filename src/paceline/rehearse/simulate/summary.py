@@ -22,7 +22,7 @@ from paceline.rehearse.simulate.recording import StepBounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankTimes:
+class SimulatedRankTimes:
     """Seconds of one rank's steps together, and how much of its communication it did not wait for."""
 
     rank: int
@@ -45,7 +45,7 @@ class SimulationSummary:
     final_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
-    by_rank: tuple[RankTimes, ...]
+    by_rank: tuple[SimulatedRankTimes, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the summary as plain data."""
@@ -78,12 +78,12 @@ def summarize_clocks(
     )
 
 
-def _rank_times(rank: int, totals: Totals, clock: VirtualClock, steps: Sequence[StepBounds]) -> RankTimes:
+def _rank_times(rank: int, totals: Totals, clock: VirtualClock, steps: Sequence[StepBounds]) -> SimulatedRankTimes:
     inside = _merge((max(b.start_s, 0.0), b.end_s) for b in steps)
     ways = _meet(_merge((s.start_s, s.end_s) for s in clock.spans if s.row == "communication"), inside)
     busy = _meet(_merge((s.start_s, s.end_s) for s in clock.spans if s.row == "compute"), inside)
     on_the_way_s = _length(ways)
-    return RankTimes(
+    return SimulatedRankTimes(
         rank=rank,
         compute_s=totals.compute_s,
         exposed_s=totals.comm_s,

@@ -28,7 +28,7 @@ _MANY = 2**40  # more calls than a step has
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Finding:
+class Overflow:
     """Something that is not finite; the smallest finding is the cause of the others."""
 
     stage: int
@@ -47,7 +47,7 @@ def find_overflow(
     scale: float | torch.Tensor | None,
     dtype: torch.dtype | None,
     passes: Passes | None = None,
-) -> Finding | None:
+) -> Overflow | None:
     """Repeats the passes of a step and returns where its numbers stop being finite, the same on every rank.
 
     None where the repetition is finite, because it drew other random numbers, say. ``passes`` takes the place of
@@ -57,16 +57,16 @@ def find_overflow(
     first = (
         engine.random_stream // engine.comm.size * _MANY
     )  # earlier stages of a pipeline are called before later ones
-    watch = _Watch(engine.module)
+    watch = _OutputWatch(engine.module)
     try:
         values = (passes or accumulate)(engine, microbatches, loss, scale, dtype, NoLaps())
     finally:
         watch.stop()
     findings = [
-        *(Finding(_DATA, place, rank, what) for place, what in enumerate(_bad_data(microbatches))),
-        *(Finding(_PARAMETER, place, rank, what) for place, what in enumerate(_bad_parameters(engine))),
-        *([] if watch.found is None else [Finding(_FORWARD, watch.place + first, rank, watch.found)]),
-        *(Finding(_LOSS, 0, rank, f"the loss is {v.total.item()}") for v in values if not v.total.isfinite()),
+        *(Overflow(_DATA, place, rank, what) for place, what in enumerate(_bad_data(microbatches))),
+        *(Overflow(_PARAMETER, place, rank, what) for place, what in enumerate(_bad_parameters(engine))),
+        *([] if watch.found is None else [Overflow(_FORWARD, watch.place + first, rank, watch.found)]),
+        *(Overflow(_LOSS, 0, rank, f"the loss is {v.total.item()}") for v in values if not v.total.isfinite()),
         *_bad_gradients(engine, watch),
     ]
     for parameter in engine.parameters():
@@ -86,7 +86,7 @@ class Wording:
 
 
 def explain_bad_steps(
-    bad: BadStep, finding: Finding | None, precision: Precision, wording: Wording | None = None
+    bad: BadStep, finding: Overflow | None, precision: Precision, wording: Wording | None = None
 ) -> str:
     """Writes why a run stops: how many steps in a row were left out, where the first number overflowed, what to do."""
     wording = wording or Wording()
@@ -102,7 +102,7 @@ def explain_bad_steps(
     )
 
 
-def _advice(finding: Finding | None, precision: Precision, wording: Wording) -> str:
+def _advice(finding: Overflow | None, precision: Precision, wording: Wording) -> str:
     if finding is not None and finding.stage == _DATA:
         return "repair or leave out these samples"
     if finding is not None and finding.stage == _PARAMETER:
@@ -112,7 +112,7 @@ def _advice(finding: Finding | None, precision: Precision, wording: Wording) -> 
     return f"lower {wording.rate}, set {wording.clip}, or look at the data of that {wording.step}"
 
 
-class _Watch:
+class _OutputWatch:
     """Looks at what modules return, in the order of their calls."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -157,13 +157,13 @@ def _bad_parameters(engine: Engine) -> Iterator[str]:
             yield f"the parameter {name} itself: {problem}"
 
 
-def _bad_gradients(engine: Engine, watch: _Watch) -> Iterator[Finding]:
+def _bad_gradients(engine: Engine, watch: _OutputWatch) -> Iterator[Overflow]:
     """Yields the gradients that are not finite; those of the modules called last arise first."""
     for name, parameter in engine.named_parameters():
         problem = "" if parameter.grad is None else _describe(parameter.grad)
         if problem:
             place = -watch.calls.get(name.rpartition(".")[0], 0)
-            yield Finding(_GRADIENT, place, engine.world.rank, f"the gradient of {name} in backward: {problem}")
+            yield Overflow(_GRADIENT, place, engine.world.rank, f"the gradient of {name} in backward: {problem}")
 
 
 def _title(name: str, module: nn.Module) -> str:

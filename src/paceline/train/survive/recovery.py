@@ -24,6 +24,17 @@ SpikeRule = Literal["factor", "deviations"]
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 
 
+@dataclass(slots=True)
+class StopRequest:
+    """What a signal leaves for the loop: its number, 0 before one came."""
+
+    signal: int = 0
+
+    def ask(self, number: int) -> None:
+        """Asks for a stop. Safe in a signal handler."""
+        self.signal = number
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPolicy:
     """What is done about losses that jump and gradients that are not finite."""

@@ -3,6 +3,10 @@
 The saver is a hook. It saves every n steps, every so many minutes of rank 0's clock, at the end, and when it is asked
 to. What a save took goes to the records when it has come to its end: how long training stood still, and how long it
 was under way.
+
+A checkpoint that cannot be written (the disk is full, or a permission is gone) is an error that all ranks learn of
+together, and older checkpoints are intact; ``ForgivingSaver`` goes on without it where the policy allows that. Nothing
+is lost by going on but the way back to this step.
 """
 
 from __future__ import annotations
@@ -14,17 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.line import Spot, line_from
+from paceline.checkpoint.manifest import Spot, line_from
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.storage import FileStore
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
+from paceline.errors import CheckpointError
+from paceline.health.diagnosis import Stop
 from paceline.records.records import EventRecord
 from paceline.train.run_state import collect_state
-from paceline.train.trainer import StepResult, Trainer
+from paceline.train.survive.recovery import on_full_disk
+from paceline.train.trainer import StepResult, Trainer, is_time
 
 _AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end
 _WORTH_BYTES = 2**25  # what is smaller is written before a copy of it would pay
@@ -73,7 +78,7 @@ class Saver:
         folder: Path,
         policy: SavePolicy,
         about: Mapping[str, Any] | None = None,
-        storage: Storage | None = None,
+        storage: FileStore | None = None,
     ) -> None:
         """``about`` is what the run is, for whoever looks at a checkpoint: JSON values; ``storage`` None: as usual."""
         self.folder = folder
@@ -148,21 +153,13 @@ class Saver:
         return self._writer
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str:
-        policy, reason = self.policy, ""
+        policy, reason, seconds = self.policy, "", self.policy.every_seconds
         if policy.every_steps is not None and result.step % policy.every_steps == 0:
             reason = "steps"
-        if policy.every_seconds is not None and result.step % policy.ask_every == 0 and self._is_time(trainer):
+        if seconds is not None and result.step % policy.ask_every == 0 and is_time(trainer, self._clock, seconds):
             self._clock = time.monotonic()
             reason = "minutes"
         return "end" if policy.at_end and result.is_last else reason
-
-    def _is_time(self, trainer: Trainer) -> bool:
-        """Asks rank 0's clock, so that all ranks are told the same."""
-        comm, seconds = trainer.parts.engine.world, self.policy.every_seconds
-        assert seconds is not None
-        due = torch.tensor([float(time.monotonic() - self._clock >= seconds)], device=comm.device)
-        comm.broadcast(due).wait()
-        return bool(due.item())  # sync point, once in ask_every steps
 
     def _take_line(self, trainer: Trainer) -> None:
         """Goes on with the trainer's line, or a new one where later steps lie that it did not come along."""
@@ -194,3 +191,35 @@ class Saver:
                 "background": report.is_background,
             }
             trainer.sink.write(EventRecord(name="checkpoint", step=report.step, detail=detail, time=time.time()))
+
+
+@dataclass(frozen=True, slots=True)
+class ForgivingSaver:
+    """Saves by another hook, and goes on where that fails and the policy allows it."""
+
+    saver: Saver
+    policy: Literal["stop", "warn"]
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Saves if it is due. Raises CheckpointError, on all ranks, where the run cannot go on without."""
+        try:
+            self.saver(trainer, result)
+        except CheckpointError as error:
+            if isinstance(on_full_disk(self.policy, is_last=result.is_last), Stop):
+                raise
+            if trainer.sink is not None:
+                detail = {"reason": str(error).splitlines()[0]}
+                trainer.sink.write(EventRecord(name="not_saved", step=result.step, detail=detail, time=time.time()))
+            trainer.parts.meter.start()
+
+    def save_now(self, trainer: Trainer) -> None:
+        """Saves for a process that is about to end. What an earlier save could not do does not keep this one from it.
+
+        Raises CheckpointError, on all ranks, if this one cannot be written.
+        """
+        try:
+            self.saver.finish()
+        except CheckpointError:
+            self.saver.last_saved = None  # it may be of this very step
+        trainer.parts.engine.world.barrier()  # some rank may still remove what a failed save of this step has left
+        self.saver.save_now(trainer)

@@ -19,14 +19,7 @@ from paceline.comm.shared.progress import ProgressLoop, Steps
 
 _FINISHED, _WAITING, _MISMATCH = range(3)
 _KINDS = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 3, "broadcast": 4}
-_TYPES = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int64: 4,
-    torch.int32: 5,
-}
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)  # by their numbers
 _BYTES = 8
 MOST_RANKS = 1024  # of a group, as in the C++
 _MOST_BUFFERS = 4096
@@ -64,7 +57,7 @@ class CompiledCollectives(plain.Collectives):
         code.paceline_advance.restype = ctypes.c_int64
         code.paceline_advance.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         self._advance: Callable[[int, int, int], int] = code.paceline_advance
-        self._types = {dtype: number for dtype, number in _TYPES.items() if number != 2 or code.paceline_has_half()}
+        self._types = {dtype: number for number, dtype in enumerate(_DTYPES) if number != 2 or code.paceline_has_half()}
         self._progress = progress
         self._common = (ctypes.c_void_p * _MOST_BUFFERS)()
         self._common_bytes = (ctypes.c_int64 * _MOST_BUFFERS)()

@@ -1,4 +1,4 @@
-"""A wish to stop becomes a common decision: all ranks stop after the same step, wherever the signal came.
+"""What ranks decide in common behind a step: to stop where one was asked to, to go back where the loss has jumped.
 
 A signal only sets a flag on the rank that gets it. Behind a step the ranks add up what they know, in one small
 all-reduce that nobody waits for; behind the next one it is there, and all of them read the same sum:
@@ -8,7 +8,8 @@ all-reduce that nobody waits for; behind the next one it is there, and all of th
 
 Cost: one all-reduce of 32 bytes whose latency hides behind a step. Where steps are shorter than 100 ms it is, after the
 first 64, not issued in every one of them: how many are left out follows from the seconds in the sum, so that it is the
-same number on all ranks. Whoever asks for losses (spikes) gets them in every step.
+same number on all ranks. Whoever asks for losses (spikes) gets them in every step, and since all ranks have the same
+numbers they react alike, as ``recovery.py`` decides.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 from paceline.comm.base import Work
 from paceline.errors import PreemptedError, TrainingError
 from paceline.records.records import EventRecord
-from paceline.train.stop import StopRequest
-from paceline.train.trainer import StepResult, Trainer
+from paceline.train.survive.recovery import GoBack, GoOn, LossPolicy, Spike, StopRequest, find_spike, on_spike
+from paceline.train.trainer import GoBackError, StepResult, Trainer
 
 _ASK_EVERY_S: Final = 0.1
 _FREE_SUMS: Final = 64  # so that a short run hears of a wish at once, too
@@ -72,7 +73,50 @@ class StopWhenAsked:
 
 
 @dataclass(slots=True)
-class _Sum:
+class SpikeListener:
+    """Looks at the loss of each step over all ranks, and reacts when it jumps."""
+
+    policy: LossPolicy
+    _losses: list[tuple[int, float]] = field(default_factory=list)
+
+    def __call__(self, trainer: Trainer, common: Common) -> None:
+        """Notes a loss. Raises GoBackError or TrainingError if it is a spike and the policy says so."""
+        policy = self.policy
+        # After the run went back, steps come again.
+        self._losses = [known for known in self._losses if known[0] < common.step][-policy.spike_window :]
+        spike = find_spike(
+            [loss for _, loss in self._losses],
+            common.loss,
+            by=policy.spike_by,
+            threshold=policy.spike_threshold,
+            window=policy.spike_window,
+        )
+        if spike is not None:
+            self._react(trainer, common, spike)
+        self._losses.append((common.step, common.loss))
+
+    def _react(self, trainer: Trainer, common: Common, spike: Spike) -> None:
+        reaction = on_spike(
+            self.policy,
+            spike,
+            num_roll_backs=trainer.num_roll_backs,
+            has_checkpoint=trainer.has_checkpoint(),
+        )
+        if isinstance(reaction, GoOn):
+            if trainer.sink is not None and reaction.is_noted:
+                detail = {"loss": spike.loss, "median": spike.median, "times": spike.times}
+                trainer.sink.write(EventRecord(name="spike", step=common.step, detail=detail, time=time.time()))
+        elif isinstance(reaction, GoBack):
+            raise GoBackError(reaction, step=common.step, position=common.position)
+        else:
+            raise TrainingError(
+                f"{reaction.reason} at step {common.step}\n  recovery.on_spike = {self.policy.on_spike}\n"
+                "  lower optim.lr, set optim.clip_norm, or look at the data of that step"
+            )
+
+
+@dataclass(slots=True)
+class _PendingSum:
     """A sum on its way."""
 
     step: int
@@ -88,7 +132,7 @@ class ConsensusHook:
     request: StopRequest
     listeners: Sequence[Listener]
     needs_losses: bool = False
-    _pending: _Sum | None = None
+    _pending: _PendingSum | None = None
     _next_step: int = 0
     _num_sums: int = 0
     _last_time: float = field(default_factory=time.perf_counter)
@@ -118,17 +162,17 @@ class ConsensusHook:
                 self._pending = None
             raise
 
-    def _issue(self, trainer: Trainer, result: StepResult, seconds: float) -> _Sum:
+    def _issue(self, trainer: Trainer, result: StepResult, seconds: float) -> _PendingSum:
         comm, outcome = trainer.parts.engine.world, result.outcome
         values = torch.tensor([float(bool(self.request.signal)), seconds, 0.0, 0.0], dtype=torch.float64)
         values = values.to(comm.device, non_blocking=True)
         if self.needs_losses:  # they stay on the device
             values[_LOSS] = outcome.loss_sum.detach()
             values[_COUNT] = outcome.count
-        return _Sum(result.step, result.position, values, comm.all_reduce(values))
+        return _PendingSum(result.step, result.position, values, comm.all_reduce(values))
 
 
-def _read(pending: _Sum, ranks: int) -> Common:
+def _read(pending: _PendingSum, ranks: int) -> Common:
     pending.work.wait()
     values = pending.values.tolist()  # sync point on CUDA, with the step before the last one issued
     return Common(

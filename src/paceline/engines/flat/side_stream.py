@@ -1,7 +1,8 @@
-"""Lanes: work that runs beside what the device computes.
+"""Work that runs beside what the device computes.
 
 A cast or a copy is bound by memory, a matrix product by arithmetic: on CUDA the two run at the same time if they are on
-different streams. What is issued on a lane begins when the device has come so far; who needs the result waits for it.
+different streams. What is issued on a side stream begins when the device has come so far; who needs the result waits
+for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from paceline.comm.base import DONE, Work
 
 
 class _Passed:
-    """What was issued on a lane up to a point."""
+    """What was issued on a side stream up to a point."""
 
     __slots__ = ("_device", "_event")
 
@@ -27,8 +28,8 @@ class _Passed:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class Lane:
-    """Copies beside what the device computes, to the host or of another dtype; on a CPU there is nothing beside.
+class SideStream:
+    """Copies beside what the device computes, to the host or of another dtype; on a CPU everything runs in order.
 
     A copy begins when the device has come so far as it was issued; ``wait`` makes later work on the device wait for it,
     and ``finish`` the host.
@@ -40,7 +41,7 @@ class Lane:
         self._device = device
 
     def issue(self, work: Callable[[], Work]) -> Work:
-        """Runs ``work`` on the lane, from the point on that the device has come to; returns what to wait for.
+        """Runs ``work`` on the stream, from the point on that the device has come to; returns what to wait for.
 
         What it reads and writes must stay alive until it was waited for.
         """
@@ -66,7 +67,7 @@ class Lane:
                 tensor.record_stream(self._stream)
 
     def wait(self) -> None:
-        """Makes what the device computes from here on wait for the copies: a lane is a ``Work``."""
+        """Makes what the device computes from here on wait for the copies: a side stream is a ``Work``."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -74,3 +75,13 @@ class Lane:
         """Makes the host wait for the copies. A sync point."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def host_empty(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Makes a host tensor that ``device`` can copy from and to without waiting: pinned where that is CUDA.
+
+    A dry run has no values on the host either; that the memory would be pinned tells it from a device's.
+    """
+    if device.type == "meta":
+        return torch.empty(length, dtype=dtype, device=device, pin_memory=True)
+    return torch.empty(length, dtype=dtype, pin_memory=device.type == "cuda")

@@ -5,13 +5,12 @@ branch of the model each of them takes. A route is that order. The first pass *l
 ranks tell one another what they want next, and all do the same one of these. Later passes *follow* it without
 asking: a rank that needs a leg first does those before it that it did not need itself (it gathers for the others, and
 gives zeros to a reduction). So a rank may skip units, and none ever waits for a collective that another never issues.
-
-Legs are numbers: 2 u gathers unit u, 2 u + 1 reduces it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -21,17 +20,19 @@ from paceline.errors import UsageError
 _END = -1
 
 
-def gather_leg(unit: int) -> int:
-    """Returns the leg that gathers a unit."""
-    return 2 * unit
+class Leg(NamedTuple):
+    """One collective of a pass: a unit is gathered, or its gradients are reduced."""
+
+    unit: int
+    kind: Literal["gather", "reduce"]
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether it is a gather, which may be issued ahead of use."""
+        return self.kind == "gather"
 
 
-def reduce_leg(unit: int) -> int:
-    """Returns the leg that reduces a unit's gradients."""
-    return 2 * unit + 1
-
-
-def complete(learned: Sequence[int], order: Sequence[int]) -> list[int]:
+def complete(learned: Sequence[Leg], order: Sequence[Leg]) -> list[Leg]:
     """Inserts the legs of ``order`` that are not among those learned, each before the first that follows it there.
 
     A unit that no rank has needed yet may be needed later; its place is then known to all.
@@ -46,16 +47,16 @@ def complete(learned: Sequence[int], order: Sequence[int]) -> list[int]:
     return legs
 
 
-def issue_plan(legs: Sequence[int], prefetch: int) -> list[list[int]]:
+def issue_plan(legs: Sequence[Leg], prefetch: int) -> list[list[Leg]]:
     """Returns what is issued when the pass begins, and when each leg is reached: the leg itself, unless that is done,
     and the next gathers ahead of use.
 
     The same on every rank. A unit is gathered at most ``prefetch`` gathers early, which bounds the memory.
     """
-    issued: set[int] = set()
+    issued: set[int] = set()  # places in ``legs``
 
-    def next_gathers(start: int) -> list[int]:
-        ahead = [i for i in range(start, len(legs)) if legs[i] % 2 == 0][:prefetch]
+    def next_gathers(start: int) -> list[Leg]:
+        ahead = [i for i in range(start, len(legs)) if legs[i].is_gather][:prefetch]
         fresh = [i for i in ahead if i not in issued]
         issued.update(fresh)
         return [legs[i] for i in fresh]
@@ -64,7 +65,7 @@ def issue_plan(legs: Sequence[int], prefetch: int) -> list[list[int]]:
     for place, leg in enumerate(legs):
         now = [] if place in issued else [leg]
         issued.add(place)
-        plan.append(now + (next_gathers(place + 1) if leg % 2 == 0 else []))
+        plan.append(now + (next_gathers(place + 1) if leg.is_gather else []))
     return plan
 
 
@@ -77,25 +78,25 @@ class Route:
     def __init__(
         self,
         comm: Communicator,
-        order: Sequence[int],
-        issue: Callable[[int], None],
-        release: Callable[[int], None],
+        order: Sequence[Leg],
+        issue: Callable[[Leg], None],
+        release: Callable[[Leg], None],
         prefetch: int,
     ) -> None:
         self._comm = comm
         self._order = tuple(order)
-        self._rank_of = {leg: place for place, leg in enumerate(order)}
+        self._number_of = {leg: place for place, leg in enumerate(order)}  # what ranks call a leg
         self._issue = issue
         self._release = release
         self._prefetch = prefetch
-        self._learned: list[int] = []
+        self._learned: list[Leg] = []
         self._position = 0
-        self.legs: list[int] | None = None
-        self.repeated: set[int] = set()  # what the first pass did more than once
-        self._place_of: dict[int, int] = {}
+        self.legs: list[Leg] | None = None
+        self.repeated: set[Leg] = set()  # what the first pass did more than once
+        self._place_of: dict[Leg, int] = {}
         self._is_ahead = False
-        self._first: list[int] = []
-        self._plan: list[list[int]] = []
+        self._first: list[Leg] = []
+        self._plan: list[list[Leg]] = []
 
     @property
     def is_learning(self) -> bool:
@@ -115,7 +116,7 @@ class Route:
             for leg in self._first:
                 self._issue(leg)
 
-    def reach(self, leg: int, describe: Callable[[int], str]) -> None:
+    def reach(self, leg: Leg, describe: Callable[[Leg], str]) -> None:
         """Issues ``leg``, and before it those that this rank has passed by."""
         if self.legs is None:
             while self._agree(leg) != leg:
@@ -134,27 +135,27 @@ class Route:
             self._position = i + 1
             for each in self._plan[i]:
                 self._issue(each)
-            if i < place and self.legs[i] % 2 == 0:
+            if i < place and self.legs[i].is_gather:
                 self._release(self.legs[i])
 
-    def reach_ready(self, is_ready: Callable[[int], bool]) -> None:
+    def reach_ready(self, is_ready: Callable[[Leg], bool]) -> None:
         """Issues the reductions that come next, as far as ``is_ready`` says so of each."""
         while self.legs is not None and self._position < len(self.legs):
             leg = self.legs[self._position]
-            if leg % 2 == 0 or not is_ready(leg):
+            if leg.is_gather or not is_ready(leg):
                 return
             self.look_ahead()
             self._position += 1
             for each in self._plan[self._position - 1]:
                 self._issue(each)
 
-    def finish(self, drop: Callable[[int], bool] = lambda _leg: False) -> None:
+    def finish(self, drop: Callable[[Leg], bool] = lambda _leg: False) -> None:
         """Ends the pass: does what the other ranks may still need. A first pass leaves ``drop`` out of later ones."""
         if self.legs is None:
-            while self._agree(_END) != _END:
+            while self._agree(None) is not None:
                 pass
             for leg in self._order:  # reductions that nobody asked for: of units without inputs that want gradients
-                if leg % 2 and leg not in self._learned:
+                if not leg.is_gather and leg not in self._learned:
                     self._learned.append(leg)
                     self._issue(leg)
             self.repeated = {leg for leg in self._learned if self._learned.count(leg) > 1}
@@ -166,27 +167,30 @@ class Route:
             place, self._position = self._position, self._position + 1
             for each in self._plan[place]:
                 self._issue(each)
-            if self.legs[place] % 2 == 0:
+            if self.legs[place].is_gather:
                 self._release(self.legs[place])
 
-    def _settle(self, learned: Sequence[int]) -> None:
+    def _settle(self, learned: Sequence[Leg]) -> None:
         self.legs = complete(learned, self._order)
         self._place_of = {leg: place for place, leg in enumerate(self.legs)}
         self._first, *self._plan = issue_plan(self.legs, self._prefetch)
         self._position = len(self.legs)
 
-    def _agree(self, want: int) -> int:
-        """Asks all ranks what they want, does the leg furthest behind, and returns it. Syncs; in a first pass only."""
+    def _agree(self, want: Leg | None) -> Leg | None:
+        """Asks all ranks what they want (None: nothing more), does the leg furthest behind, and returns it.
+
+        Syncs; in a first pass only.
+        """
         device = control_device(self._comm)
-        mine = torch.tensor([want], dtype=torch.int64, device=device)
+        mine = torch.tensor([_END if want is None else self._number_of[want]], dtype=torch.int64, device=device)
         wants = torch.empty(self._comm.size, dtype=torch.int64, device=device)
         self._comm.all_gather(wants, mine).wait()
-        asked: list[int] = [leg for leg in wants.tolist() if leg != _END]
+        asked: list[int] = [number for number in wants.tolist() if number != _END]
         if not asked:
-            return _END
-        leg = min(asked, key=self._rank_of.__getitem__)
+            return None
+        leg = self._order[min(asked)]
         self._learned.append(leg)
         self._issue(leg)
-        if leg != want and leg % 2 == 0:
+        if leg != want and leg.is_gather:
             self._release(leg)
         return leg

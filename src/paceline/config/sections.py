@@ -1,0 +1,261 @@
+"""The sections of a config that have forms of their own: ``model``, ``data``, ``checkpoint``, ``recovery``.
+
+Here, too, is what every section of the schema is made of: its base, and the kinds of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+NotNegativeCount: TypeAlias = Annotated[int, Field(ge=0)]
+Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
+Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
+Factor: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
+ImportPath: TypeAlias = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$")]
+GPTSize: TypeAlias = Literal[
+    "gpt-nano", "gpt-micro", "gpt-mini", "gpt-11m", "gpt-124m", "gpt-350m", "gpt-1.1b", "gpt-3b", "gpt-7b"
+]
+OnNan: TypeAlias = Literal["skip", "roll_back", "lower_rate", "stop"]
+OnSpike: TypeAlias = Literal["ignore", "note", "roll_back", "lower_rate", "stop"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Model(Section):
+    kind: str  # first, so that it stands first in a dump; each model narrows it
+    compile: bool = Field(default=False, description="apply torch.compile to each block")
+
+
+class MLPModelConfig(_Model):
+    """A classifier of three linear layers."""
+
+    kind: Literal["mlp"] = Field(description="which model")
+    input_dim: Count | None = Field(default=None, description="features of a sample; null: from the data")
+    hidden_dim: int = Field(default=512, ge=2, description="width of the first hidden layer; the second has half")
+    num_classes: Count | None = Field(default=None, description="number of outputs; null: from the data")
+    dropout: Probability = Field(default=0.3, description="dropout after each hidden layer")
+
+
+class ResNetModelConfig(_Model):
+    """A residual network for images."""
+
+    kind: Literal["resnet"] = Field(description="which model")
+    depth: Literal[18, 50] = Field(default=18, description="number of layers with weights")
+    num_classes: Count | None = Field(default=None, description="number of outputs; null: from the data")
+    in_channels: Count | None = Field(default=None, description="channels of an image; null: from the data")
+    width: Count = Field(default=64, description="channels of the first stage; each stage doubles them")
+    norm: Literal["batch", "group"] = Field(
+        default="batch", description="batch: statistics of each microbatch; group: none across samples"
+    )
+    stem: Literal["imagenet", "small"] = Field(
+        default="imagenet", description="imagenet: 7x7 stride 2 and pooling; small: 3x3, for images of about 32 pixels"
+    )
+
+
+class GPTModelConfig(_Model):
+    """A decoder-only transformer: a named size, explicit dimensions, or a size with some of them changed."""
+
+    kind: Literal["gpt"] = Field(description="which model")
+    size: GPTSize | None = Field(default=None, description="a named size; null: layers, heads and width are given")
+    layers: Count | None = Field(default=None, description="number of blocks; null: from size")
+    heads: Count | None = Field(default=None, description="attention heads; null: from size")
+    kv_heads: Count | None = Field(default=None, description="heads of keys and values; null: from size, or heads")
+    width: Count | None = Field(default=None, description="size of a token's vector; null: from size")
+    mlp_width: Count | None = Field(default=None, description="hidden size of a block's MLP; null: from size or width")
+    context: Count | None = Field(default=None, description="most tokens of a sample; null: from size, or the data")
+    vocab_size: Count | None = Field(default=None, description="number of tokens; null: from the data")
+    norm: Literal["rms", "layer"] | None = Field(default=None, description="normalisation; null: from size")
+    mlp: Literal["swiglu", "gelu"] | None = Field(default=None, description="form of the MLP; null: from size")
+    positions: Literal["rotary", "learned"] | None = Field(default=None, description="positions; null: from size")
+    tied: bool | None = Field(default=None, description="output layer shares the embedding; null: from size")
+    dropout: Probability | None = Field(default=None, description="dropout in each block; null: from size")
+
+
+class FactoryModelConfig(_Model):
+    """A model of the user's own code."""
+
+    kind: Literal["factory"] = Field(description="which model")
+    factory: ImportPath = Field(description="package.module:function that returns an nn.Module")
+    args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
+
+
+ModelConfig: TypeAlias = MLPModelConfig | ResNetModelConfig | GPTModelConfig | FactoryModelConfig
+
+
+class _Data(Section):
+    kind: str  # first, so that it stands first in a dump; each data set narrows it
+    eval_fraction: Probability = Field(default=0.2, description="share of the samples kept for evaluation")
+    shuffle: bool = Field(default=True, description="a new order each epoch, a pure function of seed and epoch")
+    last_batch: Literal["keep", "drop"] = Field(default="keep", description="what to do with an epoch's ragged batch")
+    workers: int = Field(default=0, ge=0, description="loader processes of each rank; 0: load in the rank itself")
+    prefetch: Count = Field(default=2, description="batches that each worker loads ahead")
+    worker_start: Literal["auto", "fork", "spawn", "forkserver"] = Field(
+        default="auto", description="how loader processes start"
+    )
+    seed: Seed | None = Field(default=None, description="seed of order and split; null: train.seed")
+
+
+class DigitsDataConfig(_Data):
+    """The 1,797 handwritten digits that come with scikit-learn: 8 x 8 pixels, 10 classes."""
+
+    kind: Literal["digits"] = Field(description="which data")
+    standardize: bool = Field(default=True, description="give each pixel mean 0 and variance 1 over the training part")
+
+
+class TextDataConfig(_Data):
+    """A text file, or the documentation of Python inside CPython, for language models."""
+
+    kind: Literal["text"] = Field(description="which data")
+    path: str | None = Field(default=None, description="a UTF-8 text file; null: the documentation inside Python")
+    tokens: Literal["char", "byte"] = Field(default="char", description="what a token is")
+    context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
+
+
+class SyntheticClassificationDataConfig(_Data):
+    """Random vectors around one centre per class."""
+
+    kind: Literal["synthetic_classification"] = Field(description="which data")
+    samples: Count = Field(default=10000, description="number of samples")
+    features: Count = Field(default=784, description="numbers in a sample")
+    classes: int = Field(default=10, ge=2, description="number of classes")
+
+
+class SyntheticImagesDataConfig(_Data):
+    """Random images with one pattern per class."""
+
+    kind: Literal["synthetic_images"] = Field(description="which data")
+    samples: Count = Field(default=1024, description="number of images")
+    classes: int = Field(default=10, ge=2, description="number of classes")
+    channels: Count = Field(default=3, description="channels of an image")
+    size: Count = Field(default=32, description="height and width in pixels")
+
+
+class SyntheticTokensDataConfig(_Data):
+    """Random token sequences that a language model can learn."""
+
+    kind: Literal["synthetic_tokens"] = Field(description="which data")
+    samples: Count = Field(default=1024, description="number of sequences")
+    vocab_size: int = Field(default=256, ge=2, description="number of tokens")
+    context: Count = Field(default=128, description="tokens of a sequence")
+
+
+class FactoryDataConfig(_Data):
+    """Data of the user's own code."""
+
+    kind: Literal["factory"] = Field(description="which data")
+    factory: ImportPath = Field(description="package.module:function that returns a Dataset or (train, eval)")
+    args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
+
+
+DataConfig: TypeAlias = (
+    DigitsDataConfig
+    | TextDataConfig
+    | SyntheticClassificationDataConfig
+    | SyntheticImagesDataConfig
+    | SyntheticTokensDataConfig
+    | FactoryDataConfig
+)
+_DIGIT_PIXELS = 8 * 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownShape:
+    """The numbers that a config alone tells about the data; ``None`` where they come with the data."""
+
+    features: int | None = None
+    channels: int | None = None
+    classes: int | None = None
+    vocab_size: int | None = None
+    context: int | None = None
+
+
+def known_shape(data: DataConfig) -> KnownShape:
+    """Returns what is known of the data from its config."""
+    if isinstance(data, DigitsDataConfig):
+        return KnownShape(features=_DIGIT_PIXELS, classes=10)
+    if isinstance(data, SyntheticClassificationDataConfig):
+        return KnownShape(features=data.features, classes=data.classes)
+    if isinstance(data, SyntheticImagesDataConfig):
+        features = data.channels * data.size**2
+        return KnownShape(features=features, channels=data.channels, classes=data.classes)
+    if isinstance(data, SyntheticTokensDataConfig):
+        return KnownShape(vocab_size=data.vocab_size, context=data.context)
+    if isinstance(data, TextDataConfig):
+        return KnownShape(vocab_size=256 if data.tokens == "byte" else None, context=data.context)
+    return KnownShape()
+
+
+class CheckpointConfig(Section):
+    """When the run is saved, and how many saves are kept."""
+
+    every_steps: Count | None = Field(default=None, description="steps between checkpoints; null: not by steps")
+    every_minutes: Positive | None = Field(default=None, description="minutes between checkpoints; null: not by time")
+    at_end: bool = Field(default=True, description="save when the run ends")
+    keep: Count = Field(default=2, description="newest checkpoints that are kept")
+    keep_every: Count | None = Field(default=None, description="keep those of every so many steps, too")
+    keep_best: NotNegativeCount = Field(default=0, description="keep so many of the best, too, by best_metric")
+    best_metric: Literal["eval_loss", "eval_accuracy"] = Field(
+        default="eval_loss", description="what is best, of the evaluations at the steps that are saved"
+    )
+    best_mode: Literal["min", "max"] | None = Field(
+        default=None, description="whether less or more is better; null: less of a loss, more of an accuracy"
+    )
+    asynchronous: bool | Literal["auto"] = Field(
+        default="auto", description="copy to host memory, and write while training goes on; auto: from 32 MiB a rank on"
+    )
+    folder: str | None = Field(
+        default=None, min_length=1, description="where checkpoints go, shared by all hosts; null: the run's folder"
+    )
+    verify: Literal["full", "fast", "none"] = Field(
+        default="full", description="what is checked before a resume; full: all hashes, fast: sizes"
+    )
+
+
+# A run is started again only while it gets further, and never for an error that came twice at the same step.
+class RecoveryConfig(Section):
+    """What is done when something goes wrong."""
+
+    max_restarts: NotNegativeCount = Field(default=3, description="times that failed ranks are started again; 0: never")
+    max_stalled_restarts: NotNegativeCount = Field(
+        default=1, description="restarts in a row that may get no further than the attempts before"
+    )
+    warm: bool = Field(
+        default=True, description="ranks are forked from a process that has torch loaded, where the system can"
+    )
+    on_nan: OnNan = Field(
+        default="skip",
+        description="gradients that are not finite; skip: leaves the step out, and stops after train.max_bad_steps in "
+        "a row; roll_back, lower_rate: goes back then; stop: at the first",
+    )
+    on_spike: OnSpike = Field(
+        default="ignore",
+        description="a loss far above the last ones; note: a record; roll_back: goes on from the last checkpoint "
+        "behind the data since; lower_rate: with the same data at a lower rate; stop",
+    )
+    spike_by: Literal["factor", "deviations"] = Field(
+        default="factor", description="factor: over the median of the window; deviations: robust standard deviations"
+    )
+    spike_threshold: Positive = Field(default=3.0, description="how far above the median a spike begins")
+    spike_window: Annotated[int, Field(ge=4)] = Field(default=50, description="steps whose losses are looked at")
+    rate_factor: Factor = Field(default=0.5, description="lower_rate: what learning rates are multiplied by")
+    max_roll_backs: Count = Field(default=3, description="times that a run goes back; one more stops it")
+    on_oom: Literal["stop", "restart", "halve"] = Field(
+        default="stop", description="out of memory; halve: starts again with half the microbatch, same global batch"
+    )
+    on_hang: Literal["restart", "stop"] = Field(default="restart", description="ranks that stopped making progress")
+    on_full_disk: Literal["stop", "warn"] = Field(
+        default="stop", description="a checkpoint that cannot be written; warn: goes on, and tries at the next one"
+    )
+    grace_s: NotNegative = Field(
+        default=60.0, description="seconds from the signal of a preemption to the end, saved or not"
+    )

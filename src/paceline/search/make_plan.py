@@ -1,0 +1,80 @@
+"""``make_plan``: from what was asked and what is there to decided numbers, the plan that a run is carried out by.
+
+    plan = make_plan(config, RunMachine(device="cuda", ranks=16, node_ranks=8))
+
+A strategy that the config leaves open is chosen by memory and predicted time (``choose_layout``), which needs to know
+the model and the memory that is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.cluster.detect import Machine
+from paceline.config import Config, check_ranks, layout_of
+from paceline.errors import ConfigError
+from paceline.plan.plan import Plan
+from paceline.predict.memory.facts import ModelFacts
+from paceline.search.automatic import choose_by_time
+from paceline.search.choice import Choice, Room, apply_choice, choose_for_config
+from paceline.search.mesh_choice import choose_mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMachine:
+    """What there is for a run: ranks on devices, ``node_ranks`` of them on a host (None: all)."""
+
+    device: str
+    ranks: int
+    node_ranks: int | None = None
+
+
+def make_plan(config: Config, machine: RunMachine, *, source: str = "config") -> Plan:
+    """Decides all about a run whose strategy is decided. Raises ConfigError with all that these ranks break."""
+    problems = check_ranks(config, machine.ranks, machine.node_ranks)
+    if problems:
+        raise ConfigError(problems, source=source)
+    return Plan(
+        name=config.name,
+        layout=layout_of(config, machine.ranks, machine.node_ranks),
+        device=machine.device,
+        finds_microbatch=config.train.microbatch == "auto",
+    )
+
+
+def choose_layout(config: Config, model: ModelFacts, room: Room, machine: Machine) -> tuple[Config, Choice]:
+    """Decides ``parallel.strategy: auto`` or ``parallel.sharding_strategy: auto``; returns the config, and why.
+
+    Of what fits into ``room``, the fastest by prediction is taken; the first in order where the machine cannot be
+    priced. Raises ConfigError where nothing fits.
+    """
+    choose = choose_mesh if config.parallel.sharding_strategy == "auto" else choose_for_config
+    here = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": room.device})})
+    choice = choose_by_time(choose(config, model, room), here, model, machine)
+    return apply_choice(config, choice), choice
+
+
+def with_length(plan: Plan, config: Config, *, train_samples: int, eval_samples: int) -> Plan:
+    """Returns the plan with how long the run is, which follows from the data."""
+    batch, in_epoch = plan.batch.global_batch, train_samples
+    if config.data.last_batch == "drop":
+        in_epoch -= train_samples % batch
+    steps_per_epoch = -(-in_epoch // batch)
+    total_steps = config.train.steps
+    if total_steps is None:
+        total_steps = max(1, round((config.train.epochs_to_run or 1.0) * steps_per_epoch))
+    whole, rest = divmod(total_steps, max(steps_per_epoch, 1))
+    return replace(
+        plan,
+        train_samples=train_samples,
+        eval_samples=eval_samples,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+        total_samples=whole * in_epoch + rest * batch,
+    )
+
+
+def decided_config(config: Config, plan: Plan) -> Config:
+    """Returns the config with what was decided in the place of what it left open: what a run's folder keeps."""
+    parallel = config.parallel.model_copy(update={"device": plan.device, "ranks": plan.layout.ranks})
+    return config.model_copy(update={"parallel": parallel})
