@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from paceline.errors import UsageError
-from paceline.schedule.clock import Clock
+from paceline.schedule.clock import StreamClock
 
 Kind = Literal["F", "B", "I", "W", "SF", "RF", "SB", "RB", "R"]
 Times = dict["Action", tuple[float, float]]
@@ -158,7 +158,7 @@ def walk(
     """
     times: Times = {}
     positions = [0] * len(orders)
-    clock = Clock()
+    clock = StreamClock()
     waiting: dict[Action, list[int]] = {}
     ready = list(range(len(orders)))[::-1]
     while ready:
