@@ -91,7 +91,7 @@ def fit_ring(points: Sequence[tuple[int, float]], ranks: int) -> tuple[float, fl
     hops = 2 * (ranks - 1)
     # Minimise the sum of (x u + y v - 1)^2, where x = hops / t, y = hops B / (n t), u = latency, v = 1 / bandwidth.
     rows = [(hops / took, hops * size / (ranks * took)) for size, took in points]
-    xx, xy, yy = (sum(a * b for a, b in pairs) for pairs in _pairs(rows))
+    xx, xy, yy = sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows)
     x, y = sum(row[0] for row in rows), sum(row[1] for row in rows)
     determinant = xx * yy - xy * xy
     latency = (x * yy - y * xy) / determinant if determinant > 0 else 0.0
@@ -101,7 +101,3 @@ def fit_ring(points: Sequence[tuple[int, float]], ranks: int) -> tuple[float, fl
         size, took = max(points)
         inverse = ranks * took / (hops * size)
     return max(latency, 1e-9), 1 / inverse
-
-
-def _pairs(rows: list[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    return [[(a, a) for a, _ in rows], rows, [(b, b) for _, b in rows]]

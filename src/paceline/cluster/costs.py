@@ -197,7 +197,8 @@ def _round_seconds(parts: list[_Part], where: Placement, links: Wires) -> float:
     across = [part for part in parts if where.host(part[0]) != where.host(part[1])]
     found = 0.0
     if inside:
-        found = links.inside.seconds(max(_most(_sent(inside)), _most(_received(inside))))
+        received = _sent((receiver, sender, size) for sender, receiver, size in inside)
+        found = links.inside.seconds(max(_most(_sent(inside)), _most(received)))
     if across:
         entering = _leaving(((receiver, sender, size) for sender, receiver, size in across), where)
         found = max(found, links.across.seconds(max(_most(_leaving(across, where)), _most(entering))))
@@ -231,10 +232,6 @@ def _sent(parts: Iterable[_Part]) -> dict[int, float]:
     for sender, _, size in parts:
         found[sender] = found.get(sender, 0.0) + size
     return found
-
-
-def _received(parts: Iterable[_Part]) -> dict[int, float]:
-    return _sent((receiver, sender, size) for sender, receiver, size in parts)
 
 
 def _leaving(parts: Iterable[_Part], where: Placement) -> dict[int, float]:

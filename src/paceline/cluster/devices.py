@@ -255,7 +255,9 @@ def load_cluster(text: str) -> Cluster:
     if path.suffix in (".yaml", ".yml"):
         found = read_catalog(path)
         catalog = _Catalog(entries=catalog.entries.with_file(found))
-        name = _main_name(path, found.nodes or found.devices)
+        if not (found.nodes or found.devices):
+            raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
+        name = next(iter(found.nodes or found.devices))
     return catalog.cluster(name, count, over[2].strip() if over else None)
 
 
@@ -424,12 +426,6 @@ def _split_count(text: str) -> tuple[int, str]:
             "  write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
         )
     return count, name
-
-
-def _main_name(path: Path, entries: Mapping[str, object]) -> str:
-    if not entries:
-        raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
-    return next(iter(entries))
 
 
 def _find(name: str, what: str, entries: Mapping[str, AnyEntry]) -> tuple[str, AnyEntry]:

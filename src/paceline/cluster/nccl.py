@@ -100,10 +100,6 @@ def bus_bandwidth(group: Group, cluster: Cluster) -> float:
     return min(inside, cluster.between.bandwidth * cluster.between.efficiency * share / crowd)
 
 
-def _steps(kind: Collective, ranks: int) -> int:
-    return 2 * (ranks - 1) if kind == "all_reduce" else ranks - 1
-
-
 def _ll_most(group: Group, cluster: Cluster) -> float:
     rates = _LL_MOST.get(cluster.device.generation, _LL_MOST["ampere"])
     return rates[min(group.nodes - 1, 2)] * 1e9
@@ -124,8 +120,8 @@ def _ring_seconds(kind: Collective, num_bytes: float, group: Group, cluster: Clu
         bus = min(_ll_most(group, cluster), bus / 2)
     elif protocol == "ll128":
         bus = min(0.92 * bus, _channel_most(cluster))
-    steps = _steps(kind, group.ranks)
-    inter = (2 if kind == "all_reduce" else 1) * (group.nodes - 1)
+    ways = 2 if kind == "all_reduce" else 1
+    steps, inter = ways * (group.ranks - 1), ways * (group.nodes - 1)
     intra = _INTRA_US[_link_kind(cluster), "ring"][protocol]
     latency = _BASE_US["ring"][protocol] + (steps - inter) * intra + inter * _NETWORK_US["ring"][protocol]
     return latency * 1e-6 + num_bytes * steps / (group.ranks * bus)

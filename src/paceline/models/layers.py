@@ -84,12 +84,11 @@ def sequential_layers(sequential: nn.Sequential, prefix: str = "") -> tuple[Pipe
             waiting.append((name, module))
     if waiting:
         rows.append(waiting)
-    return tuple(_joined(row) for row in rows)
-
-
-def _joined(row: Sequence[tuple[str, nn.Module]]) -> PipelineLayer:
-    modules = tuple(module for _, module in row)
-    return PipelineLayer(name=row[0][0], run=modules[0] if len(modules) == 1 else Chain(modules), modules=modules)
+    joined = [(row[0][0], tuple(module for _, module in row)) for row in rows]
+    return tuple(
+        PipelineLayer(name=name, run=modules[0] if len(modules) == 1 else Chain(modules), modules=modules)
+        for name, modules in joined
+    )
 
 
 def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -26,8 +26,7 @@ from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Action, Kind, Schedule, align, parse_action
 from paceline.schedule.lowering import lower
 from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure, StageCost, equal_costs, measure_schedule
-from paceline.schedule.picture import draw
-from paceline.schedule.text import format_csv, parse_csv, read_csv, render_text, write_csv
+from paceline.schedule.text import draw, format_csv, parse_csv, read_csv, render_text, write_csv
 from paceline.schedule.zero_bubble import zb_h1, zb_v
 
 __all__ = [
