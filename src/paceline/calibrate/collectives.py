@@ -57,8 +57,9 @@ def measure_link(comm: Communicator, sizes: Sequence[int], watch: Stopwatch, nam
 
 
 def _busy(comm: Communicator, watch: Stopwatch) -> float:
-    """What an all-reduce adds to products that run beside it, over what it takes alone; 1 on a GPU, where it is
-    measured by runs.
+    """Returns what an all-reduce adds to products that run beside it, over what it takes alone.
+
+    1 on a GPU, where runs measure it.
 
     On a CPU the transfer takes a core's time, its caches and its memory from the products: less than nothing of it is
     hidden where a second core is not free.

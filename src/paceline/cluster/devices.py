@@ -44,7 +44,7 @@ _OVER = re.compile(r"^(.*\S)\s+(?:over|on)\s+(\S.*)$", re.IGNORECASE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeRate:
     """FLOP per second that one shape reached: (rows, inner, columns) of a product, or of attention
-    (batch, heads, sequence, head size). ``layout`` of a product: nn, nt, tn; none where nobody said."""
+    (batch, heads, sequence, head size). ``layout`` of a product: nn, nt, tn; empty where it is not known."""
 
     kind: str
     dtype: str
@@ -339,7 +339,7 @@ class _Catalog:
         return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=self.link(entry.inside))
 
     def _usual_node(self, device: str) -> tuple[Node, str | None]:
-        """The node that a device is usually in, with this very device, and its network's name."""
+        """Returns the node that a device is usually in, with this very device, and its network's name."""
         found = self.device(device)
         name = self.entries.devices[found.name].node
         if name is None or name not in self.entries.nodes:
@@ -392,7 +392,7 @@ def _device(name: str, entry: DeviceEntry) -> Device:
 
 
 def loop_us(entry: DeviceEntry) -> float:
-    """Returns what a run's loop takes a step; where nobody measured it, a few operations of the processor.
+    """Returns what a run's loop takes a step; where it was not measured, a few operations of the processor.
 
     Beside a GPU the host runs ahead, so that nothing waits for it.
     """
@@ -402,7 +402,7 @@ def loop_us(entry: DeviceEntry) -> float:
 
 
 def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:
-    """The fewest equal nodes of ``most`` devices or fewer; refused where they would stand mostly empty."""
+    """Returns the fewest equal nodes of up to ``most`` devices, and their devices; refuses mostly empty ones."""
     least = -(-count // most)
     for nodes in range(least, 2 * least + 1):
         if count % nodes == 0:

@@ -150,7 +150,7 @@ def _nvls_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
 
 
 def _send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """One message between two ranks, while the others of their nodes send theirs."""
+    """Returns the time of one message between two ranks, while the others of their nodes send theirs."""
     link = cluster.node.inside
     if group.nodes == 1 or cluster.between is None:
         return _BASE_US["ring"]["simple"] * 1e-6 + num_bytes / (link.bandwidth * link.efficiency)
@@ -159,7 +159,7 @@ def _send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
 
 
 def _all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """``num_bytes`` are those of one rank's buffer, of which each other rank gets an equal part."""
+    """Returns the time where each rank sends an equal part of its buffer, ``num_bytes``, to each other rank."""
     link = cluster.node.inside
     inside = link.bandwidth * link.efficiency
     within = num_bytes * (group.node_ranks - 1) / group.ranks / inside

@@ -185,7 +185,7 @@ class _AskedBatch:
 
 
 def _fix(asked: _AskedBatch) -> str:
-    """Names, for each value that may be changed alone, the nearest ones that work."""
+    """Suggests, for each value that may be changed alone, the nearest ones that work."""
     options = [
         f"{asked.key(name)} = {' or '.join(str(value) for value in values)}"
         for name in _KEYS

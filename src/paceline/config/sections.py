@@ -268,7 +268,7 @@ _DIGIT_PIXELS = 8 * 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownShape:
-    """The numbers that a config alone tells about the data; ``None`` where they come with the data."""
+    """The sizes of the data that follow from its config alone; ``None`` where the data must be read."""
 
     features: int | None = None
     channels: int | None = None

@@ -100,7 +100,7 @@ def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def _is_plain(model: nn.Sequential) -> bool:
-    """Whether calling it is calling its children: no forward of its own, no hooks."""
+    """Says whether calling it is calling its children: no forward of its own, no hooks."""
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     return type(model).forward is nn.Sequential.forward and "forward" not in vars(model) and not any(hooks)
 

@@ -121,7 +121,7 @@ def _read_row(line: str, rank: int, source: str) -> list[Action | None]:
 
 
 def _placement(rows: Sequence[Sequence[Action | None]], source: str) -> tuple[int, ...]:
-    """Each stage is where most of its actions are, so that a single one elsewhere is found to be on the wrong rank."""
+    """Places each stage where most of its actions are, so that a single one elsewhere is on the wrong rank."""
     votes: dict[int, Counter[int]] = {}
     for rank, row in enumerate(rows):
         for action in filter(None, row):
@@ -161,7 +161,7 @@ def _heading(schedule: Schedule, unit: float | None) -> str:
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    """Whether rank r holds stage r alone, so that a label need not name the stage."""
+    """Says whether rank r holds stage r alone, so that a label need not name the stage."""
     return schedule.placement == tuple(range(schedule.ranks))
 
 
