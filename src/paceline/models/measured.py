@@ -127,7 +127,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Says that nobody compiles what is counted: torch need not ask its compiler at each operator."""
+        """Says that what is counted is not compiled: torch need not ask its compiler at each operator."""
         return False
 
     @contextlib.contextmanager

@@ -114,7 +114,7 @@ def compute_needs(orders: Iterable[Iterable[Action]], stages: int) -> Needs:
     present = {action for order in orders for action in order}
 
     def backward_of(stage: int, microbatch: int) -> Action:
-        """What makes the gradient of a stage's input."""
+        """Returns the action that makes the gradient of a stage's input."""
         part = Action("I", stage, microbatch)
         return part if part in present else Action("B", stage, microbatch)
 
