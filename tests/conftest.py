@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 settings.register_profile("paceline", deadline=None, max_examples=50, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile("paceline")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and with them all processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FROZEN_MODULES = pytest.StashKey[int]()
 
@@ -50,8 +55,31 @@ def plain_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, lambda *_, **__: "", raising=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[None]:
+    """Has processes of Paceline forked from one that has torch loaded: see ``tests/pool/fork_server.py``."""
+    if sys.platform != "linux":
+        yield
+        return
+    import fork_server
+
+    fork_server.install()
+    yield
+    fork_server.end()
+
+
+@pytest.fixture
+def real_starts() -> Iterator[None]:
+    """Starts every process from nothing, for tests of what loading does."""
+    import fork_server
+
+    fork_server.uninstall()
+    yield
+    fork_server.install()
+
+
 @pytest.fixture(scope="session")
-def gloo_pool() -> Iterator[GlooPool]:
+def gloo_pool(forks: None) -> Iterator[GlooPool]:  # noqa: ARG001
     """Real Gloo ranks, started when first needed: see ``tests/pool/gloo_pool.py`` for how a test uses them."""
     from gloo_pool import GlooPool
 

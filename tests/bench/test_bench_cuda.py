@@ -7,9 +7,10 @@ import torch
 
 from paceline.bench.arms import arms_in_bf16
 from paceline.bench.engines import bench_bf16
+from paceline.bench.interleave import Turns
 from paceline.bench.largest import Budget
 from paceline.bench.memory import OPTIONS, Family, Option, bench_memory
-from paceline.bench.workloads import BenchWorkload, Protocol
+from paceline.bench.workloads import BenchWorkload
 from paceline.units import GIB, MIB
 
 pytestmark = [
@@ -22,7 +23,7 @@ DEVICE = torch.device("cuda", 0)
 
 def test_all_arms_run_and_their_memory_is_counted_apart() -> None:
     workload = BenchWorkload(model="gpt-micro", batch=2, context=64)
-    rows = bench_bf16(workload, Protocol(rounds=2, steps_per_turn=1, warm_up=2), DEVICE, compiled=False)
+    rows = bench_bf16(workload, Turns(rounds=2, steps_per_turn=1, warm_up=2), DEVICE, compiled=False)
     assert [row["arm"] for row in rows] == [arm.name for arm in arms_in_bf16()]
     peaks = [row["peak_bytes"] for row in rows]
     assert min(peaks) > 0

@@ -14,7 +14,8 @@ from torch import nn
 from paceline.bench import arms as arms_module
 from paceline.bench.arms import Arm, Wrapped, arms_alone, arms_in_bf16, arms_on_ranks, check_words, select, sets_of
 from paceline.bench.engines import MeasuredArm, _measure, bench_bf16, check_losses
-from paceline.bench.workloads import BenchWorkload, Protocol
+from paceline.bench.interleave import Turns
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError, UsageError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 MLP = BenchWorkload(model="mlp", batch=4)
 NANO = BenchWorkload(model="gpt-nano", batch=1, context=8)
-SHORT = Protocol(rounds=2, steps_per_turn=1, warm_up=3)
+SHORT = Turns(rounds=2, steps_per_turn=1, warm_up=3)
 CPU = torch.device("cpu")
 
 
@@ -74,7 +75,7 @@ def test_sets_of_arms_do_not_mix() -> None:
 
 def train_hybrid(comm: Communicator) -> dict[str, list[float]]:
     arms = select(arms_on_ranks(NANO, comm.size), ["paceline hybrid"])
-    return {each.timing.arm: each.losses for each in _measure(arms, comm, NANO, SHORT)}
+    return {each.timing.arm: each.losses for each in _measure(comm, arms, NANO, SHORT)}
 
 
 @pytest.mark.exhaustive
@@ -108,13 +109,13 @@ def test_an_arm_that_computes_something_else_is_named(what: str) -> None:
     arms = [plain, Arm(name="wrong", peer=plain.name, wrap=wrong)]
     workload = NANO if what == "clipping" else MLP
     protocol = dataclasses.replace(SHORT, warm_up=8)
-    measured = _measure(arms, SoloCommunicator(CPU), workload, protocol)
+    measured = _measure(SoloCommunicator(CPU), arms, workload, protocol)
     with pytest.raises(TrainingError, match=r"in step \d wrong has the loss .* and plain loop has"):
         check_losses(workload, measured, 1e-6)
 
 
 def test_a_loss_that_is_no_number_is_no_agreement() -> None:
-    plain = _measure(arms_alone()[:1], SoloCommunicator(CPU), MLP, SHORT)[0]
+    plain = _measure(SoloCommunicator(CPU), arms_alone()[:1], MLP, SHORT)[0]
     broken = MeasuredArm(timing=plain.timing, losses=[float("nan")] * 3)
     with pytest.raises(TrainingError, match="has the loss nan"):
         check_losses(MLP, [plain, broken], 1e-2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.bench import interleave as module
-from paceline.bench.interleave import interleave
+from paceline.bench.interleave import Turns, interleave
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_every_arm_is_compared_with_its_own_peer(clock: Clock) -> None:
     arms = {name: clock.arm(name, lambda _, s=s: s) for name, s in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 1.5))}
     peers = {"a": "a", "b": "a", "c": "d", "d": "d"}
-    found = interleave(arms, baseline=peers, rounds=3, steps_per_turn=2, warm_up=1, device=CPU)
+    found = interleave(arms, Turns(rounds=3, steps_per_turn=2, warm_up=1), baseline=peers, device=CPU)
     assert {t.arm: (t.peer, t.ratio) for t in found} == {
         "a": ("a", 1.0),
         "b": ("a", 2.0),
@@ -51,14 +51,14 @@ def test_every_arm_is_compared_with_its_own_peer(clock: Clock) -> None:
 
 def test_one_baseline_is_the_peer_of_all(clock: Clock) -> None:
     arms = {"ours": clock.arm("ours", lambda _: 1.0), "theirs": clock.arm("theirs", lambda _: 4.0)}
-    found = interleave(arms, baseline="theirs", rounds=2, steps_per_turn=1, warm_up=0, device=CPU)
+    found = interleave(arms, Turns(rounds=2, steps_per_turn=1, warm_up=0), baseline="theirs", device=CPU)
     assert [(t.peer, t.ratio) for t in found] == [("theirs", 0.25), ("theirs", 1.0)]
 
 
 def test_ratios_are_taken_within_a_round(clock: Clock) -> None:
     # The machine becomes ten times slower: absolute times say nothing, the ratio stands.
     arms = {name: clock.arm(name, lambda call, s=s: s * 10 ** (call - 1)) for name, s in (("a", 1.0), ("b", 1.2))}
-    slow = interleave(arms, baseline="a", rounds=4, steps_per_turn=1, warm_up=0, device=CPU)[1]
+    slow = interleave(arms, Turns(rounds=4, steps_per_turn=1, warm_up=0), baseline="a", device=CPU)[1]
     assert (slow.ratio, slow.ratio_low, slow.ratio_high) == pytest.approx((1.2, 1.2, 1.2))
 
 
@@ -66,6 +66,6 @@ def test_turns_rotate_after_the_warm_up_and_ranks_meet_before_each(clock: Clock)
     arms = {name: clock.arm(name, lambda _: 1.0) for name in "abc"}
     meetings: list[int] = []
     meet = lambda: meetings.append(len(clock.calls))  # noqa: E731
-    interleave(arms, baseline="a", rounds=2, steps_per_turn=2, warm_up=1, device=CPU, meet=meet)
+    interleave(arms, Turns(rounds=2, steps_per_turn=2, warm_up=1), baseline="a", device=CPU, meet=meet)
     assert "".join(clock.calls) == "abc" + "aabbcc" + "bbccaa"
     assert meetings == [3, 5, 7, 9, 11, 13]

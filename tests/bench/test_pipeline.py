@@ -12,6 +12,7 @@ import torch
 from paceline.bench.arms import select
 from paceline.bench.engines import MeasuredArm, check_losses
 from paceline.bench.features import FEATURES, FeatureProtocol, _check_losses, _row, _train
+from paceline.bench.interleave import Turns
 from paceline.bench.modelled import ModelledGPUs, model_features
 from paceline.bench.pipeline import (
     TOLERANCE,
@@ -23,7 +24,7 @@ from paceline.bench.pipeline import (
     make_workload,
 )
 from paceline.bench.pipeline_arms import pipeline_arms
-from paceline.bench.workloads import BenchWorkload, Protocol
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError, UsageError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from gloo_pool import GlooPool
 
 NANO = BenchWorkload(model="gpt-nano", batch=4, context=4, tied=False)
-SHORT = PipelineWorkload(workload=NANO, microbatches=4, protocol=Protocol(rounds=1, steps_per_turn=1, warm_up=2))
+SHORT = PipelineWorkload(workload=NANO, microbatches=4, protocol=Turns(rounds=1, steps_per_turn=1, warm_up=2))
 FEW = FeatureProtocol(steps=1, warm_up=1)
 RECORD = Path(__file__).parents[2] / "bench" / "results" / "engines-h200.json"
 

@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 
 from paceline.config import (
     Config,
-    ParallelConfig,
     check_ranks,
     config_from_dict,
+    layout_of,
     load_config,
     run_checks,
-    shard_group,
 )
 from paceline.config.checks import CHECKS, ConfigCheck, check_gpt_heads
-from paceline.config.gpt_sizes import GPT_SIZES
 from paceline.config.layout import layout_problems
+from paceline.config.sections import GPT_SIZES
 from paceline.errors import ConfigError
 
 # A test asserts no timing: a busy machine must not fail a law.
@@ -245,7 +244,8 @@ def test_suggested_groups_fit(ranks: int, size: int) -> None:
     ],
 )
 def test_shard_group(parallel: dict[str, Any], ranks: int, node_ranks: int | None, group: int) -> None:
-    assert shard_group(ParallelConfig.model_validate(parallel), ranks, node_ranks) == group
+    values = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "parallel": parallel}
+    assert layout_of(Config.model_validate(values)).for_ranks(ranks, node_ranks).shards == group
 
 
 @relaxed

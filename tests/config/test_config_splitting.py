@@ -13,12 +13,10 @@ from paceline.config import (
     check_ranks,
     config_batch,
     config_from_dict,
-    data_ranks,
     explain,
+    layout_of,
     load_config,
-    num_stages,
     run_checks,
-    shard_group,
 )
 from paceline.errors import ConfigError
 
@@ -183,7 +181,7 @@ def test_a_pipeline_has_as_many_microbatches_as_ranks_where_the_batch_allows(
     )
     ranks = pipeline * tensor * data
     batch = config_batch(config, ranks)
-    assert batch.ranks == data == data_ranks(config.parallel, ranks)
+    assert batch.ranks == data == layout_of(config).for_ranks(ranks).data
     assert batch.microbatch * batch.accumulate * data == batch.global_batch
     if pipeline == 1:
         assert batch.accumulate == 1
@@ -197,11 +195,11 @@ def test_what_is_given_about_microbatches_is_kept() -> None:
 
 
 def test_shard_groups_are_among_data_ranks() -> None:
-    split = make(*PIPE, "parallel.tensor=2", "parallel.strategy=fsdp").parallel
-    assert shard_group(split, 16) == 4
-    hybrid = make(*PIPE, "parallel.tensor=2", "parallel.strategy=hybrid").parallel
-    assert shard_group(hybrid, 32, node_ranks=8) == 4
-    assert shard_group(hybrid, 16, node_ranks=16) == 4
+    split = make(*PIPE, "parallel.tensor=2", "parallel.strategy=fsdp")
+    assert layout_of(split, 16).shards == 4
+    hybrid = make(*PIPE, "parallel.tensor=2", "parallel.strategy=hybrid")
+    assert layout_of(hybrid, 32, node_ranks=8).shards == 4
+    assert layout_of(hybrid, 16, node_ranks=16).shards == 4
     with pytest.raises(ConfigError, match="does not divide the 4 data ranks of parallel"):
         make(*PIPE, "parallel={pipeline: 2, ranks: 8, strategy: hybrid, shard_ranks: 3}")
 
@@ -210,7 +208,7 @@ def test_explain_says_what_follows() -> None:
     rows = {row.key: row for row in explain(make(*PIPE, "parallel.schedule=zb-v", "parallel.tensor=2"), ranks=8)}
     assert rows["parallel.data"].value == 2
     assert rows["parallel.chunks"].value == 2
-    assert rows["derived.stages"].value == 4 == num_stages(make(*PIPE, "parallel.schedule=zb-v").parallel)
+    assert rows["derived.stages"].value == 4 == layout_of(make(*PIPE, "parallel.schedule=zb-v")).num_stages
     assert rows["train.accumulate"].value == 2
     assert "parallel.data) = 64 / (2 x 2)" in rows["train.microbatch"].origin
     unsplit = {row.key for row in explain(make(*GPT), ranks=2) if row.origin.startswith("derived")}

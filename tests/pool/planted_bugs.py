@@ -19,10 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.comm.base import DONE, Communicator
+from paceline.plan.layout import Layout
 from paceline.train import step as steps
 from paceline.train.loss import CrossEntropy, Loss
+from paceline.verify import certificate
 from paceline.verify.case import FunctionCase
 from paceline.verify.certificate import Certificate, certify
+from paceline.verify.reference import Reference, run_reference
 from paceline.verify.settings import Settings
 
 CLIP = 0.05  # far below the norms here, so that clipping bites
@@ -321,11 +324,45 @@ def certify_clean(made: FunctionCase, settings: Settings) -> Certificate:
     return certify(made, settings)
 
 
+@functools.cache
+def kept_reference(made: FunctionCase, settings: Settings) -> Reference:
+    """Trains in one process, once for all bugs of a case: no bug is planted there."""
+    return run_reference(made, settings)
+
+
+def keep_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the certificate take what one process computed for the same case before."""
+
+    def reference(made: FunctionCase, settings: Settings, ranks: Any = None) -> Reference:
+        if ranks is not None:  # it follows these ranks, which may have a bug
+            return run_reference(made, settings, ranks)
+        # One process knows of no ranks: it is the same under all strategies.
+        layout = Layout(accumulate=settings.accumulate, precision=settings.layout.precision)
+        return kept_reference(made, dataclasses.replace(settings, layout=layout, ranks=1))
+
+    monkeypatch.setattr(certificate, "run_reference", reference)
+
+
+def repeat_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the certificate look for the place among the values that it compared: all but the outputs of modules."""
+
+    def both_once(*args: Any) -> Any:
+        if not found:
+            found.append(both(*args))
+        return found[0]
+
+    both, found = certificate._both, list[Any]()
+    monkeypatch.setattr(certificate, "_both", both_once)
+
+
 def check_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants a bug and sees the certificate, or the communicator, find it."""
+    keep_references(monkeypatch)
     clean = certify_clean(bug.case, bug.settings)
     assert clean.passed, clean.divergence
     bug.plant(monkeypatch)
+    if bug.module is None and bug.shows != "forward":
+        repeat_no_run(monkeypatch)
     if bug.verdict is not None:
         with pytest.raises(bug.verdict):
             certify(bug.case, bug.settings)

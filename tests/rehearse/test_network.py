@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster.costs import Links, Placement, all_reduce_seconds, scatter_seconds
+from paceline.cluster.costs import Placement, Wires, all_reduce_seconds, scatter_seconds
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.nccl import Group, collective_seconds
+from paceline.cluster.wires import wire_cost
 from paceline.errors import UsageError
-from paceline.rehearse.simulate.network import network_cost
 
 MIB = 2**20
 
@@ -26,26 +26,26 @@ MIB = 2**20
 )
 def test_gpus_cost_what_nccl_does(kind: str, ranks: tuple[int, ...], group: Group) -> None:
     cluster = load_cluster("2x dgx-a100")
-    cost = network_cost(cluster, 16)
+    cost = wire_cost(cluster, 16)
     assert cost(kind, MIB, ranks) == collective_seconds(kind, MIB, group, cluster) > 0  # type: ignore[arg-type]
 
 
 def test_a_broadcast_moves_the_bytes_once_and_a_barrier_a_number() -> None:
     cluster = load_cluster("1x dgx-a100")
-    cost, all_ranks = network_cost(cluster, 8), tuple(range(8))
+    cost, all_ranks = wire_cost(cluster, 8), tuple(range(8))
     assert cost("broadcast", MIB, all_ranks) == cost("all_gather", MIB, all_ranks)
     assert cost("barrier", 0, all_ranks) == cost("all_reduce", 4, all_ranks) > 0
 
 
 def test_hosts_cost_the_least_of_the_algorithms() -> None:
-    one, links = network_cost(None, 4), Links()
+    one, links = wire_cost(None, 4), Wires()
     ranks = (0, 1, 2, 3)
     where = Placement(ranks=4)
     known = ("ring", "tree", "halving_doubling")
     assert one("all_reduce", MIB, ranks) == min(all_reduce_seconds(name, MIB, where, links) for name in known)
     assert one("all_gather", MIB, ranks) == scatter_seconds("halving_doubling", MIB, where, links)
     assert one("send", MIB, (0, 1)) == links.inside.seconds(MIB)
-    two = network_cost(None, 4, node_ranks=2)
+    two = wire_cost(None, 4, node_ranks=2)
     assert two("send", MIB, (1, 2)) == links.across.seconds(MIB)
     assert two("all_reduce", MIB, ranks) > one("all_reduce", MIB, ranks)
     assert two("all_reduce", MIB, (0, 1, 2)) > 0  # a group of one rank here and two there
@@ -54,4 +54,4 @@ def test_hosts_cost_the_least_of_the_algorithms() -> None:
 
 def test_every_rank_needs_a_device() -> None:
     with pytest.raises(UsageError, match=r"9 ranks on 1x dgx-a100, which has 8 devices(.|\n)*2x dgx-a100"):
-        network_cost(load_cluster("1x dgx-a100"), 9)
+        wire_cost(load_cluster("1x dgx-a100"), 9)

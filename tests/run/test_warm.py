@@ -18,6 +18,7 @@ from paceline.run.warm import WarmRanks, warm_ranks
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone"),
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("real_starts"),  # these servers load little: to fork them would cost more
 ]
 
 RANK = """

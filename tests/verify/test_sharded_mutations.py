@@ -92,7 +92,11 @@ def in_each(
 ) -> dict[str, Bug]:
     """The same bug under several strategies, with ``changes`` of their settings."""
     fields = {"plant": plant, "case": PLAIN, "shows": shows, **options}
-    settings = {strategy: dataclasses.replace(SHARDED[strategy], **(changes or {})) for strategy in only.split()}
+    clip = {key: value for key, value in (changes or {}).items() if key == "clip"}
+    layout = {key: value for key, value in (changes or {}).items() if key != "clip"}
+    settings = {
+        strategy: dataclasses.replace(SHARDED[strategy], **clip).with_layout(**layout) for strategy in only.split()
+    }
     return {f"{name}, {strategy}": Bug(**fields, settings=chosen) for strategy, chosen in settings.items()}
 
 
@@ -530,4 +534,4 @@ def test_the_replaced_loop_is_right_without_a_bug(
     settings: Settings, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accumulating(plain_backward)(monkeypatch)
-    assert certify(PLAIN, dataclasses.replace(settings, precision=precision)).passed
+    assert certify(PLAIN, settings.with_layout(precision=precision)).passed

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from paceline.bench.memory import status_bytes
 from paceline.checkpoint.find import Depth, verify_checkpoint
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
@@ -280,19 +281,12 @@ def _peak_growth(action: Callable[[], object]) -> float:
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-        before = _status_bytes("VmRSS")
+        before = status_bytes("VmRSS")
         action()
-        return max(_status_bytes("VmHWM") - before, 0)
+        return max(status_bytes("VmHWM") - before, 0)
     except OSError:
         action()
         return 0.0
-
-
-def _status_bytes(key: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return float(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")
 
 
 # Loading

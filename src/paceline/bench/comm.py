@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.interleave import Timing, interleave
+from paceline.bench.interleave import Timing, Turns, interleave
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.base import Communicator
@@ -62,10 +62,8 @@ def _measure(comm: Communicator, sizes: Sequence[int], rounds: int) -> list[dict
         steps = {arm.name: _step(arm, size) for arm in arms}
         timings = interleave(
             steps,
+            Turns(rounds=rounds, steps_per_turn=4, warm_up=2),
             baseline=GLOO,
-            rounds=rounds,
-            steps_per_turn=4,
-            warm_up=2,
             device=comm.device,
             meet=comm.barrier,
         )

@@ -29,8 +29,8 @@ from paceline.bench.arms import (
     set_up,
     sets_of,
 )
-from paceline.bench.interleave import Timing, interleave
-from paceline.bench.workloads import BenchWorkload, Protocol
+from paceline.bench.interleave import Timing, Turns, interleave
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
@@ -53,55 +53,42 @@ class MeasuredArm:
     peak_bytes: int | None = None
 
 
-def bench_ranks(workload: BenchWorkload, protocol: Protocol, ranks: int, wanted: Wanted = None) -> list[dict[str, Any]]:
+def bench_ranks(workload: BenchWorkload, turns: Turns, ranks: int, wanted: Wanted = None) -> list[dict[str, Any]]:
     """Times our engines against torch's on real Gloo ranks with one thread each."""
-    if not select(arms_on_ranks(workload, ranks), wanted):
-        return []
-    args = (workload, protocol, wanted)
-    measured = run_processes(_measure_ranks, ranks, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
-    return _rows(workload, measured, ranks, "gloo", FP32_TOLERANCE)
+    return _bench_fp32(select(arms_on_ranks(workload, ranks), wanted), workload, turns, ranks)
 
 
-def bench_alone(workload: BenchWorkload, protocol: Protocol, wanted: Wanted = None) -> list[dict[str, Any]]:
+def bench_alone(workload: BenchWorkload, turns: Turns, wanted: Wanted = None) -> list[dict[str, Any]]:
     """Times our engines against the plain loop at world size 1, in a process of its own with one thread."""
-    if not select(arms_alone(), wanted):
+    return _bench_fp32(select(arms_alone(), wanted), workload, turns, 1)
+
+
+def _bench_fp32(arms: list[Arm], workload: BenchWorkload, turns: Turns, ranks: int) -> list[dict[str, Any]]:
+    if not arms:
         return []
-    args = (workload, protocol, wanted)
-    measured = run_processes(_measure_alone, 1, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
-    return _rows(workload, measured, 1, "none", FP32_TOLERANCE)
+    measured = run_processes(_measure, ranks, args=(arms, workload, turns), threads=1, timeout_s=_TIMEOUT_S)[0]
+    return _rows(workload, measured, ranks, "gloo" if ranks > 1 else "none", FP32_TOLERANCE)
 
 
 def bench_bf16(
-    workload: BenchWorkload, protocol: Protocol, device: torch.device, wanted: Wanted = None, *, compiled: bool = True
+    workload: BenchWorkload, turns: Turns, device: torch.device, wanted: Wanted = None, *, compiled: bool = True
 ) -> list[dict[str, Any]]:
     """Times our engines against torch's at world size 1 in bf16, compiled block by block: what a GPU runs."""
     if device.type == "cuda":
         with _process_group(device):
-            measured = _measure_bf16(SoloCommunicator(device), workload, protocol, wanted, compiled)
+            measured = _measure_bf16(SoloCommunicator(device), workload, turns, wanted, compiled)
     else:
-        args = (workload, protocol, wanted, compiled)
+        args = (workload, turns, wanted, compiled)
         measured = run_processes(_measure_bf16, 1, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
     return _rows(workload, measured, 1, "none", BF16_TOLERANCE)
 
 
-def _measure_ranks(
-    comm: Communicator, workload: BenchWorkload, protocol: Protocol, wanted: Wanted
-) -> list[MeasuredArm]:
-    return _measure(select(arms_on_ranks(workload, comm.size), wanted), comm, workload, protocol)
-
-
-def _measure_alone(
-    comm: Communicator, workload: BenchWorkload, protocol: Protocol, wanted: Wanted
-) -> list[MeasuredArm]:
-    return _measure(select(arms_alone(), wanted), comm, workload, protocol)
-
-
 def _measure_bf16(
-    comm: Communicator, workload: BenchWorkload, protocol: Protocol, wanted: Wanted, compiled: bool
+    comm: Communicator, workload: BenchWorkload, turns: Turns, wanted: Wanted, compiled: bool
 ) -> list[MeasuredArm]:
     found: list[MeasuredArm] = []
     for arms in sets_of(select(arms_in_bf16(), wanted)):
-        found += _measure(arms, comm, workload, protocol, compiled=compiled)
+        found += _measure(comm, arms, workload, turns, compiled=compiled)
         # Graphs compiled for one size would be made to take any size, and slower, when the next model comes.
         torch.compiler.reset()
         gc.collect()
@@ -111,20 +98,18 @@ def _measure_bf16(
 
 
 def _measure(
-    arms: Sequence[Arm], comm: Communicator, workload: BenchWorkload, protocol: Protocol, *, compiled: bool = False
+    comm: Communicator, arms: Sequence[Arm], workload: BenchWorkload, turns: Turns, *, compiled: bool = False
 ) -> list[MeasuredArm]:
     """Sets the arms up one after another, lets them warm up, and times them in turns."""
     steps: dict[str, TrainingStep] = {}
     peaks: dict[str, int | None] = {}
     _load_libraries(comm.device)
     for arm in arms:
-        steps[arm.name], peaks[arm.name] = _warm_up(arm, comm, workload, protocol.warm_up, compiled)
+        steps[arm.name], peaks[arm.name] = _warm_up(arm, comm, workload, turns.warm_up, compiled)
     timings = interleave(
-        dict(steps),
+        steps,
+        dataclasses.replace(turns, warm_up=0),
         baseline={arm.name: arm.peer for arm in arms},
-        rounds=protocol.rounds,
-        steps_per_turn=protocol.steps_per_turn,
-        warm_up=0,
         device=comm.device,
         meet=comm.barrier,
     )

@@ -8,21 +8,17 @@ built.
 
 from __future__ import annotations
 
-import re
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
 
 from paceline.bench.arms import SHARED
-from paceline.bench.memory import LiveTensors
+from paceline.bench.memory import LiveTensors, status_bytes
 from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
@@ -30,6 +26,7 @@ from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
+from paceline.records.meter import peak_memory_bytes
 from paceline.run.processes import run_processes
 from paceline.train.loss import CrossEntropy
 from paceline.train.step import StepPolicy, accumulate, train_step
@@ -129,14 +126,7 @@ def _train(
 def _share(engine: Engine, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> StepBatch:
     """Gives a rank every N-th microbatch, for N ranks that share the batch."""
     mine: list[Any] = list(zip(inputs, targets, strict=True))[engine.comm.rank :: engine.comm.size]
-    return StepBatch(
-        position=0,
-        next_position=0,
-        epoch=0,
-        global_samples=sum(len(each) for each in inputs),
-        microbatches=mine,
-        local_samples=[len(each[0]) for each in mine],
-    )
+    return StepBatch(microbatches=mine, global_samples=sum(len(each) for each in inputs))
 
 
 def _global_loss(engine: Engine, total: torch.Tensor, count: torch.Tensor | float) -> float:
@@ -150,11 +140,10 @@ def peak_rss_bytes() -> int:
 
     On Linux from its status file: getrusage counts what the process was before it became this program.
     """
-    status = Path("/proc/self/status")
-    if status.exists() and (found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
-        return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    try:
+        return status_bytes("VmHWM")
+    except OSError:
+        return peak_memory_bytes(torch.device("cpu"))
 
 
 def _check_losses(rows: Sequence[dict[str, Any]]) -> None:

@@ -28,13 +28,20 @@ class Timing:
     num_steps: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """How long arms take turns: in each round every arm has a turn of so many steps; before that, steps to warm up."""
+
+    rounds: int
+    steps_per_turn: int
+    warm_up: int
+
+
 def interleave(
-    arms: dict[str, Callable[[], None]],
+    arms: Mapping[str, Callable[[], None]],
+    turns: Turns,
     *,
     baseline: str | Mapping[str, str],
-    rounds: int,
-    steps_per_turn: int,
-    warm_up: int,
     device: torch.device,
     meet: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
@@ -43,20 +50,20 @@ def interleave(
     ``meet`` brings all ranks together before a turn, so that none is billed for another's lateness.
     """
     for step in arms.values():
-        for _ in range(warm_up):
+        for _ in range(turns.warm_up):
             step()
     names = list(arms)
     times: dict[str, list[float]] = {name: [] for name in names}
-    turns: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
+    medians: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(turns.rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             meet()
-            turn = [_time_step(arms[name], device) for _ in range(steps_per_turn)]
+            turn = [_time_step(arms[name], device) for _ in range(turns.steps_per_turn)]
             times[name] += turn
-            turns[name].append(statistics.median(turn))
+            medians[name].append(statistics.median(turn))
     peers = dict.fromkeys(names, baseline) if isinstance(baseline, str) else baseline
-    return [_timing(name, peers[name], times[name], turns) for name in names]
+    return [_timing(name, peers[name], times[name], medians) for name in names]
 
 
 def _time_step(step: Callable[[], None], device: torch.device) -> float:
@@ -67,8 +74,8 @@ def _time_step(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _timing(name: str, peer: str, times: list[float], turns: dict[str, list[float]]) -> Timing:
-    ratios = sorted(ours / theirs for ours, theirs in zip(turns[name], turns[peer], strict=True))
+def _timing(name: str, peer: str, times: list[float], medians: dict[str, list[float]]) -> Timing:
+    ratios = sorted(ours / theirs for ours, theirs in zip(medians[name], medians[peer], strict=True))
     quarter = len(ratios) // 4
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
     return Timing(

@@ -7,14 +7,15 @@ ledger.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.bench.interleave import Timing, Turns, interleave
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator
 from paceline.comm.shared.communicator import share_memory
@@ -34,12 +35,10 @@ def bench_ledger(blocks: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [{"what": "operation", **{f"{name}_s": seconds for name, seconds in alone.items()}}]
     for backend in BACKENDS:
         with tempfile.TemporaryDirectory() as folder:
-            found = run_processes(step_seconds, 2, args=(folder, blocks, backend))[0]
-        ratios = [kept / bare for bare, kept in zip(found["without"], found["with"], strict=True)]
-        medians = {f"{name}_s": statistics.median(times) for name, times in found.items()}
-        spread = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-        row = {"what": f"step, {backend}", **medians, "ratio": statistics.median(ratios)}
-        rows.append(row | {"ratio_low": spread[0], "ratio_high": spread[2]})
+            bare, kept = run_processes(time_steps, 2, args=(folder, blocks, backend))[0]
+        seconds = {f"{each.arm}_s": each.median_ms / 1e3 / BLOCK for each in (bare, kept)}
+        spread = {"ratio": kept.ratio, "ratio_low": kept.ratio_low, "ratio_high": kept.ratio_high}
+        rows.append({"what": f"step, {backend}", **seconds, **spread})
     return rows
 
 
@@ -68,34 +67,29 @@ def operation_seconds() -> dict[str, float]:
     return {name: min(found) for name, found in times.items()}
 
 
-def step_seconds(comm: Communicator, folder: str, blocks: int, backend: str) -> dict[str, list[float]]:
-    """Returns the seconds of a step in each block, of two engines that take turns."""
+def time_steps(comm: Communicator, folder: str, blocks: int, backend: str) -> list[Timing]:
+    """Times blocks of steps of two engines that take turns, without and with a ledger."""
     base = share_memory(comm, timeout_s=60.0) if backend == "shared_memory" else comm
     ledger = Ledger(rank=comm.rank, world=comm.size, path=Path(folder) / f"{backend}-{comm.rank}.ledger")
     arms = {"without": _arm(base), "with": _arm(LedgerCommunicator(base, ledger))}
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(blocks + 2):
-        for name, step in arms.items():
-            start = time.perf_counter()
-            for _ in range(BLOCK):
-                step()
-            if number >= 2:
-                times[name].append((time.perf_counter() - start) / BLOCK)
-    return times
+    turns = Turns(rounds=blocks, steps_per_turn=1, warm_up=2)
+    return interleave(arms, turns, baseline="without", device=comm.device)
 
 
-def _arm(comm: Communicator) -> Any:
+def _arm(comm: Communicator) -> Callable[[], None]:
+    """Returns a block of steps."""
     torch.manual_seed(0)
     trace = Trace(comm.device)
     engine = parallelize(MLPClassifier(64, WIDTH, 10), TracedCommunicator(comm, trace), "ddp")
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
     inputs, targets = torch.randn(BATCH, 64), torch.randint(0, 10, (BATCH,))
 
-    def step() -> None:
-        torch.nn.functional.cross_entropy(engine(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.take_waits()
+    def run_block() -> None:
+        for _ in range(BLOCK):
+            torch.nn.functional.cross_entropy(engine(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.take_waits()
 
-    return step
+    return run_block

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.interleave import Timing, interleave
+from paceline.bench.interleave import Timing, Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
@@ -18,26 +18,20 @@ from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
 from paceline.train.trainer import Every, StepResult, Trainer
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LoopProtocol:
-    """How long the two arms take turns. A turn is as many steps as the trainer reads at once, and timed as a whole."""
-
-    rounds: int = 100
-    steps_per_turn: int = 64
-    warm_up: int = 1
+# A turn is as many steps as the trainer reads at once, and timed as a whole.
+PROTOCOLS = {
+    "mlp": Turns(rounds=100, steps_per_turn=64, warm_up=1),
+    "gpt-11m": Turns(rounds=12, steps_per_turn=2, warm_up=1),
+}
 
 
-PROTOCOLS = {"mlp": LoopProtocol(), "gpt-11m": LoopProtocol(rounds=12, steps_per_turn=2)}
-
-
-def bench_loop(model: str, protocol: LoopProtocol, ranks: int) -> list[dict[str, Any]]:
+def bench_loop(model: str, protocol: Turns, ranks: int) -> list[dict[str, Any]]:
     """Times a model of the engine benchmark on Gloo ranks with one thread each, both ways."""
     rows: list[dict[str, Any]] = run_processes(_time_loop, ranks, args=(model, protocol), threads=1)[0]
     return rows
 
 
-def _time_loop(comm: Communicator, model: str, protocol: LoopProtocol) -> list[dict[str, Any]]:
+def _time_loop(comm: Communicator, model: str, protocol: Turns) -> list[dict[str, Any]]:
     total = (protocol.warm_up + protocol.rounds) * protocol.steps_per_turn
     config = _config(model, total, comm.size)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,10 +58,8 @@ def _time_loop(comm: Communicator, model: str, protocol: LoopProtocol) -> list[d
         arms = {"bare step": run_bare, "trainer": run_watched}
         timings = interleave(
             arms,
+            dataclasses.replace(protocol, steps_per_turn=1),
             baseline="bare step",
-            rounds=protocol.rounds,
-            steps_per_turn=1,
-            warm_up=protocol.warm_up,
             device=torch.device("cpu"),
             meet=comm.barrier,
         )

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -77,27 +79,11 @@ class Family:
         return gpt_config(self.size, layers=layers, context=self.context, dropout=0.0)
 
 
-class Meter(Protocol):
-    """Counts the memory of a trial, which gets a torch.OutOfMemoryError where it needs more than the budget."""
-
-    def start(self) -> None:
-        """Begins a trial."""
-
-    def note(self) -> None:
-        """Called where a step holds the most that lasts: after backward."""
-
-    def read(self) -> Usage:
-        """Returns what the trial needed at most."""
-
-    def close(self) -> None:
-        """Lifts the budget."""
-
-
 def bench_memory(
     option: Option, family: Family, budget: Budget, device: torch.device, *, max_trials: int = 5
 ) -> dict[str, Any]:
     """Finds the largest model of a family that trains with an option; returns a row."""
-    meter: Meter = _CudaMeter(device, budget) if device.type == "cuda" else _TensorMeter(budget)
+    meter = _MemoryMeter(device, budget)
     trials: dict[int, _TimedTrial] = {}
 
     def attempt(layers: int) -> Usage | None:
@@ -149,7 +135,7 @@ class _TimedTrial:
     tokens_per_s: float
 
 
-def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _TimedTrial | None:
+def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: _MemoryMeter) -> _TimedTrial | None:
     """Trains for two steps; returns None where the memory did not suffice. Leaves nothing in memory."""
     _release(device)
     meter.start()
@@ -160,7 +146,7 @@ def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: Met
     return trial
 
 
-def _train(option: Option, config: GPTConfig, device: torch.device, meter: Meter) -> _TimedTrial:
+def _train(option: Option, config: GPTConfig, device: torch.device, meter: _MemoryMeter) -> _TimedTrial:
     model, parameters = _make_model(option, config, device)
     engine = _make_engine(option, model, device)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
@@ -232,58 +218,52 @@ def _set_allocator(settings: str) -> None:
     (newer or torch.cuda.memory._set_allocator_settings)(settings)
 
 
-class _CudaMeter:
-    """The allocator's own count, and its limit."""
+class _MemoryMeter:
+    """Counts the memory of a trial, which gets a torch.OutOfMemoryError where it needs more than the budget.
+
+    On CUDA by the allocator's own count and limit. Elsewhere tensors in host memory take the place of a device's.
+    """
 
     def __init__(self, device: torch.device, budget: Budget) -> None:
-        self._device = device
+        self._budget = budget
+        self._cuda = device if device.type == "cuda" else None
         self._host = LiveTensors("cpu")
-        total = torch.cuda.get_device_properties(device).total_memory
-        # Segments that grow lose next to nothing between blocks of different sizes, as long runs set it, too.
-        _set_allocator("expandable_segments:True")
-        torch.cuda.set_per_process_memory_fraction(min(budget.device_bytes / total, 1.0), device)
+        if self._cuda is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            # Segments that grow lose next to nothing between blocks of different sizes, as long runs set it, too.
+            _set_allocator("expandable_segments:True")
+            torch.cuda.set_per_process_memory_fraction(min(budget.device_bytes / total, 1.0), device)
 
     def start(self) -> None:
-        """Forgets the peak so far."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        """Begins a trial: forgets the peak so far."""
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
         self._host.start()
 
     def note(self) -> None:
-        """Counts what is on the host now."""
+        """Counts where a step holds the most that lasts: after backward."""
         self._host.note()
+        if self._cuda is None and self._host.peak_bytes > self._budget.device_bytes:
+            raise torch.OutOfMemoryError(f"{self._host.peak_bytes} bytes are in use")
 
     def read(self) -> Usage:
-        """Returns the peaks."""
-        return Usage(device_bytes=torch.cuda.max_memory_allocated(self._device), host_bytes=self._host.peak_bytes)
+        """Returns what the trial needed at most."""
+        if self._cuda is None:
+            return Usage(device_bytes=self._host.peak_bytes, host_bytes=0)
+        return Usage(device_bytes=torch.cuda.max_memory_allocated(self._cuda), host_bytes=self._host.peak_bytes)
 
     def close(self) -> None:
-        """Lets the allocator have the whole device again."""
-        torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+        """Lifts the budget."""
+        if self._cuda is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._cuda)
 
 
-class _TensorMeter:
-    """Tensors in host memory in the place of a device's."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._tensors = LiveTensors("cpu")
-
-    def start(self) -> None:
-        """Forgets the peak so far."""
-        self._tensors.start()
-
-    def note(self) -> None:
-        """Counts, and raises torch.OutOfMemoryError where there is more than the budget allows."""
-        self._tensors.note()
-        if self._tensors.peak_bytes > self._budget.device_bytes:
-            raise torch.OutOfMemoryError(f"{self._tensors.peak_bytes} bytes are in use")
-
-    def read(self) -> Usage:
-        """Returns the peak."""
-        return Usage(device_bytes=self._tensors.peak_bytes, host_bytes=0)
-
-    def close(self) -> None:
-        """Does nothing: the budget was counted, not enforced."""
+def status_bytes(key: str) -> int:
+    """Returns what Linux says of this process's memory, such as VmRSS. Raises OSError where nothing does."""
+    found = re.search(rf"{key}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    if found is None:
+        raise OSError(f"/proc/self/status has no {key}")
+    return int(found[1]) * 1024
 
 
 class LiveTensors:

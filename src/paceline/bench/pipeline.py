@@ -19,10 +19,10 @@ from typing import Any
 from paceline.bench.arms import select
 from paceline.bench.engines import MeasuredArm, check_losses
 from paceline.bench.features import FeatureProtocol, bench_features
-from paceline.bench.interleave import interleave
+from paceline.bench.interleave import Turns, interleave
 from paceline.bench.modelled import model_features
-from paceline.bench.pipeline_arms import PipelineArm, PipelineStep, pipeline_arms, set_up_pipeline
-from paceline.bench.workloads import BenchWorkload, Protocol
+from paceline.bench.pipeline_arms import PipelineArm, pipeline_arms, set_up_pipeline
+from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 from paceline.models.gpt import gpt_config
@@ -32,7 +32,7 @@ from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule, measure_s
 PARTS = ("speed", "features", "modelled", "bubbles")
 TOLERANCE = 1e-5
 _WORKLOAD = BenchWorkload(model="gpt-11m", batch=8, context=128, tied=False)
-_PROTOCOL = Protocol(rounds=12, steps_per_turn=2, warm_up=3)
+_PROTOCOL = Turns(rounds=12, steps_per_turn=2, warm_up=3)
 _FEATURE_PROTOCOL = FeatureProtocol()
 _TIMEOUT_S = 3600.0
 _CHUNKS = {"interleaved": 2, "zb-v": 2}
@@ -44,7 +44,7 @@ class PipelineWorkload:
 
     workload: BenchWorkload = _WORKLOAD
     microbatches: int = 8
-    protocol: Protocol = _PROTOCOL
+    protocol: Turns = _PROTOCOL
     feature_protocol: FeatureProtocol = _FEATURE_PROTOCOL
 
     def to_json(self) -> dict[str, Any]:
@@ -104,16 +104,12 @@ def ideal_overhead(schedule: str, ranks: int, microbatches: int) -> float | None
 
 
 def _measure(comm: Communicator, asked: PipelineWorkload, arms: Sequence[PipelineArm]) -> list[MeasuredArm]:
-    steps: dict[str, PipelineStep] = {}
-    protocol = asked.protocol
-    for arm in arms:
-        steps[arm.name] = set_up_pipeline(arm, asked.workload, asked.microbatches, comm, protocol.warm_up)
+    num_losses = asked.protocol.warm_up
+    steps = {arm.name: set_up_pipeline(arm, asked.workload, asked.microbatches, comm, num_losses) for arm in arms}
     timings = interleave(
-        dict(steps),
+        steps,
+        asked.protocol,
         baseline={arm.name: arm.peer for arm in arms},
-        rounds=protocol.rounds,
-        steps_per_turn=protocol.steps_per_turn,
-        warm_up=protocol.warm_up,
         device=comm.device,
         meet=comm.barrier,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from paceline.bench.interleave import Turns
 from paceline.models.gpt import GPT, gpt_config
 from paceline.models.mlp import MLPClassifier
 
@@ -44,26 +45,17 @@ class BenchWorkload:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Protocol:
-    """How long the arms take turns. The losses of the warm-up steps are compared."""
-
-    rounds: int
-    steps_per_turn: int
-    warm_up: int
-
-
 CPU_WORKLOADS = {
-    "mlp": (BenchWorkload(model="mlp", batch=64), Protocol(rounds=40, steps_per_turn=20, warm_up=10)),
-    "gpt-11m": (BenchWorkload(model="gpt-11m", batch=4, context=128), Protocol(rounds=12, steps_per_turn=2, warm_up=3)),
+    "mlp": (BenchWorkload(model="mlp", batch=64), Turns(rounds=40, steps_per_turn=20, warm_up=10)),
+    "gpt-11m": (BenchWorkload(model="gpt-11m", batch=4, context=128), Turns(rounds=12, steps_per_turn=2, warm_up=3)),
 }
 CUDA_WORKLOADS = {
     "gpt-124m": (
         BenchWorkload(model="gpt-124m", batch=32, context=1024),
-        Protocol(rounds=10, steps_per_turn=3, warm_up=4),
+        Turns(rounds=10, steps_per_turn=3, warm_up=4),
     ),
     "gpt-1.1b": (
         BenchWorkload(model="gpt-1.1b", batch=8, context=2048),
-        Protocol(rounds=8, steps_per_turn=2, warm_up=4),
+        Turns(rounds=8, steps_per_turn=2, warm_up=4),
     ),
 }

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.batch import check_batch
-from paceline.config.gpt_sizes import gpt_shape, head_problems, missing_dimensions
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from paceline.config.sections import (
@@ -20,10 +19,12 @@ from paceline.config.sections import (
     MLPModelConfig,
     RecoveryConfig,
     ResNetModelConfig,
+    gpt_shape,
+    head_problems,
     known_shape,
+    missing_dimensions,
 )
 from paceline.config.settings import check_backend_settings
-from paceline.config.sharding import data_ranks, is_split
 from paceline.config.suggest import near_files
 from paceline.errors import Problem
 from paceline.plan.rule_case import text_of
@@ -113,11 +114,11 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
     microbatch = None if train.microbatch == "auto" else train.microbatch
     if parallel.sharding_strategy == "auto":  # how many ranks share the batch is not decided yet
         return check_batch(train.global_batch, microbatch, train.accumulate, None)
-    if not is_split(parallel):
+    if not _is_split(parallel):
         return check_batch(train.global_batch, microbatch, train.accumulate, ranks)
     if ranks is not None and ranks % (parallel.pipeline * parallel.tensor):
         return []  # the rules of the degrees report it
-    data = parallel.data if ranks is None else data_ranks(parallel, ranks)
+    data = parallel.data if ranks is None else ranks // (parallel.pipeline * parallel.tensor)
     return check_batch(train.global_batch, microbatch, train.accumulate, data, ranks_key="parallel.data")
 
 
@@ -258,7 +259,7 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
             "none",
             fix="set parallel.strategy = ddp or hybrid, or comm.compression.policy = none",
         )
-    if is_split(parallel) and parallel.sharding_strategy == "manual":
+    if _is_split(parallel) and parallel.sharding_strategy == "manual":
         yield Problem(
             what=f"parallel.strategy = auto with {_degrees(parallel)}",
             rule="it chooses for models that each rank, or all ranks together, hold whole",
@@ -308,12 +309,16 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
     """Checks that ``train.microbatch = auto`` comes with a model that each rank runs by itself."""
-    if is_split(config.parallel) and config.train.microbatch == "auto":
+    if _is_split(config.parallel) and config.train.microbatch == "auto":
         yield Problem(
             what=f"train.microbatch = auto with {_degrees(config.parallel)}",
             rule="a pass is one of several ranks together, so that one of them cannot try how much fits",
             fix=f"set train.accumulate = {4 * config.parallel.pipeline}, or train.microbatch",
         )
+
+
+def _is_split(parallel: ParallelConfig) -> bool:
+    return parallel.pipeline > 1 or parallel.tensor > 1
 
 
 def _degrees(parallel: ParallelConfig) -> str:

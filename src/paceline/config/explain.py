@@ -8,20 +8,11 @@ from typing import Any
 
 from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.fields import known_fields
-from paceline.config.gpt_sizes import gpt_shape
+from paceline.config.layout import config_batch, layout_of
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.schema import Config, TrainConfig
-from paceline.config.sections import GPTModelConfig, TextDataConfig, known_shape
+from paceline.config.sections import GPTModelConfig, TextDataConfig, gpt_shape, known_shape
 from paceline.config.settings import config_settings
-from paceline.config.sharding import (
-    FULLY_SHARDED,
-    config_batch,
-    data_ranks,
-    is_split,
-    num_chunks,
-    num_stages,
-    shard_group,
-)
 from paceline.plan.plan import BatchPlan
 
 
@@ -126,27 +117,29 @@ def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         known = parallel.node_ranks or None
         yield _row("parallel.shard_ranks", known, "parallel.node_ranks" + ("" if known else ", when the run starts"))
     if ranks is not None and parallel.strategy not in ("ddp", "auto"):
-        group, sharing = shard_group(parallel, ranks), data_ranks(parallel, ranks)
-        name = "parallel.data" if is_split(parallel) else "parallel.ranks"
-        text = f"{name} / ranks of a shard group = {sharing} / {group}"
-        yield _row("derived.copies_of_the_model", sharing // group, text)
+        layout = layout_of(config).for_ranks(ranks)
+        name = "parallel.data" if layout.is_split else "parallel.ranks"
+        text = f"{name} / ranks of a shard group = {layout.data} / {layout.shards}"
+        yield _row("derived.copies_of_the_model", layout.replicas, text)
     yield from _split(config, ranks)
 
 
 def _split(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     parallel = config.parallel
-    if is_split(parallel) and parallel.data is None:
+    layout = layout_of(config)
+    if layout.is_split and parallel.data is None:
         formula = "parallel.ranks / (parallel.pipeline x parallel.tensor)"
         if ranks is None:
             yield _row("parallel.data", None, formula + "; give the ranks to see it")
         else:
             formula += f" = {ranks} / ({parallel.pipeline} x {parallel.tensor})"
-            yield _row("parallel.data", data_ranks(parallel, ranks), formula)
+            yield _row("parallel.data", layout.for_ranks(ranks).data, formula)
     if parallel.pipeline > 1 and parallel.schedule_file is None:
+        chunks = layout.num_stages // layout.pipeline
         if parallel.chunks is None:
-            yield _row("parallel.chunks", num_chunks(parallel), f"parallel.schedule = {parallel.schedule}")
-        formula = f"parallel.pipeline x parallel.chunks = {parallel.pipeline} x {num_chunks(parallel)}"
-        yield _row("derived.stages", num_stages(parallel), formula)
+            yield _row("parallel.chunks", chunks, f"parallel.schedule = {parallel.schedule}")
+        formula = f"parallel.pipeline x parallel.chunks = {parallel.pipeline} x {chunks}"
+        yield _row("derived.stages", layout.num_stages, formula)
 
 
 def _known_ranks(config: Config, ranks: int | None) -> int | None:
@@ -181,7 +174,7 @@ def _searched_batch(train: TrainConfig, plan: BatchPlan | None) -> Iterator[Expl
 
 
 def _batch_formulas(config: Config, plan: BatchPlan | None) -> dict[str, str]:
-    train, sharing = config.train, "parallel.data" if is_split(config.parallel) else "parallel.ranks"
+    train, sharing = config.train, "parallel.data" if layout_of(config).is_split else "parallel.ranks"
     product = f"train.microbatch x train.accumulate x {sharing}"
     micro = f"train.global_batch / (train.accumulate x {sharing})"
     steps = f"train.global_batch / (train.microbatch x {sharing})"
@@ -237,7 +230,7 @@ def _offload(config: Config) -> Iterator[ExplainRow]:
 
 
 def _buckets(config: Config) -> Iterator[ExplainRow]:
-    if config.comm.bucket_mb != "auto" or config.parallel.strategy in FULLY_SHARDED:
+    if config.comm.bucket_mb != "auto" or layout_of(config).is_fully_sharded:
         return
     if config.parallel.strategy in ("zero1", "zero2"):
         formula = "latency is a tenth of a bucket's time on the link, which is tried when the run starts"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.batch import batch_plan
-from paceline.config.gpt_sizes import gpt_shape
-from paceline.config.sections import known_shape
+from paceline.config.sections import gpt_shape, known_shape
 from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression, Layout, Offload
+from paceline.plan.plan import BatchPlan
 from paceline.plan.rule_case import ModelOutline, Rule
 from paceline.plan.rules import CONFIG_KEYS, rules
 from paceline.schedule.text import read_csv
@@ -63,6 +63,15 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
     layout = layout.for_ranks(ranks, node_ranks)
     batch = batch_plan(train, layout.data, layout.pipeline)
     return replace(layout, microbatch=batch.microbatch, accumulate=batch.accumulate)
+
+
+def config_batch(config: Config, ranks: int) -> BatchPlan:
+    """Resolves the batch of a config on this many ranks, of which only the data ranks share it.
+
+    Raises ConfigError where it cannot be divided.
+    """
+    layout = layout_of(config).for_ranks(ranks)
+    return batch_plan(config.train, layout.data, layout.pipeline)
 
 
 def outline_of(config: Config) -> ModelOutline:

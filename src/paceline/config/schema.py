@@ -27,6 +27,7 @@ from paceline.config.sections import (
     Section,
     Seed,
 )
+from paceline.plan.layout import Compression, Layout
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
@@ -55,6 +56,10 @@ NcclSubsystem: TypeAlias = Literal[
 ]
 
 
+# What a layout says where nothing else does: the defaults stand there alone.
+_LAYOUT, _COMPRESSION = Layout(), Compression()
+
+
 class ParallelConfig(Section):
     """On how many ranks, and how the model is spread over them."""
 
@@ -81,7 +86,7 @@ class ParallelConfig(Section):
         default=None, description="hybrid: ranks that hold one copy of the model together; null: node_ranks"
     )
     reshard_after_forward: bool | Count = Field(
-        default=True,
+        default=_LAYOUT.reshard_after_forward,
         description="fsdp: free gathered parameters after forward, keep them, or spread them over this many ranks",
     )
     units: Texts | None = Field(
@@ -90,12 +95,17 @@ class ParallelConfig(Section):
     unit_mb: Positive | None = Field(
         default=None, description="fsdp: gather modules together up to this size, in MiB; null: the model's blocks"
     )
-    prefetch: Count = Field(default=1, description="fsdp: units that are gathered ahead of their use")
+    prefetch: Count = Field(default=_LAYOUT.prefetch, description="fsdp: units that are gathered ahead of their use")
     sync_batchnorm: bool = Field(
-        default=True, description="batch norm takes its statistics over all ranks, as one process would"
+        default=_LAYOUT.sync_batchnorm,
+        description="batch norm takes its statistics over all ranks, as one process would",
     )
-    pipeline: Count = Field(default=1, description="ranks that run the model's layers one after another, in stages")
-    tensor: Count = Field(default=1, description="ranks that share each layer: heads, features, vocabulary")
+    pipeline: Count = Field(
+        default=_LAYOUT.pipeline, description="ranks that run the model's layers one after another, in stages"
+    )
+    tensor: Count = Field(
+        default=_LAYOUT.tensor, description="ranks that share each layer: heads, features, vocabulary"
+    )
     data: Count | None = Field(
         default=None, description="ranks that share the batch; null: ranks / (pipeline x tensor)"
     )
@@ -150,13 +160,19 @@ class CompressionConfig(Section):
         description="none; topk, randomk, threshold: few elements; powersgd: two thin factors of a matrix; sign, int8, "
         "fp16, bf16: few bits",
     )
-    ratio: float = Field(default=0.01, gt=0, le=1, description="topk, randomk: the share of elements that is sent")
-    factor_rank: Count = Field(default=4, description="powersgd: columns of a factor")
-    threshold: Positive = Field(default=1e-3, description="threshold: smaller elements are not sent")
-    error_feedback: bool = Field(default=True, description="what a step did not send is added to the next one")
-    plain_steps: int = Field(default=0, ge=0, description="first steps, which compress nothing")
-    min_size: int = Field(default=1024, ge=0, description="tensors with fewer elements travel whole")
-    exclude: Texts = Field(default=(), description="tensors that travel whole, by patterns such as embed.*")
+    ratio: float = Field(
+        default=_COMPRESSION.ratio, gt=0, le=1, description="topk, randomk: the share of elements that is sent"
+    )
+    factor_rank: Count = Field(default=_COMPRESSION.factor_rank, description="powersgd: columns of a factor")
+    threshold: Positive = Field(default=_COMPRESSION.threshold, description="threshold: smaller elements are not sent")
+    error_feedback: bool = Field(
+        default=_COMPRESSION.error_feedback, description="what a step did not send is added to the next one"
+    )
+    plain_steps: int = Field(default=_COMPRESSION.plain_steps, ge=0, description="first steps, which compress nothing")
+    min_size: int = Field(default=_COMPRESSION.min_size, ge=0, description="tensors with fewer elements travel whole")
+    exclude: Texts = Field(
+        default=_COMPRESSION.exclude, description="tensors that travel whole, by patterns such as embed.*"
+    )
 
 
 class NcclConfig(Section):
@@ -238,15 +254,17 @@ class CommConfig(Section):
         description="algorithm = auto: a benchmark's record of all-reduces, asked in place of formulas; null: formulas",
     )
     bucket_mb: Literal["auto"] | Positive = Field(
-        default=25.0,
+        default=_LAYOUT.bucket_mb,
         description="gradients reduced together, in MiB; auto: what the first steps show to wait least",
     )
-    first_bucket_mb: Positive = Field(default=1.0, description="size of the first bucket, in MiB: small starts early")
+    first_bucket_mb: Positive = Field(
+        default=_LAYOUT.first_bucket_mb, description="size of the first bucket, in MiB: small starts early"
+    )
     timeout_s: Positive = Field(default=300.0, description="seconds until a rank that does not answer is an error")
     buffers: Literal["broadcast", "local"] = Field(
         default="broadcast", description="buffers such as batch-norm statistics: rank 0's for all, or each its own"
     )
-    overlap: bool = Field(default=True, description="reduce gradients while backward still runs")
+    overlap: bool = Field(default=_LAYOUT.overlap, description="reduce gradients while backward still runs")
     interface: str | None = Field(
         default=None,
         description="network interface of Gloo and NCCL, as eth0; null: loopback on one host, else their choice",

@@ -84,7 +84,7 @@ class TensorPairs(InMemoryDataset):
         return self.inputs.index_select(0, index), self.targets.index_select(0, index)
 
 
-class Part:
+class SampleSubset:
     """Some samples of another data set. Batches are read from that set directly (see ``fetch.py``)."""
 
     def __init__(self, dataset: MapDataset, indices: Indices) -> None:

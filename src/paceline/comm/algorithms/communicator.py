@@ -28,8 +28,8 @@ import torch
 from paceline.cluster.costs import (
     CHUNK_BYTES,
     Algorithm,
-    Links,
     Placement,
+    Wires,
     fastest_all_reduce,
     fastest_broadcast,
     fastest_scatter,
@@ -81,7 +81,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         algorithm: AlgorithmName,
         topology: Topology | None = None,
         *,
-        links: Links | None = None,
+        links: Wires | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: InFlight | None = None,
         table: MeasuredTable | None = None,
@@ -92,7 +92,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
-        self._links = links or Links()
+        self._links = links or Wires()
         self._chunk_bytes = chunk_bytes
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
@@ -181,7 +181,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
             return self._table.fastest(tensor.nbytes)
         return self._choose(fastest_all_reduce, tensor)
 
-    def _choose(self, fastest: Callable[[float, Placement, Links], Algorithm], tensor: torch.Tensor) -> Algorithm:
+    def _choose(self, fastest: Callable[[float, Placement, Wires], Algorithm], tensor: torch.Tensor) -> Algorithm:
         if self.algorithm != "auto":
             return self.algorithm
         return fastest(tensor.nbytes, self._placement, self._links)
@@ -237,12 +237,18 @@ class AlgorithmCommunicator(WrappedCommunicator):
     ) -> Work:
         first = _FIRST_TAG + (self._num_issued % _MOST_OPERATIONS) * _MOST_LANES
         self._num_issued += 1
-        made = [MessageLane(self.inner, flat, rounds, op, first + number) for number, rounds in enumerate(lanes)]
-        return self._in_flight.issue(made, deliver, self._window(kind, algorithm))
+        comm = self._messages(kind, algorithm, flat, lanes)
+        made = [MessageLane(comm, flat, rounds, op, first + number) for number, rounds in enumerate(lanes)]
+        # NCCL carries out what is posted in the order of posting: there, all lanes receive at once.
+        is_held_back = kind == "all_reduce" and algorithm == "tree" and self.device.type == "cpu"
+        return self._in_flight.issue(made, deliver, _TREE_WINDOW if is_held_back else None)
 
-    def _window(self, kind: str, algorithm: Algorithm) -> int | None:
-        """How many lanes receive at a time. NCCL carries out in the order of posting: there, all do at once."""
-        return _TREE_WINDOW if (kind, algorithm) == ("all_reduce", "tree") and self.device.type == "cpu" else None
+    def _messages(
+        self, kind: str, algorithm: Algorithm, flat: torch.Tensor, lanes: Sequence[list[Round]]
+    ) -> Communicator:
+        """Returns what carries the messages of an operation."""
+        del kind, algorithm, flat, lanes
+        return self.inner
 
     def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
         """Calls a verb of ``inner``, whose work is finished after the operations that were issued before it."""

@@ -17,12 +17,9 @@ from functools import partial
 import torch
 
 from paceline.cluster.costs import Algorithm
-from paceline.cluster.measured import MeasuredTable
-from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
-from paceline.comm.algorithms.lanes import InFlight, MessageLane
+from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import Round
-from paceline.comm.algorithms.topology import Topology
-from paceline.comm.base import DONE, ReduceOp, Work
+from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.dry.communicator import DryCommunicator, Messages
 from paceline.comm.group import WrappedCommunicator
 
@@ -30,70 +27,50 @@ from paceline.comm.group import WrappedCommunicator
 class DryAlgorithmCommunicator(AlgorithmCommunicator):
     """Records what an ``AlgorithmCommunicator`` would send for collectives of one rank."""
 
-    def __init__(
-        self,
-        inner: DryCommunicator,
-        algorithm: AlgorithmName,
-        topology: Topology,
-        *,
-        in_flight: InFlight | None = None,
-        table: MeasuredTable | None = None,
-    ) -> None:
-        super().__init__(inner, algorithm, topology, in_flight=in_flight, table=table)
-        self._dry = inner
+    inner: DryCommunicator
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Records an all-reduce."""
-        self._set_values(self._dry.all_reduce, tensor, op)
+        self._set_values(self.inner.all_reduce, tensor, op)
         return super().all_reduce(_shape(tensor), op)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Records a reduce-scatter."""
-        self._set_values(self._dry.reduce_scatter, output, tensor, op)
+        self._set_values(self.inner.reduce_scatter, output, tensor, op)
         return super().reduce_scatter(_shape(output), _shape(tensor), op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Records an all-gather."""
-        self._set_values(self._dry.all_gather, output, tensor)
+        self._set_values(self.inner.all_gather, output, tensor)
         return super().all_gather(_shape(output), _shape(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Records a broadcast."""
-        self._set_values(self._dry.broadcast, tensor, source)
+        self._set_values(self.inner.broadcast, tensor, source)
         return super().broadcast(_shape(tensor), source)
 
     def split(self, ranks: Sequence[int]) -> DryAlgorithmCommunicator:
         """Makes a subgroup with the same algorithm, on what is left of the topology."""
-        inner, topology = self._dry.split(ranks), self.topology.restrict(ranks)
+        inner, topology = self.inner.split(ranks), self.topology.restrict(ranks)
         return DryAlgorithmCommunicator(inner, self.algorithm, topology, in_flight=self._in_flight, table=self._table)
 
     def _set_values(self, verb: Callable[..., Work], tensor: torch.Tensor, *arguments: object) -> None:
         """Gives tensors that the host reads the values that ``verb`` of the dry communicator makes up."""
         if not tensor.is_meta:
-            with self._dry.unrecorded():
+            with self.inner.unrecorded():
                 verb(tensor, *arguments)
 
-    def _issue(
-        self,
-        kind: str,
-        algorithm: Algorithm,
-        flat: torch.Tensor,
-        lanes: Sequence[list[Round]],
-        deliver: Callable[[], None],
-        op: ReduceOp = "sum",
-    ) -> Work:
-        rounds, each = max(len(lane) for lane in lanes), flat.element_size()
+    def _messages(
+        self, kind: str, algorithm: Algorithm, flat: torch.Tensor, lanes: Sequence[list[Round]]
+    ) -> Communicator:
+        rounds = max(len(lane) for lane in lanes)
 
         def record(share: float, part: slice) -> Work:
-            messages = _count_messages([lane[part] for lane in lanes], each)
-            return self._dry.record(kind, flat.nbytes, algorithm=algorithm, share=share, messages=messages)
+            messages = _count_messages([lane[part] for lane in lanes], flat.element_size())
+            return self.inner.record(kind, flat.nbytes, algorithm=algorithm, share=share, messages=messages)
 
         rest = partial(record, 1 - 1 / rounds, slice(1, None)) if rounds > 1 else None
-        dropped = _DryMessages(self._dry, rest)
-        made = [MessageLane(dropped, flat, lane, op, 0) for lane in lanes]
-        work = self._in_flight.issue(made, deliver, self._window(kind, algorithm))
-        dropped.begun = record(1 / rounds, slice(1))
-        return work
+        return _DryMessages(self.inner, record(1 / rounds, slice(1)), rest)
 
 
 class _DryMessages(WrappedCommunicator):
@@ -101,10 +78,10 @@ class _DryMessages(WrappedCommunicator):
 
     inner: DryCommunicator
 
-    def __init__(self, inner: DryCommunicator, record_rest: Callable[[], Work] | None) -> None:
+    def __init__(self, inner: DryCommunicator, begun: Work, record_rest: Callable[[], Work] | None) -> None:
         super().__init__(inner)
         self.device = torch.device("cpu" if inner.device_kind == "cpu" else "meta")  # receives are posted as there
-        self.begun: Work = DONE
+        self._begun = begun
         self._record_rest = record_rest
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
@@ -123,7 +100,7 @@ class _DryMessages(WrappedCommunicator):
 
     def wait(self) -> None:
         """Records what is left of the operation, and that the compute waits for it."""
-        begun, self.begun = self.begun, DONE
+        begun, self._begun = self._begun, DONE
         begun.wait()
         record_rest, self._record_rest = self._record_rest, None
         if record_rest is not None:

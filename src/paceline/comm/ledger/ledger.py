@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from paceline.comm.base import Communicator, ReduceOp, Splits, Work
+from paceline.comm.base import Communicator, Work
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.ledger import file as layout
 from paceline.comm.ledger.call_sites import CallSites, instruction_of
@@ -48,6 +48,8 @@ from paceline.health.ledger_view import PHASES
 T = TypeVar("T")
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
+_REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
+_MESSAGES = frozenset({"send", "recv"})
 _REACH = NUM_RECORDS - 1  # of records that are not overwritten
 
 Peer = tuple[int, int]
@@ -211,7 +213,7 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
 def make_writer(
     ledger: Ledger, group: int, first: int, find_place: Callable[[FrameType, LocatedCall, int | None], int]
 ) -> Callable[..., NotedWork]:
-    """Makes the function that a group's verbs call themselves: it writes down the line of the verb's caller.
+    """Makes the function that writes a group's operations down, two calls below the line that it names.
 
     ``first`` is the number of the next collective. The counters come after the record: see ``file.py``. What is made
     takes the kind, shape, dtype, op and peer of an operation; without a ``sequence`` it counts as the group's next
@@ -232,7 +234,7 @@ def make_writer(
         to: int | None = None,
     ) -> NotedWork:
         nonlocal count
-        frame = frame_at(2)
+        frame = frame_at(3)  # this function, its caller, the verb, and the verb's caller
         key = (id(frame.f_code) + frame.f_lasti, kind, shape, dtype, op, peer)  # as ``instruction_of``
         known = known_at(key)
         work = make_work()
@@ -268,77 +270,48 @@ class LedgerCommunicator(WrappedCommunicator):
         self._group = ledger.add_group(inner.ranks) if group is None else group
         self._messages: Counter[tuple[str, Peer]] = Counter()
         self._cells = ledger.cells
-        # Called by the verbs themselves: the line that it writes down is that of the verb's caller.
         self._write = make_writer(ledger, self._group, 0 if group is None else 1, ledger.find_place)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Writes down an all-reduce."""
-        work = self._write("all_reduce", tensor.shape, tensor.dtype, op)
-        return self._issue(work, self.inner.all_reduce, tensor, op)
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Writes down a reduce-scatter, with the whole input's shape."""
-        work = self._write("reduce_scatter", tensor.shape, tensor.dtype, op)
-        return self._issue(work, self.inner.reduce_scatter, output, tensor, op)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Writes down an all-gather, with the whole output's shape."""
-        work = self._write("all_gather", output.shape, output.dtype)
-        return self._issue(work, self.inner.all_gather, output, tensor)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Writes down a broadcast."""
-        work = self._write("broadcast", tensor.shape, tensor.dtype, "", (self._peer(source), 0))
-        return self._issue(work, self.inner.broadcast, tensor, source)
-
-    def all_to_all(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> Work:
-        """Writes down an all-to-all, with this rank's input."""
-        work = self._write("all_to_all", tensor.shape, tensor.dtype)
-        return self._issue(work, self.inner.all_to_all, output, tensor, output_splits, input_splits)
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Writes down a send."""
-        peer = (self._peer(to), tag)
-        work = self._write("send", tensor.shape, tensor.dtype, "", peer, self._count_message("send", peer))
-        return self._issue(work, self.inner.send, tensor, to, tag)
-
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Writes down a receive."""
-        peer = (self._peer(source), tag)
-        work = self._write("recv", tensor.shape, tensor.dtype, "", peer, self._count_message("recv", peer))
-        return self._issue(work, self.inner.recv, tensor, source, tag)
 
     def barrier(self) -> None:
         """Writes down a barrier."""
-        self._complete(self._write("barrier", (), None), self.inner.barrier)
+        self._complete(self.inner.barrier, "barrier")
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes a subgroup that writes into the same ledger; making it is the subgroup's first operation."""
         if len(ranks) == 1:
             return self.inner.split(ranks)  # nobody to wait for
         group = self.ledger.add_group(tuple(map(self._peer, ranks)))
-        work = self._write("split", (), None, "", None, 0, group)
-        self.ledger.counts[group] = 1
-        made = self._complete(work, lambda: self.inner.split(ranks))
-        return LedgerCommunicator(made, self.ledger, group=group)
 
-    def _issue(self, work: NotedWork, verb: Callable[..., Work], *arguments: object) -> Work:
-        """Issues what was written down: until ``verb`` returns, the rank counts as waiting for it."""
+        def make() -> Communicator:
+            self.ledger.counts[group] = 1  # after the record, as all counters
+            return self.inner.split(ranks)
+
+        return LedgerCommunicator(self._complete(make, "split", "", None, 0, group), self.ledger, group=group)
+
+    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: Any) -> Work:
+        """Writes down an operation and issues it: until ``verb`` returns, the rank counts as waiting for it."""
+        shape, dtype = whole.shape, whole.dtype
+        if kind in _REDUCTIONS:
+            work = self._write(kind, shape, dtype, arguments[-1])
+        elif kind in _MESSAGES:
+            peer = (self._peer(arguments[1]), arguments[2])
+            work = self._write(kind, shape, dtype, "", peer, self._count_message(kind, peer))
+        else:
+            work = self._write(kind, shape, dtype, "", (self._peer(arguments[1]), 0) if kind == "broadcast" else None)
         try:
             work.inner = verb(*arguments)
         finally:
             self._cells[WAITING] = 0
         return work
 
-    def _complete(self, work: NotedWork, call: Callable[[], T]) -> T:
-        """Makes a call that is over when it returns."""
+    def _complete(self, call: Callable[[], T], kind: str, *written: Any) -> T:
+        """Writes down an operation that is over when ``call`` returns."""
+        number = self._write(kind, (), None, *written).number
         try:
             found = call()
         finally:
             self._cells[WAITING] = 0
-        self.ledger.note_end(work.number)
+        self.ledger.note_end(number)
         return found
 
     def _peer(self, rank: int) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster
+from paceline.cluster.wires import wire_cost
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
@@ -25,7 +26,6 @@ from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageEr
 from paceline.records.records import EndRecord, Record
 from paceline.records.sinks import Fanout, Sink
 from paceline.rehearse.simulate.compute import KernelPrices, PricedCompute, Rates
-from paceline.rehearse.simulate.network import network_cost
 from paceline.rehearse.simulate.recording import ClockMeter, ClockSink, Memory, StepBounds, run_record
 from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
 from paceline.train.assemble import build_trainer
@@ -153,7 +153,7 @@ def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
     ranks = config.parallel.ranks
     assert isinstance(ranks, int)
     return ranks, VirtualTime(
-        cost=network_cost(conditions.cluster, ranks, config.parallel.node_ranks),
+        cost=wire_cost(conditions.cluster, ranks, config.parallel.node_ranks),
         measures=conditions.compute == "measured",
         slow=conditions.slow,
         slow_links=conditions.slow_links,

@@ -1,0 +1,112 @@
+"""The one type that says how a run is spread: what follows from a number of ranks, JSON, and its rules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import layout_of, load_config
+from paceline.config.schema import CommConfig, MemoryConfig, ParallelConfig, TrainConfig
+from paceline.errors import UsageError
+from paceline.plan.layout import STRATEGIES, Compression, Layout, Offload
+from paceline.plan.rule_case import ModelOutline
+from paceline.plan.rules import CONFIG_KEYS, RULES, check_layout, rules
+from paceline.schedule.schedules import make_schedule
+
+GPT = ["model={kind: gpt, layers: 4, heads: 4, width: 32, context: 16}", "data.kind=text"]
+
+
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    pipeline=st.sampled_from([1, 2, 4]),
+    tensor=st.sampled_from([1, 2]),
+    data=st.sampled_from([1, 2, 4, 8]),
+)
+def test_all_that_is_left_open_follows_from_the_ranks(strategy: Any, pipeline: int, tensor: int, data: int) -> None:
+    ranks = pipeline * tensor * data
+    asked = Layout(strategy=strategy, pipeline=pipeline, tensor=tensor)
+    layout = asked.for_ranks(ranks, node_ranks=max(tensor, ranks // 2))
+    assert (layout.ranks, layout.data, layout.mesh.size) == (ranks, data, ranks)
+    assert data % layout.shards == 0
+    assert layout.shards == (1 if strategy == "ddp" else layout.shard_ranks)
+    assert 0 not in (layout.shard_ranks, layout.node_ranks, layout.chunks)
+    assert layout.for_ranks(ranks) == layout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(strategy="fsdp", units=("a", "b"), offload=Offload(optimizer=True), reshard_after_forward=2),
+        Layout(compression=Compression(policy="topk", exclude=("embed.*",)), stages=("layers.2",), pipeline=2),
+        Layout(pipeline=2, schedule=make_schedule("zb-h1", 2, 4), stage_layers=(1, 2)).for_ranks(4),
+    ],
+    ids=["default", "sharded", "compressed", "own schedule"],
+)
+def test_a_layout_is_plain_data(layout: Layout) -> None:
+    values = json.loads(json.dumps(layout.to_json()))
+    assert set(values) == {field.name for field in fields(Layout)}
+    assert Layout.from_json(values) == layout
+
+
+def test_the_config_has_the_defaults_of_the_layout() -> None:
+    config = load_config(None, GPT)
+    assert layout_of(config) == Layout()
+    sections = {"parallel": ParallelConfig, "comm": CommConfig, "memory": MemoryConfig, "train": TrainConfig}
+    for name, section in CONFIG_KEYS.items():
+        model = sections.get(section.rstrip("."))
+        assert model is None or name in model.model_fields, f"{section}{name} is no key"
+
+
+def test_messages_name_fields_or_keys() -> None:
+    layout = Layout(strategy="ddp", offload=Offload(optimizer=True))
+    (of_code,), (of_config,) = rules(layout), rules(layout, keys=CONFIG_KEYS)
+    assert of_code.what == "offload = [optimizer] with strategy = ddp"
+    assert of_config.what == "memory.offload = [optimizer] with parallel.strategy = ddp"
+
+
+def test_everything_that_is_wrong_comes_at_once() -> None:
+    layout = Layout(strategy="zero1", prefetch=-1, pipeline=3, schedule="interleaved", chunks=1, shard_ranks=2)
+    found = [problem.what for problem in rules(layout, ranks=8)]
+    for part in ("prefetch = -1", "pipeline = 3 does not divide ranks = 8", "chunks = 1", "shard_ranks = 2"):
+        assert any(part in each for each in found), (part, found)
+    with pytest.raises(UsageError, match="pipeline = 3 does not divide ranks = 8"):
+        check_layout(layout, 8)
+
+
+def test_rules_that_need_the_ranks_are_silent_without_them() -> None:
+    layout = Layout(strategy="hybrid", pipeline=3, shard_ranks=5)
+    assert rules(layout) == []
+    assert len(rules(layout, ranks=8)) == 1
+
+
+def test_rules_know_the_model() -> None:
+    layout = Layout(tensor=4, sequence_parallel=True)
+    model = ModelOutline(kind="gpt", heads=6, kv_heads=3, context=10)
+    assert [problem.what for problem in rules(layout, model=model)] == [
+        "tensor = 4 does not divide heads = 6",
+        "tensor = 4 does not divide kv_heads = 3",
+        "tensor = 4 does not divide the 10 tokens of a sample",
+    ]
+
+
+def test_a_filled_in_layout_keeps_the_rules() -> None:
+    for strategy in STRATEGIES:
+        asked = Layout(strategy=strategy, shard_ranks=2 if strategy == "hybrid" else 0)
+        assert check_layout(check_layout(asked, 4), 4) == asked.for_ranks(4)
+
+
+def test_every_rule_says_what_it_reads() -> None:
+    known = {field.name for field in fields(Layout)} | {"ranks", "heads"}
+    assert all(set(rule.reads) <= known for rule in RULES)
+    assert all(name in CONFIG_KEYS for rule in RULES for name in rule.reads)
+
+
+def test_context_and_experts_are_predicted_and_not_run() -> None:
+    (problem,) = rules(replace(Layout(), context=2))
+    assert "no engine runs it" in problem.rule
