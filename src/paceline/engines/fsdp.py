@@ -174,7 +174,7 @@ class FullySharded(ShardedEngine):
         """Takes part in the gathers and reductions of a backward."""
         if self.comm.size > 1:
             self._begin_backward()
-            self._finish_backward()
+            self._finish()
 
     def abandon_accumulation(self) -> None:
         """Forgets the passes since the last one that reduced."""
@@ -202,7 +202,7 @@ class FullySharded(ShardedEngine):
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
         now = self._pass
         if now.is_backward:  # a checkpointed part runs again
-            self._enter_backward(unit)
+            self._reach_in_backward(unit)
             if unit.num_blind_calls and torch.is_grad_enabled():
                 unit.num_blind_calls -= 1
                 self._watch_inputs(unit, args, kwargs)
@@ -318,7 +318,7 @@ class FullySharded(ShardedEngine):
         if not self._pass.is_backward:
             self._pass.undone = next((call.forward for call in crossing.ends), crossing.forward)
             self._begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         for call in crossing.ends:
             call.num_inputs -= 1
             if call.num_inputs == 0:
@@ -326,7 +326,7 @@ class FullySharded(ShardedEngine):
         if crossing.handle is not None:
             crossing.handle.remove()
         for unit in sorted(crossing.begins, key=lambda unit: unit is not self._root):  # the root holds the others
-            self._enter_backward(unit)
+            self._reach_in_backward(unit)
 
     def _begin_backward(self) -> None:
         now = self._pass
@@ -353,7 +353,7 @@ class FullySharded(ShardedEngine):
                 legs += [Leg(unit, "gather"), Leg(unit, "reduce")]
         return [*legs, Leg(root, "reduce")]
 
-    def _enter_backward(self, unit: Unit) -> None:
+    def _reach_in_backward(self, unit: Unit) -> None:
         if not unit.in_use:
             self._reach(unit, self._pass.backward)
         elif unit is not self._root:
@@ -380,7 +380,7 @@ class FullySharded(ShardedEngine):
         unit.free()
 
     @torch.no_grad()
-    def _finish_backward(self) -> None:
+    def _finish(self) -> None:
         """Ends a backward: reduces the rest, waits, and settles who has a gradient."""
         now = self._pass
         now.backward.finish(drop=lambda leg: leg.is_gather and self._stays(self._units[leg.unit]))
