@@ -9,17 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.config import (
-    Config,
-    ParallelConfig,
-    check_ranks,
-    config_from_dict,
-    load_config,
-    run_checks,
-    shard_group,
-)
+from paceline.config import Config, check_ranks, config_from_dict, load_config, run_checks, shard_group
 from paceline.config.checks import CHECKS, ConfigCheck, check_gpt_heads
 from paceline.config.layout import layout_problems
+from paceline.config.schema import ParallelConfig
 from paceline.config.sections import GPT_SIZES
 from paceline.errors import ConfigError
 

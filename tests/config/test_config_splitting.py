@@ -16,10 +16,10 @@ from paceline.config import (
     data_ranks,
     explain,
     load_config,
-    num_stages,
     run_checks,
     shard_group,
 )
+from paceline.config.sharding import num_stages
 from paceline.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
