@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
+# The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help run test test-all soak check format bench clean
 
 help:            ## show the targets

@@ -109,7 +109,7 @@ def test_a_rank_that_dies_before_it_starts_is_named_with_what_it_said(
         "import os, sys\nif os.environ.get('RANK') == '1':\n    print('no libfoo', file=sys.stderr, flush=True)\n"
         "    os._exit(3)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(project / "site"))
+    monkeypatch.setenv("PYTHONPATH", str(project / "site"), prepend=os.pathsep)
     called = call("train", "tiny.yaml", "recovery.warm=false")
     assert called.code == 1
     assert called.err.startswith("paceline: rank 1 left with exit code 3 and no error\n\nno libfoo\n")

@@ -17,9 +17,10 @@ from paceline.engines.buckets.choice import (
     free_share,
     trial_policies,
 )
+from paceline.plan.layout import Layout
 from paceline.units import MIB
 
-DEFAULT = BucketPolicy()
+DEFAULT = BucketPolicy.of(Layout())
 ORDER = list(reversed(range(64)))
 
 

@@ -329,6 +329,7 @@ def become(request: dict[str, Any], standard_path: Sequence[str]) -> None:
     sys.argv[:] = [what if kind == "-m" else "-c", *arguments]
     try:
         if kind == "-m":
+            sys.modules.pop(what, None)  # loaded by others: it runs anew, as the main module
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
             exec(compile(what, "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})

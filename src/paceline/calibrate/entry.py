@@ -174,13 +174,13 @@ def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
 
 
 def _alone(measured: MachineFigures) -> dict[str, Any]:
-    """A copy reads and writes: half of the memory's rate, were there another rank."""
+    """Returns a link for a rank that is alone. A copy reads and writes, so it has half of the memory's rate."""
     rate = rounded(measured.kernels.memory_bandwidth / 2e9)
     return {"kind": "shared_memory", "gb_per_s": rate, "efficiency": 1.0, "latency_us": 20.0}
 
 
 def _nodes(name: str, ranks: int, links: list[str]) -> dict[str, Any]:
-    """The first link's node has the device's name; another one's has the link's."""
+    """Returns a node for each link. The first one's has the device's name, another one's the link's."""
     names = [name, *links[1:]]
     inside = links or [f"{name}-alone"]
     return {node: {"device": name, "devices": ranks, "inside": link} for node, link in zip(names, inside, strict=True)}

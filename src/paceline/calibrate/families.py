@@ -127,7 +127,7 @@ def _optimizer_step(device: torch.device, num_bytes: int, tensors: int = 1) -> C
 
 
 def _operation(device: torch.device, watch: Stopwatch, tensor_s: float) -> Timed:
-    """A training step whose kernels have nothing to do: modules, dispatch, autograd, the engine, the optimizer."""
+    """Times a training step whose kernels have nothing to do: dispatch, autograd, the engine, the optimizer."""
     model = GPT(gpt_config(None, layers=4, heads=2, width=8, context=4, vocab_size=8)).to(device)
     engine = parallelize(model, SoloCommunicator(device), "ddp")
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-6, fused=True)
@@ -147,7 +147,7 @@ def _operation(device: torch.device, watch: Stopwatch, tensor_s: float) -> Timed
 
 
 def _tensor(device: torch.device, watch: Stopwatch) -> Timed:
-    """The optimizer's update of many tensors of nothing; on a CPU over one of few, since steps are priced besides."""
+    """Times the optimizer's update of many empty tensors; on a CPU less one of few, as steps are priced besides."""
     timed = watch.time_host(_optimizer_step(device, _TINY_BYTES, _TENSORS))
     if device.type != "cpu":
         return Timed(seconds=timed.seconds / _TENSORS, spread=timed.spread)

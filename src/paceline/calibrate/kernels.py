@@ -149,7 +149,7 @@ def _products(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: d
 
 
 def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[ShapeRate]:
-    """The three products of each linear layer, with operands as a training step has them."""
+    """Measures the three products of each linear layer, with operands as a training step has them."""
     found, dtype = [], shapes.linear_dtype
     for rows, inner, outer in shapes.linears:
         inputs = torch.randn(rows, inner, device=device).to(_DTYPES[dtype])
@@ -220,7 +220,7 @@ def _stream(device: torch.device, num_bytes: int, watch: Stopwatch) -> Timed:
 
 
 def _eager_chain(device: torch.device) -> Callable[[], None]:
-    """Operations on next to nothing, forward and backward: what they take is what it takes to get them going."""
+    """Returns a chain of operations on tiny tensors, forward and backward: its time is that of the launches."""
     start = torch.ones(8, device=device, requires_grad=True)
 
     def run() -> None:
@@ -233,7 +233,7 @@ def _eager_chain(device: torch.device) -> Callable[[], None]:
 
 
 def _compiled_launch(device: torch.device, watch: Stopwatch) -> float | None:
-    """A compiled block of small products, which cannot be fused: the host's time of one of its kernels."""
+    """Returns the host's time of one kernel of a compiled block of small products, which cannot be fused."""
     weight = torch.eye(16, device=device)
 
     def block(value: torch.Tensor) -> torch.Tensor:

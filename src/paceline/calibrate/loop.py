@@ -87,7 +87,7 @@ def _take_turns(arms: list[Callable[[], object]], rounds: int, steps: int) -> li
 
 @contextlib.contextmanager
 def _trainer(layers: int) -> Iterator[Trainer]:
-    """A trainer as a rank has it, whose records go to a folder that is removed."""
+    """Makes a trainer as a rank has it, whose records go to a folder that is removed."""
     with tempfile.TemporaryDirectory() as folder:
         sinks: list[Sink] = [JsonlSink(Path(folder) / "rank-0.jsonl")]
         config = _config(layers)
@@ -124,7 +124,7 @@ def _count(step: Callable[[], object]) -> tuple[int, int]:
 
 
 def _idle(trainer: Trainer, result: StepResult) -> None:
-    """A hook that does nothing, to be called when it is due."""
+    """Does nothing: a hook that is called when it is due."""
 
 
 def _config(layers: int) -> Config:

@@ -203,7 +203,7 @@ def _measure_links(comm: Communicator, wanted: Wanted) -> dict[str, LinkFigures]
 
 
 def _least_share(comm: Communicator) -> float:
-    """The least that any rank had of a processor while all worked: ranks must agree on whether to go on."""
+    """Returns the least share of a processor that any rank had while all worked: ranks agree on whether to go on."""
     small = torch.randn(96, 96)  # small enough to stay on one thread
     comm.barrier()
     lost = torch.tensor([1.0 - processor_share(lambda: small @ small)], dtype=torch.float64)
@@ -228,4 +228,4 @@ def _links(comm: Communicator, device: torch.device, wanted: Wanted, watch: Stop
 
 
 def _nothing() -> None:
-    """A CPU has done its work when a call returns."""
+    """Does nothing: a CPU has done its work when a call returns."""

@@ -81,7 +81,7 @@ def summarize(samples: list[float]) -> Timed:
 
 
 def processor_share(step: Callable[[], object], seconds: float = 0.3) -> float:
-    """Returns which part of the time this thread really ran, while it had enough to do. 1: nobody else wanted to."""
+    """Returns the share of the time in which this busy thread really ran. 1: no other process took its core."""
     start, busy = time.perf_counter(), time.thread_time()
     while time.perf_counter() - start < seconds:
         step()

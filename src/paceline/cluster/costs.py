@@ -153,7 +153,7 @@ def all_reduce_messages(algorithm: Algorithm, num_bytes: float, where: Placement
 
 
 def _ring_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
-    """One way round. A host passes on one message a round, however many ranks it has."""
+    """Returns the time of one way round. A host passes on one message a round, however many ranks it has."""
     rounds, each = where.ranks - 1, num_bytes / where.ranks
     slowest = links.inside.seconds(each)
     if where.hosts > 1:
@@ -175,14 +175,17 @@ def _hierarchical_seconds(num_bytes: float, where: Placement, links: Wires) -> f
 
 
 def _hierarchical_scatter_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
-    """A round inside for each host, whose slices are added up there, and a ring across."""
+    """Returns the time of a round inside for each host, whose slices are added up there, and a ring across."""
     local, hosts = where.node_ranks, where.hosts
     inside = links.inside.seconds(num_bytes * (local - 1) / local, hosts) if local > 1 else 0.0
     return inside + (links.across.seconds(num_bytes * (hosts - 1) / hosts, hosts - 1) if hosts > 1 else 0.0)
 
 
 def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Placement, links: Wires) -> float:
-    """The first chunk goes all the way, the others follow: the busiest sender or receiver, or host, sets the pace."""
+    """Returns the time until the first chunk has gone all the way and the others have followed.
+
+    The busiest sender, receiver or host sets the pace.
+    """
     crosses = any(where.host(sender) != where.host(receiver) for sender, receiver, _ in parts)
     slowest = links.across if crosses else links.inside
     alpha = max(slowest.alpha_s, links.inside.alpha_s if where.node_ranks > 1 else 0.0)
@@ -192,12 +195,13 @@ def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Plac
 
 
 def _round_seconds(parts: list[_Part], where: Placement, links: Wires) -> float:
-    """The longest of: what a rank sends, what it receives, and what leaves or enters a host."""
+    """Returns the longest time of: what a rank sends, what it receives, and what leaves or enters a host."""
     inside = [part for part in parts if where.host(part[0]) == where.host(part[1])]
     across = [part for part in parts if where.host(part[0]) != where.host(part[1])]
     found = 0.0
     if inside:
-        found = links.inside.seconds(max(_most(_sent(inside)), _most(_received(inside))))
+        received = _sent((receiver, sender, size) for sender, receiver, size in inside)
+        found = links.inside.seconds(max(_most(_sent(inside)), _most(received)))
     if across:
         entering = _leaving(((receiver, sender, size) for sender, receiver, size in across), where)
         found = max(found, links.across.seconds(max(_most(_leaving(across, where)), _most(entering))))
@@ -231,10 +235,6 @@ def _sent(parts: Iterable[_Part]) -> dict[int, float]:
     for sender, _, size in parts:
         found[sender] = found.get(sender, 0.0) + size
     return found
-
-
-def _received(parts: Iterable[_Part]) -> dict[int, float]:
-    return _sent((receiver, sender, size) for sender, receiver, size in parts)
 
 
 def _leaving(parts: Iterable[_Part], where: Placement) -> dict[int, float]:

@@ -44,7 +44,7 @@ _OVER = re.compile(r"^(.*\S)\s+(?:over|on)\s+(\S.*)$", re.IGNORECASE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeRate:
     """FLOP per second that one shape reached: (rows, inner, columns) of a product, or of attention
-    (batch, heads, sequence, head size). ``layout`` of a product: nn, nt, tn; none where nobody said."""
+    (batch, heads, sequence, head size). ``layout`` of a product: nn, nt, tn; empty where it is not known."""
 
     kind: str
     dtype: str
@@ -255,7 +255,9 @@ def load_cluster(text: str) -> Cluster:
     if path.suffix in (".yaml", ".yml"):
         found = read_catalog(path)
         catalog = _Catalog(entries=catalog.entries.with_file(found))
-        name = _main_name(path, found.nodes or found.devices)
+        if not (found.nodes or found.devices):
+            raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
+        name = next(iter(found.nodes or found.devices))
     return catalog.cluster(name, count, over[2].strip() if over else None)
 
 
@@ -337,7 +339,7 @@ class _Catalog:
         return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=self.link(entry.inside))
 
     def _usual_node(self, device: str) -> tuple[Node, str | None]:
-        """The node that a device is usually in, with this very device, and its network's name."""
+        """Returns the node that a device is usually in, with this very device, and its network's name."""
         found = self.device(device)
         name = self.entries.devices[found.name].node
         if name is None or name not in self.entries.nodes:
@@ -390,7 +392,7 @@ def _device(name: str, entry: DeviceEntry) -> Device:
 
 
 def loop_us(entry: DeviceEntry) -> float:
-    """Returns what a run's loop takes a step; where nobody measured it, a few operations of the processor.
+    """Returns what a run's loop takes a step; where it was not measured, a few operations of the processor.
 
     Beside a GPU the host runs ahead, so that nothing waits for it.
     """
@@ -400,7 +402,7 @@ def loop_us(entry: DeviceEntry) -> float:
 
 
 def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:
-    """The fewest equal nodes of ``most`` devices or fewer; refused where they would stand mostly empty."""
+    """Returns the fewest equal nodes of up to ``most`` devices, and their devices; refuses mostly empty ones."""
     least = -(-count // most)
     for nodes in range(least, 2 * least + 1):
         if count % nodes == 0:
@@ -424,12 +426,6 @@ def _split_count(text: str) -> tuple[int, str]:
             "  write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
         )
     return count, name
-
-
-def _main_name(path: Path, entries: Mapping[str, object]) -> str:
-    if not entries:
-        raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
-    return next(iter(entries))
 
 
 def _find(name: str, what: str, entries: Mapping[str, AnyEntry]) -> tuple[str, AnyEntry]:

@@ -32,18 +32,20 @@ _SAME = {"sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "sxm6": "sxm", "hbm2e": "h
 _SAME |= {"40g": "40gb", "80g": "80gb", "141g": "141gb", "ib": "infiniband", "gbe": "gb-ethernet"}
 
 
-class CatalogEntry(BaseModel):
-    """What every entry has: other names, and nothing that is not known here."""
+class _Closed(BaseModel):
+    """A frozen record that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CatalogEntry(_Closed):
+    """What every entry has: other names."""
 
     aliases: tuple[str, ...] = ()
 
 
-class ShapeEntry(BaseModel):
+class ShapeEntry(_Closed):
     """A measured rate: of a product of (rows x inner) by (inner x columns), or of attention over a sequence."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["matmul", "attention", "attention_backward"]
     dtype: DtypeName
@@ -52,10 +54,8 @@ class ShapeEntry(BaseModel):
     layout: Literal["nn", "nt", "tn"] | None = None
 
 
-class MeasuredEntry(BaseModel):
+class MeasuredEntry(_Closed):
     """When and with what a device was measured, and how much its samples spread."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     time: str
     torch: str
@@ -124,10 +124,8 @@ class NodeEntry(CatalogEntry):
     network: str | None = None
 
 
-class CatalogFile(BaseModel):
+class CatalogFile(_Closed):
     """One file of the catalog."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     devices: dict[str, DeviceEntry] = Field(default_factory=dict)
     links: dict[str, LinkEntry] = Field(default_factory=dict)

@@ -15,8 +15,6 @@ from paceline.config.checks import check_ranks as check_ranks
 from paceline.config.checks import run_checks as run_checks
 from paceline.config.explain import ExplainRow as ExplainRow
 from paceline.config.explain import explain as explain
-from paceline.config.gpt_sizes import GPTShape as GPTShape
-from paceline.config.gpt_sizes import gpt_shape as gpt_shape
 from paceline.config.layout import config_batch as config_batch
 from paceline.config.layout import layout_of as layout_of
 from paceline.config.load import LoadedConfig as LoadedConfig
@@ -35,9 +33,11 @@ from paceline.config.schema import TrainConfig as TrainConfig
 from paceline.config.schema import json_schema as json_schema
 from paceline.config.sections import CheckpointConfig as CheckpointConfig
 from paceline.config.sections import GPTModelConfig as GPTModelConfig
+from paceline.config.sections import GPTShape as GPTShape
 from paceline.config.sections import MLPModelConfig as MLPModelConfig
 from paceline.config.sections import ResNetModelConfig as ResNetModelConfig
 from paceline.config.sections import SyntheticImagesDataConfig as SyntheticImagesDataConfig
+from paceline.config.sections import gpt_shape as gpt_shape
 from paceline.config.settings import check_exported as check_exported
 from paceline.config.settings import check_interfaces as check_interfaces
 from paceline.config.settings import config_settings as config_settings

@@ -8,11 +8,10 @@ from typing import Any
 
 from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.fields import known_fields
-from paceline.config.gpt_sizes import gpt_shape
 from paceline.config.layout import config_batch, layout_of
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.schema import Config, TrainConfig
-from paceline.config.sections import GPTModelConfig, TextDataConfig, known_shape
+from paceline.config.sections import GPTModelConfig, TextDataConfig, gpt_shape, known_shape
 from paceline.config.settings import config_settings
 from paceline.plan.plan import BatchPlan
 

@@ -120,10 +120,9 @@ def _factory(config: FactoryDataConfig, seed: int) -> DataSplits:
     made = _call(import_from_path(config.factory, "data.factory"), config.args, what)
     if isinstance(made, DataSplits):
         return made
-    if isinstance(made, tuple):
-        train, evaluation = _pair(made, what)
-    else:
-        train, evaluation = made, None
+    if isinstance(made, tuple) and len(made) != 2:
+        raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")
+    train, evaluation = made if isinstance(made, tuple) else (made, None)
     length = _check_made(train, f"the training set of {what}")
     if length == 0:
         raise DataError(f"{what} returned an empty training set\n  a run needs at least one sample")
@@ -131,7 +130,9 @@ def _factory(config: FactoryDataConfig, seed: int) -> DataSplits:
         _check_made(evaluation, f"the evaluation set of {what}")
     shape = _shape_of(train, what)
     if not isinstance(made, tuple):
-        train, evaluation = _parts(train, length, config.eval_fraction, seed)
+        chosen, kept = datasets.split_indices(length, config.eval_fraction, seed)
+        if len(kept):
+            train, evaluation = SampleSubset(train, chosen), SampleSubset(train, kept)
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 
@@ -149,12 +150,6 @@ def _call(factory: Callable[..., Any], args: dict[str, Any], what: str) -> Any:
     return factory(**args)
 
 
-def _pair(made: tuple[Any, ...], what: str) -> tuple[Any, Any]:
-    if len(made) != 2:
-        raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")
-    return made[0], made[1]
-
-
 def _check_made(dataset: Any, name: str) -> int:
     """Returns the length of a data set from a factory; refuses what only looks like one."""
     if isinstance(dataset, torch.Tensor | np.ndarray):
@@ -165,13 +160,6 @@ def _check_made(dataset: Any, name: str) -> int:
     if dataset is None or isinstance(dataset, str | bytes | Mapping):
         raise DataError(f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}")
     return datasets.check_map_style(dataset, name)
-
-
-def _parts(dataset: MapDataset, length: int, eval_fraction: float, seed: int) -> tuple[MapDataset, MapDataset | None]:
-    train, evaluation = datasets.split_indices(length, eval_fraction, seed)
-    if not len(evaluation):
-        return dataset, None
-    return SampleSubset(dataset, train), SampleSubset(dataset, evaluation)
 
 
 def _shape_of(dataset: Any, what: str) -> DataShape:

@@ -89,7 +89,7 @@ def _in_shared_memory(greetings: list[Greeting]) -> MachineFinding:
 
 
 def _stay() -> None:
-    """A rank that runs where it was started."""
+    """Does nothing: the rank runs where it was started."""
 
 
 def _greet(comm: Communicator, also_shared: bool) -> Greeting:

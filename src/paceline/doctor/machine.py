@@ -72,7 +72,9 @@ def memory(_: DoctorInputs) -> Iterator[MachineFinding]:
     found = psutil.virtual_memory()
     limit_text = _read(_CGROUP / "memory.max").strip()
     limit = int(limit_text) if limit_text.isdigit() and int(limit_text) < _NO_LIMIT else None
-    free = min(found.available, max(0, limit - _used_by_group())) if limit is not None else found.available
+    used = _read(_CGROUP / "memory.current").strip()
+    left = found.available if limit is None else max(0, limit - (int(used) if used.isdigit() else 0))
+    free = min(found.available, left)
     shown = f"{format_bytes(free)} free of {format_bytes(min(found.total, limit or found.total))}"
     yield finding(
         "memory",
@@ -80,11 +82,6 @@ def memory(_: DoctorInputs) -> Iterator[MachineFinding]:
         "CPU ranks, loader workers and what is offloaded live in it",
         problem="end what else runs here, or train on fewer ranks" if free < _LITTLE_MEMORY else "",
     )
-
-
-def _used_by_group() -> int:
-    text = _read(_CGROUP / "memory.current").strip()
-    return int(text) if text.isdigit() else 0
 
 
 def open_files(_: DoctorInputs) -> Iterator[MachineFinding]:

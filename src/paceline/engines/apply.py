@@ -21,23 +21,22 @@ from paceline.comm.compress import Compressor
 from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.automatic import choose_for_module
 from paceline.engines.batchnorm import synchronise_batchnorm
-from paceline.engines.buckets.buckets import BucketPolicy
 from paceline.engines.buckets.choice import choose_for_link
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.composition import combine
-from paceline.engines.ddp import DataParallel, DDPPolicy
+from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.fsdp import FullySharded, Groups
 from paceline.engines.precision import Precision, check_precision, precision_named
-from paceline.engines.zero import ZeroParallel, ZeroPolicy, parameters_to_bucket
+from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.models.registry import model_apart, model_blocks, model_ends
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.rules import check_layout
-from paceline.units import GIB
+from paceline.units import GIB, MIB
 
 STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
 _MARK = "_paceline_engine"
@@ -175,19 +174,15 @@ def _replicate(
     compressor: GradientCompression | None,
 ) -> Engine:
     """Makes an engine whose ranks compute with whole parameters."""
-    tunes = layout.tunes_buckets and comm.size > 1 and comm.takes_real_time
-    buckets = BucketPolicy(bucket_bytes=layout.bucket_bytes, first_bucket_bytes=layout.first_bucket_bytes)
+    layout = replace(layout, tunes_buckets=layout.tunes_buckets and comm.size > 1 and comm.takes_real_time)
     if layout.strategy == "ddp":
-        replicas = DDPPolicy(buckets=buckets, buffers=layout.buffers, overlap=layout.overlap, tunes_buckets=tunes)
-        return DataParallel(model, comm, replicas, precision, compressor)
-    choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm)) if tunes else None
-    zero = ZeroPolicy(
-        stage=1 if layout.strategy == "zero1" else 2,
-        buckets=buckets if choice is None else choice.policy,
-        buffers=layout.buffers,
-        overlap=layout.overlap,
-    )
-    engine = ZeroParallel(model, comm, zero, precision, layout.offload)
+        return DataParallel(model, comm, layout, precision, compressor)
+    if not layout.tunes_buckets:
+        return ZeroParallel(model, comm, layout, precision)
+    choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm))
+    found = choice.policy
+    layout = replace(layout, bucket_mb=found.bucket_bytes / MIB, first_bucket_mb=found.first_bucket_bytes / MIB)
+    engine = ZeroParallel(model, comm, layout, precision)
     engine.bucket_choice = choice
     return engine
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,20 +45,11 @@ from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import ReplicaBucket
 from paceline.engines.buckets.tuner import BucketTuner
-from paceline.engines.engine import BufferPolicy, ModuleEngine
+from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import gradient_scale, reduction
 from paceline.engines.flat.optimizer_state import load_optimizer_state
 from paceline.engines.precision import Precision, kept_parameters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DDPPolicy:
-    """What may be chosen about data parallelism. With ``tunes_buckets``, ``buckets`` holds until it is known better."""
-
-    buckets: BucketPolicy = field(default_factory=BucketPolicy)
-    buffers: BufferPolicy = "broadcast"
-    overlap: bool = True
-    tunes_buckets: bool = False
+from paceline.plan.layout import Layout
 
 
 class DataParallel(ModuleEngine):
@@ -71,12 +61,12 @@ class DataParallel(ModuleEngine):
         self,
         module: nn.Module,
         comm: Communicator,
-        policy: DDPPolicy | None = None,
+        layout: Layout | None = None,
         precision: Precision | None = None,
         compression: GradientCompression | None = None,
     ) -> None:
-        self.policy = policy or DDPPolicy()
-        super().__init__(module, comm, precision or Precision(), self.policy.buffers)
+        self.layout = layout or Layout()
+        super().__init__(module, comm, precision or Precision(), self.layout.buffers)
         self.holds_first_copy = comm.rank == 0
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
@@ -89,17 +79,17 @@ class DataParallel(ModuleEngine):
         self._reductions: dict[ReplicaBucket, BucketReduction] = {}
         self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
             [name for name, _ in module.named_parameters()],
-            overlap=self.policy.overlap,
+            overlap=self.layout.overlap,
             graph_fix="run that backward inside engine.no_sync()",
         )
         self._trainable: list[int] = []
         self._order: list[int] = []  # in which gradients arrive, once it is known
         self._has_shared_buffers = False  # in this pass
-        self._bucket_policy = self.policy.buckets
+        self._bucket_policy = BucketPolicy.of(self.layout)
         self._tuner: BucketTuner | None = None  # while the size of buckets is to be found
         if comm.size > 1:
-            if self.policy.tunes_buckets:
-                self._tuner = BucketTuner(comm, self.policy.buckets, overlap=self.policy.overlap)
+            if self.layout.tunes_buckets:
+                self._tuner = BucketTuner(comm, self._bucket_policy, overlap=self.layout.overlap)
             self._start_over()
         elif self._masters is not None:
             self._watch()

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.config.gpt_sizes import GPT_SIZES, GPTShape, gpt_shape, head_problems
-from paceline.config.sections import GPTModelConfig
+from paceline.config.sections import GPT_SIZES, GPTModelConfig, GPTShape, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.layers import PipelineLayer
 

@@ -42,14 +42,14 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCosts:
-    """The cost of every stage, and what a message between two ranks takes: that long, nobody computes for it."""
+    """The cost of every stage, and how long a message between two ranks is on its way."""
 
     stages: tuple[StageCost, ...]
     communication: float = 0.0
 
 
 def equal_costs(schedule: Schedule) -> ScheduleCosts:
-    """A rank's whole share of the model takes 1 forward and 2 backward; its chunks take equal parts of that."""
+    """Returns equal costs: a rank's share of the model takes 1 forward and 2 backward, its chunks equal parts."""
     part = schedule.ranks / schedule.stages
     stage = StageCost(forward=part, backward_input=part, backward_weight=part)
     return ScheduleCosts(stages=(stage,) * schedule.stages)

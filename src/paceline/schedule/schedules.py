@@ -23,24 +23,20 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.schedule.check import check_schedule
-from paceline.schedule.grid import Action, Kind, Schedule, align, parse_action
+from paceline.schedule.grid import Action, Schedule, align, parse_action
 from paceline.schedule.lowering import lower
 from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure, StageCost, equal_costs, measure_schedule
-from paceline.schedule.picture import draw
-from paceline.schedule.text import format_csv, parse_csv, read_csv, render_text, write_csv
+from paceline.schedule.text import draw, format_csv, parse_csv, read_csv, render_text, write_csv
 from paceline.schedule.zero_bubble import zb_h1, zb_v
 
 __all__ = [
     "Action",
-    "Kind",
     "Schedule",
     "SCHEDULE_NAMES",
     "make_schedule",
     "gpipe",
     "one_f_one_b",
     "interleaved",
-    "zb_h1",
-    "zb_v",
     "check_schedule",
     "lower",
     "ScheduleCosts",
@@ -59,7 +55,7 @@ __all__ = [
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards: the simplest, and every microbatch is in flight at once."""
+    """Makes a schedule of all forwards, then all backwards: the simplest, and every microbatch is in flight at once."""
     orders = [
         [Action("F", rank, m) for m in range(microbatches)] + [Action("B", rank, m) for m in range(microbatches)]
         for rank in range(ranks)
@@ -68,7 +64,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """One forward, one backward: a backward as soon as it can run, so that few microbatches are in flight."""
+    """Makes a schedule that runs a backward as soon as it can, so that few microbatches are in flight."""
     orders = []
     for rank in range(ranks):
         forwards = [Action("F", rank, m) for m in range(microbatches)]
@@ -78,7 +74,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """1f1b in which each rank holds several chunks of the model, so that the pipeline fills faster.
+    """Makes a 1f1b schedule in which each rank holds several chunks of the model, so that the pipeline fills faster.
 
     Stage s is on rank s mod p. Microbatches go through the chunks in groups of p or a few more: a group is through
     one chunk of all ranks just when the first rank is ready to take it through the next. Fewer microbatches than ranks,
@@ -103,7 +99,7 @@ def _groups(microbatches: int, num_groups: int) -> list[range]:
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Some forwards first, then one of each in turn, then the backwards that are left."""
+    """Returns some forwards first, then one of each in turn, then the backwards that are left."""
     warm_up = min(warm_up, len(forwards))
     order = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):

@@ -23,7 +23,7 @@ from paceline.schedule.grid import Action, Kind, Schedule, align
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """The memory of 1f1b with a third of its idle time."""
+    """Makes a schedule with the memory of 1f1b and a third of its idle time."""
     orders = [list(_h1_order(rank, ranks, microbatches)) for rank in range(ranks)]
     return align("zb-h1", orders, range(ranks), microbatches)
 
@@ -43,7 +43,7 @@ def _h1_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Two chunks a rank along a V: the first and the last stage are on rank 0, and little idle time is left."""
+    """Makes a schedule of two chunks a rank along a V: the first and the last stage are on rank 0."""
     placement = (*range(ranks), *reversed(range(ranks)))
 
     def urgency(action: Action) -> tuple[int, int]:

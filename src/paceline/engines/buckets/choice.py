@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from paceline.cluster.costs import Wire
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
+from paceline.plan.layout import Layout
 from paceline.units import MIB
 
 _SMALLEST_BYTES = MIB // 16
@@ -141,7 +142,7 @@ def choose_for_link(sizes: Sequence[ParameterSize], arrival: Sequence[int], link
     low, high = _LINK_BYTES
     wanted = link.alpha_s * link.bandwidth * (1 - _LATENCY_SHARE) / _LATENCY_SHARE
     bucket_bytes = int(min(max(wanted, low), high))
-    policy = BucketPolicy(bucket_bytes=bucket_bytes, first_bucket_bytes=min(BucketPolicy().first_bucket_bytes, low))
+    policy = BucketPolicy(bucket_bytes=bucket_bytes, first_bucket_bytes=min(Layout().first_bucket_bytes, low))
     return BucketChoice(policy=policy, num_buckets=len(bucket_parameters(sizes, arrival, policy)), link=link)
 
 
