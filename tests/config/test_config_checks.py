@@ -19,7 +19,6 @@ from paceline.config import (
 )
 from paceline.config.checks import CHECKS, ConfigCheck, check_gpt_heads
 from paceline.config.layout import layout_problems
-from paceline.config.schema import ParallelConfig
 from paceline.config.sections import GPT_SIZES
 from paceline.errors import ConfigError
 
