@@ -17,9 +17,9 @@ from paceline.data.order import DataOrder
 from paceline.errors import ConfigError
 from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
+from paceline.predict.memory.planned import with_memory
 from paceline.schedule.schedules import make_schedule
 from paceline.schedule.text import format_csv
-from paceline.search.memory_verdict import with_memory
 
 
 def make_config(*, last_batch: str = "keep", **train: Any) -> Config:

@@ -8,8 +8,9 @@ import pytest
 
 from paceline.cluster.detect import Machine
 from paceline.config import Config, load_config
+from paceline.predict.memory.planned import rank_estimates
 from paceline.search.expect import expected_memory
-from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, needed, needed_in_turns, rank_estimates, ways_out
+from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, needed, needed_in_turns, ways_out
 from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)

@@ -16,8 +16,8 @@ from paceline.plan.describe import mesh_text
 from paceline.plan.layout import Layout, Offload
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
+from paceline.predict.memory.planned import with_memory
 from paceline.search.choice import Choice, Room, apply_choice
-from paceline.search.memory_verdict import with_memory
 from paceline.search.mesh_choice import choose_mesh, overhead_of
 from paceline.units import GIB
 

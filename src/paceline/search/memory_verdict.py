@@ -23,10 +23,10 @@ from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.describe import config_values
 from paceline.plan.memory import MemoryEstimate
-from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
+from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
+from paceline.predict.memory.planned import rank_estimates
+from paceline.search.expect import present_cluster
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -80,33 +80,6 @@ class MemoryVerdict:
             f"{self.need.who} {format_bytes(self.need.total)} of memory by estimate ({self.need.largest()}), and "
             f"{self.where} has {has}{free}"
         )
-
-
-def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]:
-    """Estimates what a rank of each pipeline stage holds, for a config whose device and ranks are settled.
-
-    Empty where that is not known beforehand: a microbatch or strategy that is found later, a model of the user's own
-    code, a schedule of the user's own, or a model that cannot be cut so.
-    """
-    parallel, ranks = config.parallel, config.parallel.ranks
-    assert isinstance(ranks, int)
-    if "auto" in (config.train.microbatch, parallel.strategy, parallel.sharding_strategy):
-        return ()
-    try:
-        layout = layout_of(config, ranks, ranks // hosts)
-        model = describe_model(config, parallel.device)
-        if model is None or not is_known(model, layout):
-            return ()
-        return estimate_ranks(model, layout, StateFacts.of(config, parallel.device))
-    except (UsageError, ConfigError):
-        return ()
-
-
-def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: str) -> Plan:
-    """Returns the plan with an estimate of what a rank will hold, if the model is known: the rank with the most."""
-    if model is None or not is_known(model, plan.layout):
-        return plan
-    return dataclasses.replace(plan, memory=estimate_memory(model, plan.layout, StateFacts.of(config, device)))
 
 
 def needed(config: Config) -> MemoryNeed | None:
@@ -185,7 +158,6 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
     Where nothing fits, what comes nearest; where this machine cannot be priced, why. ``entry`` is a file that
     ``paceline calibrate`` wrote.
     """
-    from paceline.search.expect import present_cluster
     from paceline.search.request import request_for
     from paceline.search.result import plan_for
     from paceline.search.search import workload_text

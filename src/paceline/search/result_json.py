@@ -7,12 +7,12 @@ from typing import Any
 
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Workload
-from paceline.search.result import PlanResult
+from paceline.search.findings import PlanFindings
 from paceline.search.scaling import ScalingRow
 from paceline.search.search import Ranked, workload_text
 
 
-def result_json(result: PlanResult, top: int) -> dict[str, Any]:
+def result_json(result: PlanFindings, top: int) -> dict[str, Any]:
     """Returns all of a result, with so many of its plans."""
     request, found, task = result.request, result.found, result.request.task
     return {
@@ -45,7 +45,7 @@ def result_json(result: PlanResult, top: int) -> dict[str, Any]:
     }
 
 
-def ranked_json(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
+def ranked_json(result: PlanFindings, ranked: Ranked) -> dict[str, Any]:
     """Returns one plan."""
     step, (low, high) = ranked.prediction.step, ranked.prediction.band
     return {
@@ -72,7 +72,7 @@ def ranked_json(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
     }
 
 
-def _categories(result: PlanResult, ranked: Ranked) -> dict[str, float]:
+def _categories(result: PlanFindings, ranked: Ranked) -> dict[str, float]:
     """Of what ``memory_bytes`` is: of the estimate that the engines are checked against, or of the formulas.
 
     The larger of the two decides what fits.
@@ -82,7 +82,7 @@ def _categories(result: PlanResult, ranked: Ranked) -> dict[str, float]:
     return found if found is not None and is_larger else {**asdict(ranked.prediction.memory), "buffers": 0.0}
 
 
-def _estimate(result: PlanResult, ranked: Ranked) -> dict[str, float] | None:
+def _estimate(result: PlanFindings, ranked: Ranked) -> dict[str, float] | None:
     """By the estimate; None for a model that it does not know."""
     need = result.way_of(ranked).need
     found = None if need is None else need.estimate(ranked.layout)
@@ -115,7 +115,7 @@ def _decided(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
+def _row_json(result: PlanFindings, row: ScalingRow) -> dict[str, Any]:
     start: dict[str, Any] = {"devices": row.devices, "global_batch": row.global_batch}
     if row.best is None:
         return {**start, "plan": None, "why": row.why}

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.plan.workload import ModelShape
-from paceline.search.result import PlanResult
+from paceline.search.findings import PlanFindings
 from paceline.search.search import Ranked, Search, node_bytes, workload_text
 from paceline.units import format_count, format_seconds
 
 
-def result_text(result: PlanResult, top: int) -> str:
+def result_text(result: PlanFindings, top: int) -> str:
     """Returns a result in lines."""
     return "\n".join(_lines(result, top))
 
 
-def _lines(result: PlanResult, top: int) -> Iterator[str]:
+def _lines(result: PlanFindings, top: int) -> Iterator[str]:
     request = result.request
     task, cluster = request.task, request.cluster
     samples = (
@@ -38,7 +38,7 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
     yield from _tables(result)
 
 
-def _plans(result: PlanResult, winner: Ranked, top: int) -> Iterator[str]:
+def _plans(result: PlanFindings, winner: Ranked, top: int) -> Iterator[str]:
     found, unit = result.found, winner.unit
     yield f"\n{found.looked_at} ways looked at, {found.num_fit} fit{_reasons(found)}\n"
     cost = f" {_cost_head(result, winner):>12}" if _shows_cost(result) else ""
@@ -53,7 +53,7 @@ def _plans(result: PlanResult, winner: Ranked, top: int) -> Iterator[str]:
         yield f"the first has {_gib(winner.host_bytes)} of each rank in its host's memory, which is not in the catalog"
 
 
-def _nothing(result: PlanResult) -> Iterator[str]:
+def _nothing(result: PlanFindings) -> Iterator[str]:
     found = result.found
     yield f"\nout of memory: none of {found.looked_at} ways fits{_reasons(found)}"
     if found.nearest is not None:
@@ -62,7 +62,7 @@ def _nothing(result: PlanResult) -> Iterator[str]:
     yield from (f"would fit with {change}" for change in result.changes)
 
 
-def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
+def _verdict(result: PlanFindings, winner: Ranked) -> Iterator[str]:
     ranked, found = result.as_written, result.found
     if ranked is None:
         yield f"as written: not judged, as {result.not_judged}"
@@ -78,7 +78,7 @@ def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
     yield from (f"  fits with {change}" for change in result.changes)
 
 
-def _tables(result: PlanResult) -> Iterator[str]:
+def _tables(result: PlanFindings) -> Iterator[str]:
     unit = "tokens" if isinstance(result.request.task.model, ModelShape) else "samples"
     for name, rows in result.scaling.items():
         yield f"\n{name} scaling ({'same batch' if name == 'strong' else 'same samples a device'})"
@@ -99,7 +99,7 @@ def _tables(result: PlanResult) -> Iterator[str]:
         yield f"\ncheapest of these, with the same batch: {cheapest.devices} devices"
 
 
-def _line(result: PlanResult, ranked: Ranked) -> str:
+def _line(result: PlanFindings, ranked: Ranked) -> str:
     cost = f" {_cost(result, ranked):>12}" if _shows_cost(result) else ""
     return (
         f"{format_seconds(ranked.seconds):>10} {ranked.tokens_per_s:>12,.0f} {ranked.mfu:>6.1%} "
@@ -107,16 +107,16 @@ def _line(result: PlanResult, ranked: Ranked) -> str:
     )
 
 
-def _shows_cost(result: PlanResult) -> bool:
+def _shows_cost(result: PlanFindings) -> bool:
     return result.price is not None or result.found.order == "cost"
 
 
-def _cost_head(result: PlanResult, ranked: Ranked) -> str:
+def _cost_head(result: PlanFindings, ranked: Ranked) -> str:
     each = "G" if ranked.unit == "samples" else "B"
     return f"{'h' if result.price is None else '$'}/{each} {ranked.unit[:7]}"
 
 
-def _cost(result: PlanResult, ranked: Ranked) -> str:
+def _cost(result: PlanFindings, ranked: Ranked) -> str:
     cost = result.cost_of(ranked)
     return f"{cost.hours_per_billion if cost.per_billion is None else cost.per_billion:,.2f}"
 

@@ -31,11 +31,11 @@ from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots
+from paceline.predict.memory.planned import with_memory
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
 from paceline.search.make_plan import RunMachine, make_plan, with_length
-from paceline.search.memory_verdict import with_memory
 from paceline.train.batch_search import microbatch_sizes
 from paceline.train.ema import WeightAverage
 from paceline.train.loss import Loss, build_loss
