@@ -212,10 +212,13 @@ class Tree:
         return name if name in self._names else ""
 
     def _cycles(self) -> Iterator[Violation]:
-        """Modules that import one another at load time. A room's own __init__.py stands for its public names."""
-        files = {file.name: file for file in self.files}
+        """Modules that import one another: at load time, inside functions or for types. Doors of rooms are left out.
+
+        A room's __init__.py loads its public names when they are asked for.
+        """
+        files = {file.name: file for file in self.files if file.path.stem != "__init__"}
         graph = {
-            name: {inner for use in file.uses if use.when == "load" and (inner := self.inner(use))} - {name}
+            name: {inner for use in file.uses if (inner := self.inner(use)) in files} - {name}
             for name, file in files.items()
         }
         try:
@@ -223,7 +226,7 @@ class Tree:
         except CycleError as error:
             cycle = list(reversed(error.args[1]))
             first = files[cycle[0]]
-            line = next(use.line for use in first.uses if use.when == "load" and self.inner(use) == cycle[1])
+            line = next(use.line for use in first.uses if self.inner(use) == cycle[1])
             yield first.violation(line, "cycle", " imports ".join(cycle))
 
 
@@ -439,19 +442,18 @@ def test_a_planted_violation_is_named(plant: Plant, file: str, text: str, line: 
     assert {each.split(": ")[1] for each in found} <= {rule, "direction"}
 
 
-def test_modules_that_import_one_another_at_load_time_are_named(plant: Plant) -> None:
+@pytest.mark.parametrize("form", ["{}", IN_FUNCTION, FOR_TYPES])
+def test_modules_that_import_one_another_are_named(plant: Plant, form: str) -> None:
     files = {
         "data/fetch.py": "from paceline.data.text import read",
         "data/order.py": "from paceline.data import fetch",
-        "data/text.py": IN_FUNCTION.format("from paceline.data.order import share"),
+        "data/text.py": "",
     }
     assert Tree(plant(files)).violations() == []
-    (found,) = Tree(plant({**files, "data/text.py": "from paceline.data.order import share"})).violations()
-    assert str(found) in {
-        "paceline/data/fetch.py:2: cycle: data.fetch imports data.text imports data.order imports data.fetch",
-        "paceline/data/order.py:2: cycle: data.order imports data.fetch imports data.text imports data.order",
-        "paceline/data/text.py:2: cycle: data.text imports data.order imports data.fetch imports data.text",
-    }
+    back = form.format("from paceline.data.order import share")
+    (found,) = Tree(plant({**files, "data/text.py": back})).violations()
+    assert " imports data." in str(found)
+    assert ": cycle: data." in str(found)
 
 
 def test_a_file_without_a_docstring_is_named(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ class CombinedParallel(Engine):
         self.axes = axes
         self.comm = axes.data
         self.stages: dict[int, Engine] = dict(pipeline.stages)
-        self.pipeline = pipeline if pipeline.num_stages > 1 else None
+        self._pipeline = pipeline if pipeline.num_stages > 1 else None
+        self.pipeline = self._pipeline
         engines = list(self.stages.values())
         self.precision = engines[0].precision
         self.flat_groups = [group for engine in engines for group in engine.flat_groups]
@@ -108,7 +109,7 @@ class CombinedParallel(Engine):
 
         Raises UsageError for a forward with gradients through a pipeline, whose microbatches run by a schedule.
         """
-        if self.pipeline is None:
+        if self._pipeline is None:
             return self.stages[0](*args, **kwargs)
         if torch.is_grad_enabled():
             raise UsageError(
@@ -116,7 +117,7 @@ class CombinedParallel(Engine):
                 "  its forward and backward passes are interleaved by a schedule, over all microbatches of a step\n"
                 "  call engine.run_microbatches(microbatches, loss, scale), or train through the trainer"
             )
-        output = self.pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), (args, kwargs))
+        output = self._pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), (args, kwargs))
         return merge_over(self.axes.pipe, {} if output is None else {"output": output})["output"]
 
     def run_microbatches(
@@ -130,11 +131,11 @@ class CombinedParallel(Engine):
 
         There the result is one sum and count over this rank's microbatches, the same on every rank of the pipeline.
         """
-        if self.pipeline is None:
+        if self._pipeline is None:
             return super().run_microbatches(microbatches, loss, scale, on_phase)
-        values = self.pipeline.run(microbatches, loss, scale, on_phase)
+        values = self._pipeline.run(microbatches, loss, scale, on_phase)
         self._sum_tied()
-        return [self.pipeline.share_values(values)]
+        return [self._pipeline.share_values(values)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over what this rank updates, under the whole model's names."""
@@ -156,16 +157,16 @@ class CombinedParallel(Engine):
 
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
         """Returns ``compute(model, batch)`` on the last stage, None on the others."""
-        if self.pipeline is None:
+        if self._pipeline is None:
             return compute(self, batch)
-        result: T | None = self.pipeline.evaluate(compute, batch)
+        result: T | None = self._pipeline.evaluate(compute, batch)
         return result
 
     def add_up(self, sums: torch.Tensor) -> None:
         """Adds numbers of the last stages over the ranks that share the batch; every rank gets the result."""
         self.comm.all_reduce(sums).wait()
-        if self.pipeline is not None and self.axes.pipe.size > 1:
-            self.axes.pipe.broadcast(sums, self.pipeline.last_rank).wait()
+        if self._pipeline is not None and self.axes.pipe.size > 1:
+            self.axes.pipe.broadcast(sums, self._pipeline.last_rank).wait()
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks for which this one has no samples."""

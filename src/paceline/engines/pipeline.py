@@ -36,6 +36,7 @@ from paceline.engines.engine import DetachedLoss, Engine, LossFunction, LossSum,
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key, tensors_of
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
 from paceline.errors import UsageError
+from paceline.schedule.lowering import RankProgram
 from paceline.schedule.schedules import Action, Schedule, lower
 
 
@@ -55,15 +56,6 @@ class _Flight:
     roots: list[torch.Tensor]
     gradients: list[torch.Tensor | None] | None  # of the roots, where they are known: not before backward comes
     part: WeightPart | None
-
-
-@dataclass(frozen=True, slots=True)
-class RankProgram:
-    """A rank's row of a schedule, with what follows from the rows of the others."""
-
-    actions: tuple[Action, ...]
-    reducing: Mapping[int, int]  # by stage, the microbatch whose backward comes last
-    released: Mapping[Action, tuple[Action, ...]]  # sends that have arrived, by the receive that tells so
 
 
 class Pipeline:

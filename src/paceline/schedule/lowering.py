@@ -14,11 +14,21 @@ that it does not use yet.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from paceline.schedule.grid import Action, Kind, Schedule
 
 _Places = dict[Action, tuple[int, int]]  # rank, and index among its compute actions
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """A rank's row of a schedule, with what follows from the rows of the others."""
+
+    actions: tuple[Action, ...]
+    reducing: Mapping[int, int]  # by stage, the microbatch whose backward comes last
+    released: Mapping[Action, tuple[Action, ...]]  # sends that have arrived, by the receive that tells so
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:

@@ -23,7 +23,7 @@ from paceline.cluster.devices import Cluster
 from paceline.comm.dry.communicator import DryWorld
 from paceline.comm.group import check_peer
 from paceline.config import Config, config_batch
-from paceline.engines.pipeline import Pipeline, RankProgram
+from paceline.engines.engine import StageRunner
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.models.registry import model_blocks
@@ -38,6 +38,7 @@ from paceline.rehearse.dryrun.hosted import told_apart
 from paceline.rehearse.dryrun.operators import dtype_name
 from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data
 from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
+from paceline.schedule.lowering import RankProgram
 from paceline.schedule.schedules import Action
 from paceline.search.choice import MARGIN
 from paceline.train.batch_search import microbatch_sizes
@@ -283,7 +284,7 @@ def _compute_dtype(config: Config) -> str:
 FEW = 3  # microbatches: the first, one that stands for all between, and the last
 
 
-def enough_microbatches(pipeline: Pipeline, wanted: int) -> int:
+def enough_microbatches(pipeline: StageRunner, wanted: int) -> int:
     """Returns how many microbatches are run where so many are wanted: all, if few do not tell of the others."""
     ranks = pipeline.pipe.size
     if pipeline.splits_backward and len(pipeline.placement) > ranks:  # what zb-v gathers differs by microbatch
@@ -324,7 +325,7 @@ def with_marks(events: Sequence[Event], acts: Sequence[int], actions: Sequence[A
 _RECEIVES = {"F": "RF", "B": "RB", "I": "RB"}
 
 
-def _is_plain(pipeline: Pipeline, microbatches: int) -> bool:
+def _is_plain(pipeline: StageRunner, microbatches: int) -> bool:
     """Whether the first microbatch is the first in every pass of a schedule, and the last one the last to go back."""
     try:
         program = pipeline.program(microbatches)
