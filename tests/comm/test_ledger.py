@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator
+from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
 from paceline.comm.ledger.file import NUM_RECORDS, TABLE_BYTES, LedgerReader
-from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator, ledger_clock
+from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
@@ -167,7 +168,8 @@ def test_a_rank_inside_an_operation_is_seen_there_and_not_after_an_error() -> No
 WRITER = """
 import sys, os, torch
 from pathlib import Path
-from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator
+from paceline.comm.ledger.communicator import LedgerCommunicator
+from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.solo import SoloCommunicator
 ledger = Ledger(rank=5, world=8, path=Path(sys.argv[1]))
 comm = LedgerCommunicator(SoloCommunicator(torch.device("cpu"), world_rank=5), ledger)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from covering import covering
 from gloo_pool import GlooPool
+from gone_processes import wait_until_gone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_functions import groups_in_any_order
@@ -457,11 +458,15 @@ def die_in_an_operation(comm: Communicator, how: str) -> tuple[dict[str, str], l
     shared = SharedMemoryCommunicator.join(comm)
     creator = torch.tensor([os.getpid()])
     comm.broadcast(creator).wait()
+    victim = torch.tensor([os.getpid()])
+    comm.broadcast(victim, source=comm.size - 1).wait()
     large = torch.ones(3_000_000)
     if comm.rank == comm.size - 1:
         if how == "during":  # the first chunks are in
             shared.all_reduce(large)
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "during":  # else the others might take all its chunks before it dies
+        wait_until_gone([int(victim)])
     found = {"all_reduce": message_of(CommunicationError, lambda: shared.all_reduce(large).wait())}
     found["later"] = message_of(CommunicationError, lambda: shared.all_reduce(large).wait())
     return found, files_of(int(creator))

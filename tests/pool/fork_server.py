@@ -219,7 +219,7 @@ def end() -> None:
 
 
 def serve(listener_number: int, address: str) -> None:
-    """Loads everything, then forks until the input ends; returns in no process before that process ends."""
+    """Loads everything, then forks until the input ends."""
     global _address, _server_pid
     own = os.environ["PYTHONPATH"].split(os.pathsep)
     standard_path = [place for place in sys.path if place and place not in own]
@@ -230,8 +230,9 @@ def serve(listener_number: int, address: str) -> None:
     gc.freeze()
     with socket.socket(fileno=listener_number) as listener:
         request = fork_for_clients(listener)
-    if request is not None:
-        become(request, standard_path)
+    if request is None:
+        os._exit(0)
+    become(request, standard_path)
 
 
 def load_all() -> None:
@@ -269,8 +270,12 @@ def fork_for_clients(listener: socket.socket) -> dict[str, Any] | None:
                 reap(clients)
                 continue
             client, _ = listener.accept()
-            head, files, _, _ = socket.recv_fds(client, LENGTH.size, 100)
-            content = receive(client, LENGTH.unpack(head)[0])
+            try:
+                head, files, _, _ = socket.recv_fds(client, LENGTH.size, 100)
+                content = receive(client, LENGTH.unpack(head)[0])
+            except (OSError, EOFError, struct.error):
+                client.close()  # killed before it had said what it wants
+                continue
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)

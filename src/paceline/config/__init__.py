@@ -7,10 +7,7 @@ batch = batch_plan(config.train, ranks=4)
 from __future__ import annotations
 
 from paceline.config.batch import batch_plan as batch_plan
-from paceline.config.batch import check_batch as check_batch
 from paceline.config.batch import peak_learning_rate as peak_learning_rate
-from paceline.config.batch import resolve_batch as resolve_batch
-from paceline.config.batch import scaled_learning_rate as scaled_learning_rate
 from paceline.config.checks import check_ranks as check_ranks
 from paceline.config.checks import run_checks as run_checks
 from paceline.config.explain import ExplainRow as ExplainRow
@@ -23,13 +20,9 @@ from paceline.config.load import dump_yaml as dump_yaml
 from paceline.config.load import leaf_values as leaf_values
 from paceline.config.load import load_config as load_config
 from paceline.config.load import load_config_with_sources as load_config_with_sources
-from paceline.config.schema import CommConfig as CommConfig
 from paceline.config.schema import CompressionConfig as CompressionConfig
 from paceline.config.schema import Config as Config
-from paceline.config.schema import NcclConfig as NcclConfig
 from paceline.config.schema import OptimConfig as OptimConfig
-from paceline.config.schema import ParallelConfig as ParallelConfig
-from paceline.config.schema import TrainConfig as TrainConfig
 from paceline.config.schema import json_schema as json_schema
 from paceline.config.sections import CheckpointConfig as CheckpointConfig
 from paceline.config.sections import GPTModelConfig as GPTModelConfig

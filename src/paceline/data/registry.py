@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
+from paceline.config.sections import known_shape
 from paceline.data import datasets
-from paceline.data.datasets import MapDataset, SampleSubset, TensorPairs
-from paceline.data.shape import DataShape
+from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
 from paceline.data.text import load_text, split_blocks
 from paceline.errors import DataError
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
         SyntheticImagesDataConfig,
         SyntheticTokensDataConfig,
         TextDataConfig,
+    )
+
+    SyntheticConfig: TypeAlias = (
+        SyntheticClassificationDataConfig | SyntheticImagesDataConfig | SyntheticTokensDataConfig
     )
 
 
@@ -47,12 +51,8 @@ def build_data(config: DataConfig, context: int | None, seed: int) -> DataSplits
         return _digits(config, seed)
     if config.kind == "text":
         return _text(config, context)
-    if config.kind == "synthetic_classification":
-        return _classification(config, seed)
-    if config.kind == "synthetic_images":
-        return _images(config, seed)
-    if config.kind == "synthetic_tokens":
-        return _tokens(config, seed)
+    if config.kind != "factory":
+        return _synthetic(config, seed)
     return _factory(config, seed)
 
 
@@ -78,38 +78,17 @@ def _text(config: TextDataConfig, context: int | None) -> DataSplits:
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 
-def _classification(config: SyntheticClassificationDataConfig, seed: int) -> DataSplits:
-    made = datasets.synthetic_classification(
-        samples=config.samples, features=config.features, classes=config.classes, seed=seed
-    )
-    shape = DataShape(kind="classes", features=config.features, classes=config.classes)
-    return _split(made, config.eval_fraction, seed, shape)
-
-
-def _images(config: SyntheticImagesDataConfig, seed: int) -> DataSplits:
-    made = datasets.synthetic_images(
-        samples=config.samples, classes=config.classes, channels=config.channels, size=config.size, seed=seed
-    )
-    shape = DataShape(
-        kind="classes",
-        features=config.channels * config.size**2,
-        channels=config.channels,
-        size=config.size,
-        classes=config.classes,
-    )
-    return _split(made, config.eval_fraction, seed, shape)
-
-
-def _tokens(config: SyntheticTokensDataConfig, seed: int) -> DataSplits:
-    made = datasets.synthetic_tokens(
-        samples=config.samples, vocab_size=config.vocab_size, context=config.context, seed=seed
-    )
-    shape = DataShape(kind="tokens", vocab_size=config.vocab_size, context=config.context)
-    return _split(made, config.eval_fraction, seed, shape)
-
-
-def _split(made: TensorPairs, eval_fraction: float, seed: int, shape: DataShape) -> DataSplits:
-    train, evaluation = datasets.split_pairs(made, eval_fraction, seed)
+def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
+    makers: dict[str, Callable[..., TensorPairs]] = {
+        "synthetic_classification": datasets.synthetic_classification,
+        "synthetic_images": datasets.synthetic_images,
+        "synthetic_tokens": datasets.synthetic_tokens,
+    }
+    sizes = config.model_dump(include={"samples", "features", "classes", "channels", "size", "vocab_size", "context"})
+    made = makers[config.kind](**sizes, seed=seed)
+    train, evaluation = datasets.split_pairs(made, config.eval_fraction, seed)
+    kind: Literal["tokens", "classes"] = "tokens" if config.kind == "synthetic_tokens" else "classes"
+    shape = DataShape(kind=kind, size=sizes.get("size"), **asdict(known_shape(config)))
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 

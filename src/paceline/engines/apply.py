@@ -34,7 +34,7 @@ from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.models.registry import model_apart, model_blocks, model_ends
-from paceline.plan.layout import Layout, Offload
+from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.rules import check_layout
 from paceline.units import GIB, MIB
 
@@ -77,7 +77,10 @@ def parallelize(
         layout = layout_from(options, None if is_auto else strategy)
     policy = precision_named(layout.precision if precision is None else precision)
     layout = replace(layout, precision=policy.name)
-    if layout.compression.is_any and compressor is None:
+    if compressor is not None:  # the rules of a layout's own compression hold for it too
+        given = compressor.settings
+        layout = replace(layout, compression=Compression(policy=given.policy, error_feedback=given.error_feedback))
+    elif layout.compression.is_any:
         compressor = Compressor(layout.compression)
     if is_auto:
         layout = _choose(model, comm, layout)

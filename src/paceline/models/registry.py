@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         ModelConfig,
         ResNetModelConfig,
     )
-    from paceline.data.shape import DataShape
+    from paceline.data.datasets import DataShape
 
 
 def build_model(config: ModelConfig, shape: DataShape) -> nn.Module:

@@ -22,8 +22,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.file import HEARTBEAT, ledger_path
-from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator
+from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError

@@ -15,7 +15,7 @@ from paceline.comm.algorithms.topology import detect_topology, share_table
 from paceline.comm.algorithms.two_levels import TwoLevelCommunicator, join_hosts
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
-from paceline.comm.ledger.ledger import LedgerCommunicator
+from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate
 from paceline.data.datasets import check_enough
@@ -43,9 +43,10 @@ from paceline.train.microbatch import TrialLimits, find_microbatch, optimizer_by
 from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
 from paceline.train.resolve import resolve_together
+from paceline.train.run_state import TrainerParts
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
-from paceline.train.trainer import BucketHook, Hook, Trainer, TrainerParts
+from paceline.train.trainer import BucketHook, Hook, Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,23 +7,70 @@ each rank's   random states
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.manifest import COMPRESSION, MODEL, State, line_from, prefixed
+from paceline.checkpoint.manifest import COMPRESSION, MODEL, Line, State, line_from, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model
+from paceline.comm.compress import Compressor
+from paceline.data.consumed import ConsumedIds
+from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, MisfitError
+from paceline.plan.plan import Plan
+from paceline.records.meter import StepMeter
 from paceline.shards import Region
+from paceline.train.ema import WeightAverage
+from paceline.train.loss import Loss
+from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
+from paceline.train.scaler import LossScaler
+from paceline.train.step import StepPolicy
+from paceline.train.survive.bad_steps import BadSteps
+from paceline.train.survive.retry import Retry
 
-if TYPE_CHECKING:
-    from paceline.train.trainer import Trainer
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerParts:
+    """What a trainer is made of; each part is usable alone."""
+
+    plan: Plan
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    loader: TrainLoader
+    eval_loader: EvalLoader | None
+    loss: Loss
+    schedule: RateSchedule
+    policy: StepPolicy
+    meter: StepMeter
+    seed: int
+    passes: Retry | None = None
+    compressor: Compressor | None = None
+    average: WeightAverage | None = None
+    evaluates_average: bool = False
 
 
-def collect_state(trainer: Trainer) -> State:
+class RunState(Protocol):
+    """What a trainer keeps from step to step besides its parts: what a checkpoint holds and restores."""
+
+    parts: TrainerParts
+    step: int
+    position: int
+    line: Line | None
+    scaler: LossScaler | None
+    bad_steps: BadSteps
+    consumed: ConsumedIds
+    metrics: dict[str, float]
+    best: dict[str, Any] | None
+    rate_scale: float
+    num_roll_backs: int
+
+
+def collect_state(trainer: RunState) -> State:
     """Returns this rank's part of a trainer's state, without a copy of any tensor. Nothing is sent."""
     parts, comm = trainer.parts, trainer.parts.engine.world
     held = list(parts.engine.shards())
@@ -57,7 +104,7 @@ def collect_state(trainer: Trainer) -> State:
     )
 
 
-def restore_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def restore_state(trainer: RunState, checkpoint: Checkpoint) -> None:
     """Continues a trainer from a checkpoint: see ``Trainer.load_state``."""
     parts, comm, values = trainer.parts, trainer.parts.engine.world, checkpoint.values
     try:
@@ -90,7 +137,7 @@ def restore_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
         seed_everything(parts.seed, parts.engine.random_stream, checkpoint.step)
 
 
-def load_model_and_optimizer(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def load_model_and_optimizer(trainer: RunState, checkpoint: Checkpoint) -> None:
     """Fills parameters, buffers and optimizer state. Rates and decay stay what the config asks for now."""
     engine, optimizer = trainer.parts.engine, trainer.parts.optimizer
     fill_model(checkpoint, engine)

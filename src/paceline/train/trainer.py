@@ -21,47 +21,20 @@ from paceline.checkpoint.manifest import Line, State
 from paceline.checkpoint.read import Checkpoint
 from paceline.clock import seconds_between
 from paceline.comm.base import Communicator
-from paceline.comm.compress import Compressor
 from paceline.comm.objects import broadcast_object
 from paceline.data.consumed import ConsumedIds
-from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
-from paceline.engines.engine import Engine
+from paceline.data.loader import StepBatch
 from paceline.errors import CheckpointError, TrainingError
-from paceline.plan.plan import Plan
-from paceline.records.meter import StepMeter
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
-from paceline.train.ema import WeightAverage
 from paceline.train.evaluate import Evaluation, evaluate
-from paceline.train.loss import Loss
-from paceline.train.optim import RateSchedule, set_learning_rate
-from paceline.train.run_state import collect_state, restore_state
+from paceline.train.optim import set_learning_rate
+from paceline.train.run_state import TrainerParts, collect_state, restore_state
 from paceline.train.scaler import make_scaler
-from paceline.train.step import StepOutcome, StepPolicy, train_step
+from paceline.train.step import StepOutcome, train_step
 from paceline.train.survive.bad_steps import BadStep, BadSteps
 from paceline.train.survive.overflow import explain_bad_steps, find_overflow
 from paceline.train.survive.recovery import GoBack, GoOn, LossPolicy, on_bad_steps
-from paceline.train.survive.retry import Retry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerParts:
-    """What a trainer is made of; each part is usable alone."""
-
-    plan: Plan
-    engine: Engine
-    optimizer: torch.optim.Optimizer
-    loader: TrainLoader
-    eval_loader: EvalLoader | None
-    loss: Loss
-    schedule: RateSchedule
-    policy: StepPolicy
-    meter: StepMeter
-    seed: int
-    passes: Retry | None = None
-    compressor: Compressor | None = None
-    average: WeightAverage | None = None
-    evaluates_average: bool = False
 
 
 @dataclass(slots=True)
