@@ -85,6 +85,8 @@ def parallelize(
     if is_auto:
         layout = _choose(model, comm, layout)
     layout = check_layout(layout, comm.size)
+    if compressor is not None:
+        _check_compressor(layout)
     if not layout.is_split:
         return _share(model, comm, layout, policy, compressor)
     _check_model(model, may_be_meta=comm.device.type == "meta")
@@ -119,6 +121,22 @@ def _refuse_twice(strategy: str | None, precision: object, options: Mapping[str,
         raise UsageError(
             f"{', '.join(twice)} beside layout=...\n  a layout says all of it, and one of the two would be ignored\n"
             f"  put it into the layout: dataclasses.replace(layout, {twice[0].partition(' ')[0]}=...)"
+        )
+
+
+def _check_compressor(layout: Layout) -> None:
+    """Raises UsageError where a compressor of the user's own, of which the rules know nothing, has no place."""
+    if layout.is_split:
+        raise UsageError(
+            "compression with pipeline or tensor\n"
+            "  a tensor that several ranks or stages hold must get the same gradient on all of them\n"
+            "  leave compression out"
+        )
+    if layout.strategy not in ("ddp", "hybrid"):
+        raise UsageError(
+            f"compression with strategy = {layout.strategy!r}\n"
+            "  it works where replicas average the same gradients, and here each rank gets a slice of its own\n"
+            "  take strategy = 'ddp', or 'hybrid', which averages slices across groups; or leave compression out"
         )
 
 

@@ -190,7 +190,7 @@ class _Normalise(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
+class _PassKind:
     """A kind of pass: passes of one kind call the layers equally often."""
 
     looks_at_batch: tuple[bool, ...]
@@ -214,9 +214,9 @@ class Exchange:
         self.layers: list[SyncBatchNorm] = []
         self._modules = list(module.modules())
         self._width = 0  # every message is as long as the longest: who stands in need not know whose turn it is
-        self._kind: _Kind | None = None
+        self._kind: _PassKind | None = None
         self._num_forward = self._num_backward = 0
-        self._num_calls: dict[_Kind, tuple[int, int]] = {}
+        self._num_calls: dict[_PassKind, tuple[int, int]] = {}
         module.register_forward_pre_hook(lambda *_: self._begin())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
@@ -283,13 +283,13 @@ class Exchange:
         for message in backward:
             message.work.wait()
 
-    def _kind_now(self) -> _Kind:
+    def _kind_now(self) -> _PassKind:
         num_trained, is_trained = 0, False
         for module in self._modules:
             is_trained = is_trained or any(p is not None and p.requires_grad for p in module._parameters.values())
             if isinstance(module, SyncBatchNorm) and module.uses_batch_statistics:
                 num_trained += is_trained or module.weight is None
-        return _Kind(
+        return _PassKind(
             looks_at_batch=tuple(layer.uses_batch_statistics for layer in self.layers),
             has_gradients=torch.is_grad_enabled(),
             num_trained=num_trained,

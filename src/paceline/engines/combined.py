@@ -79,7 +79,7 @@ class CombinedParallel(Engine):
         self._num_parameters = num_parameters
         self._names = tuple(names)
         self._tied = dict(tied)
-        self._layout = layout if axes.tensor.size > 1 else None
+        self._splits = layout if axes.tensor.size > 1 else None
         self._tie_comms = dict(self._split_ties(pipeline.placement))
 
     @property
@@ -238,7 +238,7 @@ class CombinedParallel(Engine):
             if not engine.holds_first_copy:
                 continue
             for name, parameter in engine.named_parameters():
-                is_copy = self._layout is not None and self.axes.tensor.rank > 0 and not self._layout.is_split(name)
+                is_copy = self._splits is not None and self.axes.tensor.rank > 0 and not self._splits.is_split(name)
                 if parameter.grad is not None and not is_copy and self._tied.get(name, (stage,))[0] == stage:
                     yield parameter.grad
 
@@ -305,10 +305,10 @@ class CombinedParallel(Engine):
         for stage, engine in self.stages.items():
             for shard in engine.shards():
                 copy = shard.copy if self._tied.get(shard.name, (stage,))[0] == stage else None
-                if self._layout is None or not self._layout.is_split(shard.name):
+                if self._splits is None or not self._splits.is_split(shard.name):
                     yield replace(shard, copy=copy if self.axes.tensor.rank == 0 else None)
                     continue
-                split, tensor = self._layout.splits[shard.name], self.axes.tensor
+                split, tensor = self._splits.splits[shard.name], self.axes.tensor
                 spans = split.spans(tensor.rank, tensor.size)
                 region = replace(shard.region, shape=split.shape, dim=split.dim, spans=spans)
                 yield replace(shard, region=region, copy=copy)
@@ -338,16 +338,16 @@ class CombinedParallel(Engine):
 
     def _whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Puts a tensor together from the parts of the tensor axis."""
-        if self._layout is None or not self._layout.is_split(name):
+        if self._splits is None or not self._splits.is_split(name):
             return value
         tensor = self.axes.tensor
-        return self._layout.full(name, value.to(tensor.device), tensor).to(value.device)
+        return self._splits.full(name, value.to(tensor.device), tensor).to(value.device)
 
     def _part(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Cuts this rank's part from a whole tensor."""
-        if self._layout is None:
+        if self._splits is None:
             return value
-        return self._layout.local(name, value, self.axes.tensor.rank, self.axes.tensor.size)
+        return self._splits.local(name, value, self.axes.tensor.rank, self.axes.tensor.size)
 
     def _whole_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Puts together the states of one parameter that have its shape."""
@@ -355,14 +355,14 @@ class CombinedParallel(Engine):
         return {key: self._whole(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
 
     def _part_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        if self._layout is None:
+        if self._splits is None:
             return dict(values)
-        shape = self._layout.full_shape(name)
+        shape = self._splits.full_shape(name)
         return {key: self._part(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
 
     def _local_shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self.axes.tensor
-        return None if self._layout is None else self._layout.splits[name].local_shape(tensor.rank, tensor.size)
+        return None if self._splits is None else self._splits.splits[name].local_shape(tensor.rank, tensor.size)
 
     def _merged(self, mine: dict[str, T], *, rank0_only: bool) -> dict[str, T]:
         """Collects over the pipeline what its ranks have; with ``rank0_only`` on world rank 0 alone."""

@@ -90,7 +90,7 @@ class FullySharded(ShardedEngine):
         ``compression`` averages over the replicas.
         """
         super().__init__(module, groups.world, precision, layout.buffers)
-        self._layout = layout
+        self.layout = layout
         self._groups = groups
         self._units = list(units)
         self._root = self._units[-1]
@@ -269,7 +269,7 @@ class FullySharded(ShardedEngine):
             return False
         leg, legs = Leg(unit.index, "gather"), self._training.legs
         is_last = legs is not None and legs[-1] == leg
-        return self._layout.reshard_after_forward is False or is_last or leg in self._training.repeated
+        return self.layout.reshard_after_forward is False or is_last or leg in self._training.repeated
 
     def _reach(self, unit: Unit, route: Route) -> None:
         unit.pass_number = self._pass.number
@@ -450,7 +450,7 @@ class FullySharded(ShardedEngine):
     # What the routes call.
 
     def _route(self, order: Sequence[Leg]) -> Route:
-        return Route(self._groups.shards, order, self._issue, self._release, self._layout.prefetch)
+        return Route(self._groups.shards, order, self._issue, self._release, self.layout.prefetch)
 
     def _issue(self, leg: Leg) -> None:
         unit, now = self._units[leg.unit], self._pass

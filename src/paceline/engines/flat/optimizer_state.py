@@ -39,7 +39,7 @@ class _Row:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Kind:
+class _StateKind:
     """What all ranks together hold as one state of one parameter: pieces of ``dtype``, or a whole value (None)."""
 
     dtype: torch.dtype | None
@@ -143,10 +143,10 @@ def _piece_row(name: str, piece: nn.Parameter, values: Mapping[str, Any] | None)
     return _Row(name=name, is_empty=is_empty, dtypes=dtypes)
 
 
-def _agree(comm: Communicator, rows: dict[int, _Row]) -> dict[int, dict[str, _Kind]]:
+def _agree(comm: Communicator, rows: dict[int, _Row]) -> dict[int, dict[str, _StateKind]]:
     """Returns what the ranks hold together, so that all of them issue the same collectives."""
     everyone = gather_objects(comm, rows)
-    agreed: dict[int, dict[str, _Kind]] = {}
+    agreed: dict[int, dict[str, _StateKind]] = {}
     for rank, theirs in enumerate(everyone):
         for index, row in theirs.items():
             if row.refused is not None:
@@ -156,7 +156,7 @@ def _agree(comm: Communicator, rows: dict[int, _Row]) -> dict[int, dict[str, _Ki
                     "  keep each tensor under a name of its own, or train with strategy = 'ddp'"
                 )
             for key, dtype in (row.dtypes or {}).items():
-                kind = agreed.setdefault(index, {}).setdefault(key, _Kind(dtype=dtype))
+                kind = agreed.setdefault(index, {}).setdefault(key, _StateKind(dtype=dtype))
                 kind.dtype = None if dtype is None else kind.dtype
                 kind.holders.append(rank)
             if row.dtypes is not None:
@@ -166,7 +166,7 @@ def _agree(comm: Communicator, rows: dict[int, _Row]) -> dict[int, dict[str, _Ki
     return dict(sorted(agreed.items()))
 
 
-def _check_complete(index: int, kinds: dict[str, _Kind], everyone: list[dict[int, _Row]]) -> None:
+def _check_complete(index: int, kinds: dict[str, _StateKind], everyone: list[dict[int, _Row]]) -> None:
     for key, kind in kinds.items():
         if kind.dtype is None or len(kind.holders) == len(everyone):
             continue
@@ -184,7 +184,7 @@ def _check_complete(index: int, kinds: dict[str, _Kind], everyone: list[dict[int
 
 
 def _share_whole_values(
-    comm: Communicator, states: _States, kinds: dict[int, dict[str, _Kind]], whole: dict[int, dict[str, Any]]
+    comm: Communicator, states: _States, kinds: dict[int, dict[str, _StateKind]], whole: dict[int, dict[str, Any]]
 ) -> None:
     """Fills in the values that are whole: a rank's own where all have one, else those of the first that does."""
     for index, by_key in kinds.items():
@@ -201,7 +201,7 @@ def _gather_group(
     group: FlatGroup,
     members: list[int | None],
     states: _States,
-    kinds: dict[int, dict[str, _Kind]],
+    kinds: dict[int, dict[str, _StateKind]],
     whole: dict[int, dict[str, Any]] | None,
 ) -> None:
     """Gathers one group's states, one kind at a time, and copies them into ``whole`` where it is given.

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from paceline.comm.base import Communicator
 from paceline.engines.tensor.layers import (
     ColumnLinear,
-    Region,
     RowLinear,
     SequencePositions,
     SharedLayer,
     SplitLayer,
+    TensorRegion,
     VocabularyEmbedding,
     VocabularyHead,
 )
@@ -65,8 +65,8 @@ def apply_tensor_parallel(
             + "\n".join(problems)
         )
     whole = {name: tuple(t.shape) for name, t in _tensors(model)}
-    region = Region(comm, is_sequence=sequence)
-    ends = Region(comm, is_sequence=sequence and not plan.has("begin"))
+    region = TensorRegion(comm, is_sequence=sequence)
+    ends = TensorRegion(comm, is_sequence=sequence and not plan.has("begin"))
     cut: dict[int, Split] = {}
     for change in changes:
         _cut(change, comm, cut)
@@ -198,7 +198,7 @@ def _cut(change: _Change, comm: Communicator, done: dict[int, Split]) -> None:
         done[id(parameter)] = split
 
 
-def _convert(change: _Change, region: Region, *, gathers_logits: bool) -> None:
+def _convert(change: _Change, region: TensorRegion, *, gathers_logits: bool) -> None:
     """Makes a layer one of the split kinds, and still one of its own."""
     module, is_transposed = change.module, change.is_transposed
     module.__class__ = _mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
@@ -232,7 +232,7 @@ def _resize(change: _Change) -> None:
         change.module.padding_idx = padding - first if first <= padding < last else None
 
 
-def _place_hooks(model: nn.Module, plan: TensorPlan, region: Region) -> None:
+def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> None:
     """Lets the stream enter the split parts, and under sequence parallelism be split and joined where the plan says."""
     for _, module, rule in plan.places(model, "input"):
         readers = tuple(inner for inner in module.modules() if isinstance(inner, ColumnLinear))
@@ -247,7 +247,7 @@ def _place_hooks(model: nn.Module, plan: TensorPlan, region: Region) -> None:
             module.register_forward_hook(functools.partial(_behind, region.join))
 
 
-def _enter(region: Region, layers: tuple[SplitLayer, ...], x: Tensor) -> Tensor:
+def _enter(region: TensorRegion, layers: tuple[SplitLayer, ...], x: Tensor) -> Tensor:
     # Compiled code orders backward by itself.
     return region.enter(x) if torch.compiler.is_compiling() else region.enter(x, layers)
 

@@ -26,7 +26,7 @@ Backward meets them the other way round: the sum is on its way while the weight 
 
 [Note: complete gradients] Every parameter's gradient is complete when autograd delivers it, and for one that is not
 split the same on all ranks, to the bit. Where a whole parameter works on a part of the stream (norms between, under
-sequence parallelism), it goes through ``Region.share``, whose backward sums.
+sequence parallelism), it goes through ``TensorRegion.share``, whose backward sums.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from paceline.errors import UsageError
 _LENGTH = -2  # the dim of a stream (batch, length, width) along which a sequence is split
 
 
-class Region:
+class TensorRegion:
     """The ranks that share the layers of a model, and how the stream enters and leaves their split parts."""
 
     def __init__(self, comm: Communicator, *, is_sequence: bool) -> None:
@@ -61,7 +61,7 @@ class Region:
         for name in ("enter", "leave", "take", "join", "share"):
             setattr(self, name, cast("Any", torch.compiler).disable(getattr(self, name)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
         return self
 
     def enter(self, x: Tensor, layers: Sequence[SplitLayer] = ()) -> Tensor:
@@ -73,7 +73,7 @@ class Region:
             self.late.pop(layer, None)  # of a pass that did not come to the layer
         if not (torch.is_grad_enabled() and x.requires_grad):
             return gather_sequence(x, self.comm) if self.is_sequence else x
-        flight = _Flight()
+        flight = _PendingSum()
         x = _apply(_Await, x, flight)
         for layer in layers if may_split_backward() else ():
             if cast("Tensor", layer.weight).requires_grad:
@@ -103,7 +103,7 @@ class Region:
 # What moves: each is its own inverse's backward.
 
 
-class _Flight:
+class _PendingSum:
     """A sum that backward has started and not yet awaited."""
 
     __slots__ = ("work",)
@@ -116,7 +116,7 @@ class _Await(torch.autograd.Function):
     """Identity; backward waits for the sum that ``_StartSum`` or ``_StartScatter`` has started."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: _PendingSum) -> Tensor:
         ctx.flight = flight
         return x.view_as(x)
 
@@ -132,7 +132,7 @@ class _StartSum(torch.autograd.Function):
     """Identity; backward starts the all-reduce of the gradient. Nobody may look at it before ``_Await``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: _PendingSum, comm: Communicator) -> Tensor:
         ctx.flight, ctx.comm = flight, comm
         return x.view_as(x)
 
@@ -148,7 +148,7 @@ class _StartScatter(torch.autograd.Function):
     """The whole sequence from the ranks' parts; backward starts the reduce-scatter of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: _PendingSum, comm: Communicator) -> Tensor:
         ctx.flight, ctx.comm = flight, comm
         return gather_sequence(x, comm)
 
@@ -285,7 +285,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 class SplitLayer(nn.Module):
     """A layer that has a part of its parameters: what the kinds below have in common."""
 
-    region: Region  # of a vocabulary layer: as the stream is behind the embedding, and before the output layer
+    region: TensorRegion  # of a vocabulary layer: as the stream is behind the embedding, and before the output layer
     splits: Mapping[str, Split]  # of its own parameters
     is_transposed: bool = False  # the weight is (inputs, outputs)
 
@@ -386,7 +386,7 @@ class VocabularyHead(SplitLayer):
 class SharedLayer(nn.Module):
     """A layer whose parameters are whole, and work on a part of the stream or of the heads."""
 
-    region: Region
+    region: TensorRegion
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with parameters whose gradients are summed over the ranks."""
