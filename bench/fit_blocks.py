@@ -16,7 +16,7 @@ from paceline.plan.workload import ModelShape
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.measured_blocks import BlockShape, Factors, MeasuredBlocks, shape_of
 from paceline.predict.scored.cases import in_metric, predict_case
-from paceline.predict.scored.published import Case
+from paceline.predict.scored.published import PublishedRun
 
 PULL_BLOCK = 1.0
 PULL_HEAD = 0.02
@@ -32,7 +32,7 @@ Key = tuple[str, str]
 class Known:
     family: str
     gpu: str
-    case: Case
+    case: PublishedRun
     measured: float
 
 

@@ -16,7 +16,7 @@ from paceline.plan.layout import Layout
 from paceline.plan.workload import Compute, ModelShape, Running, SampleModel, Workload
 from paceline.predict.formulas.predict import predict
 from paceline.predict.scored.published import known_samples
-from paceline.search.candidates import Task
+from paceline.search.candidates import TrainingTask
 from paceline.search.scaling import resized
 from paceline.search.search import search
 
@@ -68,7 +68,7 @@ def language(cluster: Cluster, compute: Compute, counts: Iterable[int]) -> list[
     """The language model, fully sharded over all devices, from the plans of the search that fit."""
     rates = []
     for count in counts:
-        task = Task(model=LANGUAGE, global_batch=SEQUENCES_EACH * count, seq_len=TOKENS, compute=compute)
+        task = TrainingTask(model=LANGUAGE, global_batch=SEQUENCES_EACH * count, seq_len=TOKENS, compute=compute)
         ranked = search(task, resized(cluster, count)).ranked
         best = next(each for each in ranked if _is_compared(each.layout, count))
         rates.append((best.tokens_per_s, count, best.memory_bytes))

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 from paceline.predict.scored.measured_table import Table, read_table
-from paceline.predict.scored.scores import Errors
+from paceline.predict.scored.scores import ErrorScores
 from paceline.predict.scored.validation import FamilyScores, Validation, validate
 
 DOCUMENT = Path(__file__).parents[1] / "docs/prediction.md"
@@ -96,11 +96,11 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def _both(errors: Errors | None) -> str:
+def _both(errors: ErrorScores | None) -> str:
     return "none" if errors is None else f"{_mean(errors)} (p90 {_percent(errors.p90)}) on {errors.rows} rows"
 
 
-def _rows(errors: Errors | None) -> str:
+def _rows(errors: ErrorScores | None) -> str:
     return str(errors.rows if errors else 0)
 
 
@@ -126,7 +126,7 @@ def _family(found: Validation, name: str) -> FamilyScores | None:
     return next((each for each in found.families if each.family == name), None)
 
 
-def _mean(errors: Errors | None) -> str:
+def _mean(errors: ErrorScores | None) -> str:
     return _percent(errors.mean if errors else None)
 
 

@@ -389,10 +389,10 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
         ("comm/base.py", IN_FUNCTION.format("from paceline.train.step import run"), 3, "direction"),
         ("comm/base.py", FOR_TYPES.format("from paceline.train.step import Step"), 4, "direction"),
         ("comm/base.py", "import importlib\nimportlib.import_module('paceline.train.step')", 3, "direction"),
-        ("records/records.py", "from paceline.records import sinks", 2, "direction"),
+        ("health/straggler.py", "from paceline.records import sinks", 2, "direction"),
         ("models/gpt.py", "from paceline.comm.other import send", 2, "direction"),
         ("mesh.py", "from paceline.config import Config", 2, "direction"),
-        ("checkpoint.py", "from paceline.parallel.other import shard", 2, "direction"),
+        ("checkpoint.py", "from paceline.engines.other import shard", 2, "direction"),
         ("records/report.py", "from paceline.run.processes import free_port", 2, "direction"),
         ("train/step.py", "from paceline import connect", 2, "direction"),
         ("__init__.py", "from paceline.comm.other import connect", 2, "direction"),
@@ -431,7 +431,7 @@ def test_a_planted_violation_is_named(plant: Plant, file: str, text: str, line: 
             "comm/virtual/communicator.py",
             "config/load.py",
         ),
-        *("parallel/other.py", "engines/ddp.py", "engines/apply.py", "run/processes.py"),
+        *("engines/other.py", "engines/ddp.py", "engines/apply.py", "run/processes.py"),
     )
     files = {other: "" for other in others if other != file}
     found = [str(violation) for violation in Tree(plant({**files, file: text})).violations()]

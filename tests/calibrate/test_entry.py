@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from paceline.calibrate.collectives import LinkFigures
-from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
+from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
 from paceline.calibrate.families import FamilyFigures
 from paceline.calibrate.kernels import KernelFigures
-from paceline.calibrate.machine import Measured, best_rates, middle_of
+from paceline.calibrate.machine import MachineFigures, middle_of
 from paceline.cluster.detect import Machine, alone_device
 from paceline.cluster.devices import ShapeRate, load_cluster
 from paceline.cluster.entries import read_catalog
@@ -33,12 +33,12 @@ LINK = LinkFigures(latency_s=2e-5, bandwidth=3e9, worst=0.1, points=((4096, 1e-4
 ORIGIN = Origin(command="paceline calibrate", versions="torch x", spread=0.02)
 
 
-def _measured(**changes: object) -> Measured:
-    found = Measured(device="cpu", ranks=1, threads=2, kernels=KERNELS, links={}, spread=0.02)
+def _measured(**changes: object) -> MachineFigures:
+    found = MachineFigures(device="cpu", ranks=1, threads=2, kernels=KERNELS, links={}, spread=0.02)
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
-def _entry(tmp_path: Path, measured: Measured, machine: Machine = HOST) -> Path:
+def _entry(tmp_path: Path, measured: MachineFigures, machine: Machine = HOST) -> Path:
     path = tmp_path / "mine.yaml"
     name = suggest_name(machine, measured)
     write_entry(make_entry(name, machine, measured, best_rates(measured.kernels.rates), ORIGIN), path)

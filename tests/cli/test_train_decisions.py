@@ -14,7 +14,7 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.records.records import RunRecord, read_records
 from paceline.run.decide import decide_strategy, resolve_config, show_decisions
-from paceline.run.train import read_result
+from paceline.run.result import read_result
 from paceline.search.choice import Room
 
 MLP = ["model.kind=mlp", "data.kind=digits", "parallel.device=cpu"]

@@ -22,7 +22,7 @@ from paceline.run import under_launcher
 from paceline.run.console import LiveProgress
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
 from paceline.run.location import RunLocation, locate_run
-from paceline.run.train import read_result
+from paceline.run.result import read_result
 
 RUN = replace(records.RUN, world_size=1, device="x", backend="gloo", total_steps=4, time=4e9)
 STEP = replace(records.STEP, step=4, samples_per_s=0.5, time=4e9)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from paceline.cluster.costs import (
     ALGORITHMS,
     Algorithm,
-    Link,
-    Links,
     Placement,
+    Wire,
+    Wires,
     all_reduce_messages,
     all_reduce_seconds,
     broadcast_seconds,
@@ -28,7 +28,7 @@ from paceline.cluster.patterns import chain, double_tree, halving, rooted_tree
 from paceline.errors import UsageError
 
 ALPHA, BETA = 1e-3, 1e-6
-LINKS = Links(inside=Link(alpha_s=ALPHA, bandwidth=1 / BETA), across=Link(alpha_s=2 * ALPHA, bandwidth=0.1 / BETA))
+LINKS = Wires(inside=Wire(alpha_s=ALPHA, bandwidth=1 / BETA), across=Wire(alpha_s=2 * ALPHA, bandwidth=0.1 / BETA))
 MB = 2**20
 
 

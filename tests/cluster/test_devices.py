@@ -23,7 +23,7 @@ from paceline.cluster.devices import (
     node_named,
 )
 from paceline.cluster.entries import _key, find_name, parse_catalog, shipped
-from paceline.cluster.rates import attention_rate, matmul_rate
+from paceline.cluster.operations import attention_rate, matmul_rate
 from paceline.errors import UsageError
 
 CATALOG = Path(devices.__file__).parent / "catalog"

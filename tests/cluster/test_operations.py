@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.devices import Device, ShapeRate, device_named
+from paceline.cluster.measured import seconds_between
 from paceline.cluster.operations import Operation, host_seconds, memory_rate, work_seconds
-from paceline.cluster.tables import seconds_between
 
 
 def _device(**changes: object) -> Device:

@@ -14,7 +14,7 @@ from gloo_pool import GlooPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster.costs import ALGORITHMS, Algorithm, Link, Links, Placement, host_link_bytes, sent_bytes
+from paceline.cluster.costs import ALGORITHMS, Algorithm, Placement, Wire, Wires, host_link_bytes, sent_bytes
 from paceline.cluster.measured import MeasuredTable
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.lanes import combine
@@ -402,7 +402,7 @@ def test_narrow_floats_are_rounded_once_a_round(dtype: torch.dtype) -> None:
 # What auto takes
 
 
-def used(name: str, topology: Topology, numel: int, links: Links) -> set[int]:
+def used(name: str, topology: Topology, numel: int, links: Wires) -> set[int]:
     """The peers of rank 0."""
 
     def work(comm: VirtualCommunicator) -> set[int]:
@@ -421,8 +421,8 @@ def used(name: str, topology: Topology, numel: int, links: Links) -> set[int]:
 
 
 def test_auto_takes_what_the_formulas_say_is_fastest() -> None:
-    slow_start = Links(inside=Link(alpha_s=1.0, bandwidth=1e12))
-    slow_wire = Links(inside=Link(alpha_s=1e-12, bandwidth=1e6), across=Link(alpha_s=1e-12, bandwidth=1e3))
+    slow_start = Wires(inside=Wire(alpha_s=1.0, bandwidth=1e12))
+    slow_wire = Wires(inside=Wire(alpha_s=1e-12, bandwidth=1e6), across=Wire(alpha_s=1e-12, bandwidth=1e3))
     flat, two_hosts = state_topology(8, 8), state_topology(8, 4)
     assert used("auto", flat, 8, slow_start) == used("halving_doubling", flat, 8, slow_start) == {1, 2, 4}
     assert used("ring", flat, 8, slow_wire) == {1}

@@ -16,7 +16,7 @@ from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator, ledger_clock
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.health.ledger_view import Call, GroupName, LedgerView
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerView
 from paceline.health.verdict import Limits, judge
 
 
@@ -132,7 +132,7 @@ def test_a_full_table_leaves_out_names_and_nothing_else() -> None:
         comm.all_reduce(torch.ones(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, extra + 1)).wait()
     view = comm.ledger.reader().view()
     assert view.issued == {GroupName((0,)): 8}
-    assert view.entries[-1].call == Call(kind="an operation")
+    assert view.entries[-1].call == LedgerCall(kind="an operation")
 
 
 def test_phases_are_seen_and_a_rank_that_leaves_is_finished() -> None:

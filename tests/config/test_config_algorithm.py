@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 
 from paceline.comm.algorithms.communicator import AlgorithmName
-from paceline.config import CommConfig, check_ranks, load_config
+from paceline.config import check_ranks, load_config
+from paceline.config.schema import CommConfig
 from paceline.errors import ConfigError
 
 MLP = ["model.kind=mlp", "data.kind=digits"]

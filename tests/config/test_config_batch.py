@@ -8,7 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.config import BatchPlan, TrainConfig, batch_plan, check_batch, resolve_batch
+from paceline.config import BatchPlan, batch_plan
+from paceline.config.batch import check_batch, resolve_batch
+from paceline.config.schema import TrainConfig
 from paceline.errors import ConfigError
 
 # A test asserts no timing: a busy machine must not fail a law.

@@ -18,8 +18,8 @@ from paceline.config import (
     run_checks,
 )
 from paceline.config.checks import CHECKS, ConfigCheck, check_gpt_heads
-from paceline.config.gpt_sizes import GPT_SIZES
 from paceline.config.layout import layout_problems
+from paceline.config.sections import GPT_SIZES
 from paceline.errors import ConfigError
 
 # A test asserts no timing: a busy machine must not fail a law.

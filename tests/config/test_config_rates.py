@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import OptimConfig, peak_learning_rate, scaled_learning_rate
+from paceline.config import OptimConfig, peak_learning_rate
+from paceline.config.batch import scaled_learning_rate
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])

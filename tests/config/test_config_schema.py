@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from paceline.config import Config, GPTModelConfig, gpt_shape, json_schema
 from paceline.config.fields import known_fields
-from paceline.config.gpt_sizes import GPT_SIZES, GPTShape
-from paceline.config.sections import GPTSize
+from paceline.config.sections import GPT_SIZES, GPTShape, GPTSize
 
 
 def test_defaults_are_as_documented() -> None:

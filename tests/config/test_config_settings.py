@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from paceline.config import (
     Config,
-    NcclConfig,
     check_exported,
     check_interfaces,
     config_settings,
@@ -21,6 +20,7 @@ from paceline.config import (
     load_config,
     variables_of,
 )
+from paceline.config.schema import NcclConfig
 from paceline.config.settings import NCCL_VARIABLES, contradictions, matching, unknown_variables
 from paceline.errors import ConfigError, Problem
 

@@ -22,10 +22,9 @@ from paceline.config.sections import (
     SyntheticTokensDataConfig,
     TextDataConfig,
 )
-from paceline.data.datasets import TensorPairs
+from paceline.data.datasets import DataShape, TensorPairs
 from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits, build_data
-from paceline.data.shape import DataShape
 from paceline.errors import DataError, UsageError
 
 CONFIGS: list[tuple[DataConfig, DataShape, int]] = [

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from paceline.data import datasets
 from paceline.data.datasets import (
-    Part,
+    SampleSubset,
     TensorPairs,
     check_enough,
     check_map_style,
@@ -148,7 +148,7 @@ def test_a_split_follows_its_seed_and_is_not_a_training_order() -> None:
 
 
 def test_a_part_shows_some_samples_of_another_set() -> None:
-    part = Part(["a", "b", "c"], np.array([2, 0]))
+    part = SampleSubset(["a", "b", "c"], np.array([2, 0]))
     assert len(part) == 2
     assert [part[0], part[1]] == ["c", "a"]
 

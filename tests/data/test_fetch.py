@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from paceline.data.datasets import Part, TensorPairs
-from paceline.data.fetch import DirectSource, LoaderSource, Request, fetch_batch
+from paceline.data.datasets import SampleSubset, TensorPairs
+from paceline.data.fetch import BatchRequest, DirectSource, LoaderSource, fetch_batch
 from paceline.errors import DataError
 
 INPUTS, TARGETS = torch.arange(20.0).reshape(10, 2), torch.arange(10)
@@ -78,7 +78,7 @@ class WrongCount(Each):
         Subset(TensorPairs(INPUTS, TARGETS), range(10)),
         Subset(Each(), range(10)),  # type: ignore[arg-type]
         [(INPUTS[index], index) for index in range(10)],
-        Part(Each(), np.arange(10)),
+        SampleSubset(Each(), np.arange(10)),
     ],
     ids=lambda dataset: type(dataset).__name__,
 )
@@ -91,7 +91,7 @@ def test_every_form_of_data_set_gives_the_same_batch(dataset: Any) -> None:
 
 def test_a_part_reads_from_the_set_behind_it() -> None:
     for whole in (Each(), Finished(), TensorPairs(INPUTS, TARGETS)):
-        batch = fetch_batch(Part(whole, np.array([8, 6, 4])), np.array([2, 0]))
+        batch = fetch_batch(SampleSubset(whole, np.array([8, 6, 4])), np.array([2, 0]))
         assert batch[1].tolist() == [4, 8]
 
 
@@ -126,7 +126,7 @@ def test_a_list_is_one_sample_per_index() -> None:
 
 def test_a_loader_in_this_process_reads_as_directly() -> None:
     """The form that pins memory: no workers, no seeding, errors as they are."""
-    requests = [Request(np.array([3, 1]), 0), Request(np.array([2]), 0), Request(np.array([7, 0]), 1)]
+    requests = [BatchRequest(np.array([3, 1]), 0), BatchRequest(np.array([2]), 0), BatchRequest(np.array([7, 0]), 1)]
 
     def loader(dataset: Any) -> LoaderSource:
         return LoaderSource(dataset, workers=0, prefetch=2, start="fork", pin_memory=False, seed=0)

@@ -129,7 +129,7 @@ def quoted(page: str) -> list[str]:
     return _QUOTED.findall(prose_of(read(page)))
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
 def test_files_that_are_named_exist(page: str) -> None:
     folders = (ROOT, ROOT / "src" / "paceline", ROOT / "bench")
     names = [name for name in quoted(page) if re.fullmatch(r"[\w./-]+\.(py|yaml|md)", name)]

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from paceline.doctor import devices, machine, network
-from paceline.doctor.findings import Finding, Surroundings, examine, missing_packages
+from paceline.doctor.findings import DoctorInputs, MachineFinding, examine, missing_packages
 
-HERE = Surroundings(environment={}, is_quick=True)
+HERE = DoctorInputs(environment={}, is_quick=True)
 
 
-def only(findings: Iterator[Finding], name: str) -> Finding:
+def only(findings: Iterator[MachineFinding], name: str) -> MachineFinding:
     (found,) = [each for each in findings if each.name == name]
     return found
 
 
-def failing_check(_: Surroundings) -> Iterator[Finding]:
+def failing_check(_: DoctorInputs) -> Iterator[MachineFinding]:
     yield from ()
     raise OSError("the bus is full")
 
@@ -64,7 +64,7 @@ def test_cores_that_may_not_be_used_are_told() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        (found,) = machine.processors(Surroundings(environment={"OMP_NUM_THREADS": "8"}))
+        (found,) = machine.processors(DoctorInputs(environment={"OMP_NUM_THREADS": "8"}))
     finally:
         os.sched_setaffinity(0, before)
     assert found.status == "note"
@@ -90,10 +90,10 @@ def test_few_open_files_are_told(limit: int, status: str) -> None:
 
 def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (found,) = machine.disk(Surroundings(environment={}, runs=tmp_path / "file" / "runs"))
+    (found,) = machine.disk(DoctorInputs(environment={}, runs=tmp_path / "file" / "runs"))
     assert (found.name, found.status) == ("disk", "problem")
     assert "monitor.folder" in found.fix
-    disk, clock = machine.disk(Surroundings(environment={}, runs=tmp_path / "runs" / "deep"))
+    disk, clock = machine.disk(DoctorInputs(environment={}, runs=tmp_path / "runs" / "deep"))
     assert str(tmp_path) in disk.found
     assert clock.status == "ok"
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]  # nothing is left

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import config_settings, exported_settings, load_config
-from paceline.doctor.findings import Surroundings
+from paceline.doctor.findings import DoctorInputs
 from paceline.doctor.handshake import shake_hands
 from paceline.doctor.network import (
     Interface,
@@ -100,15 +100,15 @@ def test_the_interfaces_of_this_host_are_found() -> None:
 # Variables, and the run that is meant.
 
 
-def surroundings(*overrides: str, **environment: str) -> Surroundings:
+def surroundings(*overrides: str, **environment: str) -> DoctorInputs:
     config = load_config(None, ["model.kind=mlp", "data.kind=digits", *overrides])
-    return Surroundings(environment=environment, config=config)
+    return DoctorInputs(environment=environment, config=config)
 
 
 def test_all_variables_are_shown_with_who_said_them() -> None:
     (shown,) = variables(surroundings("comm.nccl.max_channels=2", NCCL_NET_PLUGIN="none", HOME="/root"))
     assert shown.found == "NCCL_NET_PLUGIN=none (exported), NCCL_MAX_NCHANNELS=2 (comm.nccl.max_channels)"
-    (none,) = variables(Surroundings(environment={"PATH": "/bin"}))
+    (none,) = variables(DoctorInputs(environment={"PATH": "/bin"}))
     assert none.status == "ok"
     assert none.found.startswith("none")
 
@@ -132,13 +132,13 @@ def test_contradictions_of_both_sides_are_problems_and_typos_are_notes() -> None
 
 def test_files_that_nccl_reads_are_shown(tmp_path: Path) -> None:
     assert [
-        each for each in nccl_files(Surroundings(environment={"HOME": str(tmp_path)})) if str(tmp_path) in each.found
+        each for each in nccl_files(DoctorInputs(environment={"HOME": str(tmp_path)})) if str(tmp_path) in each.found
     ] == []
     (tmp_path / ".nccl.conf").write_text("# ours\nNCCL_SOCKET_IFNAME==ens1f0\n\nNCCL_DEBUG = WARN\nnonsense\n")
-    found = list(nccl_files(Surroundings(environment={"HOME": str(tmp_path)})))[-1]
+    found = list(nccl_files(DoctorInputs(environment={"HOME": str(tmp_path)})))[-1]
     assert found.status == "note"
     assert found.found == f"{tmp_path}/.nccl.conf: NCCL_SOCKET_IFNAME==ens1f0, NCCL_DEBUG=WARN"
-    (missing, *_) = nccl_files(Surroundings(environment={"NCCL_CONF_FILE": str(tmp_path / "none")}))
+    (missing, *_) = nccl_files(DoctorInputs(environment={"NCCL_CONF_FILE": str(tmp_path / "none")}))
     assert missing.status == "problem"
 
 
@@ -151,7 +151,7 @@ def test_a_run_that_asks_for_more_than_there_is_is_told() -> None:
     (absent,) = [each for each in run(surroundings("comm.interface=nope0", "parallel.device=cpu")) if each.fix]
     assert absent.status == "problem"
     assert config_settings(surroundings("comm.interface=lo").config.comm)  # type: ignore[union-attr]
-    assert list(run(Surroundings(environment={}))) == []
+    assert list(run(DoctorInputs(environment={}))) == []
 
 
 def test_gpus_that_are_not_there_are_told() -> None:

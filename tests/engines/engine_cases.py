@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.engine import Engine
+from paceline.plan.layout import Layout
+from paceline.units import MIB
 
 BATCH = 12
 TOLERANCE = 1e-10
@@ -392,3 +394,8 @@ def assert_same(ours: Outcome, theirs: Outcome, tolerance: float = TOLERANCE) ->
     assert list(ours.state) == list(theirs.state)
     for name, value in theirs.state.items():
         torch.testing.assert_close(ours.state[name], value, rtol=0, atol=tolerance, msg=name)
+
+
+def sized(bucket_bytes: int, first_bucket_bytes: int, **options: Any) -> Layout:
+    """Returns a layout with buckets of so many bytes: far smaller than real ones, so that small models have several."""
+    return Layout(bucket_mb=bucket_bytes / MIB, first_bucket_mb=first_bucket_bytes / MIB, **options)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.costs import Link
+from paceline.cluster.costs import Wire
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.choice import (
     ArrivalTimes,
@@ -17,9 +17,10 @@ from paceline.engines.buckets.choice import (
     free_share,
     trial_policies,
 )
+from paceline.plan.layout import Layout
 from paceline.units import MIB
 
-DEFAULT = BucketPolicy()
+DEFAULT = BucketPolicy.of(Layout())
 ORDER = list(reversed(range(64)))
 
 
@@ -33,7 +34,7 @@ def evenly(num: int, num_bytes: int, backward_s: float) -> tuple[list[ParameterS
 def test_exposed_is_what_comes_after_backward_and_hidden_what_comes_before() -> None:
     sizes = [ParameterSize(num_bytes=100, kind="float32")] * 3
     arrivals = ArrivalTimes(moments_s=(3.0, 2.0, 1.0), backward_s=3.0)
-    link = Link(alpha_s=0.5, bandwidth=100.0)
+    link = Wire(alpha_s=0.5, bandwidth=100.0)
     # 1 .. 2.5, 2.5 .. 4, 4 .. 5.5: of 4.5 seconds 2.5 come after the third.
     assert exposed_and_hidden([(2,), (1,), (0,)], sizes, arrivals, link) == pytest.approx((2.5, 2.0))
     # All at once: nothing before the end of backward.
@@ -44,9 +45,9 @@ def test_exposed_is_what_comes_after_backward_and_hidden_what_comes_before() -> 
 
 def test_a_link_with_latency_gets_few_buckets_and_one_without_gets_many() -> None:
     sizes, arrivals = evenly(64, MIB, backward_s=1.0)
-    slow = choose_buckets(sizes, ORDER, arrivals, Link(alpha_s=0.2, bandwidth=1e10), default=DEFAULT)
+    slow = choose_buckets(sizes, ORDER, arrivals, Wire(alpha_s=0.2, bandwidth=1e10), default=DEFAULT)
     assert slow.num_buckets <= 2
-    quick = choose_buckets(sizes, ORDER, arrivals, Link(alpha_s=1e-5, bandwidth=64 * MIB / 1.0), default=DEFAULT)
+    quick = choose_buckets(sizes, ORDER, arrivals, Wire(alpha_s=1e-5, bandwidth=64 * MIB / 1.0), default=DEFAULT)
     assert quick.num_buckets >= 16
     assert quick.lost_s is not None
     assert quick.default_lost_s is not None
@@ -56,7 +57,7 @@ def test_a_link_with_latency_gets_few_buckets_and_one_without_gets_many() -> Non
 def test_the_best_number_of_buckets_on_a_slow_link_is_the_root_of_backward_over_latency() -> None:
     """The formula at the top of the file, for gradients that arrive evenly and a link slower than backward."""
     sizes, arrivals = evenly(64, MIB, backward_s=1.0)
-    link = Link(alpha_s=1 / 64, bandwidth=64 * MIB / 4.0)
+    link = Wire(alpha_s=1 / 64, bandwidth=64 * MIB / 4.0)
 
     def lost(num: int) -> float:
         limit = BucketPolicy(bucket_bytes=64 // num * MIB, first_bucket_bytes=64 // num * MIB)
@@ -69,7 +70,7 @@ def test_the_best_number_of_buckets_on_a_slow_link_is_the_root_of_backward_over_
 def test_what_takes_compute_away_is_not_hidden() -> None:
     """The same times, but nothing is free: then the fewest collectives are best."""
     sizes, arrivals = evenly(64, MIB, backward_s=1.0)
-    link, small = Link(alpha_s=0.01, bandwidth=64 * MIB / 0.9), BucketPolicy(bucket_bytes=MIB, first_bucket_bytes=MIB)
+    link, small = Wire(alpha_s=0.01, bandwidth=64 * MIB / 0.9), BucketPolicy(bucket_bytes=MIB, first_bucket_bytes=MIB)
     free = choose_buckets(sizes, ORDER, arrivals, link, default=small, free=1.0)
     busy = choose_buckets(sizes, ORDER, arrivals, link, default=small, free=0.0)
     assert busy.num_buckets == 1 < free.num_buckets
@@ -78,7 +79,7 @@ def test_what_takes_compute_away_is_not_hidden() -> None:
 
 def test_the_free_share_is_what_measuring_shows() -> None:
     sizes, arrivals = evenly(4, MIB, backward_s=1.0)
-    link, alone = Link(alpha_s=0.0, bandwidth=MIB / 0.2), [(3,), (2,), (1,), (0,)]
+    link, alone = Wire(alpha_s=0.0, bandwidth=MIB / 0.2), [(3,), (2,), (1,), (0,)]
     exposed, hidden = exposed_and_hidden(alone, sizes, arrivals, link)
     assert (exposed, hidden) == pytest.approx((0.2, 0.6))
     assert free_share(alone, sizes, arrivals, link, 1.2) == pytest.approx(1.0)
@@ -90,7 +91,7 @@ def test_the_free_share_is_what_measuring_shows() -> None:
 
 def test_the_default_stays_unless_another_is_clearly_better() -> None:
     sizes, arrivals = evenly(64, MIB, backward_s=1.0)
-    fast = Link(alpha_s=1e-5, bandwidth=1e11)  # whatever is done, under a thousandth of backward is exposed
+    fast = Wire(alpha_s=1e-5, bandwidth=1e11)  # whatever is done, under a thousandth of backward is exposed
     assert choose_buckets(sizes, ORDER, arrivals, fast, default=DEFAULT).policy is DEFAULT
 
 
@@ -106,7 +107,7 @@ def test_no_choice_loses_more_than_the_default(
     num: int, kib: int, backward_s: float, alpha_s: float, bandwidth: float, free: float
 ) -> None:
     sizes, arrivals = evenly(num, kib * 1024, backward_s)
-    link, order = Link(alpha_s=alpha_s, bandwidth=bandwidth), list(reversed(range(num)))
+    link, order = Wire(alpha_s=alpha_s, bandwidth=bandwidth), list(reversed(range(num)))
     choice = choose_buckets(sizes, order, arrivals, link, default=DEFAULT, free=free)
     assert choice.lost_s is not None
     assert choice.default_lost_s is not None
@@ -117,7 +118,7 @@ def test_no_choice_loses_more_than_the_default(
 
 
 def test_two_numbers_of_buckets_give_latency_and_bandwidth() -> None:
-    link = Link(alpha_s=0.002, bandwidth=5e8)
+    link = Wire(alpha_s=0.002, bandwidth=5e8)
     few, many = (3, link.seconds(1e8, rounds=3)), (40, link.seconds(1e8, rounds=40))
     found = fit_link(few, many, 10**8)
     assert found is not None
@@ -149,7 +150,7 @@ def test_trials_have_few_buckets_and_many() -> None:
 )
 def test_for_a_link_alone_latency_is_a_tenth_of_a_bucket(alpha_s: float, bandwidth: float, expected: float) -> None:
     sizes, _ = evenly(64, MIB, 1.0)
-    choice = choose_for_link(sizes, ORDER, Link(alpha_s=alpha_s, bandwidth=bandwidth))
+    choice = choose_for_link(sizes, ORDER, Wire(alpha_s=alpha_s, bandwidth=bandwidth))
     assert choice.policy.bucket_bytes == pytest.approx(expected, rel=1e-6)
     assert choice.num_buckets == len(bucket_parameters(sizes, ORDER, choice.policy))
     assert set(choice.detail()) == {"bucket_mb", "first_bucket_mb", "buckets", "latency_ms", "bandwidth_gb_s"}

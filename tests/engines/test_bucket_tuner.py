@@ -8,7 +8,7 @@ import engine_cases
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import MODELS, SHARES, Outcome, Recipe, assert_same, run_engine, run_single
+from engine_cases import MODELS, SHARES, Outcome, Recipe, assert_same, run_engine, run_single, sized
 from gloo_pool import GlooPool
 from torch import nn
 
@@ -20,7 +20,7 @@ from paceline.engines.apply import parallelize
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.choice import BucketChoice, trial_policies
 from paceline.engines.buckets.tuner import probe_link
-from paceline.engines.ddp import DataParallel, DDPPolicy
+from paceline.engines.ddp import DataParallel
 from paceline.engines.precision import PRECISIONS
 from paceline.plan.layout import Compression
 
@@ -31,7 +31,7 @@ STEPS = NUM_PASSES + 3
 
 
 def make_tuned(module: nn.Module, comm: Communicator, **options: Any) -> DataParallel:
-    return DataParallel(module, comm, DDPPolicy(buckets=SMALL, tunes_buckets=True, **options))
+    return DataParallel(module, comm, sized(200, 100, tunes_buckets=True, **options))
 
 
 @pytest.mark.parametrize("case", ["tied", "branches", "reentrant", "odd shapes", "tiny", "frozen"])
@@ -88,7 +88,7 @@ def step(engine: Any) -> None:
 
 
 def wide(comm: Communicator, **options: Any) -> DataParallel:
-    return DataParallel(seeded(), comm, DDPPolicy(buckets=BUCKETS, tunes_buckets=True), **options)
+    return DataParallel(seeded(), comm, sized(2**15, 2**14, tunes_buckets=True), **options)
 
 
 def replicas_are_equal(engine: DataParallel) -> bool:
@@ -179,7 +179,7 @@ def test_gradients_that_are_kept_add_up_while_buckets_change() -> None:
             with engine.no_sync():
                 loss_of(engine).backward()  # type: ignore[no-untyped-call]
             loss_of(engine).backward()  # type: ignore[no-untyped-call]
-        assert (engine.bucket_choice is not None) == engine.policy.tunes_buckets
+        assert (engine.bucket_choice is not None) == engine.layout.tunes_buckets
         return list(engine.full_gradients().values())
 
     tuned = run_virtual(lambda comm: add_up(wide(comm)), 2)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
+from paceline.plan.layout import Layout
 
 KINDS = ("float32", "bfloat16", "int8")
 SIZES = st.builds(ParameterSize, num_bytes=st.integers(0, 40), kind=st.sampled_from(KINDS))
@@ -109,7 +110,7 @@ def test_zero_bytes_put_every_parameter_into_a_bucket_of_its_own() -> None:
 
 
 def test_no_parameters_make_no_buckets() -> None:
-    assert bucket_parameters([], [], BucketPolicy()) == []
+    assert bucket_parameters([], [], BucketPolicy.of(Layout())) == []
 
 
 @given(num_parameters=st.integers(0, 12), data=st.data())

@@ -175,7 +175,7 @@ def test_what_is_owed_to_a_parameter_waits_until_a_rank_uses_it() -> None:
     def work(comm: Communicator) -> None:
         chosen = compressor("topk", ratio=0.1)
         torch.manual_seed(0)
-        engine = parallelize(Branches(), comm, compression=chosen)
+        engine = parallelize(Branches(), comm, compressor=chosen)
         x = data()[0][comm.rank :: 2]
         engine(x, "ab").square().mean().backward()
         chosen.settle()
@@ -237,7 +237,7 @@ def test_top_k_sends_that_many_times_fewer_bytes_than_plain_data_parallelism(rat
     def work(comm: Communicator, chosen: Compressor | None) -> float:
         torch.manual_seed(0)
         traced = TracedCommunicator(comm, Trace(comm.device))
-        engine = parallelize(nn.Linear(1024, 1024, bias=False), traced, compression=chosen)
+        engine = parallelize(nn.Linear(1024, 1024, bias=False), traced, compressor=chosen)
         engine(torch.randn(2, 1024)).square().mean().backward()  # agrees on the order too
         before = sent_bytes(traced)
         engine.module.zero_grad()
@@ -253,7 +253,7 @@ def test_top_k_sends_that_many_times_fewer_bytes_than_plain_data_parallelism(rat
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_sharded_strategies_refuse_it(strategy: str) -> None:
     def work(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match=f"compression with strategy = '{strategy}'"):
-            parallelize(Net(), comm, strategy, compression=compressor("topk"))
+        with pytest.raises(UsageError, match=f"compression.policy = topk with strategy = {strategy}"):
+            parallelize(Net(), comm, strategy, compressor=compressor("topk"))
 
     run_virtual(work, 2)

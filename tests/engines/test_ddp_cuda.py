@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_cases import sized
 from torch import nn
 
 from paceline.clock import DeviceClock
@@ -16,9 +17,8 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.engines.apply import parallelize
-from paceline.engines.buckets.buckets import BucketPolicy
 from paceline.engines.buckets.choice import BucketChoice
-from paceline.engines.ddp import DataParallel, DDPPolicy
+from paceline.engines.ddp import DataParallel
 from paceline.models.gpt import GPT, gpt_config
 from paceline.records.sinks import JsonlSink
 from paceline.train.assemble import build_trainer
@@ -73,8 +73,7 @@ def test_buckets_are_sized_by_events_of_the_device() -> None:
     def work(comm: Communicator) -> tuple[BucketChoice | None, dict[str, torch.Tensor]]:
         torch.manual_seed(0)
         model = GPT(gpt_config("gpt-nano", dropout=0.0, vocab_size=64)).double().to(comm.device)
-        buckets = BucketPolicy(bucket_bytes=10**5, first_bucket_bytes=5 * 10**4)
-        engine = DataParallel(model, comm, DDPPolicy(buckets=buckets, tunes_buckets=comm.size > 1))
+        engine = DataParallel(model, comm, sized(10**5, 5 * 10**4, tunes_buckets=comm.size > 1))
         optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
         for step in range(11):
             tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(step)).to(comm.device)

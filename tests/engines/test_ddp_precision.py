@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import sized
 from torch import nn
 
 from paceline.comm.base import Communicator
@@ -17,8 +18,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.datasets import TensorPairs
 from paceline.data.loader import TrainLoader
 from paceline.data.order import DataOrder
-from paceline.engines.buckets.buckets import BucketPolicy
-from paceline.engines.ddp import DataParallel, DDPPolicy
+from paceline.engines.ddp import DataParallel
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.errors import RankFailedError, UsageError
 from paceline.train.loss import CrossEntropy
@@ -63,8 +63,7 @@ def data() -> TensorPairs:
 
 
 def make_engine(comm: Communicator, precision: Precision, model: nn.Module | None = None) -> DataParallel:
-    buckets = BucketPolicy(bucket_bytes=400, first_bucket_bytes=100)
-    return DataParallel(model or make_model(), comm, DDPPolicy(buckets=buckets), precision)
+    return DataParallel(model or make_model(), comm, sized(400, 100), precision)
 
 
 def train(comm: Communicator, precision: Precision, *, parts: int, steps: int = 4) -> dict[str, torch.Tensor]:

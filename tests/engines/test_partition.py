@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from paceline.engines.flat.partition import choose_units, owned_parameters
+from paceline.engines.flat.materialize import choose_units, owned_parameters
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.models.registry import model_apart, model_blocks, model_ends

@@ -28,6 +28,7 @@ from engine_cases import (
     assert_same,
     run_engine,
     run_single,
+    sized,
 )
 from gloo_pool import GlooPool
 from torch import nn
@@ -45,9 +46,10 @@ from paceline.engines.buckets.gradients import SlicedBucket
 from paceline.engines.ddp import DataParallel
 from paceline.engines.flat.gathering import Gathering, _tell_of_step
 from paceline.engines.precision import precision_named
-from paceline.engines.zero import ZeroParallel, ZeroPolicy
+from paceline.engines.zero import ZeroParallel
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT, gpt_config
+from paceline.plan.layout import Layout
 
 SMALL = BucketPolicy(bucket_bytes=200, first_bucket_bytes=100)  # a bucket for one or two parameters
 OTHERS = ("two ranks", "accumulated", "a rank without samples")
@@ -58,7 +60,8 @@ ZERO = 1e-12
 def make_zero(
     module: nn.Module, comm: Communicator, stage: Any = 1, buckets: BucketPolicy = SMALL, **options: Any
 ) -> ZeroParallel:
-    return ZeroParallel(module, comm, ZeroPolicy(stage=stage, buckets=buckets, **options))
+    layout = sized(buckets.bucket_bytes, buckets.first_bucket_bytes, strategy=f"zero{stage}", **options)
+    return ZeroParallel(module, comm, layout)
 
 
 def stage_maker(stage: int, **options: Any) -> Callable[[nn.Module, Communicator], ZeroParallel]:
@@ -147,7 +150,7 @@ def test_pieces_have_the_modules_names_and_add_up_to_it(stage: int) -> None:
 
 def test_one_rank_alone_costs_nothing() -> None:
     module = engine_cases.make("plain")
-    engine = ZeroParallel(module, SoloCommunicator(torch.device("cpu")))
+    engine = ZeroParallel(module, SoloCommunicator(torch.device("cpu")), Layout(strategy="zero1"))
     assert [id(p) for p in engine.parameters()] == [id(p) for p in module.parameters()]
     hooks = [m._forward_pre_hooks or m._forward_hooks for m in module.modules()]
     hooks += [p._post_accumulate_grad_hooks for p in module.parameters()]  # type: ignore[attr-defined]
@@ -1020,7 +1023,7 @@ def test_mixed_precision_is_that_of_data_parallelism(stage: int, name: str) -> N
     def work(comm: Communicator, is_zero: bool) -> Any:
         module = engine_cases.make("frozen").float()
         if is_zero:
-            policy = ZeroPolicy(stage=stage, buckets=SMALL)
+            policy = sized(200, 100, strategy=f"zero{stage}")
             return train_in_bf16(comm, ZeroParallel(module, comm, policy, precision))
         return train_in_bf16(comm, DataParallel(module, comm, None, precision))
 
@@ -1041,7 +1044,7 @@ def test_masters_keep_what_bf16_would_lose(stage: int) -> None:
     comm = SoloCommunicator(torch.device("cpu"))
     module = engine_cases.make("plain").float()
     nn.init.ones_(module.get_parameter("second.bias"))
-    engine = ZeroParallel(module, comm, ZeroPolicy(stage=stage), precision_named("bf16_master"))
+    engine = ZeroParallel(module, comm, Layout(strategy=f"zero{stage}"), precision_named("bf16_master"))
     optimizer = torch.optim.SGD(engine.parameters(), lr=1e-4)
     for _ in range(3):
         engine(torch.ones(1, 5)).float().sum().backward()
@@ -1056,7 +1059,7 @@ def test_masters_keep_what_bf16_would_lose(stage: int) -> None:
 def test_norms_with_statistics_stay_as_they_were_built() -> None:
     def work(comm: Communicator) -> list[torch.dtype]:
         module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-        engine = ZeroParallel(module, comm, ZeroPolicy(), precision_named("bf16_master"))
+        engine = ZeroParallel(module, comm, Layout(strategy="zero1"), precision_named("bf16_master"))
         engine(torch.randn(4, 5)).float().sum().backward()
         return [parameter.dtype for parameter in module.parameters()]
 

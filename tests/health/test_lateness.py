@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.health.lateness import Lateness, LatenessPolicy, PhaseTimes, RankLook
-from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.straggler import Straggler, StragglerPolicy
 
 RANKS = 3
@@ -30,11 +30,11 @@ def look(
         behind = (0.1 if rank == last else 0.0) if last is not None else more
         clock = (ahead or {}).get(rank, 0.0)
         entries = tuple(
-            Entry(
+            LedgerEntry(
                 number=step + 1,
                 group=group,
                 sequence=step,
-                call=Call(kind="barrier"),
+                call=LedgerCall(kind="barrier"),
                 step=step,
                 issued_s=step + behind + (clock or 0.0),
             )

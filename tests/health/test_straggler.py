@@ -11,7 +11,7 @@ import torch
 from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator, ledger_clock
 from paceline.comm.virtual.clock import VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.straggler import StragglerPolicy, find_straggler, last_arrivals
 from paceline.records.records import StepRecord
 
@@ -60,9 +60,9 @@ def test_the_first_steps_do_not_count() -> None:
 
 
 def view(rank: int, *times: float) -> LedgerView:
-    group, call = GroupName((0, 1, 2)), Call(kind="barrier")
+    group, call = GroupName((0, 1, 2)), LedgerCall(kind="barrier")
     entries = [
-        Entry(number=at + 1, group=group, sequence=at, call=call, phase="forward", issued_s=seconds)
+        LedgerEntry(number=at + 1, group=group, sequence=at, call=call, phase="forward", issued_s=seconds)
         for at, seconds in enumerate(times)
     ]
     return LedgerView(rank=rank, entries=tuple(entries))

@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.health.ledger_text import views_from_text, views_to_text
-from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.verdict import HangVerdict, Limits, judge
 
 WORLD = GroupName((0, 1, 2))
 PAIR = GroupName((1, 2))
 LIMITS = Limits(step_s=5.0, setup_s=50.0)
-SUM = Call(kind="all_reduce", shape=(4,), dtype="float32", op="sum")
-ROOT = Call(kind="broadcast", shape=(4,), dtype="float32", peer=0)
-BARRIER = Call(kind="barrier")
+SUM = LedgerCall(kind="all_reduce", shape=(4,), dtype="float32", op="sum")
+ROOT = LedgerCall(kind="broadcast", shape=(4,), dtype="float32", peer=0)
+BARRIER = LedgerCall(kind="barrier")
 
 
-def rank(number: int, *calls: Call, group: GroupName = WORLD, **values: object) -> LedgerView:
+def rank(number: int, *calls: LedgerCall, group: GroupName = WORLD, **values: object) -> LedgerView:
     """A rank that has issued ``calls`` and passed all of them, unless ``waiting`` says otherwise."""
     entries = tuple(
-        Entry(
+        LedgerEntry(
             number=place + 1, group=group, sequence=place, call=call, site=f"train.py:{10 + place} in step", done_s=1.0
         )
         for place, call in enumerate(calls)
@@ -33,7 +33,7 @@ def rank(number: int, *calls: Call, group: GroupName = WORLD, **values: object) 
     return replace(view, **values)
 
 
-def waits(number: int, *calls: Call, group: GroupName = WORLD, **values: object) -> LedgerView:
+def waits(number: int, *calls: LedgerCall, group: GroupName = WORLD, **values: object) -> LedgerView:
     """A rank that waits in the last of its calls."""
     return rank(number, *calls, group=group, waiting=len(calls), **values)
 
@@ -149,7 +149,7 @@ def test_where_no_host_waits_the_numbers_issued_tell_who_is_behind() -> None:
         (BARRIER, "called different operations"),
     ],
 )
-def test_a_mismatch_is_told_at_once(other: Call, what: str) -> None:
+def test_a_mismatch_is_told_at_once(other: LedgerCall, what: str) -> None:
     views = [waits(0, BARRIER, SUM), waits(1, BARRIER, other), waits(2, BARRIER, SUM)]
     found = judge(views, 0.0, LIMITS)
     assert found is not None
@@ -180,16 +180,19 @@ def test_of_two_ranks_that_disagree_neither_is_blamed_alone() -> None:
     ("one", "two"),
     [
         (replace(SUM, shape=(2, 2)), SUM),
-        (Call(kind="all_to_all", shape=(4,), dtype="int64"), Call(kind="all_to_all", shape=(9,), dtype="int64")),
+        (
+            LedgerCall(kind="all_to_all", shape=(4,), dtype="int64"),
+            LedgerCall(kind="all_to_all", shape=(9,), dtype="int64"),
+        ),
     ],
 )
-def test_what_ranks_may_differ_in_is_no_mismatch(one: Call, two: Call) -> None:
+def test_what_ranks_may_differ_in_is_no_mismatch(one: LedgerCall, two: LedgerCall) -> None:
     assert judge([rank(0, one), rank(1, two)], 0.0, LIMITS) is None
 
 
-def message(kind: str, peer: int, sequence: int = 0, tag: int = 0) -> Entry:
-    call = Call(kind=kind, shape=(2,), dtype="float32", peer=peer, tag=tag)
-    return Entry(number=1, group=WORLD, sequence=sequence, call=call, site="stage.py:4 in pass_on")
+def message(kind: str, peer: int, sequence: int = 0, tag: int = 0) -> LedgerEntry:
+    call = LedgerCall(kind=kind, shape=(2,), dtype="float32", peer=peer, tag=tag)
+    return LedgerEntry(number=1, group=WORLD, sequence=sequence, call=call, site="stage.py:4 in pass_on")
 
 
 def test_a_receive_without_its_send_names_the_sender() -> None:

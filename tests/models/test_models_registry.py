@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paceline.config.sections import FactoryModelConfig, GPTModelConfig, MLPModelConfig, ResNetModelConfig
-from paceline.data.shape import DataShape
+from paceline.data.datasets import DataShape
 from paceline.errors import ConfigError, UsageError
 from paceline.models.gpt import GPT, SIZES
 from paceline.models.mlp import MLPClassifier

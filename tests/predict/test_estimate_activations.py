@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.config import config_from_dict
-from paceline.data.shape import DataShape
+from paceline.data.datasets import DataShape
 from paceline.models.measured import measure_model
 from paceline.models.registry import build_model, model_blocks, num_parameters
 from paceline.predict.memory.activations import describe_model

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, OptimConfig, config_from_dict, layout_of
-from paceline.data.shape import DataShape
+from paceline.data.datasets import DataShape
 from paceline.engines.apply import parallelize
 from paceline.models.registry import build_model
 from paceline.plan.layout import Compression, Layout, Offload, Strategy

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_batch, config_from_dict, layout_of
-from paceline.data.shape import DataShape
+from paceline.data.datasets import DataShape
 from paceline.engines.apply import parallelize
 from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers

@@ -12,7 +12,7 @@ from paceline.config import Config, config_from_dict
 from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.workload import Workload
 from paceline.predict.formulas.engine_costs import price
-from paceline.predict.formulas.offload import Offloaded, Piece
+from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
 from paceline.predict.memory.engine_memory import EngineMemory
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
@@ -103,7 +103,7 @@ def test_a_plan_needs_no_less_than_the_engine_holds(strategy: str, offload: tupl
 
 def walked(strategy: Strategy, *offload: str, microbatches: int = 1, ranks: int = 4) -> Offloaded:
     """Ten pieces of a billion parameters, in seconds that tell parts apart: 4 s for gradients on the bus."""
-    piece = Piece(params=1e9, forward=1.0, backward=2.0, gather=0.0, reduce=0.0)
+    piece = OffloadedUnit(params=1e9, forward=1.0, backward=2.0, gather=0.0, reduce=0.0)
     return Offloaded(
         layout=Layout(
             strategy=strategy, data=ranks, shard_ranks=ranks, accumulate=microbatches, offload=Offload.of(offload)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import Config, config_from_dict
-from paceline.rehearse.dryrun.calls import Call, KnownCalls
+from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall
 from paceline.rehearse.dryrun.record import record_stages
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def call_twice(func: Any, *args: Any) -> tuple[Call, Call, list[str]]:
+def call_twice(func: Any, *args: Any) -> tuple[OperatorCall, OperatorCall, list[str]]:
     """Calls an operator twice; returns both, and what torch ran for the second."""
     calls = KnownCalls()
     first = calls.call(func, args, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster.costs import Links, Placement, all_reduce_seconds, scatter_seconds
+from paceline.cluster.costs import Placement, Wires, all_reduce_seconds, scatter_seconds
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.nccl import Group, collective_seconds
 from paceline.cluster.wires import wire_cost
@@ -38,7 +38,7 @@ def test_a_broadcast_moves_the_bytes_once_and_a_barrier_a_number() -> None:
 
 
 def test_hosts_cost_the_least_of_the_algorithms() -> None:
-    one, links = wire_cost(None, 4), Links()
+    one, links = wire_cost(None, 4), Wires()
     ranks = (0, 1, 2, 3)
     where = Placement(ranks=4)
     known = ("ring", "tree", "halving_doubling")

@@ -12,7 +12,7 @@ import torch
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.operations import Operation
 from paceline.config import Config, config_from_dict, layout_of
-from paceline.engines.offload import host_empty
+from paceline.engines.flat.side_stream import host_empty
 from paceline.errors import UsageError
 from paceline.predict.formulas.predict import COMPOSED_P90
 from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s

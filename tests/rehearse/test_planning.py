@@ -18,7 +18,7 @@ from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.rehearse.planning import trace_plan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VALUES: dict[str, Any] = {
     "name": "small",
     "model": {"kind": "gpt", "layers": 4, "heads": 4, "width": 256, "vocab_size": 512},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from real_traffic import issued_by_real_ranks
 
-from paceline.cluster.costs import Link, Links, Placement, all_reduce_seconds
+from paceline.cluster.costs import Placement, Wire, Wires, all_reduce_seconds
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.wires import AlgorithmCost
 from paceline.comm.algorithms.topology import state_topology
@@ -133,10 +133,10 @@ def test_an_algorithm_has_the_price_of_its_formula(name: str) -> None:
     inside, between = cluster.node.inside, cluster.between
     assert between is not None
     if cluster.device.is_cpu:
-        near = Link(alpha_s=inside.latency_s, bandwidth=inside.bandwidth * inside.efficiency)
-        far = Link(alpha_s=between.latency_s, bandwidth=between.bandwidth * between.efficiency)
+        near = Wire(alpha_s=inside.latency_s, bandwidth=inside.bandwidth * inside.efficiency)
+        far = Wire(alpha_s=between.latency_s, bandwidth=between.bandwidth * between.efficiency)
         where = Placement(ranks=cluster.devices, hosts=cluster.nodes)
-        assert seconds["ring"] == all_reduce_seconds("ring", 10**8, where, Links(inside=near, across=far))
+        assert seconds["ring"] == all_reduce_seconds("ring", 10**8, where, Wires(inside=near, across=far))
     with pytest.raises(UsageError, match="halving_doubling"):
         cost("star", "all_reduce", 1, ranks)
 

@@ -91,7 +91,7 @@ def test_freed_memory_is_kept_unless_the_user_says_otherwise(monkeypatch: pytest
 
 
 def may_spin(comm: Communicator) -> bool:
-    found = SharedMemoryCommunicator.join(comm)._means.progress.may_spin
+    found = SharedMemoryCommunicator.join(comm)._resources.progress.may_spin
     comm.barrier()
     return found
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from paceline.comm.side_channel import SideChannel
 from paceline.health.lateness import LatenessPolicy, PhaseTimes, RankLook
-from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.straggler import Straggler, StragglerPolicy
 from paceline.run.late_hosts import LateHosts, clock_ahead
 
@@ -65,11 +65,11 @@ class Hosts:
         steps = int(self._elapsed // 5.0)
         clock = time.perf_counter() - self._elapsed  # when the first step began
         entries = tuple(
-            Entry(
+            LedgerEntry(
                 number=step + 1,
                 group=GroupName((0, 1, 2, 3)),
                 sequence=step,
-                call=Call(kind="barrier"),
+                call=LedgerCall(kind="barrier"),
                 step=step,
                 issued_s=clock + 5.0 * step + 1.0 + more,
             )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from made_plans import plan_of
 
 from paceline.config import dump_yaml, load_config
 from paceline.run.folder import adopt_config, claim_folder, config_of
@@ -15,7 +15,9 @@ from paceline.run.warm import rank_threads
 
 def plan(folder: Path, microbatch: int) -> None:
     """Notes what the ranks used, as rank 0 does."""
-    (folder / "plan.json").write_text(json.dumps({"batch": {"microbatch": microbatch}}))
+    made = plan_of(load_config(config_of(folder)), ranks=2, train_samples=64)
+    (folder / "plan.json").write_text(made.with_microbatch(microbatch).to_text())
+    (folder / ".plan.json").unlink(missing_ok=True)
 
 
 def test_the_microbatch_is_halved_and_the_global_batch_stays(project: Path) -> None:

@@ -66,7 +66,7 @@ def hang(folder: Path, fault: str, backend: str, *, ranks: int) -> Told:
             variables={"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])},
             watch=watch,
         )
-    told = Told(caught.value.code, caught.value.cause.rank, str(caught.value))
+    told = Told(caught.value.code, caught.value.diagnosis.cause.rank, str(caught.value))
     del caught  # and with it the agent, whose files are open
     gc.collect()
     wait_until_gone(folder)

@@ -14,7 +14,7 @@ from paceline.config import load_config
 from paceline.errors import CheckpointError, DataError, TrainingError, UsageError
 from paceline.health.failure import Failure
 from paceline.records.records import EndRecord, EventRecord, RunRecord, StepRecord, read_records
-from paceline.run.attempt import RankAttempt
+from paceline.run.attempt import RankRunner
 from paceline.run.folder import claim_folder
 
 Try = Callable[..., Failure | None]
@@ -29,7 +29,7 @@ def attempt(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Try]:
     def run(*overrides: str, resume: Path | None = None, expect: type[BaseException] | None = None) -> Failure | None:
         config = load_config(project / "tiny.yaml", ["parallel.ranks=1", *overrides])
         with claim_folder(project / "run", "name: old\n", resume=resume is not None):
-            made = RankAttempt(project / "run", 0)
+            made = RankRunner(project / "run", 0)
             comm = connect("gloo", device="cpu")
             if expect is None:
                 made.run(config, comm, resume=resume)

@@ -9,7 +9,7 @@ import pytest
 from paceline.cluster.detect import Machine
 from paceline.config import Config, load_config
 from paceline.search.expect import expected_memory
-from paceline.search.memory_verdict import Need, Verdict, needed, needed_in_turns, rank_estimates, ways_out
+from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, needed, needed_in_turns, rank_estimates, ways_out
 from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)
@@ -21,14 +21,14 @@ def _config(*changes: str, ranks: int = 2) -> Config:
     return load_config(None, [*GPT, *words])
 
 
-def _need(config: Config) -> Need:
+def _need(config: Config) -> MemoryNeed:
     found = needed(config)
     assert found is not None
     return found
 
 
-def _verdict(need: Need, has: float, free: float | None = None) -> Verdict:
-    return Verdict(need=need, where="this host", has_bytes=has, free_bytes=has if free is None else free)
+def _verdict(need: MemoryNeed, has: float, free: float | None = None) -> MemoryVerdict:
+    return MemoryVerdict(need=need, where="this host", has_bytes=has, free_bytes=has if free is None else free)
 
 
 def test_cpu_ranks_share_a_host_and_torch_is_loaded_once() -> None:
@@ -76,7 +76,7 @@ def test_what_is_not_known_beforehand_is_not_judged(changes: list[str]) -> None:
 
 
 def test_more_than_there_is_is_refused_and_what_is_near_is_told() -> None:
-    need = Need(who="2 ranks need", parts={"activations": 6 * GIB, "optimizer": 3 * GIB, "buffers": 0})
+    need = MemoryNeed(who="2 ranks need", parts={"activations": 6 * GIB, "optimizer": 3 * GIB, "buffers": 0})
     kinds = {has: _verdict(need, has * GIB).kind for has in (8.9, 9.0, 9.9, 10.1)}
     assert kinds == {8.9: "too large", 9.0: "near", 9.9: "near", 10.1: "fits"}
     assert _verdict(need, 64 * GIB, free=8 * GIB).kind == "near"  # others hold it, and may give it back

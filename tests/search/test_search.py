@@ -17,7 +17,7 @@ from paceline.predict.formulas.engine_costs import engine_footprint, price, pric
 from paceline.predict.formulas.predict import COMPOSED_P90, Prediction, predict
 from paceline.predict.formulas.tuning import zero_bubble_share
 from paceline.schedule.schedules import make_schedule, measure_schedule
-from paceline.search.candidates import Task, candidates_for, divisors
+from paceline.search.candidates import TrainingTask, candidates_for, divisors
 from paceline.search.scaling import resized, scaling_rows
 from paceline.search.search import (
     NO_ROOM_ON_HOST,
@@ -35,7 +35,7 @@ from paceline.search.search import (
 
 SMALL = ModelShape(layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocab=50304)
 LARGE = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, gated=True, tied=False)
-TASK = Task(model=LARGE, global_batch=128, seq_len=4096)
+TASK = TrainingTask(model=LARGE, global_batch=128, seq_len=4096)
 NODES = load_cluster("2x dgx-h100")
 
 
@@ -44,7 +44,9 @@ def found() -> Search:
     return search(TASK, NODES)
 
 
-def laid_out(strategy: Strategy, accumulate: int, task: Task = TASK, ranks: int = 16, **options: Any) -> Workload:
+def laid_out(
+    strategy: Strategy, accumulate: int, task: TrainingTask = TASK, ranks: int = 16, **options: Any
+) -> Workload:
     """A task on so many ranks, in microbatches that make its batch."""
     layout = Layout(strategy=strategy, accumulate=accumulate, **options).for_ranks(ranks)
     return task.workload(replace(layout, microbatch=task.global_batch // accumulate // layout.data))
@@ -202,7 +204,7 @@ def test_offload_trades_memory_for_time() -> None:
 def test_an_update_on_the_host_takes_as_long_as_it_was_measured() -> None:
     """3.4 billion parameters of one rank beside an H200, a sample of 2048 tokens: bench/results/memory-h200.json."""
     shape = ModelShape(layers=69, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, gated=True, tied=False)
-    task = Task(model=shape, global_batch=1, seq_len=2048)
+    task = TrainingTask(model=shape, global_batch=1, seq_len=2048)
     for offload, measured in ((("optimizer",), 2048 / 1569.6), (("optimizer", "parameters"), 2048 / 1024.8)):
         moved = Offload.of(offload)
         workload = laid_out("fsdp", 1, task, 1, checkpoint_activations="full", offload=moved)
@@ -219,7 +221,7 @@ def test_offload_is_of_whole_models_beside_devices_with_memory_of_their_own(foun
 
 
 def test_one_device_offloads_in_every_way_and_may_be_faster_with_more_of_it() -> None:
-    task = Task(model=replace(LARGE, layers=16), global_batch=64, seq_len=4096)
+    task = TrainingTask(model=replace(LARGE, layers=16), global_batch=64, seq_len=4096)
     ranked = search(task, load_cluster("1x h100-sxm")).ranked
     ways = {(each.layout.strategy, each.layout.offload.parts) for each in ranked}
     both = ("optimizer", "parameters")
@@ -241,7 +243,7 @@ def test_what_no_published_run_has_is_outside_and_has_the_wider_range() -> None:
     ranked = [each for each in search(TASK, NODES).ranked if each.layout.splits_backward]
     assert ranked
     assert all("a zero-bubble schedule: no published run has one" in each.prediction.outside for each in ranked)
-    host = search(Task(model=SMALL, global_batch=8, seq_len=128, compute="fp32"), load_cluster("cpu-host"))
+    host = search(TrainingTask(model=SMALL, global_batch=8, seq_len=128, compute="fp32"), load_cluster("cpu-host"))
     assert any("paceline predict" in reason for reason in host.ranked[0].prediction.outside)
 
 
@@ -311,7 +313,7 @@ def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> Non
 
 
 def test_scaling_keeps_or_grows_the_batch() -> None:
-    task = Task(model=SMALL, global_batch=64, seq_len=1024)
+    task = TrainingTask(model=SMALL, global_batch=64, seq_len=1024)
     strong = scaling_rows(task, NODES, [8, 1, 16, 16], weak=False)
     weak = scaling_rows(task, NODES, [1, 8, 16], weak=True)
     assert [row.devices for row in strong] == [1, 8, 16]

@@ -12,9 +12,8 @@ from torch import nn
 
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import config_from_dict
-from paceline.data.datasets import TensorPairs
+from paceline.data.datasets import DataShape, TensorPairs
 from paceline.data.registry import DataSplits
-from paceline.data.shape import DataShape
 from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
 from paceline.train.loss import IGNORED, CrossEntropy, CustomLoss, LossValue, build_loss

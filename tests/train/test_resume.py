@@ -25,9 +25,8 @@ from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
-from paceline.data.datasets import TensorPairs
+from paceline.data.datasets import DataShape, TensorPairs
 from paceline.data.registry import DataSplits
-from paceline.data.shape import DataShape
 from paceline.errors import CheckpointError, RankFailedError
 from paceline.records.records import StepRecord
 from paceline.train.assemble import build_trainer

@@ -74,5 +74,5 @@ def test_real_ranks_train_the_same(gloo_pool: GlooPool) -> None:
 
 def test_hosts_that_are_found_to_be_one_are_refused() -> None:
     values = {**GPT, "comm": {"algorithm": "hierarchical"}}
-    with pytest.raises(RankFailedError, match="all 2 ranks on one host"):
+    with pytest.raises(RankFailedError, match="hierarchical on 2 ranks with one host"):
         run_virtual(lambda comm: build_trainer(config_from_dict(values), comm), ranks=2)

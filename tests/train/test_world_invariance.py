@@ -25,6 +25,7 @@ from paceline.data.datasets import MapDataset
 from paceline.data.fetch import fetch_batch
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder, share
+from paceline.plan.layout import Layout
 from paceline.records.records import StepRecord
 from paceline.train import assemble
 from paceline.train.optim import RateSchedule
@@ -142,8 +143,8 @@ def trace(overrides: Sequence[str], ranks: int, accumulate: int) -> Trace:
 def recorded_data(monkeypatch: pytest.MonkeyPatch) -> None:
     original = assemble.build_workload
 
-    def build_workload(config: Config) -> assemble.DataAndModel:
-        work = original(config)
+    def build_workload(config: Config, layout: Layout | None = None) -> assemble.DataAndModel:
+        work = original(config, layout)
         data = dataclasses.replace(work.data, train=Recorded(work.data.train))
         return dataclasses.replace(work, data=data)
 

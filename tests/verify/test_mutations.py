@@ -79,7 +79,9 @@ def test_the_cases_have_what_the_bugs_need() -> None:
 class _Pair(SoloCommunicator):
     """Says that there are two ranks, so that an engine makes buckets; for looking at, not for running."""
 
-    size = 2  # type: ignore[assignment]
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.size = 2
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
         output.copy_(tensor.repeat(2))

@@ -441,7 +441,7 @@ BUGS: dict[str, Bug] = {
     **in_each("replicas apart", replacing(Unit, "start_replicate", nothing), "gradient", "hybrid"),
     **in_each(
         "replicas exchanged too often",
-        replacing(FullySharded, "_finish_backward", replicas_added),
+        replacing(FullySharded, "_finish", replicas_added),
         "gradient",
         "hybrid",
     ),

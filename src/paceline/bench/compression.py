@@ -58,10 +58,18 @@ def policies_to_try(config: Config, numbers: Mapping[str, Any], *, both: bool = 
         {"policy": "randomk", "ratio": 0.05, **asked_ratio},
         *({"policy": name} for name in ("threshold", "powersgd", "sign", "int8", "fp16", "bf16")),
     ]
-    found = [asked.model_copy(update=change) for change in changes]
+    found = [_without_unread(asked.model_copy(update=change)) for change in changes]
     if both:
         found += [each.model_copy(update={"error_feedback": False}) for each in found]
     return list(dict.fromkeys(found))
+
+
+def _without_unread(asked: CompressionConfig) -> CompressionConfig:
+    """Returns the compression with the defaults of what its policy does not read."""
+    readers = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
+    default = CompressionConfig()
+    unread = {name: getattr(default, name) for name, policies in readers.items() if asked.policy not in policies}
+    return asked.model_copy(update=unread)
 
 
 def bench_compression(

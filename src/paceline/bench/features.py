@@ -126,14 +126,7 @@ def _train(
 def _share(engine: Engine, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> StepBatch:
     """Gives a rank every N-th microbatch, for N ranks that share the batch."""
     mine: list[Any] = list(zip(inputs, targets, strict=True))[engine.comm.rank :: engine.comm.size]
-    return StepBatch(
-        position=0,
-        next_position=0,
-        epoch=0,
-        global_samples=sum(len(each) for each in inputs),
-        microbatches=mine,
-        local_samples=[len(each[0]) for each in mine],
-    )
+    return StepBatch(microbatches=mine, global_samples=sum(len(each) for each in inputs))
 
 
 def _global_loss(engine: Engine, total: torch.Tensor, count: torch.Tensor | float) -> float:

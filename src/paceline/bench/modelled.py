@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from paceline.bench.workloads import BenchWorkload
-from paceline.cluster.costs import Link, Links, Placement, all_reduce_seconds, scatter_seconds
+from paceline.cluster.costs import Placement, Wire, Wires, all_reduce_seconds, scatter_seconds
 from paceline.engines.stages.bounds import LayerCost, choose_bounds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.models.gpt import gpt_config
@@ -32,7 +32,7 @@ from paceline.schedule.schedules import ScheduleCosts, ScheduleMeasure, StageCos
 
 KIND = "on the virtual clock, modelled"
 _WORKLOAD = BenchWorkload(model="gpt-124m", batch=32, context=1024)
-_NVLINK = Link(alpha_s=1e-5, bandwidth=450e9)
+_NVLINK = Wire(alpha_s=1e-5, bandwidth=450e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ModelledGPUs:
     workload: BenchWorkload = _WORKLOAD
     step_ms: float = 77.9649
     step_source: str = "bench/results/engines-h200.json, plain loop bf16, median_ms: measured"
-    link: Link = _NVLINK
+    link: Wire = _NVLINK
     link_source: str = "NVLink of an H200, one direction, nominal; 10 us a message is assumed"
     schedule: str = "1f1b"
     microbatch: int = 8
@@ -64,7 +64,7 @@ def model_features(given: ModelledGPUs | None = None) -> list[dict[str, Any]]:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     width = gpt_config(given.workload.model).width
     step_s, gradients = given.step_ms / 1e3, 4.0 * num_parameters
-    where, links = Placement(ranks=given.gpus), Links(inside=given.link, across=given.link)
+    where, links = Placement(ranks=given.gpus), Wires(inside=given.link, across=given.link)
     message_s = given.link.seconds(given.microbatch * given.workload.context * width * given.stream_bytes)
     measure = _measure(given, costs, message_s)
     reduce_s = all_reduce_seconds("ring", gradients, where, links)

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
-from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
-from paceline.calibrate.machine import Wanted, best_rates, measure_rank, put_together
+from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
+from paceline.calibrate.machine import Wanted, measure_rank, put_together
 from paceline.cluster.detect import detect_machine
 from paceline.cluster.devices import Cluster, load_cluster, make_node
 from paceline.cluster.entries import read_catalog, shipped
@@ -311,14 +311,7 @@ def _batch(config: Config, dataset: Any, ranks: int, device: torch.device) -> St
     asked = config_batch(config, ranks)
     samples = default_collate([dataset[place % len(dataset)] for place in range(asked.microbatch)])
     placed = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, samples)
-    return StepBatch(
-        position=0,
-        next_position=asked.global_batch,
-        epoch=0,
-        global_samples=asked.global_batch,
-        microbatches=[placed] * asked.accumulate,
-        local_samples=[asked.microbatch] * asked.accumulate,
-    )
+    return StepBatch(microbatches=[placed] * asked.accumulate, global_samples=asked.global_batch)
 
 
 def _errors(row: dict[str, Any]) -> dict[str, Any]:

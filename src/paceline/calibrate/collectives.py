@@ -57,8 +57,9 @@ def measure_link(comm: Communicator, sizes: Sequence[int], watch: Stopwatch, nam
 
 
 def _busy(comm: Communicator, watch: Stopwatch) -> float:
-    """What an all-reduce adds to products that run beside it, over what it takes alone; 1 on a GPU, where it is
-    measured by runs.
+    """Returns what an all-reduce adds to products that run beside it, over what it takes alone.
+
+    1 on a GPU, where runs measure it.
 
     On a CPU the transfer takes a core's time, its caches and its memory from the products: less than nothing of it is
     hidden where a second core is not free.
@@ -91,7 +92,7 @@ def fit_ring(points: Sequence[tuple[int, float]], ranks: int) -> tuple[float, fl
     hops = 2 * (ranks - 1)
     # Minimise the sum of (x u + y v - 1)^2, where x = hops / t, y = hops B / (n t), u = latency, v = 1 / bandwidth.
     rows = [(hops / took, hops * size / (ranks * took)) for size, took in points]
-    xx, xy, yy = (sum(a * b for a, b in pairs) for pairs in _pairs(rows))
+    xx, xy, yy = sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows)
     x, y = sum(row[0] for row in rows), sum(row[1] for row in rows)
     determinant = xx * yy - xy * xy
     latency = (x * yy - y * xy) / determinant if determinant > 0 else 0.0
@@ -101,7 +102,3 @@ def fit_ring(points: Sequence[tuple[int, float]], ranks: int) -> tuple[float, fl
         size, took = max(points)
         inverse = ranks * took / (hops * size)
     return max(latency, 1e-9), 1 / inverse
-
-
-def _pairs(rows: list[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    return [[(a, a) for a, _ in rows], rows, [(b, b) for _, b in rows]]

@@ -5,6 +5,7 @@ Figures are rounded to four digits; more would be noise. Comments at the top say
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ from paceline.units import GIB
 
 if TYPE_CHECKING:
     from paceline.calibrate.collectives import LinkFigures
-    from paceline.calibrate.machine import Measured
-    from paceline.cluster.devices import Device
+    from paceline.calibrate.machine import MachineFigures
+    from paceline.cluster.devices import Device, ShapeRate
 
 _LINK_NAMES = {"shared_memory": "shm", "loopback": "gloo", "nvlink": "nccl"}
 
@@ -36,7 +37,16 @@ class Origin:
     python: str = ""
 
 
-def suggest_name(machine: Machine, measured: Measured) -> str:
+def best_rates(rates: Sequence[ShapeRate]) -> dict[str, float]:
+    """Returns the most that products reached, by dtype."""
+    found: dict[str, float] = {}
+    for rate in rates:
+        if rate.kind == "matmul":
+            found[rate.dtype] = max(found.get(rate.dtype, 0.0), rate.flops)
+    return found
+
+
+def suggest_name(machine: Machine, measured: MachineFigures) -> str:
     """Returns a name for the entry: of the GPU, or of the host's cores and ranks."""
     if measured.device == "cuda" and machine.gpus:
         known = _known(machine.gpus[0])
@@ -44,7 +54,7 @@ def suggest_name(machine: Machine, measured: Measured) -> str:
     return f"cpu-{measured.ranks}x{measured.threads}"
 
 
-def make_entry(name: str, machine: Machine, measured: Measured, best: dict[str, float], origin: Origin) -> str:
+def make_entry(name: str, machine: Machine, measured: MachineFigures, best: dict[str, float], origin: Origin) -> str:
     """Returns the YAML text of a device, its links and its nodes; it is checked as it will be read."""
     known = _known(machine.gpus[0]) if measured.device == "cuda" and machine.gpus else None
     links = {
@@ -67,14 +77,10 @@ def make_entry(name: str, machine: Machine, measured: Measured, best: dict[str, 
     return text
 
 
-def _add_alone(content: dict[str, Any], name: str, machine: Machine, alone: Measured, origin: Origin) -> None:
+def _add_alone(content: dict[str, Any], name: str, machine: Machine, alone: MachineFigures, origin: Origin) -> None:
     """Adds one rank that has all cores, as a device and a node of its own, behind those of several ranks."""
-    best: dict[str, float] = {}
-    for rate in alone.kernels.rates:
-        if rate.kind == "matmul":
-            best[rate.dtype] = max(best.get(rate.dtype, 0.0), rate.flops)
     whole = f"{name}-alone"
-    content["devices"][whole] = _device(whole, machine, alone, best, None)
+    content["devices"][whole] = _device(whole, machine, alone, best_rates(alone.kernels.rates), None)
     if origin.time:
         content["devices"][whole]["measured"] = _measured(machine, alone, origin)
     content["nodes"][whole] = {"device": whole, "devices": 1, "inside": next(iter(content["links"]))}
@@ -88,7 +94,7 @@ def write_entry(text: str, path: Path) -> None:
         raise UsageError(f"the entry cannot be written to {path}: {error}\n  give another --output") from error
 
 
-def _header(machine: Machine, measured: Measured, origin: Origin) -> str:
+def _header(machine: Machine, measured: MachineFigures, origin: Origin) -> str:
     what = _what(machine, measured)
     cores = f"{machine.cores} cores" if measured.device == "cpu" else f"{len(machine.gpus)} GPUs"
     lines = [
@@ -103,7 +109,7 @@ def _header(machine: Machine, measured: Measured, origin: Origin) -> str:
 
 
 def _device(
-    name: str, machine: Machine, measured: Measured, best: dict[str, float], known: Device | None
+    name: str, machine: Machine, measured: MachineFigures, best: dict[str, float], known: Device | None
 ) -> dict[str, Any]:
     kernels = measured.kernels
     bandwidth = known.memory_bandwidth if known else kernels.memory_bandwidth
@@ -112,35 +118,35 @@ def _device(
     found: dict[str, Any] = {
         "vendor": known.vendor if known else "nvidia" if measured.device == "cuda" else "host",
         "generation": known.generation if known else "cpu",
-        "memory_gib": _round(memory / GIB),
-        "memory_gb_per_s": _round(bandwidth / 1e9),
-        "memory_share": _round(min(1.0, kernels.memory_bandwidth / bandwidth)),
-        "peak_tflops": {dtype: _round(max(rate, best[dtype]) / 1e12) for dtype, rate in peaks.items()},
-        "measured_tflops": {dtype: _round(rate / 1e12) for dtype, rate in best.items()},
-        "launch_us": _round(kernels.launch_s * 1e6),
+        "memory_gib": rounded(memory / GIB),
+        "memory_gb_per_s": rounded(bandwidth / 1e9),
+        "memory_share": rounded(min(1.0, kernels.memory_bandwidth / bandwidth)),
+        "peak_tflops": {dtype: rounded(max(rate, best[dtype]) / 1e12) for dtype, rate in peaks.items()},
+        "measured_tflops": {dtype: rounded(rate / 1e12) for dtype, rate in best.items()},
+        "launch_us": rounded(kernels.launch_s * 1e6),
     }
     if kernels.compiled_launch_s is not None:
-        found["compiled_launch_us"] = _round(kernels.compiled_launch_s * 1e6)
+        found["compiled_launch_us"] = rounded(kernels.compiled_launch_s * 1e6)
     found["multiprocessors"] = known.sm_count if known else measured.threads
     found["node"] = name
     found["shapes"] = [
-        {"kind": rate.kind, "dtype": rate.dtype, "sizes": list(rate.sizes), "tflops": _round(rate.flops / 1e12)}
+        {"kind": rate.kind, "dtype": rate.dtype, "sizes": list(rate.sizes), "tflops": rounded(rate.flops / 1e12)}
         | ({"layout": rate.layout} if rate.layout else {})
         for rate in kernels.rates
     ]
     if kernels.families is not None:
         families = kernels.families
-        found["operation_us"] = _round(families.operation_s * 1e6)
-        found["tensor_us"] = _round(families.tensor_s * 1e6)
+        found["operation_us"] = rounded(families.operation_s * 1e6)
+        found["tensor_us"] = rounded(families.tensor_s * 1e6)
         if families.loop_s is not None:
-            found |= {"step_us": _round(families.step_s * 1e6), "loop_us": _round(families.loop_s * 1e6)}
+            found |= {"step_us": rounded(families.step_s * 1e6), "loop_us": rounded(families.loop_s * 1e6)}
         found["memory_rates"] = {
-            family: {size: _round(rate / 1e9) for size, rate in points} for family, points in families.rates.items()
+            family: {size: rounded(rate / 1e9) for size, rate in points} for family, points in families.rates.items()
         }
     return found
 
 
-def _measured(machine: Machine, measured: Measured, origin: Origin) -> dict[str, Any]:
+def _measured(machine: Machine, measured: MachineFigures, origin: Origin) -> dict[str, Any]:
     return {
         "time": origin.time,
         "torch": origin.versions.removeprefix("torch "),
@@ -148,39 +154,39 @@ def _measured(machine: Machine, measured: Measured, origin: Origin) -> dict[str,
         "processor": _what(machine, measured),
         "threads": measured.threads,
         "ranks": measured.ranks,
-        "spread": _round(origin.spread),
+        "spread": rounded(origin.spread),
     }
 
 
 def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
-    rate = _round(found.bandwidth / 1e9)
+    rate = rounded(found.bandwidth / 1e9)
     return {
         "kind": kind,
         "gb_per_s": rate,
         "efficiency": 1.0,
-        "latency_us": _round(found.latency_s * 1e6),
+        "latency_us": rounded(found.latency_s * 1e6),
         "ring_gb_per_s": {ranks: rate},
         "all_reduce_us": {
-            count: {size: _round(took * 1e6) for size, took in points} for count, points in found.by_ranks.items()
+            count: {size: rounded(took * 1e6) for size, took in points} for count, points in found.by_ranks.items()
         },
-        "busy": _round(found.busy),
+        "busy": rounded(found.busy),
     }
 
 
-def _alone(measured: Measured) -> dict[str, Any]:
-    """A copy reads and writes: half of the memory's rate, were there another rank."""
-    rate = _round(measured.kernels.memory_bandwidth / 2e9)
+def _alone(measured: MachineFigures) -> dict[str, Any]:
+    """Returns a link for a rank that is alone. A copy reads and writes, so it has half of the memory's rate."""
+    rate = rounded(measured.kernels.memory_bandwidth / 2e9)
     return {"kind": "shared_memory", "gb_per_s": rate, "efficiency": 1.0, "latency_us": 20.0}
 
 
 def _nodes(name: str, ranks: int, links: list[str]) -> dict[str, Any]:
-    """The first link's node has the device's name; another one's has the link's."""
+    """Returns a node for each link. The first one's has the device's name, another one's the link's."""
     names = [name, *links[1:]]
     inside = links or [f"{name}-alone"]
     return {node: {"device": name, "devices": ranks, "inside": link} for node, link in zip(names, inside, strict=True)}
 
 
-def _what(machine: Machine, measured: Measured) -> str:
+def _what(machine: Machine, measured: MachineFigures) -> str:
     return machine.gpus[0] if measured.device == "cuda" and machine.gpus else machine.processor
 
 
@@ -191,5 +197,6 @@ def _known(gpu: str) -> Device | None:
         return None
 
 
-def _round(value: float) -> float:
+def rounded(value: float) -> float:
+    """Returns a figure with four digits."""
     return float(f"{value:.4g}")

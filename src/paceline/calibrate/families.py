@@ -9,15 +9,15 @@ Bytes are those that a dry run counts (rehearse/dryrun/operators.py), so that wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from paceline.calibrate.loop import measure_loop
-from paceline.calibrate.recorded import recorded
+from paceline.calibrate.loop import measure_loop, recorded
 from paceline.calibrate.sampling import Stopwatch, Timed
+from paceline.cluster.operations import MEMORY_FAMILIES, MemoryFamily
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
@@ -37,7 +37,7 @@ class FamilyFigures:
     """Bytes per second by family: (bytes, rate) in growing order. Host seconds of an operation, and of each further
     tensor of an operation over lists; on a CPU also of a step besides, and of the loop around it."""
 
-    rates: dict[str, tuple[tuple[int, float], ...]]
+    rates: Mapping[MemoryFamily, tuple[tuple[int, float], ...]]
     operation_s: float
     tensor_s: float
     step_s: float = 0.0
@@ -49,13 +49,13 @@ def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwa
     """Measures all families at tensors of so many bytes."""
     spreads: dict[str, float] = {}
     rates = {}
-    for family, make in _MAKERS.items():
+    for family in MEMORY_FAMILIES:
         points = []
         # A GPU's calls return before the kernel runs; and the embedding's backward clears its table however few rows.
         is_counted = device.type == "cpu" and family != "embedding_backward"
-        empty = watch.time(make(device, _TINY_BYTES)).seconds if is_counted else 0.0
+        empty = watch.time(make_call(family, device, _TINY_BYTES)).seconds if is_counted else 0.0
         for size in sizes:
-            call = make(device, size)
+            call = make_call(family, device, size)
             counted = sum(each.num_bytes for each in recorded(call))
             timed = watch.time(call)
             spreads[f"{family} {size // KIB} KiB"] = timed.spread
@@ -79,102 +79,55 @@ def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwa
     return FamilyFigures(rates=rates, operation_s=operation.seconds, tensor_s=tensor.seconds, spreads=spreads)
 
 
-def _rows(device: torch.device, num_bytes: int) -> torch.Tensor:
-    return torch.randn(max(1, num_bytes // (4 * _ROW)), _ROW, device=device)
+def make_call(family: MemoryFamily, device: torch.device, num_bytes: int) -> Call:
+    """Returns a call of a kernel of this family, over a tensor of so many bytes."""
+    rows = max(1, num_bytes // (4 * _ROW))
+    values, gradient = (torch.randn(rows, _ROW, device=device) for _ in range(2))
+    weight, aten = torch.ones(_ROW, device=device), torch.ops.aten
+    match family:
+        case "pointwise":
+            return lambda: values * gradient
+        case "curve":
+            return lambda: F.silu(values)
+        case "curve_backward":
+            return lambda: aten.silu_backward(gradient, values)
+        case "norm":
+            return lambda: torch.native_layer_norm(values, [_ROW], weight, None, 1e-5)
+        case "norm_backward":
+            _, mean, scale = torch.native_layer_norm(values, [_ROW], weight, None, 1e-5)
+            arguments = (gradient, values, [_ROW], mean, scale, weight, None, [True, True, False])
+            return lambda: aten.native_layer_norm_backward(*arguments)
+        case "softmax":
+            return lambda: torch.log_softmax(values, dim=-1)
+        case "reduction":
+            return lambda: values.mean(dim=-1)
+        case "strided":  # heads and positions change places, as around attention
+            heads = values.view(-1, _ROW // 64, 64).transpose(0, 1)
+            return lambda: heads.clone(memory_format=torch.contiguous_format)
+        case "convert":
+            return lambda: values.to(torch.bfloat16)
+        case "embedding":
+            table, tokens = torch.randn(4096, _ROW, device=device), torch.randint(0, 4096, (rows,), device=device)
+            return lambda: F.embedding(tokens, table)
+        case "embedding_backward":
+            tokens = torch.randint(0, 1024, (rows,), device=device)
+            return lambda: aten.embedding_dense_backward(gradient, tokens, 1024, -1, False)
+        case "optimizer":
+            return _optimizer_step(device, num_bytes)
+        case "random":  # what dropout draws: a processor makes the numbers one after another
+            return lambda: values.bernoulli_(0.9)
 
 
-def _pointwise(device: torch.device, num_bytes: int) -> Call:
-    first, second = _rows(device, num_bytes), _rows(device, num_bytes)
-    return lambda: first * second
-
-
-def _curve(device: torch.device, num_bytes: int) -> Call:
-    values = _rows(device, num_bytes)
-    return lambda: F.silu(values)
-
-
-def _curve_backward(device: torch.device, num_bytes: int) -> Call:
-    values, gradient = _rows(device, num_bytes), _rows(device, num_bytes)
-    return lambda: torch.ops.aten.silu_backward(gradient, values)
-
-
-def _norm(device: torch.device, num_bytes: int) -> Call:
-    values, weight = _rows(device, num_bytes), torch.ones(_ROW, device=device)
-    return lambda: torch.native_layer_norm(values, [_ROW], weight, None, 1e-5)
-
-
-def _norm_backward(device: torch.device, num_bytes: int) -> Call:
-    values, weight, gradient = _rows(device, num_bytes), torch.ones(_ROW, device=device), _rows(device, num_bytes)
-    _, mean, scale = torch.native_layer_norm(values, [_ROW], weight, None, 1e-5)
-    backward, wanted = torch.ops.aten.native_layer_norm_backward, [True, True, False]
-    return lambda: backward(gradient, values, [_ROW], mean, scale, weight, None, wanted)
-
-
-def _softmax(device: torch.device, num_bytes: int) -> Call:
-    values = _rows(device, num_bytes)
-    return lambda: torch.log_softmax(values, dim=-1)
-
-
-def _reduction(device: torch.device, num_bytes: int) -> Call:
-    values = _rows(device, num_bytes)
-    return lambda: values.mean(dim=-1)
-
-
-def _strided(device: torch.device, num_bytes: int) -> Call:
-    """Heads and positions change places, as around attention."""
-    values = _rows(device, num_bytes).view(-1, _ROW // 64, 64).transpose(0, 1)
-    return lambda: values.clone(memory_format=torch.contiguous_format)
-
-
-def _convert(device: torch.device, num_bytes: int) -> Call:
-    values = _rows(device, num_bytes)
-    return lambda: values.to(torch.bfloat16)
-
-
-def _embedding(device: torch.device, num_bytes: int) -> Call:
-    table, rows = torch.randn(4096, _ROW, device=device), max(1, num_bytes // (4 * _ROW))
-    tokens = torch.randint(0, 4096, (rows,), device=device)
-    return lambda: F.embedding(tokens, table)
-
-
-def _embedding_backward(device: torch.device, num_bytes: int) -> Call:
-    gradient = _rows(device, num_bytes)
-    tokens = torch.randint(0, 1024, (len(gradient),), device=device)
-    return lambda: torch.ops.aten.embedding_dense_backward(gradient, tokens, 1024, -1, False)
-
-
-def _optimizer(device: torch.device, num_bytes: int, tensors: int = 1) -> Call:
-    parameters = [_rows(device, num_bytes).requires_grad_() for _ in range(tensors)]
+def _optimizer_step(device: torch.device, num_bytes: int, tensors: int = 1) -> Call:
+    shape = (max(1, num_bytes // (4 * _ROW)), _ROW)
+    parameters = [torch.randn(shape, device=device, requires_grad=True) for _ in range(tensors)]
     for each in parameters:
         each.grad = torch.randn_like(each)
     return torch.optim.AdamW(parameters, lr=1e-6, fused=True).step
 
 
-def _random(device: torch.device, num_bytes: int) -> Call:
-    """What dropout draws: a processor makes the numbers one after another."""
-    values = _rows(device, num_bytes)
-    return lambda: values.bernoulli_(0.9)
-
-
-_MAKERS: dict[str, Callable[[torch.device, int], Call]] = {
-    "pointwise": _pointwise,
-    "curve": _curve,
-    "curve_backward": _curve_backward,
-    "norm": _norm,
-    "norm_backward": _norm_backward,
-    "softmax": _softmax,
-    "reduction": _reduction,
-    "strided": _strided,
-    "convert": _convert,
-    "embedding": _embedding,
-    "embedding_backward": _embedding_backward,
-    "optimizer": _optimizer,
-    "random": _random,
-}
-
-
 def _operation(device: torch.device, watch: Stopwatch, tensor_s: float) -> Timed:
-    """A training step whose kernels have nothing to do: modules, dispatch, autograd, the engine, the optimizer."""
+    """Times a training step whose kernels have nothing to do: dispatch, autograd, the engine, the optimizer."""
     model = GPT(gpt_config(None, layers=4, heads=2, width=8, context=4, vocab_size=8)).to(device)
     engine = parallelize(model, SoloCommunicator(device), "ddp")
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-6, fused=True)
@@ -188,22 +141,16 @@ def _operation(device: torch.device, watch: Stopwatch, tensor_s: float) -> Timed
 
     step()
     found = recorded(step)
-    timed = _host(watch, step)
+    timed = watch.time_host(step)
     lists = sum(each.tensors - 1 for each in found) * tensor_s
     return Timed(seconds=max(timed.seconds - lists, 0.5 * timed.seconds) / len(found), spread=timed.spread)
 
 
 def _tensor(device: torch.device, watch: Stopwatch) -> Timed:
-    """The optimizer's update of many tensors of nothing; on a CPU over one of few, since steps are priced besides."""
-    timed = _host(watch, _optimizer(device, _TINY_BYTES, _TENSORS))
+    """Times the optimizer's update of many empty tensors; on a CPU less one of few, as steps are priced besides."""
+    timed = watch.time_host(_optimizer_step(device, _TINY_BYTES, _TENSORS))
     if device.type != "cpu":
         return Timed(seconds=timed.seconds / _TENSORS, spread=timed.spread)
-    few = _host(watch, _optimizer(device, _TINY_BYTES, _FEW_TENSORS))
+    few = watch.time_host(_optimizer_step(device, _TINY_BYTES, _FEW_TENSORS))
     more = max(timed.seconds - few.seconds, 0.1 * timed.seconds)
     return Timed(seconds=more / (_TENSORS - _FEW_TENSORS), spread=timed.spread)
-
-
-def _host(watch: Stopwatch, step: Call) -> Timed:
-    """Times the host alone: a device's queue is empty before, and what it still has to do after is not counted."""
-    quick = Stopwatch(samples=4 * watch.samples, meet=watch.finish)
-    return quick.time_together(step, repeats=1)

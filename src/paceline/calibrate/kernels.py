@@ -118,7 +118,7 @@ def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, w
         *_attention(device, shapes, watch, spreads),
     ]
     stream = _stream(device, shapes.stream_bytes, watch)
-    launch = watch_host(watch, _eager_chain(device))
+    launch = watch.time_host(_eager_chain(device))
     spreads |= {"memory": stream.spread, "launches": launch.spread}
     families = measure_families(device, shapes.family_bytes, watch) if shapes.family_bytes else None
     spreads |= families.spreads if families else {}
@@ -149,7 +149,7 @@ def _products(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: d
 
 
 def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[ShapeRate]:
-    """The three products of each linear layer, with operands as a training step has them."""
+    """Measures the three products of each linear layer, with operands as a training step has them."""
     found, dtype = [], shapes.linear_dtype
     for rows, inner, outer in shapes.linears:
         inputs = torch.randn(rows, inner, device=device).to(_DTYPES[dtype])
@@ -219,14 +219,8 @@ def _stream(device: torch.device, num_bytes: int, watch: Stopwatch) -> Timed:
     return watch.time(lambda: torch.add(first, second, out=out))
 
 
-def watch_host(watch: Stopwatch, step: Callable[[], object]) -> Timed:
-    """Times the host alone: a device's queue is empty before, and what it still has to do after is not counted."""
-    quick = Stopwatch(samples=4 * watch.samples, meet=watch.finish)
-    return quick.time_together(step, repeats=1)
-
-
 def _eager_chain(device: torch.device) -> Callable[[], None]:
-    """Operations on next to nothing, forward and backward: what they take is what it takes to get them going."""
+    """Returns a chain of operations on tiny tensors, forward and backward: its time is that of the launches."""
     start = torch.ones(8, device=device, requires_grad=True)
 
     def run() -> None:
@@ -239,7 +233,7 @@ def _eager_chain(device: torch.device) -> Callable[[], None]:
 
 
 def _compiled_launch(device: torch.device, watch: Stopwatch) -> float | None:
-    """A compiled block of small products, which cannot be fused: the host's time of one of its kernels."""
+    """Returns the host's time of one kernel of a compiled block of small products, which cannot be fused."""
     weight = torch.eye(16, device=device)
 
     def block(value: torch.Tensor) -> torch.Tensor:
@@ -252,7 +246,7 @@ def _compiled_launch(device: torch.device, watch: Stopwatch) -> float | None:
         compiled = torch.compile(block)
         with torch.no_grad():
             compiled(start)
-            timed = watch_host(watch, lambda: compiled(start))
+            timed = watch.time_host(lambda: compiled(start))
     except Exception:  # no compiler, no Triton, a Python too new: a device is worth measuring all the same
         return None
     return timed.seconds / (2 * _COMPILED_PAIRS)

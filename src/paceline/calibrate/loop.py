@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.calibrate.recorded import recorded
 from paceline.calibrate.sampling import summarize
+from paceline.cluster.operations import Operation
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
+from paceline.rehearse.dryrun.operators import Operators
 from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
 from paceline.train.trainer import Every, StepResult, Trainer
@@ -85,7 +87,7 @@ def _take_turns(arms: list[Callable[[], object]], rounds: int, steps: int) -> li
 
 @contextlib.contextmanager
 def _trainer(layers: int) -> Iterator[Trainer]:
-    """A trainer as a rank has it, whose records go to a folder that is removed."""
+    """Makes a trainer as a rank has it, whose records go to a folder that is removed."""
     with tempfile.TemporaryDirectory() as folder:
         sinks: list[Sink] = [JsonlSink(Path(folder) / "rank-0.jsonl")]
         config = _config(layers)
@@ -122,7 +124,7 @@ def _count(step: Callable[[], object]) -> tuple[int, int]:
 
 
 def _idle(trainer: Trainer, result: StepResult) -> None:
-    """A hook that does nothing, to be called when it is due."""
+    """Does nothing: a hook that is called when it is due."""
 
 
 def _config(layers: int) -> Config:
@@ -134,3 +136,26 @@ def _config(layers: int) -> Config:
         "parallel": {"strategy": "ddp", "device": "cpu", "ranks": 1},
     }
     return config_from_dict(sections)
+
+
+def recorded(call: Callable[[], object]) -> list[Operation]:
+    """Runs a call, and returns its kernels as a dry run notes them: so what is measured is what is priced later."""
+    recorder = _KernelRecorder()
+    with recorder:
+        call()
+    return recorder.operations
+
+
+class _KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the kernels of what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self._operators = Operators(lambda tensor: int(tensor.untyped_storage()._cdata))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        self.operations += self._operators.kernels(func, args, kwargs or {}, result)
+        return result

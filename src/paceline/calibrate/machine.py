@@ -17,7 +17,6 @@ from paceline.calibrate.families import FamilyFigures
 from paceline.calibrate.kernels import ON_ALL_CORES, ON_CPU, ON_CUDA, KernelFigures, Shapes, measure_kernels
 from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
 from paceline.cluster.detect import usable_cores
-from paceline.cluster.devices import ShapeRate
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.comm.torch_dist import connect, disconnect
@@ -50,7 +49,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MachineFigures:
     """What came out: kernels as the median rank saw them, and links by kind; threads are those of a rank.
 
     ``alone`` is what one rank found that had the threads of all.
@@ -62,10 +61,10 @@ class Measured:
     kernels: KernelFigures
     links: dict[str, LinkFigures]
     spread: float
-    alone: Measured | None = None
+    alone: MachineFigures | None = None
 
 
-def measure_machine(wanted: Wanted) -> Measured:
+def measure_machine(wanted: Wanted) -> MachineFigures:
     """Measures this machine. Raises UsageError where it is plainly noisy, with the spread, unless that is taken."""
     check_wanted(wanted)
     threads = max(1, len(usable_cores()) // wanted.ranks) if wanted.device == "cpu" else 1
@@ -98,7 +97,7 @@ class RankFigures:
     links: dict[str, LinkFigures] = field(default_factory=dict)
 
 
-def put_together(found: Sequence[RankFigures], wanted: Wanted, threads: int) -> Measured:
+def put_together(found: Sequence[RankFigures], wanted: Wanted, threads: int) -> MachineFigures:
     """Makes one of what all ranks measured. Raises UsageError where that is plainly noise, unless noise is taken."""
     share = min(each.share for each in found)
     by_rank = [each.kernels for each in found if each.kernels is not None]
@@ -112,7 +111,7 @@ def put_together(found: Sequence[RankFigures], wanted: Wanted, threads: int) -> 
     if not wanted.is_noise_taken:
         check_quiet(spreads, share)
     spread = statistics.median(spreads.values())
-    return Measured(
+    return MachineFigures(
         device=wanted.device, ranks=wanted.ranks, threads=threads, kernels=kernels, links=links, spread=spread
     )
 
@@ -154,15 +153,6 @@ def middle_families(found: Sequence[FamilyFigures]) -> FamilyFigures:
         step_s=statistics.median(each.step_s for each in found),
         loop_s=statistics.median(loops) if loops else None,
     )
-
-
-def best_rates(rates: Sequence[ShapeRate]) -> dict[str, float]:
-    """Returns the most that products reached, by dtype."""
-    found: dict[str, float] = {}
-    for rate in rates:
-        if rate.kind == "matmul":
-            found[rate.dtype] = max(found.get(rate.dtype, 0.0), rate.flops)
-    return found
 
 
 def check_wanted(wanted: Wanted) -> None:
@@ -213,7 +203,7 @@ def _measure_links(comm: Communicator, wanted: Wanted) -> dict[str, LinkFigures]
 
 
 def _least_share(comm: Communicator) -> float:
-    """The least that any rank had of a processor while all worked: ranks must agree on whether to go on."""
+    """Returns the least share of a processor that any rank had while all worked: ranks agree on whether to go on."""
     small = torch.randn(96, 96)  # small enough to stay on one thread
     comm.barrier()
     lost = torch.tensor([1.0 - processor_share(lambda: small @ small)], dtype=torch.float64)
@@ -238,4 +228,4 @@ def _links(comm: Communicator, device: torch.device, wanted: Wanted, watch: Stop
 
 
 def _nothing() -> None:
-    """A CPU has done its work when a call returns."""
+    """Does nothing: a CPU has done its work when a call returns."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from paceline.calibrate.entry import rounded
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster, loop_us
 from paceline.cluster.entries import DeviceEntry, parse_catalog
@@ -95,9 +96,7 @@ def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit
             "  an entry is fitted to what ranks took that ran at the same time\n"
             "  train with processes: paceline train CONFIG train.steps=40"
         )
-    config = config.model_copy(
-        update={"parallel": config.parallel.model_copy(update={"ranks": times.ranks}), "name": config.name}
-    )
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ranks": times.ranks})})
     text = _text_of(base, config)
     programs = record_stages(config, ranks=times.ranks)
     cluster = _cluster(config, machine, text)
@@ -158,10 +157,10 @@ def rescale(text: str, compute: float, communication: float, backend: str, run: 
     for device in content["devices"].values():
         # It is no kernel: where nobody has measured it, the guess stays what it was.
         device["loop_us"] = loop_us(DeviceEntry.model_validate(device))
-        device["factor"] = _round(device.get("factor", 1.0) * compute)
+        device["factor"] = rounded(device.get("factor", 1.0) * compute)
         for key in ("operation_us", "tensor_us", "step_us", "launch_us", "compiled_launch_us"):
             if key in device:
-                device[key] = _round(device[key] * compute)
+                device[key] = rounded(device[key] * compute)
         if "measured" in device:
             device["measured"]["fitted_to"] = run
     for link in content.get("links", {}).values():
@@ -176,11 +175,11 @@ def rescale(text: str, compute: float, communication: float, backend: str, run: 
 
 
 def _slow_down(link: dict[str, Any], factor: float) -> None:
-    link["latency_us"] = _round(link["latency_us"] * factor)
-    link["gb_per_s"] = _round(link["gb_per_s"] / factor)
-    link["ring_gb_per_s"] = {count: _round(rate / factor) for count, rate in link.get("ring_gb_per_s", {}).items()}
+    link["latency_us"] = rounded(link["latency_us"] * factor)
+    link["gb_per_s"] = rounded(link["gb_per_s"] / factor)
+    link["ring_gb_per_s"] = {count: rounded(rate / factor) for count, rate in link.get("ring_gb_per_s", {}).items()}
     link["all_reduce_us"] = {
-        count: {size: _round(took * factor) for size, took in points.items()}
+        count: {size: rounded(took * factor) for size, took in points.items()}
         for count, points in link.get("all_reduce_us", {}).items()
     }
 
@@ -212,7 +211,7 @@ def _fit(
     for _ in range(_ROUNDS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if seconds(middle) < times.step_s else (low, middle)
-    return _round((low * high) ** 0.5)
+    return rounded((low * high) ** 0.5)
 
 
 def _predict(programs: tuple[Program, ...], cluster: Cluster) -> tuple[float, float]:
@@ -258,10 +257,6 @@ def _text_of(base: Path | None, config: Config) -> str:
             "  measure this machine first: paceline calibrate --output mine.yaml, then --cluster mine.yaml"
         )
     return resources.files("paceline.cluster").joinpath("catalog", _SMALL_HOST).read_text(encoding="utf-8")
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def to_json(found: Refit) -> Mapping[str, Any]:

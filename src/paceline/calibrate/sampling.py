@@ -61,6 +61,10 @@ class Stopwatch:
             found.append(self._once(step, repeats) / repeats)
         return summarize(found)
 
+    def time_host(self, step: Callable[[], object]) -> Timed:
+        """Times the host alone: a device's queue is empty before, and what it still has to do after is not counted."""
+        return Stopwatch(samples=4 * self.samples, meet=self.finish).time_together(step, repeats=1)
+
     def _once(self, step: Callable[[], object], repeats: int) -> float:
         start = time.perf_counter()
         for _ in range(repeats):
@@ -77,7 +81,7 @@ def summarize(samples: list[float]) -> Timed:
 
 
 def processor_share(step: Callable[[], object], seconds: float = 0.3) -> float:
-    """Returns which part of the time this thread really ran, while it had enough to do. 1: nobody else wanted to."""
+    """Returns the share of the time in which this busy thread really ran. 1: no other process took its core."""
     start, busy = time.perf_counter(), time.thread_time()
     while time.perf_counter() - start < seconds:
         step()

@@ -29,8 +29,7 @@ from paceline.config import Config, load_config
 from paceline.config.load import LoadedConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.health.exit_codes import DONE, MEANINGS, REFUSED
-from paceline.records.records import read_records
-from paceline.records.summary import RankAttempt, split_attempts
+from paceline.records.summary import RankAttempt, read_run
 
 _SAVE_EVERY = 10  # steps, where a config saves nothing on the way
 _HANG_S = 5.0  # where a config says nothing: nobody wants to watch a minute
@@ -260,8 +259,8 @@ def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event)
 
 def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
     """Reads the records of every rank."""
-    paths = [folder / "records" / f"rank-{rank}.jsonl" for rank in range(ranks)]
-    return [split_attempts(list(read_records(path))) if path.is_file() else [] for path in paths]
+    found = read_run(folder)
+    return [found.get(rank, []) for rank in range(ranks)]
 
 
 def _policies(config: Config) -> Policies:

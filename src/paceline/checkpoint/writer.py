@@ -61,11 +61,7 @@ class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time. All ranks make the same calls."""
 
     def __init__(
-        self,
-        folder: Path,
-        comm: Communicator,
-        retention: Retention | None = None,
-        storage: FileStore | None = None,
+        self, folder: Path, comm: Communicator, retention: Retention | None = None, storage: FileStore | None = None
     ) -> None:
         """Clears what killed saves have left; rank 0 gives this attempt a token that no other has."""
         self.folder = folder

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.clock import Mark
@@ -90,14 +89,6 @@ class StepTimes:
         return step_s - waited_s
 
 
-@dataclass(slots=True, kw_only=True)
-class TimeTotals:
-    """The times of all steps together."""
-
-    step_s: float = 0.0
-    communication_s: float = 0.0
-
-
 class StepTimer:
     """Times steps by marks on the device, and adds them up as the device passes them."""
 
@@ -105,7 +96,7 @@ class StepTimer:
         self._trace = trace
         self._start: Mark = trace.mark()
         self._unread: deque[StepTimes] = deque()
-        self._totals = TimeTotals()
+        self._step_s = self._communication_s = 0.0
 
     def start(self) -> None:
         """Begins a step; waits since the last one, such as those of a checkpoint, belong to none."""
@@ -119,13 +110,13 @@ class StepTimer:
         self._add_up(wait=False)
         return times
 
-    def totals(self) -> TimeTotals:
-        """Returns the times of all steps so far; waits for the device."""
+    def totals(self) -> tuple[float, float]:
+        """Returns the seconds of all steps so far, and those of them spent waiting; waits for the device."""
         self._add_up(wait=True)
-        return self._totals
+        return self._step_s, self._communication_s
 
     def _add_up(self, *, wait: bool) -> None:
         while self._unread and (wait or self._unread[0].is_past()):
             step_s, waited_s = self._unread.popleft().read()
-            self._totals.step_s += step_s
-            self._totals.communication_s += waited_s
+            self._step_s += step_s
+            self._communication_s += waited_s

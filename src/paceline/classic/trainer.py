@@ -301,16 +301,16 @@ class DistributedTrainer:
         everything else this rank's own. A step is a call of ``train_step``; time between calls does not count.
         ``total_updates`` includes those of a checkpoint that was loaded. On CUDA it waits for the device.
         """
-        times = self._timer.totals()
+        step_s, waited_s = self._timer.totals()
         list(self._bad_updates.settle())  # counts them; whether there are too many is for the next update to say
-        rate = self._num_samples / times.step_s if times.step_s > 0 else 0.0
+        rate = self._num_samples / step_s if step_s > 0 else 0.0
         num_steps = max(self._num_steps, 1)
         return {
             "samples_per_second": rate * self.engine.comm.size,
             "samples_per_second_per_gpu": rate,
-            "communication_overhead_percent": 100 * times.communication_s / times.step_s if times.step_s > 0 else 0.0,
-            "average_step_time": times.step_s / num_steps,
-            "average_communication_time": times.communication_s / num_steps,
+            "communication_overhead_percent": 100 * waited_s / step_s if step_s > 0 else 0.0,
+            "average_step_time": step_s / num_steps,
+            "average_communication_time": waited_s / num_steps,
             "total_samples": self._num_samples,
             "total_steps": self._num_steps,
             "total_updates": self.num_updates,
@@ -372,9 +372,7 @@ class DistributedTrainer:
 
     def _update(self, optimizer: torch.optim.Optimizer, microbatches: list[Any]) -> torch.Tensor:
         """Makes the step of which ``microbatches`` are the last, with those that wait; returns the gradient norm."""
-        batch = StepBatch(
-            position=0, next_position=0, epoch=0, global_samples=1, microbatches=microbatches, local_samples=[]
-        )
+        batch = StepBatch(microbatches=microbatches, global_samples=1)  # how many there are is counted
         outcome = train_step(
             self.engine, optimizer, batch, self._last[1], self._policy, scaler=self._scaler, passes=self._run_passes
         )

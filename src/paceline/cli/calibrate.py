@@ -15,7 +15,7 @@ from paceline.cli.destination import check_file
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.calibrate.machine import Measured, Wanted
+    from paceline.calibrate.machine import MachineFigures, Wanted
 
 
 def _check_entry(path: Path | None) -> Path | None:
@@ -107,12 +107,11 @@ def calibrate(
     typer.echo(f"\n{text}" if output is None else f"\nwrote {output}: use it as --cluster {output}\n", nl=False)
 
 
-def _entry(name: str | None, wanted: Wanted, measured: Measured) -> tuple[str, str]:
+def _entry(name: str | None, wanted: Wanted, measured: MachineFigures) -> tuple[str, str]:
     """Returns the name of the catalog's entry for what was measured, and its text."""
     import torch
 
-    from paceline.calibrate.entry import Origin, make_entry, suggest_name
-    from paceline.calibrate.machine import best_rates
+    from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name
     from paceline.cluster.detect import detect_machine
 
     machine = detect_machine()
@@ -170,8 +169,8 @@ def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) 
         typer.echo(f"\nwrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}")
 
 
-def _show(measured: Measured) -> None:
-    from paceline.calibrate.machine import best_rates
+def _show(measured: MachineFigures) -> None:
+    from paceline.calibrate.entry import best_rates
 
     kernels = measured.kernels
     for dtype, rate in best_rates(kernels.rates).items():

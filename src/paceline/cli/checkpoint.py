@@ -71,7 +71,7 @@ def inspect(
 
       paceline checkpoint inspect runs/gpt/checkpoints/step-00000100 --tensors 'layers.0.*'
     """
-    from paceline.checkpoint.tools.summary import summarize
+    from paceline.checkpoint.tools.listing import summarize
 
     with _reading():
         found = summarize(_find(path), tensors)

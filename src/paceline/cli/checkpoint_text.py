@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Manifest
     from paceline.checkpoint.tools.audit import Audit
     from paceline.checkpoint.tools.difference import Difference
-    from paceline.checkpoint.tools.listing import Listed
-    from paceline.checkpoint.tools.summary import Summary
+    from paceline.checkpoint.tools.listing import Listed, Summary
 
 _FIRST = 20  # rows of a long table, of which JSON has all
 

@@ -12,7 +12,7 @@ import typer
 from paceline.errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
-    from paceline.doctor.findings import Check, Finding, Surroundings
+    from paceline.doctor.findings import DoctorInputs, MachineCheck, MachineFinding
 
 _PATIENCE_S = 240.0  # ranks that import torch, on machines that may be busy
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
@@ -66,25 +66,27 @@ def doctor(
     raise typer.Exit(0 if is_well else 1)
 
 
-def _surroundings(path: Path | None, overrides: list[str], *, is_quick: bool) -> tuple[Surroundings, list[Finding]]:
+def _surroundings(
+    path: Path | None, overrides: list[str], *, is_quick: bool
+) -> tuple[DoctorInputs, list[MachineFinding]]:
     """Reads the config, if there is one; its problems are findings, and the machine is looked at all the same."""
     from paceline.config import load_config
-    from paceline.doctor.findings import Surroundings
+    from paceline.doctor.findings import DoctorInputs
     from paceline.doctor.settings import problem_finding
 
     environment = dict(os.environ)
     if path is None:
-        return Surroundings(environment=environment, is_quick=is_quick), []
+        return DoctorInputs(environment=environment, is_quick=is_quick), []
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
         found = [problem_finding("config", problem) for problem in error.problems]
-        return Surroundings(environment=environment, is_quick=is_quick), found
+        return DoctorInputs(environment=environment, is_quick=is_quick), found
     runs = Path(config.monitor.folder)
-    return Surroundings(environment=environment, config=config, runs=runs, is_quick=is_quick), []
+    return DoctorInputs(environment=environment, config=config, runs=runs, is_quick=is_quick), []
 
 
-def _checks() -> list[Check]:
+def _checks() -> list[MachineCheck]:
     from paceline.doctor import devices, handshake, machine, network, settings
 
     return [
@@ -111,7 +113,7 @@ def _checks() -> list[Check]:
     ]
 
 
-def _test_ranks(ranks: int) -> list[Finding]:
+def _test_ranks(ranks: int) -> list[MachineFinding]:
     """Lets ranks talk: new ones on this host, or those of a launcher, of which this process is one."""
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.doctor.self_test import failed_test, report_findings, self_test
@@ -130,7 +132,7 @@ def _test_ranks(ranks: int) -> list[Finding]:
         return [failed_test(error)]
 
 
-def _print(findings: Sequence[Finding]) -> None:
+def _print(findings: Sequence[MachineFinding]) -> None:
     width = max(len(each.name) for each in findings)
     for each in findings:
         typer.secho(f"{each.status:<9}", nl=False, bold=each.status == "problem", fg=_COLOURS[each.status])

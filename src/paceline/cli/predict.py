@@ -16,7 +16,7 @@ from paceline.units import format_seconds
 
 if TYPE_CHECKING:
     from paceline.config import BatchPlan, Config
-    from paceline.predict.replay.replayed import Replay
+    from paceline.predict.replay.replayed import ReplayedStep
 
 
 def predict(
@@ -94,7 +94,7 @@ def _check_options(slow_links: dict[int, float], price: float | None) -> None:
         )
 
 
-def describe(found: Replay, batch: BatchPlan, price: float | None = None) -> list[str]:
+def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None) -> list[str]:
     """Returns what there is to say about a step, line by line."""
     low, high = found.band
     kind = ", the band of runs outside what was calibrated" if found.outside else " in nine of ten runs of this kind"
@@ -115,7 +115,7 @@ def describe(found: Replay, batch: BatchPlan, price: float | None = None) -> lis
     return lines
 
 
-def _breakdown(found: Replay) -> list[str]:
+def _breakdown(found: ReplayedStep) -> list[str]:
     rank, step = found.longest, found.seconds
     rows = [
         ("compute", rank.compute, "kernels of forward, backward and the optimizer"),
@@ -143,7 +143,7 @@ def _breakdown(found: Replay) -> list[str]:
     return lines
 
 
-def _memory(found: Replay) -> list[str]:
+def _memory(found: ReplayedStep) -> list[str]:
     lines = [f"{'memory':<13} {'GiB':>10}  of a rank at its worst moment"]
     for name, size in found.memory.items():
         if size:
@@ -153,7 +153,7 @@ def _memory(found: Replay) -> list[str]:
     return lines
 
 
-def _ways_out(found: Replay, config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
+def _ways_out(found: ReplayedStep, config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
     """Says what to do about a step that does not fit."""
     from paceline.config import layout_of
 

@@ -13,7 +13,7 @@ from paceline.cli.options import ConfigPath, Overrides
 
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.run.train import RunResult
+    from paceline.run.result import RunResult
 
 
 def train(
@@ -44,7 +44,7 @@ def train(
 
       paceline train configs/digits.yaml --nnodes 1:4 --rdzv host1:29400
     """
-    from paceline.run.train import HostOptions, RunOptions
+    from paceline.run.result import HostOptions, RunOptions
     from paceline.run.train import train as run
 
     hosts = None

@@ -12,7 +12,7 @@ from paceline.cli.destination import check_file
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.predict.scored.scores import Errors
+    from paceline.predict.scored.scores import ErrorScores
     from paceline.predict.scored.validation import FamilyScores, Validation
 
 _SHIPPED = Path("validation/published.csv")
@@ -141,7 +141,7 @@ def _line(each: FamilyScores) -> str:
     )
 
 
-def _told(errors: Errors) -> str:
+def _told(errors: ErrorScores) -> str:
     return f"{_percent(errors.mean)} mean, {_percent(errors.median)} median, {_percent(errors.p90)} p90"
 
 

@@ -98,7 +98,8 @@ def verify(
     options |= {"sequence_parallel": sequence_parallel or None, "accumulate": accumulate, "precision": precision}
     options["checkpoint_activations"] = checkpoint_policy or ("full" if checkpoint_activations else None)
     layout = _layout(loaded, strategy=strategy, shard_ranks=shard_ranks, **options)
-    settings = complete(Settings(layout=layout, ranks=ranks, steps=steps, clip=_clip_norm(clip)))
+    said = strategy or loaded.parallel.strategy
+    settings = complete(Settings(layout=layout, strategy=said, ranks=ranks, steps=steps, clip=_clip_norm(clip)))
     check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
     size = batch or 2 * settings.data_ranks * accumulate + 1  # one over: no two shares weigh the same
     case = ConfigCase(loaded, batch=size, layers_as_blocks=name in BUILT_IN)

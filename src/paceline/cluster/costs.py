@@ -28,7 +28,7 @@ _Part: TypeAlias = tuple[int, int, float]  # sender, receiver, bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Wire:
     """A way for messages: seconds of each, and bytes per second."""
 
     alpha_s: float
@@ -40,14 +40,14 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class Wires:
     """The links of a cluster of two levels: between ranks of a host, and the one link that a host has to others.
 
     By default those of Gloo: over loopback as measured on a machine of two cores, across hosts at 10 Gbit/s.
     """
 
-    inside: Link = Link(alpha_s=2e-4, bandwidth=1.3e9)
-    across: Link = Link(alpha_s=3e-4, bandwidth=1.2e9)
+    inside: Wire = Wire(alpha_s=2e-4, bandwidth=1.3e9)
+    across: Wire = Wire(alpha_s=3e-4, bandwidth=1.2e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Placement:
         return rank // self.node_ranks
 
 
-def all_reduce_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Links) -> float:
+def all_reduce_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Wires) -> float:
     """Returns how long an all-reduce takes."""
     if where.ranks == 1:
         return 0.0
@@ -88,7 +88,7 @@ def all_reduce_seconds(algorithm: Algorithm, num_bytes: float, where: Placement,
     return _hierarchical_seconds(num_bytes, where, links)
 
 
-def scatter_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Links) -> float:
+def scatter_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Wires) -> float:
     """Returns how long a reduce-scatter or an all-gather of ``num_bytes`` in all takes; no tree has one."""
     if where.ranks == 1:
         return 0.0
@@ -97,7 +97,7 @@ def scatter_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, li
     return (_ring_seconds if algorithm == "ring" else _halving_seconds)(num_bytes, where, links)
 
 
-def broadcast_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Links) -> float:
+def broadcast_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Wires) -> float:
     """Returns how long a broadcast takes: from rank to rank (ring), or down a tree whose ranks send twice."""
     if where.ranks == 1:
         return 0.0
@@ -106,13 +106,13 @@ def broadcast_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, 
     return _pipeline_seconds(down, tree.height, min(CHUNK_BYTES, num_bytes), where, links)
 
 
-def fastest_all_reduce(num_bytes: float, where: Placement, links: Links) -> Algorithm:
+def fastest_all_reduce(num_bytes: float, where: Placement, links: Wires) -> Algorithm:
     """Returns the algorithm whose formula says the least; the simpler one where two say the same."""
     known: tuple[Algorithm, ...] = ALGORITHMS if where.hosts > 1 else ("ring", "tree", "halving_doubling")
     return min(known, key=lambda name: all_reduce_seconds(name, num_bytes, where, links))
 
 
-def fastest_scatter(num_bytes: float, where: Placement, links: Links) -> Algorithm:
+def fastest_scatter(num_bytes: float, where: Placement, links: Wires) -> Algorithm:
     """Returns the algorithm for a reduce-scatter or an all-gather."""
     known: tuple[Algorithm, ...] = ("ring", "halving_doubling")
     if where.hosts > 1:
@@ -120,7 +120,7 @@ def fastest_scatter(num_bytes: float, where: Placement, links: Links) -> Algorit
     return min(known, key=lambda name: scatter_seconds(name, num_bytes, where, links))
 
 
-def fastest_broadcast(num_bytes: float, where: Placement, links: Links) -> Algorithm:
+def fastest_broadcast(num_bytes: float, where: Placement, links: Wires) -> Algorithm:
     """Returns the algorithm for a broadcast."""
     known: tuple[Algorithm, ...] = ("ring", "tree")
     return min(known, key=lambda name: broadcast_seconds(name, num_bytes, where, links))
@@ -152,8 +152,8 @@ def all_reduce_messages(algorithm: Algorithm, num_bytes: float, where: Placement
     return up + [(receiver, sender, part) for sender, receiver, part in up]
 
 
-def _ring_seconds(num_bytes: float, where: Placement, links: Links) -> float:
-    """One way round. A host passes on one message a round, however many ranks it has."""
+def _ring_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
+    """Returns the time of one way round. A host passes on one message a round, however many ranks it has."""
     rounds, each = where.ranks - 1, num_bytes / where.ranks
     slowest = links.inside.seconds(each)
     if where.hosts > 1:
@@ -161,11 +161,11 @@ def _ring_seconds(num_bytes: float, where: Placement, links: Links) -> float:
     return rounds * slowest
 
 
-def _halving_seconds(num_bytes: float, where: Placement, links: Links) -> float:
+def _halving_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
     return sum(_round_seconds(each, where, links) for each in _halving_rounds(num_bytes, where.ranks))
 
 
-def _hierarchical_seconds(num_bytes: float, where: Placement, links: Links) -> float:
+def _hierarchical_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
     local, hosts = where.node_ranks, where.hosts
     inside = links.inside.seconds(num_bytes * (local - 1) / local) if local > 1 else 0.0
     if hosts == 1:
@@ -174,15 +174,18 @@ def _hierarchical_seconds(num_bytes: float, where: Placement, links: Links) -> f
     return 2 * (inside + links.across.seconds(num_bytes * (hosts - 1) / hosts, rounds))
 
 
-def _hierarchical_scatter_seconds(num_bytes: float, where: Placement, links: Links) -> float:
-    """A round inside for each host, whose slices are added up there, and a ring across."""
+def _hierarchical_scatter_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
+    """Returns the time of a round inside for each host, whose slices are added up there, and a ring across."""
     local, hosts = where.node_ranks, where.hosts
     inside = links.inside.seconds(num_bytes * (local - 1) / local, hosts) if local > 1 else 0.0
     return inside + (links.across.seconds(num_bytes * (hosts - 1) / hosts, hosts - 1) if hosts > 1 else 0.0)
 
 
-def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Placement, links: Links) -> float:
-    """The first chunk goes all the way, the others follow: the busiest sender or receiver, or host, sets the pace."""
+def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Placement, links: Wires) -> float:
+    """Returns the time until the first chunk has gone all the way and the others have followed.
+
+    The busiest sender, receiver or host sets the pace.
+    """
     crosses = any(where.host(sender) != where.host(receiver) for sender, receiver, _ in parts)
     slowest = links.across if crosses else links.inside
     alpha = max(slowest.alpha_s, links.inside.alpha_s if where.node_ranks > 1 else 0.0)
@@ -191,13 +194,14 @@ def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Plac
     return first + max(0.0, busiest - alpha - chunk / slowest.bandwidth)
 
 
-def _round_seconds(parts: list[_Part], where: Placement, links: Links) -> float:
-    """The longest of: what a rank sends, what it receives, and what leaves or enters a host."""
+def _round_seconds(parts: list[_Part], where: Placement, links: Wires) -> float:
+    """Returns the longest time of: what a rank sends, what it receives, and what leaves or enters a host."""
     inside = [part for part in parts if where.host(part[0]) == where.host(part[1])]
     across = [part for part in parts if where.host(part[0]) != where.host(part[1])]
     found = 0.0
     if inside:
-        found = links.inside.seconds(max(_most(_sent(inside)), _most(_received(inside))))
+        received = _sent((receiver, sender, size) for sender, receiver, size in inside)
+        found = links.inside.seconds(max(_most(_sent(inside)), _most(received)))
     if across:
         entering = _leaving(((receiver, sender, size) for sender, receiver, size in across), where)
         found = max(found, links.across.seconds(max(_most(_leaving(across, where)), _most(entering))))
@@ -231,10 +235,6 @@ def _sent(parts: Iterable[_Part]) -> dict[int, float]:
     for sender, _, size in parts:
         found[sender] = found.get(sender, 0.0) + size
     return found
-
-
-def _received(parts: Iterable[_Part]) -> dict[int, float]:
-    return _sent((receiver, sender, size) for sender, receiver, size in parts)
 
 
 def _leaving(parts: Iterable[_Part], where: Placement) -> dict[int, float]:

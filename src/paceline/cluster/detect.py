@@ -1,4 +1,4 @@
-"""The present machine, looked at without torch: its processor, cores, memory and GPUs, and the cluster that it is.
+"""Detects the present machine, without torch: its processor, cores, memory and GPUs, and the cluster that it is.
 
 GPUs are those that ``nvidia-smi`` tells of. Where the catalog has them, the machine is taken for that device's usual
 node with as many devices as there are; how they are joined is not looked at, and said to be assumed. A file that
@@ -31,7 +31,7 @@ _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the system tells of itself; GPUs by the names of their driver."""
+    """What the system reports of itself; GPUs by the names that their driver has."""
 
     processor: str
     cores: int
@@ -50,7 +50,7 @@ class Detected:
 
 
 def detect_machine(*, with_gpus: bool = True) -> Machine:
-    """Looks at this machine; asks its driver for GPUs unless told not to, as that may take a second."""
+    """Detects this machine; ``with_gpus`` asks the driver for GPUs, which may take a second."""
     gpus = read_smi(_ask_smi()) if with_gpus else []
     return Machine(
         processor=_processor(),

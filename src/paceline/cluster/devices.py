@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.cluster.entries import (
+    AnyEntry,
     DeviceEntry,
     Entries,
     Generation,
@@ -33,6 +34,7 @@ from paceline.units import GIB
 # The least share of the dense peak that products reached on A100, H100 and B200: for devices that nobody measured.
 UNMEASURED_SHARE = 0.78
 MOST_DEVICES = 2**18
+_MEASURED = ("shapes", "memory_rates", "operation_s", "tensor_s", "step_s", "loop_s")  # what tables_of copies
 _LOOP_OPERATIONS = 10  # of a run's loop, where nobody measured it: about what one takes that was
 _COUNT_FIRST = re.compile(r"^\s*(\d+)\s*[x*]\s*(\S.*)$", re.IGNORECASE)
 _COUNT_LAST = re.compile(r"^(.*\S)\s+[x*]\s*(\d+)\s*$", re.IGNORECASE)
@@ -42,7 +44,7 @@ _OVER = re.compile(r"^(.*\S)\s+(?:over|on)\s+(\S.*)$", re.IGNORECASE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeRate:
     """FLOP per second that one shape reached: (rows, inner, columns) of a product, or of attention
-    (batch, heads, sequence, head size). ``layout`` of a product: nn, nt, tn; none where nobody said."""
+    (batch, heads, sequence, head size). ``layout`` of a product: nn, nt, tn; empty where it is not known."""
 
     kind: str
     dtype: str
@@ -246,15 +248,17 @@ def load_cluster(text: str) -> Cluster:
 
     Raises UsageError for a name that is not known, with the nearest, and for counts that no equal nodes hold.
     """
-    written, _, network = _split_over(text)
-    count, name = _split_count(written)
+    over = _OVER.match(text)
+    count, name = _split_count(over[1] if over else text.strip())
     catalog = _Catalog(entries=shipped())
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         found = read_catalog(path)
         catalog = _Catalog(entries=catalog.entries.with_file(found))
-        name = _main_name(path, found.nodes or found.devices)
-    return catalog.cluster(name, count, network or None)
+        if not (found.nodes or found.devices):
+            raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
+        name = next(iter(found.nodes or found.devices))
+    return catalog.cluster(name, count, over[2].strip() if over else None)
 
 
 def build_cluster(device: str, devices: int, *, node_devices: int | None = None, network: str | None = None) -> Cluster:
@@ -288,23 +292,12 @@ class _Catalog:
         return Cluster(name=f"{count}x {node.device.name}", node=node, nodes=nodes, between=between)
 
     def device(self, name: str) -> Device:
-        found = find_name(name, self.entries.devices)
-        if found is None:
-            raise _unknown(name, "device", self.entries.devices)
-        entry = self.entries.devices[found]
+        found, entry = _find(name, "device", self.entries.devices)
         device = _device(found, entry)
         if entry.tables_of is None:
             return device
         measured = self.device(entry.tables_of)
-        return replace(
-            device,
-            shapes=measured.shapes,
-            memory_rates=measured.memory_rates,
-            operation_s=measured.operation_s,
-            tensor_s=measured.tensor_s,
-            step_s=measured.step_s,
-            loop_s=measured.loop_s,
-        )
+        return replace(device, **{name: getattr(measured, name) for name in _MEASURED})
 
     def node(self, name: str) -> Node:
         found = find_name(name, self.entries.nodes)
@@ -315,10 +308,7 @@ class _Catalog:
         return self._usual_node(name)[0]
 
     def link(self, name: str) -> Link:
-        found = find_name(name, self.entries.links)
-        if found is None:
-            raise _unknown(name, "link", self.entries.links)
-        entry = self.entries.links[found]
+        found, entry = _find(name, "link", self.entries.links)
         return Link(
             name=found,
             kind=entry.kind,
@@ -336,10 +326,7 @@ class _Catalog:
         )
 
     def network(self, name: str) -> Network:
-        found = find_name(name, self.entries.networks)
-        if found is None:
-            raise _unknown(name, "network", self.entries.networks)
-        entry = self.entries.networks[found]
+        found, entry = _find(name, "network", self.entries.networks)
         return Network(
             name=found,
             kind=entry.kind,
@@ -352,7 +339,7 @@ class _Catalog:
         return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=self.link(entry.inside))
 
     def _usual_node(self, device: str) -> tuple[Node, str | None]:
-        """The node that a device is usually in, with this very device, and its network's name."""
+        """Returns the node that a device is usually in, with this very device, and its network's name."""
         found = self.device(device)
         name = self.entries.devices[found.name].node
         if name is None or name not in self.entries.nodes:
@@ -405,7 +392,7 @@ def _device(name: str, entry: DeviceEntry) -> Device:
 
 
 def loop_us(entry: DeviceEntry) -> float:
-    """Returns what a run's loop takes a step; where nobody measured it, a few operations of the processor.
+    """Returns what a run's loop takes a step; where it was not measured, a few operations of the processor.
 
     Beside a GPU the host runs ahead, so that nothing waits for it.
     """
@@ -415,7 +402,7 @@ def loop_us(entry: DeviceEntry) -> float:
 
 
 def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:
-    """The fewest equal nodes of ``most`` devices or fewer; refused where they would stand mostly empty."""
+    """Returns the fewest equal nodes of up to ``most`` devices, and their devices; refuses mostly empty ones."""
     least = -(-count // most)
     for nodes in range(least, 2 * least + 1):
         if count % nodes == 0:
@@ -424,11 +411,6 @@ def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:
         f"{count}x {name}: no equal nodes of up to {most} devices hold {count}\n  nodes of a cluster are equal\n"
         f"  take {most * (count // most)} or {most * least}"
     )
-
-
-def _split_over(text: str) -> tuple[str, str, str]:
-    found = _OVER.match(text)
-    return (found[1], " over ", found[2].strip()) if found else (text.strip(), "", "")
 
 
 def _split_count(text: str) -> tuple[int, str]:
@@ -446,10 +428,12 @@ def _split_count(text: str) -> tuple[int, str]:
     return count, name
 
 
-def _main_name(path: Path, entries: Mapping[str, object]) -> str:
-    if not entries:
-        raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
-    return next(iter(entries))
+def _find(name: str, what: str, entries: Mapping[str, AnyEntry]) -> tuple[str, AnyEntry]:
+    """Returns the entry that a name means, and its own name. Raises UsageError with the nearest names."""
+    found = find_name(name, entries)
+    if found is None:
+        raise _unknown(name, what, entries)
+    return found, entries[found]
 
 
 def _unknown(name: str, what: str, known: Mapping[str, object] | list[str]) -> UsageError:

@@ -32,18 +32,20 @@ _SAME = {"sxm2": "sxm", "sxm4": "sxm", "sxm5": "sxm", "sxm6": "sxm", "hbm2e": "h
 _SAME |= {"40g": "40gb", "80g": "80gb", "141g": "141gb", "ib": "infiniband", "gbe": "gb-ethernet"}
 
 
-class Entry(BaseModel):
-    """What every entry has: other names, and nothing that is not known here."""
+class _Closed(BaseModel):
+    """A frozen record that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CatalogEntry(_Closed):
+    """What every entry has: other names."""
 
     aliases: tuple[str, ...] = ()
 
 
-class ShapeEntry(BaseModel):
+class ShapeEntry(_Closed):
     """A measured rate: of a product of (rows x inner) by (inner x columns), or of attention over a sequence."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["matmul", "attention", "attention_backward"]
     dtype: DtypeName
@@ -52,10 +54,8 @@ class ShapeEntry(BaseModel):
     layout: Literal["nn", "nt", "tn"] | None = None
 
 
-class MeasuredEntry(BaseModel):
+class MeasuredEntry(_Closed):
     """When and with what a device was measured, and how much its samples spread."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     time: str
     torch: str
@@ -67,7 +67,7 @@ class MeasuredEntry(BaseModel):
     fitted_to: str | None = None
 
 
-class DeviceEntry(Entry):
+class DeviceEntry(CatalogEntry):
     """A device: units are in the keys."""
 
     vendor: str
@@ -92,7 +92,7 @@ class DeviceEntry(Entry):
     tables_of: str | None = None
 
 
-class LinkEntry(Entry):
+class LinkEntry(CatalogEntry):
     """A link inside a node; the tables are bus bandwidths by the number of devices that take part."""
 
     kind: LinkKind
@@ -106,7 +106,7 @@ class LinkEntry(Entry):
     busy: Positive = 1.0
 
 
-class NetworkEntry(Entry):
+class NetworkEntry(CatalogEntry):
     """A network: what a node has of it, one way."""
 
     kind: str
@@ -115,7 +115,7 @@ class NetworkEntry(Entry):
     efficiency: Share = 0.9
 
 
-class NodeEntry(Entry):
+class NodeEntry(CatalogEntry):
     """A node: so many of a device, the link between them, and the network that it is usually on."""
 
     device: str
@@ -124,10 +124,8 @@ class NodeEntry(Entry):
     network: str | None = None
 
 
-class CatalogFile(BaseModel):
+class CatalogFile(_Closed):
     """One file of the catalog."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     devices: dict[str, DeviceEntry] = Field(default_factory=dict)
     links: dict[str, LinkEntry] = Field(default_factory=dict)
@@ -135,7 +133,7 @@ class CatalogFile(BaseModel):
     nodes: dict[str, NodeEntry] = Field(default_factory=dict)
 
 
-_Any = TypeVar("_Any", bound=Entry)
+AnyEntry = TypeVar("AnyEntry", bound=CatalogEntry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +209,7 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return str(error) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
-def find_name(word: str, among: Mapping[str, _Any]) -> str | None:
+def find_name(word: str, among: Mapping[str, AnyEntry]) -> str | None:
     """Returns the name of the entry that a word means, or None."""
     if word in among:
         return word

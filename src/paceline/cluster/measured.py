@@ -1,18 +1,20 @@
-"""What all-reduces really took, as a benchmark wrote it down: asked by ``auto`` in place of the formulas.
+"""What was measured by size: how to read between two sizes, and what all-reduces took, as a benchmark wrote it down.
 
-Between two sizes that were measured, seconds are as ``cluster/tables.py`` says.
+Between two sizes that were measured, a figure lies on a straight line of the logarithms. ``auto`` asks a benchmark's
+record in place of the formulas.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from paceline.cluster.costs import Algorithm, Placement
-from paceline.cluster.tables import seconds_between
 from paceline.errors import UsageError
 
 Choice: TypeAlias = Literal["native"] | Algorithm
@@ -21,6 +23,25 @@ _FIX = (
     "  write one on as many ranks and hosts: paceline bench comm --output FILE, python bench/links.py --speed MBIT "
     "--output FILE"
 )
+
+
+def figure_between(points: Sequence[tuple[int, float]], size: float) -> float:
+    """Returns the figure of a size; ``points`` are (size, figure) in growing order, beyond which it stays the same."""
+    place = bisect_left([each for each, _ in points], size)
+    if place in (0, len(points)):
+        return points[min(place, len(points) - 1)][1]
+    (low, first), (high, second) = points[place - 1], points[place]
+    share = math.log(size / low) / math.log(high / low)
+    return first * math.pow(second / first, share)
+
+
+def seconds_between(points: Sequence[tuple[int, float]], size: float) -> float:
+    """Returns the seconds of a message of some size; ``points`` are (size, seconds) in growing order.
+
+    Below the smallest they stay as they are: there a message pays for getting going. Beyond the largest they grow.
+    """
+    largest, seconds = points[-1]
+    return seconds * size / largest if size > largest else figure_between(points, size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,10 +100,6 @@ def bus_bandwidth(group: Group, cluster: Cluster) -> float:
     return min(inside, cluster.between.bandwidth * cluster.between.efficiency * share / crowd)
 
 
-def _steps(kind: Collective, ranks: int) -> int:
-    return 2 * (ranks - 1) if kind == "all_reduce" else ranks - 1
-
-
 def _ll_most(group: Group, cluster: Cluster) -> float:
     rates = _LL_MOST.get(cluster.device.generation, _LL_MOST["ampere"])
     return rates[min(group.nodes - 1, 2)] * 1e9
@@ -124,8 +120,8 @@ def _ring_seconds(kind: Collective, num_bytes: float, group: Group, cluster: Clu
         bus = min(_ll_most(group, cluster), bus / 2)
     elif protocol == "ll128":
         bus = min(0.92 * bus, _channel_most(cluster))
-    steps = _steps(kind, group.ranks)
-    inter = (2 if kind == "all_reduce" else 1) * (group.nodes - 1)
+    ways = 2 if kind == "all_reduce" else 1
+    steps, inter = ways * (group.ranks - 1), ways * (group.nodes - 1)
     intra = _INTRA_US[_link_kind(cluster), "ring"][protocol]
     latency = _BASE_US["ring"][protocol] + (steps - inter) * intra + inter * _NETWORK_US["ring"][protocol]
     return latency * 1e-6 + num_bytes * steps / (group.ranks * bus)
@@ -154,7 +150,7 @@ def _nvls_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
 
 
 def _send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """One message between two ranks, while the others of their nodes send theirs."""
+    """Returns the time of one message between two ranks, while the others of their nodes send theirs."""
     link = cluster.node.inside
     if group.nodes == 1 or cluster.between is None:
         return _BASE_US["ring"]["simple"] * 1e-6 + num_bytes / (link.bandwidth * link.efficiency)
@@ -163,7 +159,7 @@ def _send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
 
 
 def _all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """``num_bytes`` are those of one rank's buffer, of which each other rank gets an equal part."""
+    """Returns the time where each rank sends an equal part of its buffer, ``num_bytes``, to each other rank."""
     link = cluster.node.inside
     inside = link.bandwidth * link.efficiency
     within = num_bytes * (group.node_ranks - 1) / group.ranks / inside

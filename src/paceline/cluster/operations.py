@@ -1,22 +1,31 @@
 """What one operation of torch takes on a device that was measured.
 
-    product, attention       FLOPs / the rate of this shape, between those that were measured (cluster/rates.py)
+    product, attention       FLOPs / the rate of this shape, between the shapes that ``paceline calibrate`` timed
     all others               bytes read and written / the rate of this family of kernels at this size
     the host                 its time for each operation; a CPU computes itself, beside a GPU it runs ahead
 
 What was not measured falls back: another family to ``pointwise``, that to the memory's bandwidth, a product to the
 device's ceiling. Families are kernels that are alike in how they go through memory; a CPU's differ by a factor of ten.
+
+The rate of a shape is the mean of the measured rates' logarithms, weighted by 1 / d^4, where d is the distance of the
+sizes' logarithms: at a measured shape it is what was measured, and far from all of them about the mean of the nearest.
+A processor's small products take a time that hardly depends on their sizes: the library makes a plan for each call, and
+that more for some layouts than for others. So on a CPU
+
+    seconds = floor + FLOPs / rate        floor: most of what the shortest measured product of the layout took
+
+and it is this rate that lies between those of the measured shapes.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-from paceline.cluster.devices import Device
-from paceline.cluster.rates import attention_rate, matmul_rate
+from paceline.cluster.devices import Device, ShapeRate
+from paceline.cluster.measured import figure_between
 
 MemoryFamily: TypeAlias = Literal[
     "pointwise",
@@ -36,11 +45,10 @@ MemoryFamily: TypeAlias = Literal[
 Family: TypeAlias = Literal["matmul", "attention", "attention_backward"] | MemoryFamily
 MEMORY_FAMILIES: tuple[MemoryFamily, ...] = get_args(MemoryFamily)
 # Kernels that a compiler puts into one, and goes through memory once for all of them.
-FUSED: frozenset[str] = frozenset({"pointwise", "curve", "curve_backward", "norm", "norm_backward", "convert"}) | {
-    "strided",
-    "reduction",
-    "random",
-}
+FUSED: frozenset[str] = frozenset(
+    ("pointwise", "curve", "curve_backward", "norm", "norm_backward", "convert", "strided", "reduction", "random")
+)
+_FLOOR = 0.9
 _BACKWARD_FLOPS = 2.5  # of attention, over its forward
 
 
@@ -101,17 +109,61 @@ def memory_rate(device: Device, family: str, num_bytes: float) -> float:
     points = device.memory_rates.get(family) or device.memory_rates.get("pointwise")
     if not points:
         return device.memory_bandwidth * device.memory_share
-    place = bisect_left([size for size, _ in points], num_bytes)
-    if place == 0:
-        return points[0][1]
-    if place == len(points):
-        return points[-1][1]
-    (low, first), (high, second) = points[place - 1], points[place]
-    share = math.log(num_bytes / low) / math.log(high / low)
-    return first * math.pow(second / first, share)
+    return figure_between(points, num_bytes)
 
 
 def host_seconds(device: Device, operation: Operation, *, is_compiled: bool = False) -> float:
     """Returns what it takes the host to get an operation going."""
     each = device.compiled_launch_s if is_compiled else device.operation_s or device.launch_s
     return each + (operation.tensors - 1) * device.tensor_s
+
+
+def matmul_rate(device: Device, sizes: tuple[int, int, int], dtype: str, layout: str = "") -> float | None:
+    """Returns FLOP per second of a product of (rows, inner, columns); None where none of this dtype was measured.
+
+    ``layout`` says which operand is transposed: nn, nt, tn. Products measured in it count alone, where there are any.
+    """
+    known = [each for each in device.shapes if each.kind == "matmul" and each.dtype == dtype]
+    same = [each for each in known if each.layout == layout] if layout else []
+    found = same or known
+    if not device.is_cpu or any(each.sizes == sizes for each in found) or not found:
+        return _between(found, sizes)
+    floor = _FLOOR * min(_flops(each.sizes) / each.flops for each in found)
+    above = [replace(each, flops=_flops(each.sizes) / (_flops(each.sizes) / each.flops - floor)) for each in found]
+    rate = _between(above, sizes)
+    assert rate is not None
+    return _flops(sizes) / (floor + _flops(sizes) / rate)
+
+
+def attention_rate(device: Device, sizes: tuple[int, int, int, int], kind: str = "attention") -> float | None:
+    """Returns FLOP per second of causal attention (batch, heads, sequence, head size), counted as half of the square.
+
+    Batch and heads are one size here: both are so many of the same. ``attention_backward`` is counted as 2.5 times the
+    forward. None where neither was measured.
+    """
+    known = [each for each in device.shapes if each.kind == kind]
+    known = known or [each for each in device.shapes if each.kind == "attention"]
+    return _between([_merged(each) for each in known], (sizes[0] * sizes[1], *sizes[2:]))
+
+
+def _flops(sizes: Sequence[int]) -> float:
+    return 2.0 * math.prod(sizes)
+
+
+def _merged(shape: ShapeRate) -> ShapeRate:
+    batch, heads, *rest = shape.sizes
+    return ShapeRate(kind=shape.kind, dtype=shape.dtype, sizes=(batch * heads, *rest), flops=shape.flops)
+
+
+def _between(known: Sequence[ShapeRate], sizes: Sequence[int]) -> float | None:
+    if not known:
+        return None
+    total = weights = 0.0
+    for each in known:
+        distance = math.dist([math.log(size) for size in each.sizes], [math.log(max(1, size)) for size in sizes])
+        if distance < 1e-9:
+            return each.flops
+        weight = distance**-4
+        total += weight * math.log(each.flops)
+        weights += weight
+    return math.exp(total / weights)

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class SliceMessage:
     """In one round: rank ``sender`` sends its slices ``first`` to ``last`` (exclusive) to rank ``receiver``."""
 
     sender: int
@@ -91,12 +91,12 @@ def rooted_tree(size: int, source: int) -> Tree:
 
 
 @lru_cache(maxsize=64)
-def halving(size: int) -> tuple[tuple[Exchange, ...], ...]:
+def halving(size: int) -> tuple[tuple[SliceMessage, ...], ...]:
     """Returns the rounds of recursive halving, after which rank r has the sum of slice r."""
-    rounds: list[tuple[Exchange, ...]] = []
+    rounds: list[tuple[SliceMessage, ...]] = []
     groups = [(0, size)]
     while any(last - first > 1 for first, last in groups):
-        exchanges: list[Exchange] = []
+        exchanges: list[SliceMessage] = []
         halves: list[tuple[int, int]] = []
         for first, last in groups:
             if last - first == 1:
@@ -110,14 +110,14 @@ def halving(size: int) -> tuple[tuple[Exchange, ...], ...]:
     return tuple(rounds)
 
 
-def _exchanges(first: int, middle: int, last: int) -> list[Exchange]:
+def _exchanges(first: int, middle: int, last: int) -> list[SliceMessage]:
     """Pairs the ranks of two neighbouring groups; the first one is larger by one at most."""
     found = []
     for rank in range(first, middle):
         partner = min(rank - first + middle, last - 1)
-        found.append(Exchange(rank, partner, middle, last))
+        found.append(SliceMessage(rank, partner, middle, last))
         if rank - first + middle < last:
-            found.append(Exchange(partner, rank, first, middle))
+            found.append(SliceMessage(partner, rank, first, middle))
     return found
 
 

@@ -19,9 +19,9 @@ from typing import TypeAlias
 from paceline.cluster.costs import (
     ALGORITHMS,
     Algorithm,
-    Link,
-    Links,
     Placement,
+    Wire,
+    Wires,
     all_reduce_seconds,
     broadcast_seconds,
     fastest_all_reduce,
@@ -30,8 +30,8 @@ from paceline.cluster.costs import (
     scatter_seconds,
 )
 from paceline.cluster.devices import Cluster
+from paceline.cluster.measured import seconds_between
 from paceline.cluster.nccl import Collective, Group, collective_seconds
-from paceline.cluster.tables import seconds_between
 from paceline.errors import UsageError
 
 WireCost: TypeAlias = Callable[[str, int, tuple[int, ...]], float]  # of a kind, bytes and the ranks of a group
@@ -56,7 +56,7 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
     than there are ranks.
     """
     if cluster is None:
-        return _HostCost(links=Links(), node_ranks=node_ranks or ranks)
+        return _HostCost(links=Wires(), node_ranks=node_ranks or ranks)
     if cluster.devices < ranks:
         raise UsageError(
             f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n"
@@ -94,25 +94,25 @@ class AlgorithmCost:
 
 
 @cache
-def _algorithm_seconds(algorithm: Algorithm, kind: str, num_bytes: int, where: Placement, links: Links) -> float:
+def _algorithm_seconds(algorithm: Algorithm, kind: str, num_bytes: int, where: Placement, links: Wires) -> float:
     if kind == "all_reduce":
         return all_reduce_seconds(algorithm, num_bytes, where, links)
     seconds = broadcast_seconds if kind == "broadcast" else scatter_seconds
     return seconds(algorithm, num_bytes, where, links)
 
 
-def _with_latency(links: Links, cluster: Cluster) -> Links:
+def _with_latency(links: Wires, cluster: Cluster) -> Wires:
     inside = collective_seconds("send", 1.0, Group(2, 1), cluster)
     across = collective_seconds("send", 1.0, Group(2, 2), cluster)
-    return Links(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
+    return Wires(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
 
 
-def _links(cluster: Cluster) -> Links:
+def _links(cluster: Cluster) -> Wires:
     inside, across = cluster.node.inside, cluster.between
-    near = Link(alpha_s=inside.latency_s, bandwidth=inside.bandwidth * inside.efficiency)
+    near = Wire(alpha_s=inside.latency_s, bandwidth=inside.bandwidth * inside.efficiency)
     if across is None:
-        return Links(inside=near)
-    return Links(inside=near, across=Link(alpha_s=across.latency_s, bandwidth=across.bandwidth * across.efficiency))
+        return Wires(inside=near)
+    return Wires(inside=near, across=Wire(alpha_s=across.latency_s, bandwidth=across.bandwidth * across.efficiency))
 
 
 def _placement(ranks: tuple[int, ...], node_ranks: int) -> Placement:
@@ -139,7 +139,7 @@ class _DeviceCost:
 class _HostCost:
     """Costs of processes that talk through a host's memory or a network."""
 
-    links: Links
+    links: Wires
     node_ranks: int
 
     def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
@@ -164,7 +164,7 @@ class _MeasuredCost:
 
 
 @cache
-def _host_seconds(kind: str, num_bytes: int, where: Placement, links: Links) -> float:
+def _host_seconds(kind: str, num_bytes: int, where: Placement, links: Wires) -> float:
     if kind in ("send", "recv"):
         return (links.inside if where.hosts == 1 else links.across).seconds(num_bytes)
     if kind in ("all_reduce", "barrier"):

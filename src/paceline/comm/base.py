@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import torch
 
 from paceline.clock import Clock, DeviceClock
+from paceline.plan.layout import Compression
 from paceline.shards import FlatLayout
 
 if TYPE_CHECKING:
@@ -178,6 +179,8 @@ class BucketReduction(Protocol):
 
 class GradientCompression(Protocol):
     """What an engine may use in place of a bucket's all-reduce. It remembers what a step did not send."""
+
+    settings: Compression
 
     def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> Sequence[BucketReduction]:
         """Makes the reductions of an engine's buckets; those of buckets that it had before end.

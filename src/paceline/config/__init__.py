@@ -7,16 +7,11 @@ batch = batch_plan(config.train, ranks=4)
 from __future__ import annotations
 
 from paceline.config.batch import batch_plan as batch_plan
-from paceline.config.batch import check_batch as check_batch
 from paceline.config.batch import peak_learning_rate as peak_learning_rate
-from paceline.config.batch import resolve_batch as resolve_batch
-from paceline.config.batch import scaled_learning_rate as scaled_learning_rate
 from paceline.config.checks import check_ranks as check_ranks
 from paceline.config.checks import run_checks as run_checks
 from paceline.config.explain import ExplainRow as ExplainRow
 from paceline.config.explain import explain as explain
-from paceline.config.gpt_sizes import GPTShape as GPTShape
-from paceline.config.gpt_sizes import gpt_shape as gpt_shape
 from paceline.config.layout import config_batch as config_batch
 from paceline.config.layout import layout_of as layout_of
 from paceline.config.load import LoadedConfig as LoadedConfig
@@ -25,19 +20,17 @@ from paceline.config.load import dump_yaml as dump_yaml
 from paceline.config.load import leaf_values as leaf_values
 from paceline.config.load import load_config as load_config
 from paceline.config.load import load_config_with_sources as load_config_with_sources
-from paceline.config.schema import CommConfig as CommConfig
 from paceline.config.schema import CompressionConfig as CompressionConfig
 from paceline.config.schema import Config as Config
-from paceline.config.schema import NcclConfig as NcclConfig
 from paceline.config.schema import OptimConfig as OptimConfig
-from paceline.config.schema import ParallelConfig as ParallelConfig
-from paceline.config.schema import TrainConfig as TrainConfig
 from paceline.config.schema import json_schema as json_schema
 from paceline.config.sections import CheckpointConfig as CheckpointConfig
 from paceline.config.sections import GPTModelConfig as GPTModelConfig
+from paceline.config.sections import GPTShape as GPTShape
 from paceline.config.sections import MLPModelConfig as MLPModelConfig
 from paceline.config.sections import ResNetModelConfig as ResNetModelConfig
 from paceline.config.sections import SyntheticImagesDataConfig as SyntheticImagesDataConfig
+from paceline.config.sections import gpt_shape as gpt_shape
 from paceline.config.settings import check_exported as check_exported
 from paceline.config.settings import check_interfaces as check_interfaces
 from paceline.config.settings import config_settings as config_settings

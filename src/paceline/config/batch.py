@@ -90,7 +90,11 @@ def check_batch(
     ``ranks_key`` is what the messages call the ranks: where the model is split, only some of them share the batch.
     """
     given = {"global_batch": global_batch, "microbatch": microbatch, "accumulate": accumulate, "ranks": ranks}
-    too_small = [_too_small(name, value) for name, value in given.items() if value is not None and value < 1]
+    too_small = [
+        Problem(what=f"{_KEYS[name]} = {value}", rule="it is a count, of at least 1", fix=f"try {_KEYS[name]} = 1")
+        for name, value in given.items()
+        if value is not None and value < 1
+    ]
     if too_small:
         return too_small
     asked = replace(_AskedBatch.complete(global_batch, microbatch, accumulate, ranks), ranks_key=ranks_key)
@@ -166,12 +170,8 @@ class _AskedBatch:
         return " x ".join(parts) + (f", which is {self.unit}" if len(parts) > 1 else "")
 
 
-def _too_small(name: str, value: int) -> Problem:
-    return Problem(what=f"{_KEYS[name]} = {value}", rule="it is a count, of at least 1", fix=f"try {_KEYS[name]} = 1")
-
-
 def _fix(asked: _AskedBatch) -> str:
-    """Names, for each value that may be changed alone, the nearest ones that work."""
+    """Suggests, for each value that may be changed alone, the nearest ones that work."""
     options = [
         f"{asked.key(name)} = {' or '.join(str(value) for value in values)}"
         for name in _KEYS

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.batch import check_batch
-from paceline.config.gpt_sizes import gpt_shape, head_problems, missing_dimensions
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from paceline.config.sections import (
@@ -20,7 +19,10 @@ from paceline.config.sections import (
     MLPModelConfig,
     RecoveryConfig,
     ResNetModelConfig,
+    gpt_shape,
+    head_problems,
     known_shape,
+    missing_dimensions,
 )
 from paceline.config.settings import check_backend_settings
 from paceline.config.suggest import near_files

@@ -8,11 +8,10 @@ from typing import Any
 
 from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.fields import known_fields
-from paceline.config.gpt_sizes import gpt_shape
 from paceline.config.layout import config_batch, layout_of
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.schema import Config, TrainConfig
-from paceline.config.sections import GPTModelConfig, TextDataConfig, known_shape
+from paceline.config.sections import GPTModelConfig, TextDataConfig, gpt_shape, known_shape
 from paceline.config.settings import config_settings
 from paceline.plan.plan import BatchPlan
 
@@ -61,14 +60,17 @@ def _given(config: Config) -> dict[str, str]:
 
 
 def _derived(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
+    asked = config.parallel.ranks
+    known = ranks if ranks is not None or asked == "auto" else asked
     yield from _model(config)
     yield from _data(config)
-    yield from _ranks(config, ranks)
-    yield from _batch(config, ranks)
+    if ranks is not None and ranks != asked:
+        yield _row("parallel.ranks", ranks, f"asked for here, where the config says {asked}")
+    yield from _ranks(config, known)
+    yield from _batch(config, known)
     yield from _length(config)
-    yield from _learning_rate(config, ranks)
-    yield from _offload(config)
-    yield from _buckets(config)
+    yield from _learning_rate(config, known)
+    yield from _offload_and_buckets(config)
     yield from _settings(config)
 
 
@@ -111,9 +113,6 @@ def _data(config: Config) -> Iterator[ExplainRow]:
 
 def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     parallel = config.parallel
-    if ranks is not None and ranks != parallel.ranks:
-        yield _row("parallel.ranks", ranks, f"asked for here, where the config says {parallel.ranks}")
-    ranks = _known_ranks(config, ranks)
     if parallel.strategy == "hybrid" and parallel.shard_ranks is None:
         known = parallel.node_ranks or None
         yield _row("parallel.shard_ranks", known, "parallel.node_ranks" + ("" if known else ", when the run starts"))
@@ -143,13 +142,8 @@ def _split(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         yield _row("derived.stages", layout.num_stages, formula)
 
 
-def _known_ranks(config: Config, ranks: int | None) -> int | None:
-    return ranks if ranks is not None or config.parallel.ranks == "auto" else config.parallel.ranks
-
-
 def _batch(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     train = config.train
-    ranks = _known_ranks(config, ranks)
     plan = None if ranks is None else config_batch(config, ranks)
     if train.microbatch == "auto":
         yield from _searched_batch(train, plan)
@@ -207,8 +201,7 @@ def _learning_rate(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     optim, schedule = config.optim, config.optim.schedule
     lr, formula = optim.lr, "optim.lr"
     if optim.lr_scaling != "none" and optim.lr_batch is not None:
-        known = _known_ranks(config, ranks)
-        batch = config.train.global_batch if known is None else config_batch(config, known).global_batch
+        batch = config.train.global_batch if ranks is None else config_batch(config, ranks).global_batch
         ratio = f"{batch} / {optim.lr_batch}" if batch else f"train.global_batch / {optim.lr_batch}"
         formula = f"optim.lr x {'sqrt' if optim.lr_scaling == 'sqrt' else ''}({ratio})"
         if batch is None:
@@ -223,14 +216,10 @@ def _learning_rate(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         yield _row("derived.final_lr", lr * schedule.final_ratio, formula)
 
 
-def _offload(config: Config) -> Iterator[ExplainRow]:
+def _offload_and_buckets(config: Config) -> Iterator[ExplainRow]:
     if config.memory.offload and config.parallel.device == "cpu":
-        yield _row(
-            "derived.offload", [], "on CPU ranks the host's memory is the device's: memory.offload moves nothing"
-        )
-
-
-def _buckets(config: Config) -> Iterator[ExplainRow]:
+        formula = "on CPU ranks the host's memory is the device's: memory.offload moves nothing"
+        yield _row("derived.offload", [], formula)
     if config.comm.bucket_mb != "auto" or layout_of(config).is_fully_sharded:
         return
     if config.parallel.strategy in ("zero1", "zero2"):

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.batch import batch_plan
-from paceline.config.gpt_sizes import gpt_shape
-from paceline.config.sections import known_shape
+from paceline.config.sections import gpt_shape, known_shape
 from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.plan import BatchPlan

@@ -46,7 +46,7 @@ def load_config_with_sources(path: Path | None, overrides: Sequence[str] = ()) -
     for text in overrides:
         asked.override(text)
     config = _validate(asked, source)
-    return LoadedConfig(config=config, sources=_sources(config, asked, source))
+    return LoadedConfig(config=config, sources={key: asked.source(key, source) for key in leaf_values(config)})
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "config") -> Config:
@@ -208,7 +208,3 @@ def _check_the_rest(values: Mapping[str, Any], broken: set[str]) -> list[Problem
     sound = {name: content for name, content in values.items() if name in Config.model_fields and name not in broken}
     filled = {name: _PLACEHOLDER for name in ("model", "data") if name not in sound} | sound
     return run_checks(Config.model_validate(filled), sections=set(Config.model_fields) - broken)
-
-
-def _sources(config: Config, asked: _AskedValues, name: str) -> dict[str, str]:
-    return {path: asked.source(path, name) for path in leaf_values(config)}

@@ -162,26 +162,21 @@ def _wrong_value(
 
 
 def _suggest_value(known: KnownField, value: Any) -> str:
-    for suggest in (
-        _other_name_fix,
-        _list_fix,
-        _choice_fix,
-        _import_path_fix,
-        _quoting_fix,
-        _whole_number_fix,
-        _null_fix,
-    ):
-        fix = suggest(known, value)
-        if fix:
-            return fix
-    if known.default is not None:
-        return f"the default is {known.path} = {format_value(known.default)}"
-    return ""
-
-
-def _other_name_fix(known: KnownField, value: Any) -> str:
-    found = _OTHER_NAMES.get((known.path, value)) if isinstance(value, str) else None
-    return f"did you mean {found}?" if found else ""
+    """Returns the first suggestion that fits, or else the default."""
+    key, types = known.path, known.types
+    if isinstance(value, str) and (other := _OTHER_NAMES.get((key, value))):
+        return f"did you mean {other}?"
+    if fix := _list_fix(known, value):
+        return fix
+    if isinstance(value, str) and (near := nearest(value, known.choices)):
+        return f"did you mean {key} = {near}?"
+    if fix := _import_path_fix(known, value) or _quoting_fix(known, value):
+        return fix
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
+        return f"write it as a whole number: {key} = {int(value)}"
+    if "null" in types and not isinstance(value, list | dict) and value in _NO_SUCH_THING:
+        return f"for none, leave it out or write {key} = null"
+    return "" if known.default is None else f"the default is {key} = {format_value(known.default)}"
 
 
 def _list_fix(known: KnownField, value: Any) -> str:
@@ -195,11 +190,6 @@ def _list_fix(known: KnownField, value: Any) -> str:
     if near == given and known.choices and not set(given) <= set(known.choices):
         return ""
     return f"did you mean {known.path} = [{', '.join(near)}]?"
-
-
-def _choice_fix(known: KnownField, value: Any) -> str:
-    near = nearest(value, known.choices) if isinstance(value, str) else None
-    return f"did you mean {known.path} = {near}?" if near else ""
 
 
 def _import_path_fix(known: KnownField, value: Any) -> str:
@@ -225,13 +215,3 @@ def _quoting_fix(known: KnownField, value: Any) -> str:
         return ""
     wanted = {int: {"integer", "number"}, float: {"number"}, bool: {"boolean"}}.get(type(parsed), set())
     return f"write it without quotes: {known.key}: {value}" if wanted & known.types else ""
-
-
-def _whole_number_fix(known: KnownField, value: Any) -> str:
-    is_whole = isinstance(value, float) and value.is_integer() and "integer" in known.types
-    return f"write it as a whole number: {known.path} = {int(value)}" if is_whole else ""
-
-
-def _null_fix(known: KnownField, value: Any) -> str:
-    is_nothing = not isinstance(value, list | dict) and value in _NO_SUCH_THING
-    return f"for none, leave it out or write {known.path} = null" if "null" in known.types and is_nothing else ""

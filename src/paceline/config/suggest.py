@@ -70,7 +70,7 @@ def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[
     alias = _ELSEWHERE.get(wanted) or _key_of_variable(wanted)
     if alias is not None:
         found += _texts((each for each in known_fields() if each.path == alias), kinds)
-    found += [_join(place, each) for each in _near(wanted, [field.key for field in here], cutoff=0.6)]
+    found += [f"{place}.{each}" if place else each for each in _near(wanted, [field.key for field in here], cutoff=0.6)]
     if not found:
         near = set(_near(wanted, [field.key for field in elsewhere], cutoff=0.7))
         found = _texts((each for each in elsewhere if each.key in near), kinds)
@@ -106,10 +106,6 @@ def _with_kind(path: str, owners: list[str | None], chosen: str | None) -> str:
         return path
     section = path.partition(".")[0]
     return f"{path} (of {section}.kind = {' or '.join(str(owner) for owner in owners)})"
-
-
-def _join(place: str, key: str) -> str:
-    return f"{place}.{key}" if place else key
 
 
 def near_files(path: Path) -> list[str]:

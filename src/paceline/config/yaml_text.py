@@ -142,33 +142,19 @@ class _Survey:
                 self.visit(value, path, inside)
                 continue
             if key.tag != _TAG + "str":
-                self._note_key_type(key, line)
+                shown = key.value if isinstance(key, yaml.ScalarNode) else "of several values"
+                fix = f"put it in quotes: '{shown}'" if isinstance(key, yaml.ScalarNode) else "use a word as the key"
+                what = f"line {line}: the key {shown or 'null'} is not text"
+                self.problems.append(Problem(what=what, rule="every key of a config is text", fix=fix))
                 continue
             full = f"{path}.{key.value}" if path else key.value
             if key.value in seen:
-                self._note_duplicate(full, seen[key.value], line)
+                what = f"{full} is given twice, in lines {seen[key.value]} and {line}"
+                rule = "YAML would keep the last one and say nothing"
+                self.problems.append(Problem(what=what, rule=rule, fix="remove one of them"))
             seen.setdefault(key.value, line)
             self.lines.setdefault(full, line)
             self.visit(value, full, inside)
-
-    def _note_key_type(self, key: yaml.Node, line: int) -> None:
-        shown = key.value if isinstance(key, yaml.ScalarNode) else "of several values"
-        self.problems.append(
-            Problem(
-                what=f"line {line}: the key {shown or 'null'} is not text",
-                rule="every key of a config is text",
-                fix=f"put it in quotes: '{shown}'" if isinstance(key, yaml.ScalarNode) else "use a word as the key",
-            )
-        )
-
-    def _note_duplicate(self, full: str, first: int, second: int) -> None:
-        self.problems.append(
-            Problem(
-                what=f"{full} is given twice, in lines {first} and {second}",
-                rule="YAML would keep the last one and say nothing",
-                fix="remove one of them",
-            )
-        )
 
 
 def _syntax_problem(error: yaml.YAMLError) -> Problem:

@@ -1,6 +1,5 @@
 """Data: what a sample is, in which order samples come, and how a rank reads its share of them.
 
-shape.py     what a model must know of the data
 order.py     the global order, a pure function of (seed, epoch, index); numpy only
 datasets.py  data sets in memory: digits and synthetic ones
 text.py      tokens of a text in blocks

@@ -1,4 +1,4 @@
-"""Data sets in memory: what one must offer, how it is split, the digits, and three synthetic ones.
+"""Data sets in memory: what one must offer, what a model must know of it, the digits, and three synthetic ones.
 
 A data set is map-style: ``len(dataset)`` and ``dataset[i]``. Where it also has ``__getitems__(indices)``, a batch is
 read in one call: a list is taken for a list of samples (PyTorch's convention), anything else for the finished batch.
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -35,6 +36,23 @@ _CENTRE_DISTANCE = 5.0
 _PATTERN_AMPLITUDE = 0.5
 _NUM_SUCCESSORS = 4
 _TOKEN_NOISE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataShape:
+    """The sizes of a sample: ``None`` where a size has no meaning for this data, or is not known.
+
+    ``classes`` data has inputs of ``features`` numbers (or images of ``channels`` x ``size`` x ``size``) and one class
+    as target; ``tokens`` data has ``context`` tokens as inputs and as many as targets; ``custom`` data is anything.
+    """
+
+    kind: Literal["classes", "tokens", "custom"]
+    features: int | None = None
+    channels: int | None = None
+    size: int | None = None
+    classes: int | None = None
+    vocab_size: int | None = None
+    context: int | None = None
 
 
 class MapDataset(Protocol):
@@ -84,7 +102,7 @@ class TensorPairs(InMemoryDataset):
         return self.inputs.index_select(0, index), self.targets.index_select(0, index)
 
 
-class Part:
+class SampleSubset:
     """Some samples of another data set. Batches are read from that set directly (see ``fetch.py``)."""
 
     def __init__(self, dataset: MapDataset, indices: Indices) -> None:

@@ -26,14 +26,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
 
-from paceline.data.datasets import Batch, InMemoryDataset, MapDataset, Part
+from paceline.data.datasets import Batch, InMemoryDataset, MapDataset, SampleSubset
 from paceline.data.order import Indices, mix_seed
 from paceline.errors import DataError, UsageError
 
 _NUM_NAMED_SAMPLES = 8
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """The samples of one microbatch, at least one, and the epoch that they are read in."""
 
     indices: Indices
@@ -43,7 +43,7 @@ class Request(NamedTuple):
 class BatchSource(Protocol):
     """Reads batches as they are requested."""
 
-    def stream(self, requests: Iterator[Request]) -> Iterator[Batch]:
+    def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Yields the batch of each request, in order. A new stream ends the one before."""
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class DirectSource:
     def __init__(self, dataset: MapDataset) -> None:
         self._dataset = dataset
 
-    def stream(self, requests: Iterator[Request]) -> Iterator[Batch]:
+    def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Yields the batch of each request, in order."""
         dataset = self._dataset
         return (fetch_batch(dataset, request.indices) for request in requests)
@@ -86,7 +86,7 @@ class LoaderSource:
         self._loader: DataLoader[Any] | None = None
         self._stream_number = 0
 
-    def stream(self, requests: Iterator[Request]) -> Iterator[Batch]:
+    def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Yields the batch of each request, in order."""
         self._stream_number += 1
         number = self._stream_number
@@ -105,7 +105,7 @@ class LoaderSource:
             except RuntimeError as error:
                 self.close()
                 raise _worker_died(error) from error
-            if isinstance(batch, _Failure):
+            if isinstance(batch, _UnreadBatch):
                 self.close()
                 raise DataError(batch.message) from batch.cause
             yield batch
@@ -138,7 +138,7 @@ class LoaderSource:
 
 def fetch_batch(dataset: MapDataset, indices: Indices) -> Batch:
     """Reads the samples and joins them into a batch; raises ``DataError`` that names the samples, from the cause."""
-    if isinstance(dataset, Part):
+    if isinstance(dataset, SampleSubset):
         indices = dataset.indices[indices]
         dataset = dataset.dataset
     if isinstance(dataset, InMemoryDataset):
@@ -202,20 +202,20 @@ def _name(numbers: list[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
+class _UnreadBatch:
     """What a worker returns in place of a batch that it could not read."""
 
     message: str
     cause: BaseException | None
 
 
-class _RequestSampler(Sampler[Request]):
+class _RequestSampler(Sampler[BatchRequest]):
     """Gives a ``DataLoader`` the requests of the current stream."""
 
     def __init__(self) -> None:
-        self.requests: Iterator[Request] = iter(())
+        self.requests: Iterator[BatchRequest] = iter(())
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return self.requests
 
 
@@ -227,7 +227,7 @@ class _Reader:
         self.seed = mix_seed(seed) >> 1  # torch takes signed words
         self._has_sent = False
 
-    def __getitem__(self, request: Request) -> Batch | _Failure:
+    def __getitem__(self, request: BatchRequest) -> Batch | _UnreadBatch:
         if get_worker_info() is None:
             return fetch_batch(self.dataset, request.indices)
         _seed_process(mix_seed(self.seed, request.epoch, int(request.indices[0])))
@@ -237,7 +237,7 @@ class _Reader:
                 _check_sendable(batch)
                 self._has_sent = True
         except DataError as error:
-            return _Failure(message=str(error), cause=_portable(error.__cause__))
+            return _UnreadBatch(message=str(error), cause=_portable(error.__cause__))
         return batch
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, tee
 from typing import Any, Literal, Self, TypeAlias
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from paceline.data.datasets import Batch, MapDataset, check_map_style
-from paceline.data.fetch import BatchSource, DirectSource, LoaderSource, Request
+from paceline.data.fetch import BatchRequest, BatchSource, DirectSource, LoaderSource
 from paceline.data.order import DataOrder, GlobalBatch, Indices, share
 from paceline.errors import DataError, UsageError
 
@@ -56,14 +56,17 @@ class LoaderOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """One step of one rank. ``microbatches`` holds ``None`` where this rank has no samples (``local_samples`` 0)."""
+    """One step of one rank. ``microbatches`` holds ``None`` where this rank has no samples (``local_samples`` 0).
 
-    position: int
-    next_position: int
-    epoch: int
-    global_samples: int
+    A step alone needs no more than ``microbatches`` and ``global_samples``; the rest says where it stands in a run.
+    """
+
     microbatches: list[Batch | None]
-    local_samples: list[int]
+    global_samples: int
+    local_samples: list[int] = field(default_factory=list)
+    position: int = 0
+    next_position: int = 0
+    epoch: int = 0
     indices: Indices | None = None  # of the samples of all ranks, in order
 
 
@@ -106,7 +109,7 @@ class TrainLoader:
         # Workers run ahead: the same cuts are read once for what to request, and later for what to hand out.
         ahead, current = tee(cuts)
         batches = source.stream(
-            Request(indices, batch.epoch) for batch, shares in ahead for indices in shares if len(indices)
+            BatchRequest(indices, batch.epoch) for batch, shares in ahead for indices in shares if len(indices)
         )
         try:
             for batch, shares in current:
@@ -135,12 +138,7 @@ class EvalLoader:
     """
 
     def __init__(
-        self,
-        dataset: MapDataset,
-        batch_size: int,
-        rank: int = 0,
-        ranks: int = 1,
-        options: LoaderOptions | None = None,
+        self, dataset: MapDataset, batch_size: int, rank: int = 0, ranks: int = 1, options: LoaderOptions | None = None
     ) -> None:
         _check_rank(rank, ranks)
         if batch_size < 1:
@@ -161,7 +159,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch | None]:
         """Yields this rank's share of each batch. With workers, a second iteration ends the first."""
-        batches = self._source.stream(Request(indices, _EVAL_EPOCH) for indices in self._shares() if len(indices))
+        batches = self._source.stream(BatchRequest(indices, _EVAL_EPOCH) for indices in self._shares() if len(indices))
         for indices in self._shares():
             yield next(batches) if len(indices) else None
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
+from paceline.config.sections import known_shape
 from paceline.data import datasets
-from paceline.data.datasets import MapDataset, Part, TensorPairs
-from paceline.data.shape import DataShape
+from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
 from paceline.data.text import load_text, split_blocks
 from paceline.errors import DataError
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
         SyntheticImagesDataConfig,
         SyntheticTokensDataConfig,
         TextDataConfig,
+    )
+
+    SyntheticConfig: TypeAlias = (
+        SyntheticClassificationDataConfig | SyntheticImagesDataConfig | SyntheticTokensDataConfig
     )
 
 
@@ -47,12 +51,8 @@ def build_data(config: DataConfig, context: int | None, seed: int) -> DataSplits
         return _digits(config, seed)
     if config.kind == "text":
         return _text(config, context)
-    if config.kind == "synthetic_classification":
-        return _classification(config, seed)
-    if config.kind == "synthetic_images":
-        return _images(config, seed)
-    if config.kind == "synthetic_tokens":
-        return _tokens(config, seed)
+    if config.kind != "factory":
+        return _synthetic(config, seed)
     return _factory(config, seed)
 
 
@@ -78,38 +78,17 @@ def _text(config: TextDataConfig, context: int | None) -> DataSplits:
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 
-def _classification(config: SyntheticClassificationDataConfig, seed: int) -> DataSplits:
-    made = datasets.synthetic_classification(
-        samples=config.samples, features=config.features, classes=config.classes, seed=seed
-    )
-    shape = DataShape(kind="classes", features=config.features, classes=config.classes)
-    return _split(made, config.eval_fraction, seed, shape)
-
-
-def _images(config: SyntheticImagesDataConfig, seed: int) -> DataSplits:
-    made = datasets.synthetic_images(
-        samples=config.samples, classes=config.classes, channels=config.channels, size=config.size, seed=seed
-    )
-    shape = DataShape(
-        kind="classes",
-        features=config.channels * config.size**2,
-        channels=config.channels,
-        size=config.size,
-        classes=config.classes,
-    )
-    return _split(made, config.eval_fraction, seed, shape)
-
-
-def _tokens(config: SyntheticTokensDataConfig, seed: int) -> DataSplits:
-    made = datasets.synthetic_tokens(
-        samples=config.samples, vocab_size=config.vocab_size, context=config.context, seed=seed
-    )
-    shape = DataShape(kind="tokens", vocab_size=config.vocab_size, context=config.context)
-    return _split(made, config.eval_fraction, seed, shape)
-
-
-def _split(made: TensorPairs, eval_fraction: float, seed: int, shape: DataShape) -> DataSplits:
-    train, evaluation = datasets.split_pairs(made, eval_fraction, seed)
+def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
+    makers: dict[str, Callable[..., TensorPairs]] = {
+        "synthetic_classification": datasets.synthetic_classification,
+        "synthetic_images": datasets.synthetic_images,
+        "synthetic_tokens": datasets.synthetic_tokens,
+    }
+    sizes = config.model_dump(include={"samples", "features", "classes", "channels", "size", "vocab_size", "context"})
+    made = makers[config.kind](**sizes, seed=seed)
+    train, evaluation = datasets.split_pairs(made, config.eval_fraction, seed)
+    kind: Literal["tokens", "classes"] = "tokens" if config.kind == "synthetic_tokens" else "classes"
+    shape = DataShape(kind=kind, size=sizes.get("size"), **asdict(known_shape(config)))
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 
@@ -120,10 +99,9 @@ def _factory(config: FactoryDataConfig, seed: int) -> DataSplits:
     made = _call(import_from_path(config.factory, "data.factory"), config.args, what)
     if isinstance(made, DataSplits):
         return made
-    if isinstance(made, tuple):
-        train, evaluation = _pair(made, what)
-    else:
-        train, evaluation = made, None
+    if isinstance(made, tuple) and len(made) != 2:
+        raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")
+    train, evaluation = made if isinstance(made, tuple) else (made, None)
     length = _check_made(train, f"the training set of {what}")
     if length == 0:
         raise DataError(f"{what} returned an empty training set\n  a run needs at least one sample")
@@ -131,7 +109,9 @@ def _factory(config: FactoryDataConfig, seed: int) -> DataSplits:
         _check_made(evaluation, f"the evaluation set of {what}")
     shape = _shape_of(train, what)
     if not isinstance(made, tuple):
-        train, evaluation = _parts(train, length, config.eval_fraction, seed)
+        chosen, kept = datasets.split_indices(length, config.eval_fraction, seed)
+        if len(kept):
+            train, evaluation = SampleSubset(train, chosen), SampleSubset(train, kept)
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 
@@ -149,12 +129,6 @@ def _call(factory: Callable[..., Any], args: dict[str, Any], what: str) -> Any:
     return factory(**args)
 
 
-def _pair(made: tuple[Any, ...], what: str) -> tuple[Any, Any]:
-    if len(made) != 2:
-        raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")
-    return made[0], made[1]
-
-
 def _check_made(dataset: Any, name: str) -> int:
     """Returns the length of a data set from a factory; refuses what only looks like one."""
     if isinstance(dataset, torch.Tensor | np.ndarray):
@@ -165,13 +139,6 @@ def _check_made(dataset: Any, name: str) -> int:
     if dataset is None or isinstance(dataset, str | bytes | Mapping):
         raise DataError(f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}")
     return datasets.check_map_style(dataset, name)
-
-
-def _parts(dataset: MapDataset, length: int, eval_fraction: float, seed: int) -> tuple[MapDataset, MapDataset | None]:
-    train, evaluation = datasets.split_indices(length, eval_fraction, seed)
-    if not len(evaluation):
-        return dataset, None
-    return Part(dataset, train), Part(dataset, evaluation)
 
 
 def _shape_of(dataset: Any, what: str) -> DataShape:

@@ -6,57 +6,54 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.doctor.findings import Finding, Surroundings
+from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.units import format_bytes
 
 _OLDEST_TORCH = (2, 6)
 _DEVICES = Path("/dev")
 
 
-def torch_build(_: Surroundings) -> Iterator[Finding]:
-    """torch can be imported, is new enough, and can talk."""
+def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Checks that torch can be imported, is new enough, and can talk."""
     try:
         import torch
     except Exception as error:  # a broken install fails in many ways
-        yield Finding(
-            name="torch",
-            status="problem",
-            found=f"import torch fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            meaning="nothing can be trained without it",
-            fix="install torch anew, as https://pytorch.org says for this machine",
+        yield finding(
+            "torch",
+            f"import torch fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            "nothing can be trained without it",
+            problem="install torch anew, as https://pytorch.org says for this machine",
         )
         return
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     cuda, rocm = torch.version.cuda, getattr(torch.version, "hip", None)
     build = f"for CUDA {cuda}" if cuda else f"for ROCm {rocm}" if rocm else "for CPUs"
     is_old = version < _OLDEST_TORCH
-    yield Finding(
-        name="torch",
-        status="problem" if is_old else "ok",
-        found=f"{torch.__version__}, built {build}, {torch.get_num_threads()} threads",
-        meaning="ranks compute with it" if not is_old else "the engines use what newer versions have",
-        fix=f"install torch {'.'.join(map(str, _OLDEST_TORCH))} or newer" if is_old else "",
+    yield finding(
+        "torch",
+        f"{torch.__version__}, built {build}, {torch.get_num_threads()} threads",
+        "ranks compute with it" if not is_old else "the engines use what newer versions have",
+        problem=f"install torch {'.'.join(map(str, _OLDEST_TORCH))} or newer" if is_old else "",
     )
     yield from _backends()
 
 
-def _backends() -> Iterator[Finding]:
+def _backends() -> Iterator[MachineFinding]:
     from paceline.comm.backends import available_backends, nccl_version
 
     found = available_backends()
     version = nccl_version()
     shown = [f"{name} {version}" if name == "nccl" and version else name for name in found]
-    yield Finding(
-        name="backends",
-        status="ok" if "gloo" in found else "problem",
-        found=", ".join(shown) or "none",
-        meaning="Gloo moves bytes between CPUs, NCCL between GPUs",
-        fix="" if "gloo" in found else "install a torch with distributed support: this one cannot talk at all",
+    yield finding(
+        "backends",
+        ", ".join(shown) or "none",
+        "Gloo moves bytes between CPUs, NCCL between GPUs",
+        problem="" if "gloo" in found else "install a torch with distributed support: this one cannot talk at all",
     )
 
 
-def driver(_: Surroundings) -> Iterator[Finding]:
-    """The GPUs' driver, where there is one: it limits which CUDA torch may be built for."""
+def driver(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports the GPUs' driver, where there is one: it limits which CUDA torch may be built for."""
     try:
         import pynvml
     except ImportError:
@@ -70,16 +67,15 @@ def driver(_: Surroundings) -> Iterator[Finding]:
         number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
     finally:
         pynvml.nvmlShutdown()
-    yield Finding(
-        name="driver",
-        status="ok",
-        found=f"{version}, for CUDA up to {number // 1000}.{number % 1000 // 10}",
-        meaning="a torch that is built for a newer CUDA does not start on it",
+    yield finding(
+        "driver",
+        f"{version}, for CUDA up to {number // 1000}.{number % 1000 // 10}",
+        "a torch that is built for a newer CUDA does not start on it",
     )
 
 
-def gpus(surroundings: Surroundings) -> Iterator[Finding]:
-    """The GPUs, or why there is none."""
+def gpus(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports the GPUs, or why there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -92,38 +88,30 @@ def gpus(surroundings: Surroundings) -> Iterator[Finding]:
         yield _peers(torch.cuda.device_count())
 
 
-def no_gpu(hardware: list[str], cuda: str | None, visible: str | None) -> Finding:
+def no_gpu(hardware: list[str], cuda: str | None, visible: str | None) -> MachineFinding:
     """Says why torch has no GPU: ``hardware`` are those of the machine, ``visible`` what may be used of them."""
     if not hardware:
-        return Finding(
-            name="gpus",
-            status="ok",
-            found="none",
-            meaning="ranks compute on the CPU, and talk through shared memory or Gloo",
-        )
+        return finding("gpus", "none", "ranks compute on the CPU, and talk through shared memory or Gloo")
     if cuda is None:
         found = f"{len(hardware)} in this machine ({', '.join(hardware)}), and a torch without CUDA"
-        return Finding(
-            name="gpus",
-            status="problem",
-            found=found,
-            meaning="ranks would compute on the CPU",
-            fix="install a torch that is built for CUDA, as https://pytorch.org says for this machine",
+        return finding(
+            "gpus",
+            found,
+            "ranks would compute on the CPU",
+            problem="install a torch that is built for CUDA, as https://pytorch.org says for this machine",
         )
     if visible is not None and visible.strip() in ("", "-1"):
-        return Finding(
-            name="gpus",
-            status="note",
-            found=f"{len(hardware)} in this machine, hidden by CUDA_VISIBLE_DEVICES={visible!r}",
-            meaning="ranks compute on the CPU, and talk through shared memory or Gloo",
-            fix="unset CUDA_VISIBLE_DEVICES to use them",
+        return finding(
+            "gpus",
+            f"{len(hardware)} in this machine, hidden by CUDA_VISIBLE_DEVICES={visible!r}",
+            "ranks compute on the CPU, and talk through shared memory or Gloo",
+            note="unset CUDA_VISIBLE_DEVICES to use them",
         )
-    return Finding(
-        name="gpus",
-        status="problem",
-        found=f"{len(hardware)} in this machine ({', '.join(hardware)}), and torch reaches none: {_cuda_error()}",
-        meaning=f"the driver is older than CUDA {cuda}, is not loaded, or the device may not be opened",
-        fix="look at nvidia-smi; update the driver, or install a torch for an older CUDA",
+    return finding(
+        "gpus",
+        f"{len(hardware)} in this machine ({', '.join(hardware)}), and torch reaches none: {_cuda_error()}",
+        f"the driver is older than CUDA {cuda}, is not loaded, or the device may not be opened",
+        problem="look at nvidia-smi; update the driver, or install a torch for an older CUDA",
     )
 
 
@@ -138,35 +126,34 @@ def _cuda_error() -> str:
     return "no error is told"
 
 
-def _gpu(index: int) -> Finding:
+def _gpu(index: int) -> MachineFinding:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     is_taken = free < total / 2
     capability = f"{properties.major}.{properties.minor}"
-    return Finding(
-        name=f"gpu {index}",
-        status="note" if is_taken else "ok",
-        found=f"{properties.name}, compute {capability}, {format_bytes(free)} free of {format_bytes(total)}",
-        meaning="others use more than half of its memory" if is_taken else f"one rank computes on it, cuda:{index}",
-        fix="see who with nvidia-smi, or leave it out with CUDA_VISIBLE_DEVICES" if is_taken else "",
+    return finding(
+        f"gpu {index}",
+        f"{properties.name}, compute {capability}, {format_bytes(free)} free of {format_bytes(total)}",
+        "others use more than half of its memory" if is_taken else f"one rank computes on it, cuda:{index}",
+        note="see who with nvidia-smi, or leave it out with CUDA_VISIBLE_DEVICES" if is_taken else "",
     )
 
 
-def _peers(count: int) -> Finding:
-    """Which GPUs read one another's memory: those that cannot go through the host's."""
+def _peers(count: int) -> MachineFinding:
+    """Reports which GPUs read one another's memory; those that cannot go through the host's."""
     import torch
 
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     apart = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     found = f"{len(pairs) - len(apart)} of {len(pairs)} ordered pairs reach one another"
-    return Finding(
-        name="peer access",
-        status="note" if apart else "ok",
-        found=found + (f"; not {', '.join(apart[:8])}{' ...' if len(apart) > 8 else ''}" if apart else ""),
-        meaning="the others go through the host's memory, which is slower: see nvidia-smi topo -m"
-        if apart
-        else "NCCL copies between any two of them directly",
-        fix="nothing, if the machine is built so; in a virtual machine, ask for peer-to-peer access" if apart else "",
+    meaning = "NCCL copies between any two of them directly"
+    if apart:
+        meaning = "the others go through the host's memory, which is slower: see nvidia-smi topo -m"
+    return finding(
+        "peer access",
+        found + (f"; not {', '.join(apart[:8])}{' ...' if len(apart) > 8 else ''}" if apart else ""),
+        meaning,
+        note="nothing, if the machine is built so; in a virtual machine, ask for peer-to-peer access" if apart else "",
     )

@@ -22,7 +22,7 @@ NEEDED = ("numpy", "psutil", "pydantic", "rich", "torch", "yaml")  # modules tha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class MachineFinding:
     """One thing that was looked at. A ``note`` is worth knowing; a ``problem`` will stop or mislead a run."""
 
     name: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class DoctorInputs:
     """What checks are told: the environment's variables, the run that is meant if any, and where runs are kept.
 
     ``is_quick`` leaves out what starts processes or compiles.
@@ -49,40 +49,44 @@ class Surroundings:
     is_quick: bool = False
 
 
-Check: TypeAlias = Callable[[Surroundings], Iterable[Finding]]
+def finding(name: str, found: str, meaning: str, *, problem: str = "", note: str = "") -> MachineFinding:
+    """Returns a finding. ``problem`` or ``note`` says what to do about it; without either, all is well."""
+    status: Status = "problem" if problem else "note" if note else "ok"
+    return MachineFinding(name=name, status=status, found=found, meaning=meaning, fix=problem or note)
 
 
-def missing_packages(names: Iterable[str] = NEEDED) -> list[Finding]:
+MachineCheck: TypeAlias = Callable[[DoctorInputs], Iterable[MachineFinding]]
+
+
+def missing_packages(names: Iterable[str] = NEEDED) -> list[MachineFinding]:
     """Finds what Paceline itself cannot do without. Needs nothing but Python, so that it can always be told."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if not missing:
         return []
     return [
-        Finding(
-            name="packages",
-            status="problem",
-            found=f"not installed: {', '.join(missing)}",
-            meaning="Paceline needs them, and nothing else could be looked at",
-            fix="install paceline with pip, which brings them, into this Python: " + sys.executable,
+        finding(
+            "packages",
+            f"not installed: {', '.join(missing)}",
+            "Paceline needs them, and nothing else could be looked at",
+            problem="install paceline with pip, which brings them, into this Python: " + sys.executable,
         )
     ]
 
 
-def examine(checks: Iterable[Check], surroundings: Surroundings) -> list[Finding]:
+def examine(checks: Iterable[MachineCheck], surroundings: DoctorInputs) -> list[MachineFinding]:
     """Runs all checks. One that raises is a problem of its own, under its name."""
     return [finding for check in checks for finding in _findings_of(check, surroundings)]
 
 
-def _findings_of(check: Check, surroundings: Surroundings) -> list[Finding]:
+def _findings_of(check: MachineCheck, surroundings: DoctorInputs) -> list[MachineFinding]:
     try:
         return list(check(surroundings))
     except Exception as error:  # whatever it is, the other checks still tell something
         return [
-            Finding(
-                name=check.__name__.replace("_", " "),
-                status="problem",
-                found=f"the check failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                meaning="this machine answers in a way that was not foreseen",
-                fix="look at the message; a run may fail in the same place",
+            finding(
+                check.__name__.replace("_", " "),
+                f"the check failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                "this machine answers in a way that was not foreseen",
+                problem="look at the message; a run may fail in the same place",
             )
         ]

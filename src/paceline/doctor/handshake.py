@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline.comm.base import Communicator
 from paceline.config.settings import GLOO_INTERFACE
-from paceline.doctor.findings import Finding, Surroundings
+from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.doctor.network import find_interfaces, gloo_interface, resolve_host, settings_of
 from paceline.errors import CommunicationError, PacelineError
 from paceline.run.processes import RankHost, run_processes
@@ -29,7 +29,7 @@ class Greeting:
     problem: str = ""
 
 
-def handshake(surroundings: Surroundings) -> Iterator[Finding]:
+def handshake(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     """Starts two ranks that talk, once for each interface that matters."""
     if surroundings.is_quick:
         return
@@ -41,7 +41,7 @@ def handshake(surroundings: Surroundings) -> Iterator[Finding]:
         yield from shake_hands(settings[GLOO_INTERFACE].value if GLOO_INTERFACE in settings else chosen)
 
 
-def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterator[Finding]:
+def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterator[MachineFinding]:
     """Lets two new processes add up over an interface; None: the loopback, and then in shared memory.
 
     Never takes longer than it may.
@@ -54,46 +54,42 @@ def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterat
         greetings = run_processes(_greet, 2, args=(interface is None,), timeout_s=timeout_s, places=places)
     except PacelineError as error:
         told = [line.strip() for line in str(error).splitlines() if line.strip()]
-        yield Finding(
-            name=name,
-            status="problem",
-            found=f"two ranks cannot talk: {' '.join(told[:2])}",
-            meaning="a run would fail, or hang, in the same place",
-            fix="allow connections between processes of this host (firewall, sandbox), or set comm.interface",
+        yield finding(
+            name,
+            f"two ranks cannot talk: {' '.join(told[:2])}",
+            "a run would fail, or hang, in the same place",
+            problem="allow connections between processes of this host (firewall, sandbox), or set comm.interface",
         )
         return
     seconds = format_seconds(time.monotonic() - start)
     latency = format_seconds(max(each.gloo_s for each in greetings))
-    yield Finding(
-        name=name,
-        status="ok",
-        found=f"two ranks started, met and agreed in {seconds}; an all-reduce through Gloo takes {latency}",
-        meaning="processes of this host can start and talk",
+    yield finding(
+        name,
+        f"two ranks started, met and agreed in {seconds}; an all-reduce through Gloo takes {latency}",
+        "processes of this host can start and talk",
     )
     if interface is None:
         yield _in_shared_memory(greetings)
 
 
-def _in_shared_memory(greetings: list[Greeting]) -> Finding:
+def _in_shared_memory(greetings: list[Greeting]) -> MachineFinding:
     times = [each.shared_s for each in greetings if each.shared_s is not None]
     if len(times) < len(greetings):
-        return Finding(
-            name="shared handshake",
-            status="note",
-            found=next(each.problem for each in greetings if each.shared_s is None),
-            meaning="ranks of this host talk through Gloo instead, which is slower",
-            fix="see shared memory above",
+        return finding(
+            "shared handshake",
+            next(each.problem for each in greetings if each.shared_s is None),
+            "ranks of this host talk through Gloo instead, which is slower",
+            note="see shared memory above",
         )
-    return Finding(
-        name="shared handshake",
-        status="ok",
-        found=f"an all-reduce in shared memory takes {format_seconds(max(times))}",
-        meaning="comm.backend = auto takes it for CPU ranks of one host",
+    return finding(
+        "shared handshake",
+        f"an all-reduce in shared memory takes {format_seconds(max(times))}",
+        "comm.backend = auto takes it for CPU ranks of one host",
     )
 
 
 def _stay() -> None:
-    """A rank that runs where it was started."""
+    """Does nothing: the rank runs where it was started."""
 
 
 def _greet(comm: Communicator, also_shared: bool) -> Greeting:

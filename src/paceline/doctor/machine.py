@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.doctor.findings import Finding, Status, Surroundings
+from paceline.doctor.findings import DoctorInputs, MachineFinding, Status, finding
 from paceline.units import GIB, MIB, format_bytes, format_seconds
 
 _OLDEST_PYTHON = (3, 11)
@@ -25,21 +25,20 @@ _FEW_FILES, _ENOUGH_FILES = 256, 4096
 _LITTLE_MEMORY, _LITTLE_SHARED, _LITTLE_DISK = 1 * GIB, 64 * MIB, 1 * GIB
 
 
-def python(_: Surroundings) -> Iterator[Finding]:
-    """Python is new enough."""
+def python(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Checks that Python is new enough."""
     version = platform.python_version()
     is_old = sys.version_info[:2] < _OLDEST_PYTHON
-    yield Finding(
-        name="python",
-        status="problem" if is_old else "ok",
-        found=f"{platform.python_implementation()} {version} on {platform.system()} {platform.machine()}",
-        meaning="ranks run in this interpreter",
-        fix=f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer" if is_old else "",
+    yield finding(
+        "python",
+        f"{platform.python_implementation()} {version} on {platform.system()} {platform.machine()}",
+        "ranks run in this interpreter",
+        problem=f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer" if is_old else "",
     )
 
 
-def processors(surroundings: Surroundings) -> Iterator[Finding]:
-    """How many cores a run may use: by affinity and by a container's quota, and what threads were asked for."""
+def processors(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports how many cores a run may use: by affinity and by a container's quota, and what threads were asked for."""
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     quota = cpu_quota(_read(_CGROUP / "cpu.max"))
@@ -49,14 +48,14 @@ def processors(surroundings: Surroundings) -> Iterator[Finding]:
     limits += [f"OMP_NUM_THREADS={asked}"] if asked else []
     least = min(usable, quota or cores)
     is_limited = least < cores
-    yield Finding(
-        name="processors",
-        status="note" if is_limited else "ok",
-        found=", ".join(limits),
-        meaning="ranks share the cores out by their number: more threads than cores slow each other down"
-        if is_limited
-        else "CPU ranks share these cores out among them",
-        fix=f"set parallel.threads so that ranks x threads is {max(1, int(least))} at most" if is_limited else "",
+    meaning = "CPU ranks share these cores out among them"
+    if is_limited:
+        meaning = "ranks share the cores out by their number: more threads than cores slow each other down"
+    yield finding(
+        "processors",
+        ", ".join(limits),
+        meaning,
+        note=f"set parallel.threads so that ranks x threads is {max(1, int(least))} at most" if is_limited else "",
     )
 
 
@@ -68,34 +67,30 @@ def cpu_quota(text: str) -> float | None:
     return int(parts[0]) / int(parts[1])
 
 
-def memory(_: Surroundings) -> Iterator[Finding]:
-    """How much memory is free, also inside a container."""
+def memory(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports how much memory is free, also inside a container."""
     found = psutil.virtual_memory()
     limit_text = _read(_CGROUP / "memory.max").strip()
     limit = int(limit_text) if limit_text.isdigit() and int(limit_text) < _NO_LIMIT else None
-    free = min(found.available, max(0, limit - _used_by_group())) if limit is not None else found.available
+    used = _read(_CGROUP / "memory.current").strip()
+    left = found.available if limit is None else max(0, limit - (int(used) if used.isdigit() else 0))
+    free = min(found.available, left)
     shown = f"{format_bytes(free)} free of {format_bytes(min(found.total, limit or found.total))}"
-    yield Finding(
-        name="memory",
-        status="problem" if free < _LITTLE_MEMORY else "ok",
-        found=shown + (" (the limit of this container)" if limit is not None and limit < found.total else ""),
-        meaning="CPU ranks, loader workers and what is offloaded live in it",
-        fix="end what else runs here, or train on fewer ranks" if free < _LITTLE_MEMORY else "",
+    yield finding(
+        "memory",
+        shown + (" (the limit of this container)" if limit is not None and limit < found.total else ""),
+        "CPU ranks, loader workers and what is offloaded live in it",
+        problem="end what else runs here, or train on fewer ranks" if free < _LITTLE_MEMORY else "",
     )
 
 
-def _used_by_group() -> int:
-    text = _read(_CGROUP / "memory.current").strip()
-    return int(text) if text.isdigit() else 0
-
-
-def open_files(_: Surroundings) -> Iterator[Finding]:
-    """How many files a process may open: sockets, loader workers and shared tensors each take some."""
+def open_files(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Checks how many files a process may open: sockets, loader workers and shared tensors each take some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = soft == resource.RLIM_INFINITY
     status: Status = "ok" if is_unlimited or soft >= _ENOUGH_FILES else "note" if soft >= _FEW_FILES else "problem"
     most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
-    yield Finding(
+    yield MachineFinding(
         name="open files",
         status=status,
         found="no limit" if is_unlimited else f"{soft} for a process (may be raised to {most})",
@@ -104,26 +99,23 @@ def open_files(_: Surroundings) -> Iterator[Finding]:
     )
 
 
-def locked_memory(_: Surroundings) -> Iterator[Finding]:
-    """How much memory a process may lock: InfiniBand, and copies to a GPU, need pages that stay where they are."""
+def locked_memory(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Checks how much memory a process may lock: InfiniBand and copies to a GPU need pages that stay in place."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_fabric = Path("/sys/class/infiniband").is_dir()
     is_low = has_fabric and soft != resource.RLIM_INFINITY
-    yield Finding(
-        name="locked memory",
-        status="problem" if is_low else "ok",
-        found="no limit" if soft == resource.RLIM_INFINITY else f"{format_bytes(soft)} for a process",
-        meaning="NCCL cannot register its buffers with InfiniBand"
-        if is_low
-        else "InfiniBand needs it, and there is none here"
-        if not has_fabric
-        else "NCCL can register its buffers with InfiniBand",
-        fix="ulimit -l unlimited (in a container: --ulimit memlock=-1)" if is_low else "",
+    yield finding(
+        "locked memory",
+        "no limit" if soft == resource.RLIM_INFINITY else f"{format_bytes(soft)} for a process",
+        f"NCCL {'cannot' if is_low else 'can'} register its buffers with InfiniBand"
+        if has_fabric
+        else "InfiniBand needs it, and there is none here",
+        problem="ulimit -l unlimited (in a container: --ulimit memlock=-1)" if is_low else "",
     )
 
 
-def disk(surroundings: Surroundings) -> Iterator[Finding]:
-    """Runs can be written, there is room for them, and their files get the time that processes see."""
+def disk(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Checks that runs can be written, have room, and that their files get the time that processes see."""
     runs = surroundings.runs.absolute()
     folder = next(path for path in (runs, *runs.parents) if path.exists())
     try:
@@ -133,47 +125,44 @@ def disk(surroundings: Surroundings) -> Iterator[Finding]:
         fix = "set monitor.folder to a folder of yours, or change its permissions"
         meaning = "records, checkpoints and logs of a run are kept there"
         found = f"{folder} cannot be written: {error.strerror}"
-        yield Finding(name="disk", status="problem", found=found, meaning=meaning, fix=fix)
+        yield finding("disk", found, meaning, problem=fix)
         return
     free = shutil.disk_usage(folder).free
-    yield Finding(
-        name="disk",
-        status="note" if free < _LITTLE_DISK else "ok",
-        found=f"{format_bytes(free)} free in {folder}",
-        meaning="runs are kept there: a checkpoint with AdamW takes 12 bytes a parameter in fp32",
-        fix="free some, or set monitor.folder and checkpoint.keep" if free < _LITTLE_DISK else "",
+    yield finding(
+        "disk",
+        f"{format_bytes(free)} free in {folder}",
+        "runs are kept there: a checkpoint with AdamW takes 12 bytes a parameter in fp32",
+        note="free some, or set monitor.folder and checkpoint.keep" if free < _LITTLE_DISK else "",
     )
     is_off = abs(skew) > 2.0
-    yield Finding(
-        name="clock",
-        status="note" if is_off else "ok",
-        found=f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; files in {folder} differ by {format_seconds(abs(skew))}",
-        meaning="records carry the time of their host: where hosts or file servers disagree, their order is lost",
-        fix="run a time service (chrony, ntpd) on this host and on the file server" if is_off else "",
+    yield finding(
+        "clock",
+        f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; files in {folder} differ by {format_seconds(abs(skew))}",
+        "records carry the time of their host: where hosts or file servers disagree, their order is lost",
+        note="run a time service (chrony, ntpd) on this host and on the file server" if is_off else "",
     )
 
 
-def shared_memory(_: Surroundings) -> Iterator[Finding]:
-    """CPU ranks of one host, and loader workers, pass tensors through shared memory."""
+def shared_memory(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Checks the shared memory through which CPU ranks of one host, and loader workers, pass tensors."""
     from paceline.comm.shared.segment import FOLDER
 
     if not FOLDER.is_dir():
         meaning = "ranks of this host talk through sockets instead, which is slower"
-        yield Finding(name="shared memory", status="note", found=f"there is no {FOLDER}", meaning=meaning)
+        yield MachineFinding(name="shared memory", status="note", found=f"there is no {FOLDER}", meaning=meaning)
         return
     usage = shutil.disk_usage(FOLDER)
     is_little = usage.free < _LITTLE_SHARED
-    yield Finding(
-        name="shared memory",
-        status="problem" if is_little else "ok",
-        found=f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} in {FOLDER}",
-        meaning="ranks of this host and loader workers pass tensors through it; where it is full they are killed",
-        fix="in a container: --shm-size=2g, or --ipc=host; elsewhere: end what fills it" if is_little else "",
+    yield finding(
+        "shared memory",
+        f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} in {FOLDER}",
+        "ranks of this host and loader workers pass tensors through it; where it is full they are killed",
+        problem="in a container: --shm-size=2g, or --ipc=host; elsewhere: end what fills it" if is_little else "",
     )
     yield from _stale_segments(FOLDER)
 
 
-def _stale_segments(folder: Path) -> Iterator[Finding]:
+def _stale_segments(folder: Path) -> Iterator[MachineFinding]:
     from paceline.comm.shared.segment import Process
 
     stale = []
@@ -183,17 +172,16 @@ def _stale_segments(folder: Path) -> Iterator[Finding]:
             stale.append(path)
     if stale:
         size = sum(path.stat().st_size for path in stale if path.exists())
-        yield Finding(
-            name="stale segments",
-            status="note",
-            found=f"{len(stale)} of {format_bytes(size)} in {folder}, of processes that are gone",
-            meaning="their ranks were killed while they connected; the next run removes those of this user",
-            fix=f"rm {' '.join(str(path) for path in stale[:3])}{' ...' if len(stale) > 3 else ''}",
+        yield finding(
+            "stale segments",
+            f"{len(stale)} of {format_bytes(size)} in {folder}, of processes that are gone",
+            "their ranks were killed while they connected; the next run removes those of this user",
+            note=f"rm {' '.join(str(path) for path in stale[:3])}{' ...' if len(stale) > 3 else ''}",
         )
 
 
-def compiler(surroundings: Surroundings) -> Iterator[Finding]:
-    """A C++ compiler makes shared memory faster; without one the same protocol runs in Python."""
+def compiler(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Looks for a C++ compiler, which makes shared memory faster; without one the same protocol runs in Python."""
     from paceline.comm.shared.native.build import find_compiler, load
     from paceline.errors import CommunicationError
 
@@ -203,29 +191,28 @@ def compiler(surroundings: Surroundings) -> Iterator[Finding]:
         found, problem = "none", str(error)
     if not problem and not surroundings.is_quick:
         problem = load().problem
-    yield Finding(
-        name="compiler",
-        status="note" if problem else "ok",
-        found=problem or found + ("" if surroundings.is_quick else ", and what it compiles can be loaded"),
-        meaning="shared memory between CPU ranks works in Python, and is slower than compiled"
-        if problem
-        else "shared memory between CPU ranks is compiled on first use, and kept",
-        fix="install a C++ compiler (apt install g++, xcode-select --install)" if problem else "",
+    meaning = "shared memory between CPU ranks is compiled on first use, and kept"
+    if problem:
+        meaning = "shared memory between CPU ranks works in Python, and is slower than compiled"
+    yield finding(
+        "compiler",
+        problem or found + ("" if surroundings.is_quick else ", and what it compiles can be loaded"),
+        meaning,
+        note="install a C++ compiler (apt install g++, xcode-select --install)" if problem else "",
     )
 
 
-def packages(_: Surroundings) -> Iterator[Finding]:
-    """The libraries that some runs use."""
+def packages(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports the libraries that some runs use."""
     uses = {"tensorboard": "monitor.tensorboard", "scikit-learn": "data.kind = digits"}
     versions = {name: _version(name) for name in ("numpy", "pydantic", "safetensors", "rich", *uses)}
     absent = [f"{name} (for {uses[name]})" for name in uses if versions[name] is None]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
-    yield Finding(
-        name="packages",
-        status="note" if absent else "ok",
-        found=shown + (f"; not installed: {', '.join(absent)}" if absent else ""),
-        meaning="runs that use these would be refused" if absent else "what optional parts use is there",
-        fix=f"pip install {' '.join(name for name in uses if versions[name] is None)}" if absent else "",
+    yield finding(
+        "packages",
+        shown + (f"; not installed: {', '.join(absent)}" if absent else ""),
+        "runs that use these would be refused" if absent else "what optional parts use is there",
+        note=f"pip install {' '.join(name for name in uses if versions[name] is None)}" if absent else "",
     )
 
 

@@ -17,7 +17,7 @@ import psutil
 
 from paceline.config import config_settings, exported_settings
 from paceline.config.settings import GLOO_INTERFACE, NCCL_INTERFACE, BackendSetting, matching
-from paceline.doctor.findings import Finding, Surroundings
+from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.units import format_seconds
 
 _PATIENCE_S = 5.0
@@ -101,47 +101,43 @@ def _can_listen(address: str) -> bool:
     return True
 
 
-def interfaces(_: Surroundings) -> Iterator[Finding]:
-    """The interfaces that are up."""
+def interfaces(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports the interfaces that are up."""
     found = find_interfaces()
     shown = [f"{each.name} ({', '.join(a for a in each.addresses if '%' not in a)})" for each in found]
     has_loopback = any(each.is_loopback for each in found)
-    yield Finding(
-        name="interfaces",
-        status="ok" if has_loopback else "problem",
-        found=", ".join(shown) or "none is up",
-        meaning="ranks of one host talk over the loopback, ranks of several over one of the others",
-        fix="" if has_loopback else "bring the loopback up: ip link set lo up",
+    yield finding(
+        "interfaces",
+        ", ".join(shown) or "none is up",
+        "ranks of one host talk over the loopback, ranks of several over one of the others",
+        problem="" if has_loopback else "bring the loopback up: ip link set lo up",
     )
 
 
-def host_name(_: Surroundings) -> Iterator[Finding]:
-    """This host's name resolves quickly, to an address that other hosts can reach."""
+def host_name(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Checks that this host's name resolves quickly, to an address that other hosts can reach."""
     yield name_finding(resolve_host(socket.gethostname()))
 
 
-def name_finding(found: Resolution) -> Finding:
+def name_finding(found: Resolution) -> MachineFinding:
     """Says what a resolution means for ranks on several hosts."""
     fix = "set comm.interface (GLOO_SOCKET_IFNAME) to the interface between the hosts, or correct /etc/hosts"
     shown = f"{found.host} is {', '.join(found.addresses)}" if found.addresses else f"{found.host}: {found.error}"
     took = f" (after {format_seconds(found.seconds)})" if found.seconds > _SLOW_S else ""
     if found.error.startswith("no answer"):
         meaning = "everything that looks the name up stands still: ranks seem to hang while they connect"
-        return Finding(
-            name="host name", status="problem", found=shown, meaning=meaning, fix="correct /etc/hosts or DNS"
-        )
+        return finding("host name", shown, meaning, problem="correct /etc/hosts or DNS")
     if found.usable is None:
         meaning = "it is no address of this host, so that Gloo takes the loopback: ranks of other hosts would hang"
-        return Finding(name="host name", status="note", found=shown + took, meaning=meaning, fix=fix)
+        return finding("host name", shown + took, meaning, note=fix)
     if is_loopback(found.usable):
         meaning = "ranks of other hosts would be told to call themselves, and hang; on one host that does no harm"
-        return Finding(name="host name", status="note", found=shown + took, meaning=meaning, fix=fix)
-    return Finding(
-        name="host name",
-        status="note" if took else "ok",
-        found=shown + took,
-        meaning="other hosts reach this one by it" + (", but the look-up slows every start down" if took else ""),
-        fix="put the name into /etc/hosts" if took else "",
+        return finding("host name", shown + took, meaning, note=fix)
+    return finding(
+        "host name",
+        shown + took,
+        "other hosts reach this one by it" + (", but the look-up slows every start down" if took else ""),
+        note="put the name into /etc/hosts" if took else "",
     )
 
 
@@ -170,32 +166,31 @@ def nccl_interfaces(settings: Mapping[str, BackendSetting], present: list[Interf
     return next((found for found in choices if found), [])
 
 
-def chosen_interfaces(surroundings: Surroundings) -> Iterator[Finding]:
-    """Which interfaces Gloo and NCCL would take."""
+def chosen_interfaces(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports which interfaces Gloo and NCCL would take."""
     present, settings = find_interfaces(), settings_of(surroundings)
     gloo = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
     asked = settings.get(GLOO_INTERFACE)
-    yield Finding(
-        name="gloo interface",
-        status="ok" if gloo is not None else "problem",
-        found=(gloo or "one that is not up here") + (f", by {asked}" if asked else ", by this host's name"),
-        meaning="paceline train takes the loopback where nothing is set; a group over several hosts takes this one"
-        if asked is None
-        else "every group takes it",
-        fix="" if gloo is not None else "name one that is up, or unset it",
+    meaning = "every group takes it"
+    if asked is None:
+        meaning = "paceline train takes the loopback where nothing is set; a group over several hosts takes this one"
+    yield finding(
+        "gloo interface",
+        (gloo or "one that is not up here") + (f", by {asked}" if asked else ", by this host's name"),
+        meaning,
+        problem="" if gloo is not None else "name one that is up, or unset it",
     )
     nccl, told = nccl_interfaces(settings, present), settings.get(NCCL_INTERFACE)
-    yield Finding(
-        name="nccl interface",
-        status="ok" if nccl else "problem",
-        found=(", ".join(nccl) or "none") + (f", by {told}" if told else ", by its own order"),
-        meaning="GPU ranks meet over it, and talk over it where there is no InfiniBand",
-        fix="" if nccl else "name one that is up (comm.interface), or unset it",
+    yield finding(
+        "nccl interface",
+        (", ".join(nccl) or "none") + (f", by {told}" if told else ", by its own order"),
+        "GPU ranks meet over it, and talk over it where there is no InfiniBand",
+        problem="" if nccl else "name one that is up (comm.interface), or unset it",
     )
 
 
-def ports(_: Surroundings) -> Iterator[Finding]:
-    """A process can listen, and torchrun's port is free."""
+def ports(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Checks that a process can listen, and that torchrun's port is free."""
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -204,21 +199,20 @@ def ports(_: Surroundings) -> Iterator[Finding]:
     except OSError as error:
         found, meaning = f"no port can be opened: {error.strerror}", "ranks meet at a port of the first one's host"
         fix = "allow local connections, or look for a process that holds all ports: ss -s"
-        yield Finding(name="ports", status="problem", found=found, meaning=meaning, fix=fix)
+        yield finding("ports", found, meaning, problem=fix)
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         is_taken = probe.connect_ex(("127.0.0.1", _TORCHRUN_PORT)) == 0
-    yield Finding(
-        name="ports",
-        status="note" if is_taken else "ok",
-        found=f"{free} was free" + (f"; {_TORCHRUN_PORT} is in use" if is_taken else f", and {_TORCHRUN_PORT} too"),
-        meaning=f"paceline train takes a free one; torchrun without --standalone takes {_TORCHRUN_PORT}",
-        fix="give torchrun another --master-port, or end what listens there" if is_taken else "",
+    yield finding(
+        "ports",
+        f"{free} was free" + (f"; {_TORCHRUN_PORT} is in use" if is_taken else f", and {_TORCHRUN_PORT} too"),
+        f"paceline train takes a free one; torchrun without --standalone takes {_TORCHRUN_PORT}",
+        note="give torchrun another --master-port, or end what listens there" if is_taken else "",
     )
 
 
-def settings_of(surroundings: Surroundings) -> dict[str, BackendSetting]:
+def settings_of(surroundings: DoctorInputs) -> dict[str, BackendSetting]:
     """Returns what Gloo and NCCL are told: by the config if there is one, and else by the environment."""
     given = {} if surroundings.config is None else config_settings(surroundings.config.comm)
     return {**exported_settings(surroundings.environment), **given}

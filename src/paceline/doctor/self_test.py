@@ -20,7 +20,7 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.objects import gather_objects
-from paceline.doctor.findings import Finding
+from paceline.doctor.findings import MachineFinding, finding
 from paceline.errors import PacelineError
 from paceline.units import format_seconds
 
@@ -87,56 +87,51 @@ def clock_offset(comm: Communicator) -> tuple[float, float]:
     return (0.0, 0.0) if comm.rank == 0 else (best[1], best[0] / 2)
 
 
-def report_findings(reports: list[RankReport]) -> Iterator[Finding]:
+def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:
     """Says what the ranks saw, and what is odd about it."""
     hosts: dict[str, int] = {}
     for report in reports:
         hosts[report.host] = hosts.get(report.host, 0) + 1
-    slowest = max(report.latency_s for report in reports)
-    least = min(report.bandwidth for report in reports)
+    latency = format_seconds(max(report.latency_s for report in reports))
+    speed = f"{min(report.bandwidth for report in reports) / 1e9:.2f} GB/s"
     told = ", ".join(f"{host} ({count})" for host, count in hosts.items())
-    yield Finding(
-        name="self-test",
-        status="ok",
-        found=f"{len(reports)} ranks on {told} add up; an all-reduce takes {format_seconds(slowest)}, "
-        f"a large one moves {least / 1e9:.2f} GB/s",
-        meaning="ranks of a run between these hosts can talk",
+    yield finding(
+        "self-test",
+        f"{len(reports)} ranks on {told} add up; an all-reduce takes {latency}, a large one moves {speed}",
+        "ranks of a run between these hosts can talk",
     )
     versions = {report.versions for report in reports}
     listed = "; ".join(f"Python {python}, torch {version}" for python, version in sorted(versions))
-    yield Finding(
-        name="versions",
-        status="ok" if len(versions) == 1 else "problem",
-        found=listed,
-        meaning="all ranks run the same" if len(versions) == 1 else "ranks of different versions may not agree",
-        fix="" if len(versions) == 1 else "install the same Python and torch on every host",
+    yield finding(
+        "versions",
+        listed,
+        "all ranks run the same" if len(versions) == 1 else "ranks of different versions may not agree",
+        problem="" if len(versions) == 1 else "install the same Python and torch on every host",
     )
     if len(hosts) > 1:
         yield _clock_finding(reports)
 
 
-def _clock_finding(reports: list[RankReport]) -> Finding:
+def _clock_finding(reports: list[RankReport]) -> MachineFinding:
     worst = max(reports, key=lambda report: abs(report.clock_ahead_s))
+    apart = format_seconds(abs(worst.clock_ahead_s))
     is_far = abs(worst.clock_ahead_s) - worst.clock_error_s > _FAR_S
-    return Finding(
-        name="clocks",
-        status="note" if is_far else "ok",
-        found=f"at most {format_seconds(abs(worst.clock_ahead_s))} apart ({worst.host}, to within "
-        f"{format_seconds(worst.clock_error_s)})",
-        meaning="logs and records of these hosts do not line up" if is_far else "times of two hosts can be compared",
-        fix="let a time service (chrony, ntpd) set the clocks" if is_far else "",
+    return finding(
+        "clocks",
+        f"at most {apart} apart ({worst.host}, to within {format_seconds(worst.clock_error_s)})",
+        "logs and records of these hosts do not line up" if is_far else "times of two hosts can be compared",
+        note="let a time service (chrony, ntpd) set the clocks" if is_far else "",
     )
 
 
-def failed_test(error: PacelineError) -> Finding:
+def failed_test(error: PacelineError) -> MachineFinding:
     """Makes a finding of ranks that could not be tested."""
     told = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return Finding(
-        name="self-test",
-        status="problem",
-        found=" ".join(told[:2]),
-        meaning="a run between these ranks would fail, or hang, in the same place",
-        fix="open the ports between the hosts, set comm.interface, or look at NCCL_DEBUG=INFO",
+    return finding(
+        "self-test",
+        " ".join(told[:2]),
+        "a run between these ranks would fail, or hang, in the same place",
+        problem="open the ports between the hosts, set comm.interface, or look at NCCL_DEBUG=INFO",
     )
 
 

@@ -8,22 +8,21 @@ from pathlib import Path
 from paceline.cluster.detect import usable_cores
 from paceline.config import check_exported, check_interfaces, exported_settings
 from paceline.config.settings import contradictions, unknown_variables
-from paceline.doctor.findings import Finding, Surroundings
+from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.doctor.network import find_interfaces, settings_of
 from paceline.errors import Problem
 
 _SYSTEM_FILE = Path("/etc/nccl.conf")
 
 
-def variables(surroundings: Surroundings) -> Iterator[Finding]:
-    """All variables of NCCL and Gloo in effect, and what contradicts among them."""
+def variables(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports all variables of NCCL and Gloo in effect, and what contradicts among them."""
     settings = settings_of(surroundings)
     shown = [f"{each.variable}={each.value} ({each.key or 'exported'})" for each in settings.values()]
-    yield Finding(
-        name="variables",
-        status="ok",
-        found=", ".join(shown) or "none of NCCL_* or GLOO_*",
-        meaning="NCCL and Gloo obey them" if shown else "NCCL and Gloo choose for themselves, which is mostly right",
+    yield finding(
+        "variables",
+        ", ".join(shown) or "none of NCCL_* or GLOO_*",
+        "NCCL and Gloo obey them" if shown else "NCCL and Gloo choose for themselves, which is mostly right",
     )
     problems = contradictions(settings)
     if surroundings.config is not None:
@@ -33,11 +32,11 @@ def variables(surroundings: Surroundings) -> Iterator[Finding]:
             problems += [problem for problem in found if str(problem) not in known]
     yield from (problem_finding("variables", problem) for problem in problems)
     for problem in unknown_variables(exported_settings(surroundings.environment)):
-        yield Finding(name="variables", status="note", found=problem.what, meaning=problem.rule, fix=problem.fix)
+        yield MachineFinding(name="variables", status="note", found=problem.what, meaning=problem.rule, fix=problem.fix)
 
 
-def nccl_files(surroundings: Surroundings) -> Iterator[Finding]:
-    """Variables that files set, which NCCL reads besides: the administrator's, and the user's."""
+def nccl_files(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports variables that files set, which NCCL reads besides: the administrator's, and the user's."""
     given = surroundings.environment.get("NCCL_CONF_FILE")
     user = Path(given) if given else Path(surroundings.environment.get("HOME", "/")) / ".nccl.conf"
     if given and not user.is_file():
@@ -47,7 +46,7 @@ def nccl_files(surroundings: Surroundings) -> Iterator[Finding]:
         if path.is_file() and (lines := variables_in(path.read_text(errors="replace"))):
             shown = ", ".join(f"{name}={value}" for name, value in lines.items())
             meaning = "NCCL obeys them, except for what the environment or the config says otherwise"
-            yield Finding(name="nccl files", status="note", found=f"{path}: {shown}", meaning=meaning)
+            yield MachineFinding(name="nccl files", status="note", found=f"{path}: {shown}", meaning=meaning)
 
 
 def variables_in(text: str) -> dict[str, str]:
@@ -56,8 +55,8 @@ def variables_in(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, equals, value in pairs if equals and name.strip()}
 
 
-def run(surroundings: Surroundings) -> Iterator[Finding]:
-    """The run that is meant has the devices, cores and interfaces that it asks for."""
+def run(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Checks that the machine has the devices, cores and interfaces that the given config asks for."""
     config = surroundings.config
     if config is None:
         return
@@ -80,9 +79,9 @@ def run(surroundings: Surroundings) -> Iterator[Finding]:
         meaning = "ranks that share cores take turns: right results, and no gain in time"
         fix = f"set parallel.ranks = {max(1, usable // threads)} for speed"
         found = f"{shown}, {threads} threads each" if threads > 1 else shown
-        yield Finding(name="run", status="note", found=found, meaning=meaning, fix=fix)
+        yield finding("run", found, meaning, note=fix)
     else:
-        yield Finding(name="run", status="ok", found=shown, meaning="this machine has what the config asks for")
+        yield finding("run", shown, "this machine has what the config asks for")
     if config.comm.backend == "nccl" and not gpus:
         rule, fix = "nccl moves bytes between GPUs only", "set comm.backend = auto"
         yield problem_finding("run", Problem(what="comm.backend = nccl without a GPU", rule=rule, fix=fix))
@@ -92,6 +91,6 @@ def run(surroundings: Surroundings) -> Iterator[Finding]:
         yield problem_finding("run", problem)
 
 
-def problem_finding(name: str, problem: Problem) -> Finding:
+def problem_finding(name: str, problem: Problem) -> MachineFinding:
     """Returns a problem of a config as a finding."""
-    return Finding(name=name, status="problem", found=problem.what, meaning=problem.rule, fix=problem.fix)
+    return MachineFinding(name=name, status="problem", found=problem.what, meaning=problem.rule, fix=problem.fix)

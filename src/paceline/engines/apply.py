@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -20,24 +21,22 @@ from paceline.comm.compress import Compressor
 from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.automatic import choose_for_module
 from paceline.engines.batchnorm import synchronise_batchnorm
-from paceline.engines.buckets.buckets import BucketPolicy
 from paceline.engines.buckets.choice import choose_for_link
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.composition import combine
-from paceline.engines.ddp import DataParallel, DDPPolicy
+from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
-from paceline.engines.flat.materialize import build_units
-from paceline.engines.flat.partition import choose_units
-from paceline.engines.fsdp import FullySharded, Groups, ShardingPolicy
-from paceline.engines.offload import check_offload
+from paceline.engines.flat.materialize import build_units, choose_units
+from paceline.engines.fsdp import FullySharded, Groups
 from paceline.engines.precision import Precision, check_precision, precision_named
-from paceline.engines.zero import ZeroParallel, ZeroPolicy, parameters_to_bucket
+from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.models.registry import model_apart, model_blocks, model_ends
-from paceline.plan.layout import Layout
+from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.rules import check_layout
+from paceline.units import GIB, MIB
 
 STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
 _MARK = "_paceline_engine"
@@ -78,7 +77,10 @@ def parallelize(
         layout = layout_from(options, None if is_auto else strategy)
     policy = precision_named(layout.precision if precision is None else precision)
     layout = replace(layout, precision=policy.name)
-    if layout.compression.is_any and compressor is None:
+    if compressor is not None:  # the rules of a layout's own compression hold for it too
+        given = compressor.settings
+        layout = replace(layout, compression=Compression(policy=given.policy, error_feedback=given.error_feedback))
+    elif layout.compression.is_any:
         compressor = Compressor(layout.compression)
     if is_auto:
         layout = _choose(model, comm, layout)
@@ -143,7 +145,7 @@ def _share(
     """Makes the engine of a model, or of a stage of one, over the ranks that share the batch."""
     _check_model(model, may_be_meta=layout.is_fully_sharded or comm.device.type == "meta")
     check_precision(precision, comm.device)
-    check_offload(layout.offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
+    _check_host(layout.offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
     _prepare_blocks(model, comm, layout, precision)
@@ -175,19 +177,15 @@ def _replicate(
     compressor: GradientCompression | None,
 ) -> Engine:
     """Makes an engine whose ranks compute with whole parameters."""
-    tunes = layout.tunes_buckets and comm.size > 1 and comm.takes_real_time
-    buckets = BucketPolicy(bucket_bytes=layout.bucket_bytes, first_bucket_bytes=layout.first_bucket_bytes)
+    layout = replace(layout, tunes_buckets=layout.tunes_buckets and comm.size > 1 and comm.takes_real_time)
     if layout.strategy == "ddp":
-        replicas = DDPPolicy(buckets=buckets, buffers=layout.buffers, overlap=layout.overlap, tunes_buckets=tunes)
-        return DataParallel(model, comm, replicas, precision, compressor)
-    choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm)) if tunes else None
-    zero = ZeroPolicy(
-        stage=1 if layout.strategy == "zero1" else 2,
-        buckets=buckets if choice is None else choice.policy,
-        buffers=layout.buffers,
-        overlap=layout.overlap,
-    )
-    engine = ZeroParallel(model, comm, zero, precision, layout.offload)
+        return DataParallel(model, comm, layout, precision, compressor)
+    if not layout.tunes_buckets:
+        return ZeroParallel(model, comm, layout, precision)
+    choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm))
+    found = choice.policy
+    layout = replace(layout, bucket_mb=found.bucket_bytes / MIB, first_bucket_mb=found.first_bucket_bytes / MIB)
+    engine = ZeroParallel(model, comm, layout, precision)
     engine.bucket_choice = choice
     return engine
 
@@ -218,8 +216,7 @@ def _shard(
         model, blocks, model_ends(model), names=layout.units, unit_mb=unit_mb, apart=model_apart(model)
     )
     units = build_units(model, named, comm, groups.shards, precision, layout.offload)
-    policy = ShardingPolicy(reshard_after_forward=layout.reshard_after_forward, prefetch=layout.prefetch)
-    engine = FullySharded(model, groups, units, policy, precision, layout.buffers, compressor)
+    engine = FullySharded(model, groups, units, layout, precision, compressor)
     engine.watch([*(module for _, module in named), model])
     return engine
 
@@ -235,6 +232,21 @@ def _groups(comm: Communicator, layout: Layout) -> Groups:
     first = shards.rank - shards.rank % reshard
     small = shards.split(range(first, first + reshard))
     return Groups(world=comm, shards=shards, replicas=replicas, small=small)
+
+
+def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> None:
+    """Raises UsageError where the host cannot hold what ``num_parameters`` of a rank need there."""
+    if not offload.is_any or device.type in ("cpu", "meta"):  # what has no values takes no memory
+        return
+    # Masters, gradients and two moments in fp32, and staged parameters.
+    needed = num_parameters * (18 if offload.optimizer else 8)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise UsageError(
+            f"offload needs {needed / GIB:.1f} GiB of host memory for each rank; {available / GIB:.1f} GiB are free\n"
+            "  masters, gradients and two moments take 18 bytes for each parameter of a rank\n"
+            "  use more ranks, offload less, or a smaller model"
+        )
 
 
 def _check_model(model: Any, *, may_be_meta: bool) -> None:

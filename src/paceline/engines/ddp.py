@@ -19,14 +19,13 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
 - One rank alone has nothing to reduce and watches no gradients: the hooks would be pure cost.
 - A compression (see comm/compress) takes the place of a bucket's all-reduce: it makes the bucket small when it is
   complete, so that its bytes leave during backward, and makes gradients of what came when the step waits for it.
-- With masters (see masters.py) the buckets hold the masters' gradients: a gradient is cast as it is brought in.
+- With masters the buckets hold the masters' gradients: a gradient is cast as it is brought in.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,21 +45,11 @@ from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import ReplicaBucket
 from paceline.engines.buckets.tuner import BucketTuner
-from paceline.engines.engine import BufferPolicy, ModuleEngine
+from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import gradient_scale, reduction
-from paceline.engines.flat.masters import Masters
 from paceline.engines.flat.optimizer_state import load_optimizer_state
-from paceline.engines.precision import Precision
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DDPPolicy:
-    """What may be chosen about data parallelism. With ``tunes_buckets``, ``buckets`` holds until it is known better."""
-
-    buckets: BucketPolicy = field(default_factory=BucketPolicy)
-    buffers: BufferPolicy = "broadcast"
-    overlap: bool = True
-    tunes_buckets: bool = False
+from paceline.engines.precision import Precision, kept_parameters
+from paceline.plan.layout import Layout
 
 
 class DataParallel(ModuleEngine):
@@ -72,12 +61,12 @@ class DataParallel(ModuleEngine):
         self,
         module: nn.Module,
         comm: Communicator,
-        policy: DDPPolicy | None = None,
+        layout: Layout | None = None,
         precision: Precision | None = None,
         compression: GradientCompression | None = None,
     ) -> None:
-        self.policy = policy or DDPPolicy()
-        super().__init__(module, comm, precision or Precision(), self.policy.buffers)
+        self.layout = layout or Layout()
+        super().__init__(module, comm, precision or Precision(), self.layout.buffers)
         self.holds_first_copy = comm.rank == 0
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
@@ -90,17 +79,17 @@ class DataParallel(ModuleEngine):
         self._reductions: dict[ReplicaBucket, BucketReduction] = {}
         self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
             [name for name, _ in module.named_parameters()],
-            overlap=self.policy.overlap,
+            overlap=self.layout.overlap,
             graph_fix="run that backward inside engine.no_sync()",
         )
         self._trainable: list[int] = []
         self._order: list[int] = []  # in which gradients arrive, once it is known
         self._has_shared_buffers = False  # in this pass
-        self._bucket_policy = self.policy.buckets
+        self._bucket_policy = BucketPolicy.of(self.layout)
         self._tuner: BucketTuner | None = None  # while the size of buckets is to be found
         if comm.size > 1:
-            if self.policy.tunes_buckets:
-                self._tuner = BucketTuner(comm, self.policy.buckets, overlap=self.policy.overlap)
+            if self.layout.tunes_buckets:
+                self._tuner = BucketTuner(comm, self._bucket_policy, overlap=self.layout.overlap)
             self._start_over()
         elif self._masters is not None:
             self._watch()
@@ -414,6 +403,72 @@ class DataParallel(ModuleEngine):
     def _share_buffers(self) -> None:
         self._has_shared_buffers = True
         self.share_buffers()
+
+
+class Masters:
+    """What an optimizer updates where the module computes with copies in another dtype.
+
+        masters (as built)  --cast before the next forward-->  module's parameters (bf16)
+        masters' gradients  <--cast as each one arrives-----   module's gradients (bf16)
+
+    An update is often smaller than the distance of two bf16 numbers and would be lost; gradients of many microbatches
+    add up in the masters' dtype for the same reason. A parameter that is kept as it was built is its own master.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Casts the module's floating point parameters to ``dtype`` in place; their former values are the masters."""
+        self.module = module
+        kept = kept_parameters(module)
+        self.held = [parameter for _, parameter in module.named_parameters()]
+        self.parameters = [p if p in kept or not p.is_floating_point() else _split_off(p, dtype) for p in self.held]
+        self._pairs = [(p, m) for p, m in zip(self.held, self.parameters, strict=True) if p is not m]
+        self._master_of = dict(self._pairs)
+        self._seen_version = self._version()
+        # Fused optimizers do not raise the version of what they update. So the masters also count as changed after a
+        # backward pass that an update may follow.
+        self.may_have_changed = False
+
+    def has_copy(self, index: int) -> bool:
+        """Whether the n-th parameter and its master are two things."""
+        return self.parameters[index] is not self.held[index]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Casts the masters into the module's parameters if they may have changed."""
+        version = self._version()
+        if self.may_have_changed or version != self._seen_version:
+            self.may_have_changed, self._seen_version = False, version
+            # Through .data: for autograd the same values, cast again, are no change of what a forward pass has saved.
+            torch._foreach_copy_([p.data for p, _ in self._pairs], [m.data for _, m in self._pairs])
+
+    def follow(self) -> None:
+        """Freezes and unfreezes the masters as the module's parameters are."""
+        for parameter, master in self._pairs:
+            master.requires_grad_(parameter.requires_grad)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the module's state with the masters in the parameters' places."""
+        state = self.module.state_dict(keep_vars=True)
+        return {name: self._master_of.get(value, value) for name, value in state.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads a state into the module, and into the masters."""
+        self.module.load_state_dict(state)
+        for (name, parameter), master in zip(self.module.named_parameters(), self.parameters, strict=True):
+            if master is not parameter:
+                master.copy_(state[name])
+
+    def _version(self) -> int:
+        return sum(master._version for _, master in self._pairs)
+
+
+def _split_off(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Gives a parameter's values to a master, and casts the parameter itself."""
+    master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+    vars(master).update(vars(parameter))  # marks that users put there, for their optimizer's groups
+    parameter.data = parameter.data.to(dtype)
+    return master
 
 
 def _on_cpu(state: Any) -> Any:

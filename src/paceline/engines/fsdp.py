@@ -36,7 +36,6 @@ from torch import nn
 from paceline.comm.base import BucketReduction, Communicator, GradientCompression, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
-from paceline.engines.engine import BufferPolicy
 from paceline.engines.flat.flat import FlatGroup, gradient_scale
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
@@ -44,21 +43,7 @@ from paceline.engines.flat.side_stream import SideStream
 from paceline.engines.flat.unit import Call, Crossing, Unit, slice_shape, world_scale
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingPolicy:
-    """What may be chosen about sharding.
-
-    ``reshard_after_forward``: free units after forward (True), keep them until backward (False), or keep a slice that
-    a group of so many ranks can gather again (a number that divides the shard group).
-    """
-
-    units: tuple[str, ...] | None = None
-    unit_mb: float | None = None
-    reshard_after_forward: bool | int = True
-    prefetch: int = 1
-    shard_ranks: int | None = None
+from paceline.plan.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +81,16 @@ class FullySharded(ShardedEngine):
         module: nn.Module,
         groups: Groups,
         units: Sequence[Unit],
-        policy: ShardingPolicy,
+        layout: Layout,
         precision: Precision,
-        buffers: BufferPolicy = "broadcast",
         compression: GradientCompression | None = None,
     ) -> None:
         """Takes units that are built already (``materialize.py``), the root last.
 
         ``compression`` averages over the replicas.
         """
-        super().__init__(module, groups.world, precision, buffers)
-        self.policy = policy
+        super().__init__(module, groups.world, precision, layout.buffers)
+        self._layout = layout
         self._groups = groups
         self._units = list(units)
         self._root = self._units[-1]
@@ -190,7 +174,7 @@ class FullySharded(ShardedEngine):
         """Takes part in the gathers and reductions of a backward."""
         if self.comm.size > 1:
             self._begin_backward()
-            self._finish_backward()
+            self._finish()
 
     def abandon_accumulation(self) -> None:
         """Forgets the passes since the last one that reduced."""
@@ -218,7 +202,7 @@ class FullySharded(ShardedEngine):
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
         now = self._pass
         if now.is_backward:  # a checkpointed part runs again
-            self._enter_backward(unit)
+            self._reach_in_backward(unit)
             if unit.num_blind_calls and torch.is_grad_enabled():
                 unit.num_blind_calls -= 1
                 self._watch_inputs(unit, args, kwargs)
@@ -285,7 +269,7 @@ class FullySharded(ShardedEngine):
             return False
         leg, legs = Leg(unit.index, "gather"), self._training.legs
         is_last = legs is not None and legs[-1] == leg
-        return self.policy.reshard_after_forward is False or is_last or leg in self._training.repeated
+        return self._layout.reshard_after_forward is False or is_last or leg in self._training.repeated
 
     def _reach(self, unit: Unit, route: Route) -> None:
         unit.pass_number = self._pass.number
@@ -334,7 +318,7 @@ class FullySharded(ShardedEngine):
         if not self._pass.is_backward:
             self._pass.undone = next((call.forward for call in crossing.ends), crossing.forward)
             self._begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         for call in crossing.ends:
             call.num_inputs -= 1
             if call.num_inputs == 0:
@@ -342,7 +326,7 @@ class FullySharded(ShardedEngine):
         if crossing.handle is not None:
             crossing.handle.remove()
         for unit in sorted(crossing.begins, key=lambda unit: unit is not self._root):  # the root holds the others
-            self._enter_backward(unit)
+            self._reach_in_backward(unit)
 
     def _begin_backward(self) -> None:
         now = self._pass
@@ -369,7 +353,7 @@ class FullySharded(ShardedEngine):
                 legs += [Leg(unit, "gather"), Leg(unit, "reduce")]
         return [*legs, Leg(root, "reduce")]
 
-    def _enter_backward(self, unit: Unit) -> None:
+    def _reach_in_backward(self, unit: Unit) -> None:
         if not unit.in_use:
             self._reach(unit, self._pass.backward)
         elif unit is not self._root:
@@ -396,7 +380,7 @@ class FullySharded(ShardedEngine):
         unit.free()
 
     @torch.no_grad()
-    def _finish_backward(self) -> None:
+    def _finish(self) -> None:
         """Ends a backward: reduces the rest, waits, and settles who has a gradient."""
         now = self._pass
         now.backward.finish(drop=lambda leg: leg.is_gather and self._stays(self._units[leg.unit]))
@@ -466,7 +450,7 @@ class FullySharded(ShardedEngine):
     # What the routes call.
 
     def _route(self, order: Sequence[Leg]) -> Route:
-        return Route(self._groups.shards, order, self._issue, self._release, self.policy.prefetch)
+        return Route(self._groups.shards, order, self._issue, self._release, self._layout.prefetch)
 
     def _issue(self, leg: Leg) -> None:
         unit, now = self._units[leg.unit], self._pass

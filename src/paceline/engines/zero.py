@@ -28,8 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,25 +39,14 @@ from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
-from paceline.engines.engine import BufferPolicy
+from paceline.engines.engine import own_region
 from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
-from paceline.engines.flat.shards import own_region
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
-from paceline.plan.layout import Offload
+from paceline.plan.layout import Layout, Offload
 from paceline.shards import Shard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroPolicy:
-    """What may be chosen about ZeRO."""
-
-    stage: Literal[1, 2] = 1
-    buckets: BucketPolicy = field(default_factory=BucketPolicy)
-    buffers: BufferPolicy = "broadcast"
-    overlap: bool = True
 
 
 class ZeroParallel(ShardedEngine):
@@ -70,19 +58,18 @@ class ZeroParallel(ShardedEngine):
         self,
         module: nn.Module,
         comm: Communicator,
-        policy: ZeroPolicy | None = None,
+        layout: Layout,
         precision: Precision | None = None,
-        offload: Offload | None = None,
     ) -> None:
-        self.policy = policy or ZeroPolicy()
-        super().__init__(module, comm, precision or Precision(), self.policy.buffers)
-        offload = offload or Offload()
+        self.layout = layout
+        super().__init__(module, comm, precision or Precision(), layout.buffers)
+        offload = layout.offload
         is_offloaded = offload.is_any and comm.device.type != "cpu"
         self._is_plain = comm.size == 1 and self.precision.param_dtype is None and not is_offloaded
         self.precision.cast_buffers(module)
         self._named = dict(module.named_parameters())
         if not self._is_plain:
-            self.flat_groups = _make_groups(module, comm, self.policy.buckets, self.precision, offload)
+            self.flat_groups = _make_groups(module, comm, BucketPolicy.of(layout), self.precision, offload)
         self.holds_first_copy = not self._is_plain or comm.rank == 0
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
         self._updated = {
@@ -96,10 +83,10 @@ class ZeroParallel(ShardedEngine):
         self._gathering.owner = self  # the modules' hooks hold the gathering: so the module keeps the engine alive
         self._arrivals: Arrivals[SlicedBucket] = Arrivals(
             [name for group in self.flat_groups for name in group.names],
-            overlap=self.policy.overlap,
+            overlap=self.layout.overlap,
             graph_fix="use torch.autograd.grad(..., create_graph=True), which leaves the parameters' gradients alone",
         )
-        self._fixed = _make_buckets(self.flat_groups, BufferPool() if self.policy.stage == 2 else None)
+        self._fixed = _make_buckets(self.flat_groups, BufferPool() if self.layout.strategy == "zero2" else None)
         self._completed: list[int] = []  # the places of buckets in ``_fixed``, in the order of this rank's backward
         self._is_ordered = comm.size == 1 or len(self._fixed) < 2
         self._is_reducing = False  # the backward that is under way
@@ -118,7 +105,7 @@ class ZeroParallel(ShardedEngine):
         is_training = torch.is_grad_enabled()
         if is_training:
             self._prepare()
-        self._gathering.begin(is_overlapped=is_training and self.policy.overlap)
+        self._gathering.begin(is_overlapped=is_training and self.layout.overlap)
         try:
             output = self._forward(*args, **kwargs)
         finally:
@@ -234,7 +221,7 @@ class ZeroParallel(ShardedEngine):
     @property
     def _reduces(self) -> bool:
         """Whether this backward communicates."""
-        return self._is_syncing or self.policy.stage == 2
+        return self._is_syncing or self.layout.strategy == "zero2"
 
     def _enter_backward(self, version: int, gradient: torch.Tensor) -> None:
         """Runs when backward enters the module: what is missing at its end is sent then."""
@@ -262,7 +249,7 @@ class ZeroParallel(ShardedEngine):
         if complete is None:
             return
         bucket, place = complete
-        has_room = self.policy.stage == 1 or bucket is arrivals.buckets[arrivals.num_left]
+        has_room = self.layout.strategy == "zero1" or bucket is arrivals.buckets[arrivals.num_left]
         if has_room and bucket.is_large[place] and self._scale != 1.0:
             self._make_room(arrivals.num_left)
             bucket.bring_in(place, gradient, self._scale)
@@ -279,7 +266,7 @@ class ZeroParallel(ShardedEngine):
 
     def _make_room(self, place: int) -> None:
         """Keeps at most two whole buckets of gradients in stage 2: waits for the one before the last."""
-        if self.policy.stage == 2 and place > 1:
+        if self.layout.strategy == "zero2" and place > 1:
             self._arrivals.buckets[place - 2].land(is_last=self._is_syncing)
 
     @torch.no_grad()

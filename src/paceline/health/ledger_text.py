@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.health.lateness import PhaseTimes, RankLook
-from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 
 _LAST = 8
-_COLLECTIVE = Call(kind="a collective")
+_COLLECTIVE = LedgerCall(kind="a collective")
 
 
 def views_to_text(views: Sequence[LedgerView], now: float) -> str:
@@ -47,7 +47,9 @@ def looks_from_text(text: str) -> list[RankLook]:
     looks = []
     for rank, host, pid, times, ahead_s, places in ranks:
         entries = tuple(
-            Entry(number=at, group=groups[group], sequence=sequence, step=step, issued_s=issued_s, call=_COLLECTIVE)
+            LedgerEntry(
+                number=at, group=groups[group], sequence=sequence, step=step, issued_s=issued_s, call=_COLLECTIVE
+            )
             for at, (group, sequence, step, issued_s) in enumerate(places, start=1)
         )
         view = LedgerView(rank=rank, host=host, pid=pid, entries=entries)
@@ -69,10 +71,10 @@ def _from_json(values: dict[str, Any]) -> LedgerView:
     return LedgerView(**values, entries=entries, issued=issued)
 
 
-def _entry(values: dict[str, Any]) -> Entry:
+def _entry(values: dict[str, Any]) -> LedgerEntry:
     group, call = values.pop("group"), values.pop("call")
-    return Entry(
+    return LedgerEntry(
         **values,
         group=GroupName(tuple(group["ranks"]), group["number"]),
-        call=Call(**call | {"shape": tuple(call["shape"])}),
+        call=LedgerCall(**call | {"shape": tuple(call["shape"])}),
     )

@@ -37,7 +37,7 @@ class GroupName:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class LedgerCall:
     """What was asked for, as far as all ranks must agree on it. ``peer`` is a rank of the world: root, or other end."""
 
     kind: str
@@ -71,7 +71,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class LedgerEntry:
     """One operation of one rank. ``number`` counts all of the rank's; ``sequence`` those of the group, or of the pair.
 
     Times are seconds of the ledger's clock; ``done_s`` is None until the rank's wait has returned.
@@ -80,7 +80,7 @@ class Entry:
     number: int
     group: GroupName
     sequence: int
-    call: Call
+    call: LedgerCall
     site: str = ""
     phase: str = ""
     step: int = 0
@@ -101,7 +101,7 @@ class LedgerView:
     state: State = "running"
     phase: str = SETUP
     step: int = 0
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LedgerEntry, ...] = ()
     issued: Mapping[GroupName, int] = field(default_factory=dict)
     waiting: int | None = None
     changed_s: float = 0.0
@@ -110,7 +110,7 @@ class LedgerView:
     pid: int = 0
 
     @property
-    def waits_in(self) -> Entry | None:
+    def waits_in(self) -> LedgerEntry | None:
         """The operation that it is in, if any."""
         if self.waiting is None or self.state != "running":
             return None

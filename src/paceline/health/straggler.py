@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Protocol
 
-from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, Entry, GroupName, LedgerView
+from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, GroupName, LedgerEntry, LedgerView
 from paceline.units import format_seconds
 
 
-class StepSeconds(Protocol):
+class TimedStep(Protocol):
     """The seconds of one rank's step and of its phases, as a step record has them."""
 
     step_s: float
@@ -72,9 +72,7 @@ class Straggler:
         )
 
 
-def find_straggler(
-    steps: Sequence[Mapping[int, StepSeconds]], policy: StragglerPolicy | None = None
-) -> Straggler | None:
+def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPolicy | None = None) -> Straggler | None:
     """Finds the rank that the others wait for in most steps: ``steps`` has the records of each, by rank."""
     rule = policy or StragglerPolicy()
     warm = [ranks for ranks in steps[max(1, len(steps) // 10) :] if len(ranks) > 1]
@@ -100,7 +98,7 @@ def find_straggler(
     )
 
 
-def _phases(record: StepSeconds) -> dict[str, float]:
+def _phases(record: TimedStep) -> dict[str, float]:
     return {
         DATA: record.data_s,
         FORWARD: record.forward_s,
@@ -109,7 +107,7 @@ def _phases(record: StepSeconds) -> dict[str, float]:
     }
 
 
-def _slow_phase(rank: int, steps: Sequence[Mapping[int, StepSeconds]]) -> str:
+def _slow_phase(rank: int, steps: Sequence[Mapping[int, TimedStep]]) -> str:
     """Returns the phase in which a rank takes most more than the others, in the median step."""
     excess: dict[str, list[float]] = defaultdict(list)
     for ranks in steps:
@@ -139,7 +137,7 @@ def last_arrivals(ledgers: Sequence[LedgerView], offsets: Mapping[int, float] | 
     ``offsets`` are what each rank's clock is ahead by; none: they read one clock, as ranks of a host do.
     """
     ahead = offsets or {}
-    places: dict[tuple[GroupName, int], dict[int, Entry]] = defaultdict(dict)
+    places: dict[tuple[GroupName, int], dict[int, LedgerEntry]] = defaultdict(dict)
     for view in ledgers:
         for entry in view.entries:
             if not entry.call.is_message and len(entry.group.ranks) > 1:

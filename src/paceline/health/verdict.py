@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from paceline.health.ledger_view import CHECKPOINT, DATA, EVALUATION, SETUP, Entry, GroupName, LedgerView
+from paceline.health.ledger_view import CHECKPOINT, DATA, EVALUATION, SETUP, GroupName, LedgerEntry, LedgerView
 
 Kind = Literal["mismatch", "dead", "left", "missing", "deadlock", "silent"]
 
@@ -106,7 +106,7 @@ def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> HangVerd
 
 def find_mismatch(ledgers: Sequence[LedgerView]) -> HangVerdict | None:
     """Finds the first operation of a group that ranks disagree on."""
-    places: dict[_Place, list[tuple[int, Entry]]] = defaultdict(list)
+    places: dict[_Place, list[tuple[int, LedgerEntry]]] = defaultdict(list)
     for view in ledgers:
         for entry in view.entries:
             if not entry.call.is_message:
@@ -131,7 +131,7 @@ def find_hang(ledgers: Sequence[LedgerView], now: float) -> HangVerdict:
     return _silent(views, now)
 
 
-def _pending(views: Mapping[int, LedgerView]) -> dict[int, Entry]:
+def _pending(views: Mapping[int, LedgerView]) -> dict[int, LedgerEntry]:
     """Returns the operation that each rank waits in.
 
     Where none does, the first that it issued and another has not: on CUDA the host runs ahead, and stands wherever it
@@ -147,7 +147,7 @@ def _pending(views: Mapping[int, LedgerView]) -> dict[int, Entry]:
     return {rank: entry for rank, entry in ahead.items() if entry is not None}
 
 
-def _absent(entry: Entry, rank: int, views: Mapping[int, LedgerView]) -> list[int]:
+def _absent(entry: LedgerEntry, rank: int, views: Mapping[int, LedgerView]) -> list[int]:
     """Returns the ranks that have not come to an operation of ``rank``, as far as they are known."""
     if not entry.call.is_message:
         others = [views[peer] for peer in entry.group.ranks if peer != rank and peer in views]
@@ -168,7 +168,7 @@ def _absent(entry: Entry, rank: int, views: Mapping[int, LedgerView]) -> list[in
 
 
 def _missing(
-    guilty: list[LedgerView], views: Mapping[int, LedgerView], pending: Mapping[int, Entry], now: float
+    guilty: list[LedgerView], views: Mapping[int, LedgerView], pending: Mapping[int, LedgerEntry], now: float
 ) -> HangVerdict:
     ranks = {view.rank for view in guilty}
     waited = {rank: ranks & set(_absent(entry, rank, views)) for rank, entry in pending.items()}
@@ -205,7 +205,7 @@ def _dead(dead: list[LedgerView], running: list[LedgerView]) -> HangVerdict:
 
 
 def _deadlock(
-    views: Mapping[int, LedgerView], pending: Mapping[int, Entry], waited: Mapping[int, list[int]]
+    views: Mapping[int, LedgerView], pending: Mapping[int, LedgerEntry], waited: Mapping[int, list[int]]
 ) -> HangVerdict:
     parts = [
         f"rank {rank} waits for {_tell(waited[rank])} in {_describe_place(entry)}{_at(views[rank], entry)}"
@@ -237,10 +237,10 @@ def _silent(views: Mapping[int, LedgerView], now: float) -> HangVerdict:
 
 
 def _mismatch(
-    place: _Place, found: list[tuple[int, Entry]], places: Mapping[_Place, list[tuple[int, Entry]]]
+    place: _Place, found: list[tuple[int, LedgerEntry]], places: Mapping[_Place, list[tuple[int, LedgerEntry]]]
 ) -> HangVerdict:
     group, sequence = place
-    by_call: dict[tuple[object, ...], list[tuple[int, Entry]]] = defaultdict(list)
+    by_call: dict[tuple[object, ...], list[tuple[int, LedgerEntry]]] = defaultdict(list)
     for rank, entry in found:
         by_call[entry.call.agreed].append((rank, entry))
     parties = sorted(by_call.values(), key=lambda party: (len(party), -party[0][0]))
@@ -253,7 +253,7 @@ def _mismatch(
 
 
 def _what_differs(
-    place: _Place, parties: list[list[tuple[int, Entry]]], places: Mapping[_Place, list[tuple[int, Entry]]]
+    place: _Place, parties: list[list[tuple[int, LedgerEntry]]], places: Mapping[_Place, list[tuple[int, LedgerEntry]]]
 ) -> str:
     """Says in what two calls differ: their order, where one party's call is what the other calls next."""
     first, second = parties[0][0][1].call, parties[-1][0][1].call
@@ -309,21 +309,21 @@ def _doing(view: LedgerView, now: float, *, is_named: bool) -> str:
     return f"{name} {stands}{what}{inside} (step {view.step}, for {max(0.0, now - view.changed_s):.1f} s)"
 
 
-def _describe_place(entry: Entry) -> str:
+def _describe_place(entry: LedgerEntry) -> str:
     what = "message" if entry.call.is_message else "operation"
     return f"{entry.call}, {what} {entry.sequence} of group {entry.group}"
 
 
-def _call_and_site(entry: Entry) -> str:
+def _call_and_site(entry: LedgerEntry) -> str:
     return f"{entry.call} at {entry.site or 'an unknown line'}"
 
 
-def _at(view: LedgerView, entry: Entry) -> str:
+def _at(view: LedgerView, entry: LedgerEntry) -> str:
     line = view.stands_at or entry.site
     return f" at {line}" if line else ""
 
 
-def _lines(views: Iterable[LedgerView], pending: Mapping[int, Entry]) -> str:
+def _lines(views: Iterable[LedgerView], pending: Mapping[int, LedgerEntry]) -> str:
     """Says at which lines ranks wait: one, if it is the same for all."""
     by_line: dict[str, list[int]] = defaultdict(list)
     for view in views:

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.config.gpt_sizes import GPT_SIZES, GPTShape, gpt_shape, head_problems
-from paceline.config.sections import GPTModelConfig
+from paceline.config.sections import GPT_SIZES, GPTModelConfig, GPTShape, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.layers import PipelineLayer
 
@@ -350,13 +349,7 @@ def _value_problems(config: GPTConfig) -> list[Problem]:
 
 
 # Of GPT-2, rounded up to a multiple of 128, and of Llama; the other sizes are for text of bytes or characters.
-_VOCABULARIES = {
-    "gpt-124m": 50304,
-    "gpt-350m": 50304,
-    "gpt-1.1b": 32000,
-    "gpt-3b": 32000,
-    "gpt-7b": 32000,
-}
+_VOCABULARIES = {"gpt-124m": 50304, "gpt-350m": 50304, "gpt-1.1b": 32000, "gpt-3b": 32000, "gpt-7b": 32000}
 
 SIZES: dict[str, GPTConfig] = {
     name: _with_vocabulary(shape, _VOCABULARIES.get(name, 256)) for name, shape in GPT_SIZES.items()

@@ -84,12 +84,11 @@ def sequential_layers(sequential: nn.Sequential, prefix: str = "") -> tuple[Pipe
             waiting.append((name, module))
     if waiting:
         rows.append(waiting)
-    return tuple(_joined(row) for row in rows)
-
-
-def _joined(row: Sequence[tuple[str, nn.Module]]) -> PipelineLayer:
-    modules = tuple(module for _, module in row)
-    return PipelineLayer(name=row[0][0], run=modules[0] if len(modules) == 1 else Chain(modules), modules=modules)
+    joined = [(row[0][0], tuple(module for _, module in row)) for row in rows]
+    return tuple(
+        PipelineLayer(name=name, run=modules[0] if len(modules) == 1 else Chain(modules), modules=modules)
+        for name, modules in joined
+    )
 
 
 def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -101,7 +100,7 @@ def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def _is_plain(model: nn.Sequential) -> bool:
-    """Whether calling it is calling its children: no forward of its own, no hooks."""
+    """Says whether calling it is calling its children: no forward of its own, no hooks."""
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     return type(model).forward is nn.Sequential.forward and "forward" not in vars(model) and not any(hooks)
 

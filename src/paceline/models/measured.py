@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from paceline.predict.memory.facts import BlockFacts, ModelFacts, Work
+from paceline.predict.memory.facts import BlockFacts, ModelFacts, SampleWork
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")
 
@@ -39,7 +39,7 @@ class ActivationBytes:
     outside: int
     blocks: tuple[BlockBytes, ...]
     largest: int = 0  # of a single tensor
-    work: Work | None = None  # of all samples of the pass
+    work: SampleWork | None = None  # of all samples of the pass
 
     @property
     def total(self) -> int:
@@ -48,10 +48,7 @@ class ActivationBytes:
 
 
 def measure_activations(
-    model: nn.Module,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
-    batch: Any,
-    blocks: Sequence[nn.Module] = (),
+    model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], batch: Any, blocks: Sequence[nn.Module] = ()
 ) -> ActivationBytes:
     """Runs one forward pass of ``loss(model, batch)`` and counts what autograd keeps.
 
@@ -108,7 +105,7 @@ def measure_model(
     )
 
 
-def _for_one(few: Work | None, more: Work | None) -> Work | None:
+def _for_one(few: SampleWork | None, more: SampleWork | None) -> SampleWork | None:
     """Returns the work of one sample, from passes over 2 and over 4."""
     if few is None or more is None:
         return None
@@ -130,7 +127,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Says that nobody compiles what is counted: torch need not ask its compiler at each operator."""
+        """Says that what is counted is not compiled: torch need not ask its compiler at each operator."""
         return False
 
     @contextlib.contextmanager
@@ -164,7 +161,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns what was counted."""
         blocks = tuple(BlockBytes(**call) for call in self._calls)
         largest = max((tensor.untyped_storage().nbytes() for tensor in self._kept), default=0)
-        work = Work(
+        work = SampleWork(
             flops=sum(self._flops.values()),
             written=float(self._written),
             kernels=self._kernels,

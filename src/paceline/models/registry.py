@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         ModelConfig,
         ResNetModelConfig,
     )
-    from paceline.data.shape import DataShape
+    from paceline.data.datasets import DataShape
 
 
 def build_model(config: ModelConfig, shape: DataShape) -> nn.Module:
@@ -72,8 +72,7 @@ def model_ends(model: nn.Module) -> list[nn.Module]:
     A model says so with a method ``ends()``, and so promises to call these modules: a weight that is read past its
     module's call (tied, or in a loss) cannot be gathered for that call.
     """
-    ends: object = getattr(model, "ends", None)
-    return list(ends()) if callable(ends) and not isinstance(ends, nn.Module) else []
+    return _ask(model, "ends")
 
 
 def model_apart(model: nn.Module) -> list[nn.Module]:
@@ -81,8 +80,13 @@ def model_apart(model: nn.Module) -> list[nn.Module]:
 
     A model says so with a method ``apart()``. Such a weight must be there for as long as the model runs.
     """
-    apart: object = getattr(model, "apart", None)
-    return list(apart()) if callable(apart) and not isinstance(apart, nn.Module) else []
+    return _ask(model, "apart")
+
+
+def _ask(model: nn.Module, name: str) -> list[nn.Module]:
+    """Returns what a model's method says; nothing without one. Some models have a module of this name."""
+    method: object = getattr(model, name, None)
+    return list(method()) if callable(method) and not isinstance(method, nn.Module) else []
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import UsageError
-from paceline.search.request import Request, request_for, request_for_hugging_face
+from paceline.search.request import PlanRequest, request_for, request_for_hugging_face
 from paceline.search.result import PlanResult, plan_for
 from paceline.units import GIB
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.predict.memory.facts import ModelFacts
-    from paceline.predict.replay.replayed import Replay
+    from paceline.predict.replay.replayed import ReplayedStep
 
 Source: TypeAlias = "Config | str | Path | Mapping[str, Any] | Callable[[], nn.Module]"
 
@@ -65,7 +65,7 @@ def plan(
     return plan_for(request, by=by, gpus=gpus, price=price)
 
 
-def trace_plan(found: PlanResult, path: Path) -> Replay:
+def trace_plan(found: PlanResult, path: Path) -> ReplayedStep:
     """Runs the first plan's engine without values, and writes the time line of its step for ui.perfetto.dev.
 
     Returns the step as it was replayed. Raises UsageError where there is no config, or it cannot be run so.
@@ -83,7 +83,7 @@ def trace_plan(found: PlanResult, path: Path) -> Replay:
 
 def read_source(
     model: Source, cluster: Cluster, *, overrides: Sequence[str] = (), precision: str | None = None
-) -> Request:
+) -> PlanRequest:
     """Reads a model of any kind. Raises UsageError or ConfigError for what cannot be read, or measured."""
     if isinstance(model, Mapping) and "model_type" in model:
         return request_for_hugging_face(model, cluster, overrides, precision)
@@ -131,7 +131,7 @@ def _as_overrides(values: Mapping[str, Any]) -> list[str]:
 
 def _of_factory(
     factory: Callable[[], nn.Module], cluster: Cluster, overrides: Sequence[str], precision: str | None
-) -> Request:
+) -> PlanRequest:
     """The config names the function where it can be imported by that name; else there is none to train with."""
     name = getattr(factory, "__qualname__", type(factory).__name__)
     is_found = "<" not in name and hasattr(factory, "__module__") and factory.__module__ != "__main__"

@@ -17,7 +17,7 @@ from paceline.cluster.wires import wire_cost
 from paceline.config import Config, load_config
 from paceline.errors import UsageError
 from paceline.predict.replay.replay import check_slow, replay
-from paceline.predict.replay.replayed import Replay
+from paceline.predict.replay.replayed import ReplayedStep
 from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
 
 
@@ -29,7 +29,7 @@ def predict(
     ranks: int | None = None,
     rank: int | None = None,
     slow: Mapping[int, float] | None = None,
-) -> Replay:
+) -> ReplayedStep:
     """Predicts a step of a config on a cluster: seconds, where they go, and memory.
 
     ``ranks``: how many; None: as the config says, else one for each device. ``rank``: the one to tell of; None: the one
@@ -66,7 +66,7 @@ def predict_decided(
     rank: int | None = None,
     slow: Mapping[int, float] | None = None,
     keeps_spans: bool = False,
-) -> tuple[Config, Replay]:
+) -> tuple[Config, ReplayedStep]:
     """Returns the config with the microbatch that was found for it, and the step; ``keeps_spans`` for a time line."""
     slow_ranks = dict(slow or {})
     wire_cost(cluster, ranks)  # refuses ranks that the cluster has no devices for

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from paceline.chaos.inject import Injector
 
 
-class RankAttempt:
-    """One rank's part in one attempt at a run, from its set-up to its last record or its failure."""
+class RankRunner:
+    """Runs one rank through one attempt at a run, from its set-up to its last record or its failure."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class RankAttempt:
         self._is_built = False
         self._first_step = 0
 
-    def of_rank(self, rank: int) -> RankAttempt:
+    def of_rank(self, rank: int) -> RankRunner:
         """Returns the attempt of another rank in this process, which obeys the same signals."""
-        return RankAttempt(self._folder, rank, restart=self._restart, request=self.request)
+        return RankRunner(self._folder, rank, restart=self._restart, request=self.request)
 
     def run(
         self,

@@ -27,7 +27,7 @@ from paceline.run.prediction import entry_problem, machine_entry
 from paceline.run.rank_process import node_ranks
 from paceline.run.warm import CPU_RANKS
 from paceline.search.make_plan import RunMachine, make_plan
-from paceline.search.memory_verdict import Need, Verdict, host_problems, needed, needed_in_turns, ways_out
+from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, needed_in_turns, ways_out
 from paceline.train.resolve import resolve_strategy, resolve_together
 
 if TYPE_CHECKING:
@@ -235,12 +235,12 @@ def _check_precision(name: str, device: str) -> list[Problem]:
     return []
 
 
-def _compare(config: Config, need: Need) -> Verdict:
+def _compare(config: Config, need: MemoryNeed) -> MemoryVerdict:
     """Compares what a run needs with what this machine has and has free."""
     if config.parallel.device == "cuda":
         has = float(free_memory.measure_room("cuda", 1, 1).device_bytes)
-        return Verdict(need=need, where="the smallest GPU", has_bytes=has, free_bytes=has)
+        return MemoryVerdict(need=need, where="the smallest GPU", has_bytes=has, free_bytes=has)
     import psutil
 
     free = float(psutil.virtual_memory().available)
-    return Verdict(need=need, where="this host", has_bytes=detect.host_memory(), free_bytes=free)
+    return MemoryVerdict(need=need, where="this host", has_bytes=detect.host_memory(), free_bytes=free)

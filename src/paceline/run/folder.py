@@ -114,13 +114,16 @@ def config_of(path: Path) -> Path:
 
 
 def read_plan(path: Path) -> Plan | None:
-    """Returns the plan that an attempt is to carry out; None where hosts come and go, and ranks make it themselves."""
+    """Returns the plan that an attempt is to carry out; None where there is none that can be read.
+
+    Where hosts come and go, ranks make their plan themselves.
+    """
     pending = _pending(path, _PLAN)
     try:
         text = (pending if pending.is_file() else path / _PLAN).read_text(encoding="utf-8")
-    except FileNotFoundError:
+        return Plan.from_json(json.loads(text))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Plan.from_json(json.loads(text))
 
 
 def change_config(path: Path, config_yaml: str, plan_json: str) -> None:

@@ -21,8 +21,8 @@ from paceline.run.folder import claim_folder
 from paceline.run.location import locate_run, run_folder
 from paceline.run.nodes import Nodes, is_in_use, parse_nodes
 from paceline.run.notes import forget_hangs, hung_attempts
+from paceline.run.result import HostOptions, RunOptions, RunResult, explain_end, read_result
 from paceline.run.supervise import rank_command, restart_policy
-from paceline.run.train import HostOptions, RunOptions, RunResult, explain_end, read_result
 from paceline.run.variables import rank_variables
 from paceline.run.warm import WarmRanks, warm_ranks_of
 

@@ -24,7 +24,7 @@ from paceline.errors import PacelineError, PreemptedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
 from paceline.records.console import ProgressView
-from paceline.run.attempt import RankAttempt
+from paceline.run.attempt import RankRunner
 from paceline.run.decide import Decision, Participants, decide_run, show_decisions
 from paceline.run.folder import RunFolder, claim_folder
 from paceline.run.location import RunLocation, locate_run
@@ -39,9 +39,9 @@ from paceline.run.rank_process import (
     uses_nccl,
 )
 from paceline.run.records import end_records
+from paceline.run.result import RunOptions, RunResult, read_result
 from paceline.run.self_watch import watch_itself
 from paceline.run.signals import hear_requests
-from paceline.run.train import RunOptions, RunResult, read_result
 from paceline.run.variables import set_variables
 from paceline.run.watch import watch_policy
 
@@ -89,7 +89,7 @@ def _run_rank(
 ) -> None:
     """Trains this rank; where it fails, leaves the process."""
     folder, started, config = location.folder.absolute(), time.time(), decision.config
-    attempt = RankAttempt(folder, comm.rank, restart=restarted_by_launcher())
+    attempt = RankRunner(folder, comm.rank, restart=restarted_by_launcher())
     hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
     comm = watch_itself(comm, folder, watch_policy(config))
     try:

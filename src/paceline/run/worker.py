@@ -24,7 +24,7 @@ from paceline.config import Config, load_config
 from paceline.errors import CommunicationError, RankFailedError
 from paceline.health.exit_codes import DONE, HUNG
 from paceline.plan.plan import Plan
-from paceline.run.attempt import RankAttempt
+from paceline.run.attempt import RankRunner
 from paceline.run.folder import config_of, read_plan
 from paceline.run.notes import forget_failure, is_over, note_hang, note_process, read_failures
 from paceline.run.rank_process import (
@@ -57,7 +57,7 @@ def main() -> None:
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
     end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
-    attempt = RankAttempt(folder, rank, restart=arguments.restart or restarted_by_launcher())
+    attempt = RankRunner(folder, rank, restart=arguments.restart or restarted_by_launcher())
     try:
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
@@ -106,7 +106,7 @@ def _leave_if_different(folder: Path) -> None:
         leave_process(HUNG)
 
 
-def _run_virtual(config: Config, plan: Plan, first: RankAttempt, resume: str | None) -> None:
+def _run_virtual(config: Config, plan: Plan, first: RankRunner, resume: str | None) -> None:
     """Runs all ranks in this process, in turn. Where one fails, leaves with its error."""
     ranks = plan.layout.ranks
     attempts = [first, *(first.of_rank(rank) for rank in range(1, ranks))]

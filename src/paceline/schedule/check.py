@@ -16,11 +16,11 @@ Cost: O(actions).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NoReturn
 
 from paceline.errors import UsageError
-from paceline.schedule.grid import Action, Kind, Needs, Schedule, compute_needs, walk
+from paceline.schedule.grid import Action, Kind, Schedule, compute_needs, walk
 from paceline.schedule.lowering import messages_of, user_of
 
 _Cells = dict[Action, tuple[int, int]]
@@ -52,40 +52,30 @@ def _check_shape(schedule: Schedule) -> None:
             )
 
 
-def _refuse(schedule: Schedule, cell: tuple[int, int], action: Action, what: str, *rest: str) -> NoReturn:
+def _refuse(schedule: Schedule, cell: tuple[int, int], action: Action, what: str, rule: str) -> NoReturn:
     rank, slot = cell
-    lines = [f"schedule {schedule.name!r}, rank {rank}, slot {slot}: {action} {what}", *rest]
-    raise UsageError("\n  ".join(lines))
+    raise UsageError(f"schedule {schedule.name!r}, rank {rank}, slot {slot}: {action} {what}\n  {rule}")
+
+
+def _refuse_order(schedule: Schedule, cells: _Cells, action: Action, before: Action, rule: str) -> NoReturn:
+    """Refuses an action that stands before one that it needs."""
+    _refuse(schedule, cells[action], action, f"comes before {before}, which is in slot {cells[before][1]}", rule)
 
 
 def _check_cells(schedule: Schedule) -> _Cells:
     cells: _Cells = {}
     for cell, action in _filled(schedule):
-        if not 0 <= action.stage < schedule.stages:
-            _refuse(
-                schedule,
-                cell,
-                action,
-                f"is of stage {action.stage}, and there are stages 0 to {schedule.stages - 1}",
-                "each stage has a rank in the placement",
-            )
-        if action.kind != "R" and not 0 <= action.microbatch < schedule.microbatches:
-            _refuse(
-                schedule,
-                cell,
-                action,
-                f"is of microbatch {action.microbatch}, and there are microbatches 0 to {schedule.microbatches - 1}",
-                "remove it, or give the schedule more microbatches",
-            )
-        if schedule.placement[action.stage] != cell[0]:
-            right = schedule.placement[action.stage]
-            _refuse(
-                schedule,
-                cell,
-                action,
-                f"is on the wrong rank: stage {action.stage} is on rank {right}",
-                f"move it to row {right}",
-            )
+        stage, microbatch, last = action.stage, action.microbatch, schedule.microbatches - 1
+        if not 0 <= stage < schedule.stages:
+            what = f"is of stage {stage}, and there are stages 0 to {schedule.stages - 1}"
+            _refuse(schedule, cell, action, what, "each stage has a rank in the placement")
+        if action.kind != "R" and not 0 <= microbatch <= last:
+            what = f"is of microbatch {microbatch}, and there are microbatches 0 to {last}"
+            _refuse(schedule, cell, action, what, "remove it, or give the schedule more microbatches")
+        right = schedule.placement[stage]
+        if right != cell[0]:
+            what = f"is on the wrong rank: stage {stage} is on rank {right}"
+            _refuse(schedule, cell, action, what, f"move it to row {right}")
         if action in cells:
             _refuse(schedule, cell, action, f"is there twice: first in slot {cells[action][1]}", "remove one of them")
         cells[action] = cell
@@ -104,13 +94,8 @@ def _check_complete(schedule: Schedule, cells: _Cells) -> None:
         for microbatch in range(schedule.microbatches):
             forward, whole, inputs, weights = (Action(kind, stage, microbatch) for kind in ("F", "B", "I", "W"))
             if whole in cells and (both := next((each for each in (inputs, weights) if each in cells), None)):
-                _refuse(
-                    schedule,
-                    cells[both],
-                    both,
-                    f"is part of {whole}, which is in slot {cells[whole][1]}",
-                    "a backward is either whole (B) or in two parts (I and W)",
-                )
+                what = f"is part of {whole}, which is in slot {cells[whole][1]}"
+                _refuse(schedule, cells[both], both, what, "a backward is either whole (B) or in two parts (I and W)")
             is_split = whole not in cells and (inputs in cells or weights in cells)
             wanted = (forward, inputs, weights) if is_split else (forward, whole)
             if missing := next((each for each in wanted if each not in cells), None):
@@ -122,18 +107,13 @@ def _check_complete(schedule: Schedule, cells: _Cells) -> None:
 
 
 def _check_order(schedule: Schedule, cells: _Cells) -> None:
-    """On one rank, slots are the order; across ranks it is the deadlock check that decides."""
+    """Checks the order on each rank, which is that of its slots; across ranks the deadlock check decides."""
     needs = compute_needs((cells,), schedule.stages)
     for cell, action in _filled(schedule):
         for before in needs(action):
             if cells[before][0] == cell[0] and cells[before][1] > cell[1]:
-                _refuse(
-                    schedule,
-                    cell,
-                    action,
-                    f"comes before {before}, which is in slot {cells[before][1]}",
-                    f"{action} needs what {before} makes: move {before} to an earlier slot",
-                )
+                rule = f"{action} needs what {before} makes: move {before} to an earlier slot"
+                _refuse_order(schedule, cells, action, before, rule)
 
 
 def _check_reduces(schedule: Schedule, cells: _Cells) -> None:
@@ -142,13 +122,8 @@ def _check_reduces(schedule: Schedule, cells: _Cells) -> None:
             ends = (each for each in cells if each.stage == action.stage and each.kind in ("B", "W"))
             last = max(ends, key=lambda each: cells[each][1])
             if cells[last][1] > cell[1]:
-                _refuse(
-                    schedule,
-                    cell,
-                    action,
-                    f"comes before {last}, which is in slot {cells[last][1]}",
-                    f"gradients are reduced when all are there: move it behind {last}, or leave it out",
-                )
+                rule = f"gradients are reduced when all are there: move it behind {last}, or leave it out"
+                _refuse_order(schedule, cells, action, last, rule)
 
 
 def _check_messages(schedule: Schedule, cells: _Cells) -> None:
@@ -159,13 +134,8 @@ def _check_messages(schedule: Schedule, cells: _Cells) -> None:
             wanted[messages[0]], wanted[messages[1]] = messages[1], messages[0]
     for action, cell in cells.items():
         if not action.is_compute and action.kind != "R" and action not in wanted:
-            _refuse(
-                schedule,
-                cell,
-                action,
-                "has no other side on another rank",
-                "there is a message only between neighbouring stages on two ranks: remove it",
-            )
+            rule = "there is a message only between neighbouring stages on two ranks: remove it"
+            _refuse(schedule, cell, action, "has no other side on another rank", rule)
     _check_message_order(schedule, cells, wanted)
 
 
@@ -182,17 +152,11 @@ def _check_message(schedule: Schedule, cells: _Cells, maker: Action, send: Actio
         pairs.append((Action("F", receive.stage, receive.microbatch), receive))
     for first, then in pairs:
         if cells[first][1] > cells[then][1]:
-            _refuse(
-                schedule,
-                cells[then],
-                then,
-                f"comes before {first}, which is in slot {cells[first][1]}",
-                f"move {first} to an earlier slot",
-            )
+            _refuse_order(schedule, cells, then, first, f"move {first} to an earlier slot")
 
 
 def _check_message_order(schedule: Schedule, cells: _Cells, other_side: dict[Action, Action]) -> None:
-    """The messages of one way across one boundary must be received in the order in which they are sent."""
+    """Checks that the messages of one way across one boundary are received in the order in which they are sent."""
     sent: dict[tuple[Kind, int], list[Action]] = {}
     for _, action in _filled(schedule):
         if action.kind in ("SF", "SB"):
@@ -201,17 +165,16 @@ def _check_message_order(schedule: Schedule, cells: _Cells, other_side: dict[Act
         receives = sorted((other_side[send] for send in sends), key=lambda each: cells[each][1])
         for send, receive in zip(sends, receives, strict=True):
             if other_side[send] != receive:
-                _refuse(
-                    schedule,
-                    cells[receive],
-                    receive,
-                    f"comes before {other_side[send]}, and {send} is sent before {other_side[receive]}",
-                    "from one stage to another, messages are received in the order in which they are sent",
-                )
+                what = f"comes before {other_side[send]}, and {send} is sent before {other_side[receive]}"
+                rule = "from one stage to another, messages are received in the order in which they are sent"
+                _refuse(schedule, cells[receive], receive, what, rule)
 
 
 def _check_deadlock(schedule: Schedule, cells: _Cells) -> None:
-    """A program whose messages ``lower`` places gets stuck only where its compute actions do."""
+    """Checks that no ranks wait in a circle.
+
+    A program whose messages ``lower`` places gets stuck only where its compute actions do.
+    """
     orders = schedule.orders() if schedule.has_messages else schedule.compute_orders()
     compute = compute_needs(orders, schedule.stages)
 
@@ -223,10 +186,6 @@ def _check_deadlock(schedule: Schedule, cells: _Cells) -> None:
             found.append(messages[0] if messages and comes_here else each)
         return tuple(found)
 
-    _walk_or_refuse(schedule, cells, orders, needs)
-
-
-def _walk_or_refuse(schedule: Schedule, cells: _Cells, orders: Sequence[Sequence[Action]], needs: Needs) -> None:
     done = walk(orders, needs)
     if not done.is_stuck(orders):
         return
@@ -238,13 +197,5 @@ def _walk_or_refuse(schedule: Schedule, cells: _Cells, orders: Sequence[Sequence
             f"rank {cells[action][0]}, slot {cells[action][1]}: {action} waits for {missing} "
             f"(rank {cells[missing][0]}, slot {cells[missing][1]})"
         )
-    raise UsageError(
-        f"schedule {schedule.name!r} deadlocks: "
-        + "\n  ".join(
-            [
-                lines[0],
-                *lines[1:],
-                "ranks that wait in a circle wait for ever: move one of these actions to a later slot",
-            ]
-        )
-    )
+    lines.append("ranks that wait in a circle wait for ever: move one of these actions to a later slot")
+    raise UsageError(f"schedule {schedule.name!r} deadlocks: " + "\n  ".join(lines))

@@ -28,7 +28,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Clock:
+class StreamClock:
     """Streams, and the moment up to which each has work."""
 
     __slots__ = ("_free",)
@@ -56,7 +56,7 @@ class Clock:
         return max(self._free.values(), default=0.0)
 
 
-class Timeline(Clock):
+class Timeline(StreamClock):
     """A clock that keeps what its streams did."""
 
     __slots__ = ("spans",)
@@ -80,7 +80,7 @@ class Timeline(Clock):
         return self.end - self.busy(stream)
 
 
-class RankClock(Clock):
+class RankClock(StreamClock):
     """A rank: its host, which launches what its device computes, and lanes for all else; each up to some moment.
 
     The host runs ahead of the device. ``host`` and ``compute`` are plain numbers: a replay asks for them at every

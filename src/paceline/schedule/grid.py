@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from paceline.errors import UsageError
-from paceline.schedule.clock import Clock
+from paceline.schedule.clock import StreamClock
 
 Kind = Literal["F", "B", "I", "W", "SF", "RF", "SB", "RB", "R"]
 Times = dict["Action", tuple[float, float]]
@@ -114,7 +114,7 @@ def compute_needs(orders: Iterable[Iterable[Action]], stages: int) -> Needs:
     present = {action for order in orders for action in order}
 
     def backward_of(stage: int, microbatch: int) -> Action:
-        """What makes the gradient of a stage's input."""
+        """Returns the action that makes the gradient of a stage's input."""
         part = Action("I", stage, microbatch)
         return part if part in present else Action("B", stage, microbatch)
 
@@ -158,7 +158,7 @@ def walk(
     """
     times: Times = {}
     positions = [0] * len(orders)
-    clock = Clock()
+    clock = StreamClock()
     waiting: dict[Action, list[int]] = {}
     ready = list(range(len(orders)))[::-1]
     while ready:

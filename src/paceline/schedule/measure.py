@@ -36,27 +36,20 @@ class StageCost:
 
     def of(self, kind: Kind) -> float:
         """Returns the duration of F, B, I or W."""
-        match kind:
-            case "F":
-                return self.forward
-            case "B":
-                return self.backward_input + self.backward_weight
-            case "I":
-                return self.backward_input
-            case _:
-                return self.backward_weight
+        both = self.backward_input + self.backward_weight
+        return {"F": self.forward, "B": both, "I": self.backward_input}.get(kind, self.backward_weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCosts:
-    """The cost of every stage, and what a message between two ranks takes: that long, nobody computes for it."""
+    """The cost of every stage, and how long a message between two ranks is on its way."""
 
     stages: tuple[StageCost, ...]
     communication: float = 0.0
 
 
 def equal_costs(schedule: Schedule) -> ScheduleCosts:
-    """A rank's whole share of the model takes 1 forward and 2 backward; its chunks take equal parts of that."""
+    """Returns equal costs: a rank's share of the model takes 1 forward and 2 backward, its chunks equal parts."""
     part = schedule.ranks / schedule.stages
     stage = StageCost(forward=part, backward_input=part, backward_weight=part)
     return ScheduleCosts(stages=(stage,) * schedule.stages)
@@ -126,10 +119,9 @@ def check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
         numbers = (cost.forward, cost.backward_input, cost.backward_weight, costs.communication)
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or not cost.forward:
             raise UsageError(
-                "stage {} takes {} forward, {} and {} for the parts of backward, {} for a message".format(
-                    stage, *numbers
-                )
-                + "\n  a forward takes some time, and nothing takes less than none, or for ever"
+                f"stage {stage} takes {cost.forward} forward, {cost.backward_input} and {cost.backward_weight} for the "
+                f"parts of backward, {costs.communication} for a message\n"
+                "  a forward takes some time, and nothing takes less than none, or for ever"
             )
 
 

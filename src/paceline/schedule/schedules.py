@@ -12,41 +12,41 @@ p ranks hold the stages of a model, m microbatches pass through them; with equal
 
 gpipe and 1f1b for any m, the others for m >= p (zb-v: 1.5 p); with fewer microbatches those fill and drain longer. A
 schedule is a pure function of these numbers; ``schedule_measure`` says what it comes to with the costs of real stages.
+
+The zero-bubble schedules run backward in two parts, and the part that no rank waits for fills the gaps. Of a backward,
+the next rank waits only for the gradient of the stage's input (I). The gradient of the weights (W) can be made whenever
+there is time, and until then its activations stay.
+
+zb-h1 is the order of 1f1b with W moved: rank r runs its first r backwards without W, and from then on each W that many
+microbatches later. So early gradients come through sooner, and what was put off fills the end, where 1f1b is idle.
+
+zb-v gives each rank two chunks: stage r on the way there, stage 2p-1-r on the way back. Its order comes from a list
+scheduler: slot by slot, each rank takes the most urgent action that can run, with a limit on what is in flight. It is a
+little more idle for p < m < 1.5 p.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Action, Kind, Schedule, align, parse_action
 from paceline.schedule.lowering import lower
-from paceline.schedule.measure import (
-    ScheduleCosts,
-    ScheduleMeasure,
-    StageCost,
-    equal_costs,
-    measure_schedule,
-)
-from paceline.schedule.picture import draw
-from paceline.schedule.text import format_csv, parse_csv, read_csv, render_text, write_csv
-from paceline.schedule.zero_bubble import zb_h1, zb_v
+from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure, StageCost, equal_costs, measure_schedule
+from paceline.schedule.text import draw, format_csv, parse_csv, read_csv, render_text, write_csv
 
 __all__ = [
     "Action",
-    "Kind",
     "Schedule",
     "SCHEDULE_NAMES",
     "make_schedule",
     "gpipe",
     "one_f_one_b",
     "interleaved",
-    "zb_h1",
-    "zb_v",
     "check_schedule",
     "lower",
     "ScheduleCosts",
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards: the simplest, and every microbatch is in flight at once."""
+    """Makes a schedule of all forwards, then all backwards: the simplest, and every microbatch is in flight at once."""
     orders = [
         [Action("F", rank, m) for m in range(microbatches)] + [Action("B", rank, m) for m in range(microbatches)]
         for rank in range(ranks)
@@ -74,7 +74,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """One forward, one backward: a backward as soon as it can run, so that few microbatches are in flight."""
+    """Makes a schedule that runs a backward as soon as it can, so that few microbatches are in flight."""
     orders = []
     for rank in range(ranks):
         forwards = [Action("F", rank, m) for m in range(microbatches)]
@@ -84,7 +84,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """1f1b in which each rank holds several chunks of the model, so that the pipeline fills faster.
+    """Makes a 1f1b schedule in which each rank holds several chunks of the model, so that the pipeline fills faster.
 
     Stage s is on rank s mod p. Microbatches go through the chunks in groups of p or a few more: a group is through
     one chunk of all ranks just when the first rank is ready to take it through the next. Fewer microbatches than ranks,
@@ -109,7 +109,7 @@ def _groups(microbatches: int, num_groups: int) -> list[range]:
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Some forwards first, then one of each in turn, then the backwards that are left."""
+    """Returns some forwards first, then one of each in turn, then the backwards that are left."""
     warm_up = min(warm_up, len(forwards))
     order = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -117,8 +117,81 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
     return order + backwards[len(forwards) - warm_up :]
 
 
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """Makes a schedule with the memory of 1f1b and a third of its idle time."""
+    orders = [list(_h1_order(rank, ranks, microbatches)) for rank in range(ranks)]
+    return align("zb-h1", orders, range(ranks), microbatches)
+
+
+def _h1_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    warm_up = min(ranks - 1 - rank, microbatches)
+    for microbatch in range(warm_up):
+        yield Action("F", rank, microbatch)
+    for microbatch in range(microbatches):
+        if warm_up + microbatch < microbatches:
+            yield Action("F", rank, warm_up + microbatch)
+        yield Action("I", rank, microbatch)
+        if microbatch >= rank:
+            yield Action("W", rank, microbatch - rank)
+    for microbatch in range(max(microbatches - rank, 0), microbatches):
+        yield Action("W", rank, microbatch)
+
+
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """Makes a schedule of two chunks a rank along a V: the first and the last stage are on rank 0."""
+    placement = (*range(ranks), *reversed(range(ranks)))
+
+    def urgency(action: Action) -> tuple[int, int]:
+        # Forwards are held back by the limit alone, so that backwards never run out of work. Of two forwards, and of
+        # two backwards, the one with less of its way left goes first: it frees its activations sooner.
+        order = {"F": -action.stage, "I": action.stage, "W": -action.stage}
+        return "FIW".index(action.kind), order[action.kind]
+
+    orders = list_schedule(placement, microbatches, limit=2 * ranks, urgency=urgency)
+    return align("zb-v", orders, placement, microbatches)
+
+
+def list_schedule(
+    placement: Sequence[int], microbatches: int, *, limit: int, urgency: Callable[[Action], tuple[int, int]]
+) -> list[list[Action]]:
+    """Fills slot after slot: each rank takes, of what can run, the action with the lowest urgency value.
+
+    Each of F, I and W takes one slot. A rank has at most ``limit`` forwards in flight, until their W is done. With two
+    chunks on a V, 2 x ranks never get stuck: a microbatch that is on its way finds room on every rank.
+    """
+    orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    done: _Progress = {(kind, stage): 0 for kind in ("F", "I", "W") for stage in range(len(placement))}
+    while taken := [
+        min(ready, key=urgency)
+        for rank in range(len(orders))
+        if (ready := list(_ready(rank, placement, microbatches, done, limit)))
+    ]:
+        for action in taken:  # only now: what is made in a slot can be used in the next
+            orders[placement[action.stage]].append(action)
+            done[action.kind, action.stage] += 1
+    return orders
+
+
+_Progress = dict[tuple[Kind, int], int]  # how many microbatches a stage is through with; each kind takes them in order
+
+
+def _ready(rank: int, placement: Sequence[int], microbatches: int, done: _Progress, limit: int) -> Iterator[Action]:
+    """Gives, of each stage on this rank, the next F, I and W if what they need is done."""
+    stages = [stage for stage, home in enumerate(placement) if home == rank]
+    has_room = sum(done["F", stage] - done["W", stage] for stage in stages) < limit
+    for stage in stages:
+        forwards, inputs, weights = done["F", stage], done["I", stage], done["W", stage]
+        arrived = done["F", stage - 1] if stage else microbatches
+        if has_room and forwards < arrived:
+            yield Action("F", stage, forwards)
+        if inputs < (done["I", stage + 1] if stage + 1 < len(placement) else forwards):
+            yield Action("I", stage, inputs)
+        if weights < inputs:
+            yield Action("W", stage, weights)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class _KnownSchedule:
     """A schedule by name: how it is made, and how many chunks of the model a rank may hold."""
 
     make: Callable[[int, int, int], Schedule]
@@ -127,11 +200,11 @@ class _Entry:
 
 
 _SCHEDULES = {
-    "gpipe": _Entry(make=lambda p, m, _: gpipe(p, m), chunks=1, most_chunks=1),
-    "1f1b": _Entry(make=lambda p, m, _: one_f_one_b(p, m), chunks=1, most_chunks=1),
-    "interleaved": _Entry(make=interleaved, chunks=2, most_chunks=None),
-    "zb-h1": _Entry(make=lambda p, m, _: zb_h1(p, m), chunks=1, most_chunks=1),
-    "zb-v": _Entry(make=lambda p, m, _: zb_v(p, m), chunks=2, most_chunks=2),
+    "gpipe": _KnownSchedule(make=lambda p, m, _: gpipe(p, m), chunks=1, most_chunks=1),
+    "1f1b": _KnownSchedule(make=lambda p, m, _: one_f_one_b(p, m), chunks=1, most_chunks=1),
+    "interleaved": _KnownSchedule(make=interleaved, chunks=2, most_chunks=None),
+    "zb-h1": _KnownSchedule(make=lambda p, m, _: zb_h1(p, m), chunks=1, most_chunks=1),
+    "zb-v": _KnownSchedule(make=lambda p, m, _: zb_v(p, m), chunks=2, most_chunks=2),
 }
 
 

@@ -1,4 +1,4 @@
-"""Schedules as text: a CSV file that people can edit, and a grid for the terminal.
+"""Schedules as text and pictures: a CSV file that people can edit, a grid for the terminal, bars in a file.
 
 The file has one line a rank and one cell a slot; an empty cell is idleness. A first line that starts with # says what
 the rows alone do not, and may be left out: then a stage is on the rank that has most of its actions, and there are as
@@ -9,6 +9,9 @@ many microbatches as the highest number says.
         ,F1.0,B1.0,F1.1,B1.1,
 
 Messages (SF, RF, SB, RB) and reduces (R) may be in the rows; without them they are placed by ``lower``.
+
+A picture has a bar for each action, to scale, one line a rank. Forwards are blue, whole backwards green, and their
+parts green (input) and yellow (weights); later chunks of the model are darker. What is white is idle.
 """
 
 from __future__ import annotations
@@ -17,11 +20,24 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError
 from paceline.schedule.grid import Action, Schedule, parse_action
 from paceline.schedule.measure import ScheduleMeasure, measure_schedule
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# The first chunk's colour and the last one's: those between are mixed of them.
+_COLOURS = {
+    "F": ((0.55, 0.75, 0.95), (0.25, 0.50, 0.80)),
+    "B": ((0.60, 0.85, 0.60), (0.25, 0.62, 0.35)),
+    "I": ((0.60, 0.85, 0.60), (0.25, 0.62, 0.35)),
+    "W": ((0.98, 0.88, 0.50), (0.90, 0.70, 0.20)),
+}
+_LEGEND = {"F": "blue: forward", "B": "green: backward", "I": "green: backward to inputs", "W": "yellow: to weights"}
+_MOST_LABELS = 1500  # with more, they could not be read, and the picture would take minutes
 _HEADER_KEYS = ("schedule", "placement", "microbatches")
 _PAIR = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|$)")
 
@@ -65,17 +81,11 @@ def parse_csv(text: str, *, source: str = "schedule") -> Schedule:
     rows = [_read_row(line, rank, source) for rank, line in enumerate(body)]
     slots = max(map(len, rows))
     padded = tuple((*row, *[None] * (slots - len(row))) for row in rows)
-    actions = [action for row in rows for action in row if action]
-    return Schedule(
-        name=header.get("schedule", Path(source).stem),
-        rows=padded,
-        placement=_numbers(header["placement"], "placement", source)
-        if "placement" in header
-        else _placement(rows, source),
-        microbatches=_numbers(header["microbatches"], "microbatches", source)[0]
-        if "microbatches" in header
-        else 1 + max((action.microbatch for action in actions), default=-1),
-    )
+    placement = _numbers(header, "placement", source) or _placement(rows, source)
+    last = max((action.microbatch for row in rows for action in row if action), default=-1)
+    (microbatches, *_) = _numbers(header, "microbatches", source) or (last + 1,)
+    name = header.get("schedule", Path(source).stem)
+    return Schedule(name=name, rows=padded, placement=placement, microbatches=microbatches)
 
 
 def _read_header(lines: Sequence[str], source: str) -> dict[str, str]:
@@ -88,7 +98,10 @@ def _read_header(lines: Sequence[str], source: str) -> dict[str, str]:
     return found
 
 
-def _numbers(text: str, what: str, source: str) -> tuple[int, ...]:
+def _numbers(header: dict[str, str], what: str, source: str) -> tuple[int, ...]:
+    if what not in header:
+        return ()
+    text = header[what]
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -108,7 +121,7 @@ def _read_row(line: str, rank: int, source: str) -> list[Action | None]:
 
 
 def _placement(rows: Sequence[Sequence[Action | None]], source: str) -> tuple[int, ...]:
-    """Each stage is where most of its actions are, so that a single one elsewhere is found to be on the wrong rank."""
+    """Places each stage where most of its actions are, so that a single one elsewhere is on the wrong rank."""
     votes: dict[int, Counter[int]] = {}
     for rank, row in enumerate(rows):
         for action in filter(None, row):
@@ -148,7 +161,7 @@ def _heading(schedule: Schedule, unit: float | None) -> str:
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    """Whether rank r holds stage r alone, so that a label need not name the stage."""
+    """Says whether rank r holds stage r alone, so that a label need not name the stage."""
     return schedule.placement == tuple(range(schedule.ranks))
 
 
@@ -207,3 +220,68 @@ def _verdict(measure: ScheduleMeasure) -> str:
         f"makespan {measure.makespan:g} for {work:g} of work a rank\n"
         f"bubble   {measure.bubble:.1%} of the makespan is idle, {measure.overhead:.1%} relative to the work"
     )
+
+
+def draw(schedule: Schedule, path: Path, measure: ScheduleMeasure | None = None) -> None:
+    """Draws the schedule into a file; the ending (.png, .svg, .pdf) is its format. Raises UsageError for others."""
+    from matplotlib.figure import Figure
+
+    measure = measure or measure_schedule(schedule)
+    shortest = min(end - start for start, end in measure.times.values() if end > start)
+    figure = Figure(
+        figsize=(min(24.0, max(6.0, 0.28 * measure.makespan / shortest)), 1.3 + 0.42 * schedule.ranks), dpi=110
+    )
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise UsageError(
+            f"a picture cannot be drawn into {path}\n  its ending is its format: {', '.join(sorted(formats))}\n"
+            f"  try {path.with_suffix('.png')}"
+        )
+    axes = figure.subplots()
+    _draw_bars(axes, schedule, measure)
+    axes.set_xlim(0, measure.makespan)
+    axes.set_ylim(schedule.ranks - 0.5, -0.5)
+    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
+    axes.set_xlabel("time")
+    axes.set_title(_title(schedule, measure), loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise UsageError(f"the picture cannot be written to {path}: {error}") from error
+
+
+def _title(schedule: Schedule, measure: ScheduleMeasure) -> str:
+    legends = [legend for kind, legend in _LEGEND.items() if any(action.kind == kind for action in measure.times)]
+    return (
+        f"{schedule.name}, {schedule.microbatches} microbatches: bubble {measure.bubble:.1%}, "
+        f"at most {max(measure.in_flight_share):g} microbatches in flight\n" + ", ".join(legends)
+    )
+
+
+def _draw_bars(axes: Axes, schedule: Schedule, measure: ScheduleMeasure) -> None:
+    is_plain, has_labels = _is_plain(schedule), len(measure.times) <= _MOST_LABELS
+    for rank, order in enumerate(schedule.compute_orders()):
+        spans = [measure.times[action] for action in order]
+        axes.barh(
+            y=[rank] * len(order),
+            width=[end - start for start, end in spans],
+            left=[start for start, _ in spans],
+            height=0.86,
+            color=[_colour(action, schedule) for action in order],
+            edgecolor="white",
+            linewidth=0.6,
+        )
+        for action, (start, end) in zip(order, spans, strict=True) if has_labels else ():
+            text = str(action.microbatch) if is_plain else f"{action.stage}.{action.microbatch}"
+            axes.text((start + end) / 2, rank, text, ha="center", va="center", fontsize=7 if is_plain else 6)
+
+
+def _colour(action: Action, schedule: Schedule) -> tuple[float, float, float]:
+    """Mixes the colours of the first and the last chunk, by how far along its rank's chunks the stage is."""
+    here = [stage for stage, home in enumerate(schedule.placement) if home == schedule.placement[action.stage]]
+    share = here.index(action.stage) / max(1, len(here) - 1)
+    light, dark = _COLOURS[action.kind]
+    red, green, blue = (a + (b - a) * share for a, b in zip(light, dark, strict=True))
+    return red, green, blue

@@ -21,7 +21,7 @@ from paceline.plan.workload import RECOMPUTES, ModelShape
 from paceline.predict.formulas.engine_costs import price
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, largest_microbatch
-from paceline.search.candidates import Task, divisors
+from paceline.search.candidates import TrainingTask, divisors
 from paceline.search.choice import Choice, Judged
 from paceline.search.expect import present_cluster
 from paceline.search.from_config import task_of
@@ -87,7 +87,7 @@ def _undecided(config: Config) -> Config:
 
 
 def _seconds(
-    each: Judged, choice: Choice, config: Config, model: ModelFacts, task: Task, cluster: Cluster
+    each: Judged, choice: Choice, config: Config, model: ModelFacts, task: TrainingTask, cluster: Cluster
 ) -> float | None:
     """Predicts a step of a candidate; None where that cannot be priced."""
     layout = each.layout
@@ -104,14 +104,14 @@ def _seconds(
     return _price(layout, size, task, cluster)
 
 
-def _largest(layout: Layout, choice: Choice, config: Config, model: ModelFacts, task: Task) -> int:
+def _largest(layout: Layout, choice: Choice, config: Config, model: ModelFacts, task: TrainingTask) -> int:
     """Returns the largest microbatch that divides a rank's samples and has room by the estimate."""
     most = largest_microbatch(model, layout, StateFacts.of(config, choice.room.device), choice.budget_bytes)
     local = max(1, task.global_batch // choice.room.ranks)
     return max(size for size in divisors(local) if size <= max(1, most))
 
 
-def _price(layout: Layout, microbatch: int, task: Task, cluster: Cluster) -> float:
+def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster) -> float:
     """Predicts the seconds of a step, with the buckets and the schedule that are usual."""
     layout = dataclasses.replace(
         layout,

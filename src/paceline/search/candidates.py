@@ -28,7 +28,7 @@ _LARGEST_MICROBATCH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class TrainingTask:
     """What is to be trained: a model, its batch in samples, their tokens, and how a rank computes.
 
     ``base`` has what is the same in all layouts: precision, and what is gathered ahead. ``names_precision``: the
@@ -56,7 +56,7 @@ class Task:
         return Workload(model=self.model, layout=layout, run=run)
 
 
-def candidates_for(task: Task, cluster: Cluster, left_out: Counter[str]) -> Iterator[Layout]:
+def candidates_for(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Iterator[Layout]:
     """Iterates over all that can be, with nothing recomputed; counts in ``left_out`` what cannot, by reason."""
     model = task.model
     if isinstance(model, SampleModel):
@@ -80,7 +80,9 @@ def candidates_for(task: Task, cluster: Cluster, left_out: Counter[str]) -> Iter
             yield from _of_mesh(task, cluster, (pipeline, data, tensor), left_out)
 
 
-def _of_mesh(task: Task, cluster: Cluster, mesh: tuple[int, int, int], left_out: Counter[str]) -> Iterator[Layout]:
+def _of_mesh(
+    task: TrainingTask, cluster: Cluster, mesh: tuple[int, int, int], left_out: Counter[str]
+) -> Iterator[Layout]:
     pipeline, data, tensor = mesh
     local = task.global_batch // data
     layers = task.model.layers if isinstance(task.model, ModelShape) else 1
@@ -112,7 +114,7 @@ def _of_mesh(task: Task, cluster: Cluster, mesh: tuple[int, int, int], left_out:
 
 
 def _schedules(
-    task: Task, layers: int, pipeline: int, microbatches: int, left_out: Counter[str]
+    task: TrainingTask, layers: int, pipeline: int, microbatches: int, left_out: Counter[str]
 ) -> Iterator[tuple[str, int]]:
     """The names of schedules, and the chunks of a rank."""
     yield "1f1b", 1

@@ -16,7 +16,7 @@ from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.workload import RECOMPUTES, Compute, ModelShape, SampleModel, Workload
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.search.candidates import CHECKPOINTS, Task
+from paceline.search.candidates import CHECKPOINTS, TrainingTask
 from paceline.search.search import Ranked
 from paceline.units import format_bytes, format_seconds
 
@@ -31,7 +31,9 @@ _OF_FULL_SHARDING = ("units", "unit_mb", "prefetch")
 PRECISIONS = tuple(_COMPUTE)
 
 
-def task_of(config: Config, devices: int, shape: ModelShape | None = None, facts: ModelFacts | None = None) -> Task:
+def task_of(
+    config: Config, devices: int, shape: ModelShape | None = None, facts: ModelFacts | None = None
+) -> TrainingTask:
     """Reads what is to be trained. ``shape`` stands for the config's own; ``facts`` are those of a model's own code.
 
     Raises UsageError for a model whose shape is not known.
@@ -56,7 +58,7 @@ def task_of(config: Config, devices: int, shape: ModelShape | None = None, facts
         gated=sizes.mlp == "swiglu",
         tied=sizes.tied,
     )
-    return Task(
+    return TrainingTask(
         model=shape,
         global_batch=_global_batch(config, devices),
         seq_len=context,
@@ -78,7 +80,7 @@ def assumed_of(config: Config) -> tuple[str, ...]:
     return (f"a vocabulary of {ASSUMED_VOCABULARY}, as the text is not read (model.vocab_size)",) if is_open else ()
 
 
-def _sample_task(config: Config, devices: int, facts: ModelFacts | None) -> Task:
+def _sample_task(config: Config, devices: int, facts: ModelFacts | None) -> TrainingTask:
     """Reads a model that is known by what a sample of it costs: data-parallel meshes alone."""
     facts = facts or describe_model(config, "cuda")
     if facts is None or facts.work is None:
@@ -87,7 +89,7 @@ def _sample_task(config: Config, devices: int, facts: ModelFacts | None) -> Task
             "  it follows from the sizes of the data, or from running the model's code on tensors without values\n"
             "  give the data's sizes, plan it with paceline.plan(...), or describe it as model.kind: gpt"
         )
-    return Task(
+    return TrainingTask(
         model=sample_model(facts),
         global_batch=_global_batch(config, devices),
         seq_len=1,
@@ -119,7 +121,7 @@ def _global_batch(config: Config, devices: int) -> int:
     return config_batch(config, devices).global_batch
 
 
-def workload_as_written(config: Config, task: Task, cluster: Cluster) -> Workload | None:
+def workload_as_written(config: Config, task: TrainingTask, cluster: Cluster) -> Workload | None:
     """Returns what the config itself asks for on this cluster; None where it leaves that open, or cannot be.
 
     What has no effect, or no formula, is as usual: buckets of full sharding, offload beside a CPU, compression.

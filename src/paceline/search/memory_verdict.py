@@ -41,7 +41,7 @@ _TOLD = 3  # categories, the largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class MemoryNeed:
     """Bytes by category of those who share one memory, and who these are."""
 
     who: str
@@ -58,10 +58,10 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class MemoryVerdict:
     """What is needed beside what there is: ``has_bytes`` of ``where``, of which ``free_bytes`` are free now."""
 
-    need: Need
+    need: MemoryNeed
     where: str
     has_bytes: float
     free_bytes: float
@@ -109,7 +109,7 @@ def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: st
     return dataclasses.replace(plan, memory=estimate_memory(model, plan.layout, StateFacts.of(config, device)))
 
 
-def needed(config: Config) -> Need | None:
+def needed(config: Config) -> MemoryNeed | None:
     """Returns what the ranks of one host need of the memory that they share; None where that is not known.
 
     A GPU is not shared: of several, the one that needs most counts.
@@ -122,12 +122,12 @@ def needed(config: Config) -> Need | None:
         return None
     if config.parallel.device == "cuda":
         most = max(stages, key=lambda each: each.device_bytes)
-        return Need(who="a rank needs", parts=_parts([most]))
+        return MemoryNeed(who="a rank needs", parts=_parts([most]))
     parts = _times(_parts(stages), ranks // len(stages)) | {"framework": stages[0].framework}
-    return Need(who=_who(ranks, "rank"), parts=parts)
+    return MemoryNeed(who=_who(ranks, "rank"), parts=parts)
 
 
-def needed_in_turns(config: Config) -> Need | None:
+def needed_in_turns(config: Config) -> MemoryNeed | None:
     """Returns the least that virtual ranks need, all of them in one process; None where that is not known."""
     stages, ranks = rank_estimates(config), config.parallel.ranks
     assert isinstance(ranks, int)
@@ -135,7 +135,7 @@ def needed_in_turns(config: Config) -> Need | None:
         return None
     working = max(({name: getattr(each, name) for name in _WORKING} for each in stages), key=lambda x: sum(x.values()))
     parts = _times(_parts(stages), ranks // len(stages)) | {"framework": stages[0].framework} | working
-    return Need(who=_who(ranks, "virtual rank"), parts=parts)
+    return MemoryNeed(who=_who(ranks, "virtual rank"), parts=parts)
 
 
 def _who(ranks: int, name: str) -> str:
@@ -179,7 +179,7 @@ def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[P
     ]
 
 
-def ways_out(config: Config, verdict: Verdict, machine: Machine, entry: Path | None = None) -> list[str]:
+def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Path | None = None) -> list[str]:
     """Returns what makes a run fit that does not: the smallest changes, the fastest by prediction first.
 
     Where nothing fits, what comes nearest; where this machine cannot be priced, why. ``entry`` is a file that
@@ -219,7 +219,7 @@ def ways_out(config: Config, verdict: Verdict, machine: Machine, entry: Path | N
     return [*lines, "take a smaller model or context, or look for another machine: paceline plan CONFIG --cluster NAME"]
 
 
-def _with_memory(cluster: Cluster, config: Config, verdict: Verdict) -> Cluster:
+def _with_memory(cluster: Cluster, config: Config, verdict: MemoryVerdict) -> Cluster:
     """Returns the cluster whose devices have what there is: CPU ranks share it."""
     share = 1 if config.parallel.device == "cuda" else cluster.devices
     device = dataclasses.replace(cluster.device, memory_bytes=verdict.has_bytes / share)
@@ -242,7 +242,7 @@ def _value(config: Config, key: str) -> object:
     return getattr(getattr(config, section), name)
 
 
-def _has_room(config: Config, ranked: Ranked, cluster: Cluster, verdict: Verdict) -> bool:
+def _has_room(config: Config, ranked: Ranked, cluster: Cluster, verdict: MemoryVerdict) -> bool:
     """Whether the changed config fits by the estimate that has refused this one, which counts all that it says."""
     from paceline.search.from_config import planned_values
 

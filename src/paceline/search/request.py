@@ -15,7 +15,7 @@ from paceline.plan.workload import ModelShape
 from paceline.predict.memory.engine_memory import EngineMemory
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts
-from paceline.search.candidates import Task
+from paceline.search.candidates import TrainingTask
 from paceline.search.from_config import PRECISIONS, assumed_of, task_of
 from paceline.search.hugging_face import read_hugging_face
 
@@ -24,15 +24,15 @@ _OPEN = ("bf16_master", "bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class PrecisionWay:
     """A task in one precision, and the estimate of memory that goes with it; None where there is no such."""
 
-    task: Task
+    task: TrainingTask
     need: EngineMemory | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What is planned for, and what was assumed. ``no_config`` says why there can be no config of it.
 
     ``host_memory``: bytes of a node's host that its ranks may take together.
@@ -40,13 +40,13 @@ class Request:
 
     config: Config
     cluster: Cluster
-    ways: tuple[Way, ...]
+    ways: tuple[PrecisionWay, ...]
     assumed: tuple[str, ...] = ()
     no_config: str = ""
     host_memory: float = float("inf")
 
     @property
-    def task(self) -> Task:
+    def task(self) -> TrainingTask:
         return self.ways[0].task
 
 
@@ -58,12 +58,12 @@ def request_for(
     shape: ModelShape | None = None,
     facts: ModelFacts | None = None,
     no_config: str = "",
-) -> Request:
+) -> PlanRequest:
     """Makes a request of a config. ``shape`` or ``facts`` stand for a model that the config cannot describe.
 
     ``precision``: another one than the config's, or ``auto`` for any. Raises UsageError for what cannot be planned.
     """
-    return Request(
+    return PlanRequest(
         config=config,
         cluster=cluster,
         ways=tuple(_way(config, cluster, each, shape, facts) for each in _precisions(precision)),
@@ -74,7 +74,7 @@ def request_for(
 
 def request_for_hugging_face(
     source: Path | Mapping[str, Any], cluster: Cluster, overrides: Sequence[str] = (), precision: str | None = None
-) -> Request:
+) -> PlanRequest:
     """Makes a request of a Hugging Face model, whose batch and tokens are assumed where ``overrides`` do not say."""
     model = read_hugging_face(source)
     own = ["train.precision=fp32"] if cluster.device.is_cpu else []  # processors have no faster one
@@ -91,14 +91,14 @@ def _way(
     precision: str,
     shape: ModelShape | None,
     facts: ModelFacts | None,
-) -> Way:
+) -> PrecisionWay:
     if precision:
         config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
     device = "cpu" if cluster.device.is_cpu else "cuda"
     task = replace(task_of(config, cluster.devices, shape, facts), names_precision=bool(precision))
     if facts is not None:
-        return Way(task=task, need=EngineMemory(facts=facts, states=StateFacts.of(config, device)))
-    return Way(task=task, need=None if shape is not None else EngineMemory.of(config, device))
+        return PrecisionWay(task=task, need=EngineMemory(facts=facts, states=StateFacts.of(config, device)))
+    return PrecisionWay(task=task, need=None if shape is not None else EngineMemory.of(config, device))
 
 
 def _precisions(asked: str | None) -> tuple[str, ...]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
 from paceline.search.from_config import planned_values, planned_yaml, why_not_written, workload_as_written
-from paceline.search.request import Request, Way
+from paceline.search.request import PlanRequest, PrecisionWay
 from paceline.search.scaling import ScalingRow, scaling_rows
 from paceline.search.search import (
     ORDERS,
@@ -36,7 +36,7 @@ from paceline.search.search import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class PlanCost:
     """Device-hours and, where a device-hour has a price, dollars: of a step, and of a billion tokens (or samples)."""
 
     hours_per_step: float
@@ -53,7 +53,7 @@ class PlanResult:
     ``scaling``: the best plan for each number of devices, by ``strong`` and ``weak``; empty where none were named.
     """
 
-    request: Request
+    request: PlanRequest
     found: Search
     as_written: Ranked | None = None
     not_judged: str = ""
@@ -107,12 +107,12 @@ class PlanResult:
         """Returns the config of the first plan as ``paceline train`` takes it. Raises UsageError if there is none."""
         return planned_yaml(self.request.config, self._to_train(), self.request.cluster)
 
-    def cost_of(self, ranked: Ranked) -> Cost:
+    def cost_of(self, ranked: Ranked) -> PlanCost:
         """Returns what a plan costs."""
         hours = ranked.device_hours
         billions = ranked.tokens_per_s * ranked.seconds / 1e9
         price = self.price
-        return Cost(
+        return PlanCost(
             hours_per_step=hours,
             hours_per_billion=hours / billions,
             per_step=None if price is None else hours * price,
@@ -126,7 +126,7 @@ class PlanResult:
             rows, key=lambda row: self.cost_of(row.best).hours_per_billion if row.best else math.inf, default=None
         )
 
-    def way_of(self, ranked: Ranked) -> Way:
+    def way_of(self, ranked: Ranked) -> PrecisionWay:
         """Returns the precision that a plan is of, with its estimate of memory."""
         precision, ways = ranked.layout.precision, self.request.ways
         return next((way for way in ways if way.task.base.precision == precision), ways[0])
@@ -152,7 +152,7 @@ class PlanResult:
 
 
 def plan_for(
-    request: Request, *, by: str = "time", gpus: Sequence[int] | None = None, price: float | None = None
+    request: PlanRequest, *, by: str = "time", gpus: Sequence[int] | None = None, price: float | None = None
 ) -> PlanResult:
     """Searches, and judges the config as it is written. ``gpus``: numbers of devices for tables of scaling.
 
@@ -164,17 +164,16 @@ def plan_for(
             f"price {price} of a device-hour\n  it is in dollars, and above 0\n  leave it out for device-hours"
         )
     found = _search(request, order)
-    result = PlanResult(request=request, found=found, price=price)
     as_written, not_judged, changes = _judge(request, found)
-    return PlanResult(
+    result = PlanResult(
         request=request,
         found=found,
         as_written=as_written,
         not_judged=not_judged,
         changes=tuple(changes),
-        scaling=_tables(request, result, gpus, order) if gpus else {},
         price=price,
     )
+    return replace(result, scaling=_tables(request, result, gpus, order)) if gpus else result
 
 
 def _order(by: str) -> Order:
@@ -184,7 +183,7 @@ def _order(by: str) -> Order:
     raise UsageError(f"--by {by}\n  plans are ranked by {', '.join(ORDERS)}\n  try --by time")
 
 
-def _search(request: Request, order: Order) -> Search:
+def _search(request: PlanRequest, order: Order) -> Search:
     """Searches in all precisions that are asked for, as one."""
     found = [
         search(
@@ -224,7 +223,7 @@ def _allows(config: Config) -> Callable[[Layout], bool]:
     return lambda each: not each.is_split and each.strategy in ("ddp", "hybrid")
 
 
-def _judge(request: Request, found: Search) -> tuple[Ranked | None, str, list[Change]]:
+def _judge(request: PlanRequest, found: Search) -> tuple[Ranked | None, str, list[Change]]:
     """Judges the config as it is written, or says why it is not; and what would make it fit, or anything."""
     task, way = request.task, request.ways[0]
     if not found.ranked:
@@ -258,7 +257,7 @@ def _named(config: Config) -> tuple[str, ...]:
 
 
 def _tables(
-    request: Request, result: PlanResult, gpus: Sequence[int], order: Order
+    request: PlanRequest, result: PlanResult, gpus: Sequence[int], order: Order
 ) -> dict[str, tuple[ScalingRow, ...]]:
     winner = result.winner
     way = request.ways[0] if winner is None else result.way_of(winner)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
-from paceline.search.candidates import Task
+from paceline.search.candidates import TrainingTask
 from paceline.search.search import Need, Order, Ranked, search
 
 
@@ -26,7 +26,7 @@ class ScalingRow:
 
 
 def scaling_rows(
-    task: Task,
+    task: TrainingTask,
     cluster: Cluster,
     counts: Sequence[int],
     *,
@@ -68,7 +68,7 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, name=f"{devices // each}x {cluster.node.name}", nodes=devices // each)
 
 
-def _row(task: Task, cluster: Cluster, need: Need | None, order: Order, host_memory: float) -> ScalingRow:
+def _row(task: TrainingTask, cluster: Cluster, need: Need | None, order: Order, host_memory: float) -> ScalingRow:
     row = ScalingRow(devices=cluster.devices, global_batch=task.global_batch, best=None)
     try:
         found = search(task, cluster, need=need, order=order, host_memory=host_memory)

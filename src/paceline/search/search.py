@@ -25,7 +25,7 @@ from paceline.plan.workload import ModelShape, SampleModel, Workload
 from paceline.predict.formulas.engine_costs import engine_footprint, price_untuned, with_tuning
 from paceline.predict.formulas.predict import Prediction, model_flops
 from paceline.predict.formulas.tuning import BUCKETS_MB, part_params
-from paceline.search.candidates import Task, candidates_for
+from paceline.search.candidates import TrainingTask, candidates_for
 from paceline.search.choice import MARGIN
 from paceline.units import format_bytes, format_seconds
 
@@ -123,7 +123,7 @@ class Search:
     ``nearest``: where nothing fits, the workload that needs least, and how much.
     """
 
-    task: Task
+    task: TrainingTask
     cluster: Cluster
     order: Order
     ranked: tuple[Ranked, ...]
@@ -152,7 +152,7 @@ def budget_of(cluster: Cluster) -> float:
 
 
 def search(
-    task: Task,
+    task: TrainingTask,
     cluster: Cluster,
     *,
     order: Order = "time",
@@ -254,7 +254,7 @@ class Forms(NamedTuple):
 class Fitter:
     """Finds the forms of a layout that fit. ``every``: all of them, not only those that may be fastest."""
 
-    task: Task
+    task: TrainingTask
     cluster: Cluster
     need: Need | None = None
     host_memory: float = float("inf")
@@ -325,7 +325,7 @@ def _tunings(layout: Layout) -> Iterator[Layout]:
         yield from (replace(layout, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB)
 
 
-def _no_mesh(task: Task, cluster: Cluster, left_out: Counter[str]) -> UsageError:
+def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> UsageError:
     devices, batch = cluster.devices, task.global_batch
     why = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
     more = -(-batch // devices) * devices
@@ -337,7 +337,7 @@ def _no_mesh(task: Task, cluster: Cluster, left_out: Counter[str]) -> UsageError
     )
 
 
-def _near_counts(task: Task, cluster: Cluster) -> Iterator[int]:
+def _near_counts(task: TrainingTask, cluster: Cluster) -> Iterator[int]:
     """Iterates over the next smaller and the next larger number of devices that a mesh fits: parts of a node, nodes."""
     each, devices = cluster.node.devices, cluster.devices
     sizes = [*range(1, each), *range(each, 2 * devices + 1, each)]
@@ -349,7 +349,7 @@ def _near_counts(task: Task, cluster: Cluster) -> Iterator[int]:
             yield found
 
 
-def _has_mesh(task: Task, cluster: Cluster, devices: int) -> bool:
+def _has_mesh(task: TrainingTask, cluster: Cluster, devices: int) -> bool:
     node, nodes = cluster.node, max(1, devices // cluster.node.devices)
     other = replace(cluster, nodes=nodes, node=replace(node, devices=min(devices, node.devices)))
     return next(candidates_for(task, other, Counter()), None) is not None
@@ -446,12 +446,12 @@ def _time(change: Change) -> float:
     return change.ranked.seconds if change.ranked else float("inf")
 
 
-def room_makers(found: Search, need_for: Callable[[Task], Need | None]) -> list[Change]:
+def room_makers(found: Search, need_for: Callable[[TrainingTask], Need | None]) -> list[Change]:
     """Returns what would make anything fit where nothing does: more devices, shorter sequences, fewer bytes."""
     return [change for change in _makers(found, need_for) if change.keys]
 
 
-def _makers(found: Search, need_for: Callable[[Task], Need | None]) -> Iterator[Change]:
+def _makers(found: Search, need_for: Callable[[TrainingTask], Need | None]) -> Iterator[Change]:
     task, cluster = found.task, found.cluster
     for factor in (2, 4, 8, 16, 32, 64):
         if cluster.between is None:
@@ -469,7 +469,7 @@ def _makers(found: Search, need_for: Callable[[Task], Need | None]) -> Iterator[
             break
 
 
-def _fits_at_all(found: Search, task: Task, cluster: Cluster, need: Need | None) -> bool:
+def _fits_at_all(found: Search, task: TrainingTask, cluster: Cluster, need: Need | None) -> bool:
     ignored: Counter[str] = Counter()
     fitter = Fitter(task=task, cluster=cluster, need=need, host_memory=found.host_memory)
     return any(fitter.fitting(each).fitting for each in candidates_for(task, cluster, ignored) if each.microbatch == 1)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from paceline.data.shape import DataShape
+from paceline.data.datasets import DataShape
 from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
 from paceline.imports import import_from_path

@@ -131,12 +131,17 @@ class EverySeconds:
         """Runs the hook if rank 0 says that it is due."""
         if result.step % self.ask_every:
             return
-        comm = trainer.parts.engine.world
-        due = torch.tensor([float(time.monotonic() - self._last >= self.seconds)], device=comm.device)
-        comm.broadcast(due).wait()
-        if due.item():  # sync point, once in ask_every steps
+        if is_time(trainer, self._last, self.seconds):
             self._last = time.monotonic()
             self.hook(trainer, result)
+
+
+def is_time(trainer: Trainer, since: float, seconds: float) -> bool:
+    """Says whether so many seconds have passed since a moment, by rank 0's clock. All ranks ask; one broadcast."""
+    comm = trainer.parts.engine.world
+    due = torch.tensor([float(time.monotonic() - since >= seconds)], device=comm.device)
+    comm.broadcast(due).wait()
+    return bool(due.item())  # sync point
 
 
 @dataclass(slots=True)

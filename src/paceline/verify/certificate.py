@@ -114,7 +114,7 @@ def verify(
     asked = layout_from({name: value for name, value in options.items() if name not in names})
     said: Any = "fsdp" if strategy == "zero3" else strategy
     layout = replace(asked, strategy=said, **SMALL_BUCKETS)
-    settings = Settings(layout=layout, ranks=ranks, steps=how.steps, clip=how.clip)
+    settings = Settings(layout=layout, strategy=strategy, ranks=ranks, steps=how.steps, clip=how.clip)
     return certify(case, settings, backend=how.backend, tolerance=how.tolerance)
 
 
@@ -167,7 +167,7 @@ def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bo
         tolerance=bound.tolerance,
         bound=bound.reason,
         reference=what,
-        strategy=layout.strategy,
+        strategy=settings.strategy or layout.strategy,
         shard_ranks=layout.shard_ranks or None,
         ranks=settings.ranks,
         pipeline=layout.pipeline,

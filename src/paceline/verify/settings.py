@@ -31,6 +31,7 @@ class Settings:
     """
 
     layout: Layout = field(default_factory=lambda: Layout(**SMALL_BUCKETS))
+    strategy: str = ""  # as it was asked for, where that is another name of the layout's
     ranks: int = 4
     steps: int = 3
     clip: float | None = 1.0
@@ -40,7 +41,10 @@ class Settings:
     @classmethod
     def of(cls, *, ranks: int = 4, steps: int = 3, clip: float | None = 1.0, **layout: Any) -> Settings:
         """Makes settings of a layout's fields: ``Settings.of(ranks=2, strategy="fsdp", accumulate=3)``."""
-        return cls(layout=Layout(**{**SMALL_BUCKETS, **layout}), ranks=ranks, steps=steps, clip=clip)
+        said = layout.get("strategy", "")
+        if said == "zero3":
+            layout["strategy"] = "fsdp"
+        return cls(layout=Layout(**{**SMALL_BUCKETS, **layout}), strategy=said, ranks=ranks, steps=steps, clip=clip)
 
     def with_layout(self, **changes: Any) -> Settings:
         """Returns the settings with some fields of the layout changed."""
@@ -133,8 +137,7 @@ def _layout(settings: Settings) -> Iterator[Problem]:
         if getattr(layout, name) < 1:
             yield Problem(what=f"{name} = {getattr(layout, name)}", rule="there is at least one", fix="give 1 or more")
             return
-    if settings.ranks >= 1:
-        yield from rules(layout, ranks=settings.ranks)
+    yield from rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
 
 
 def _precision(settings: Settings) -> Iterator[Problem]:

@@ -10,8 +10,7 @@ import pytest
 from trained_gpt import Save, change_manifest
 
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.tools.listing import folder_of, list_folder, retention_of
-from paceline.checkpoint.tools.summary import summarize
+from paceline.checkpoint.tools.listing import folder_of, list_folder, retention_of, summarize
 from paceline.errors import CheckpointError
 
 

@@ -19,8 +19,7 @@ import torch
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.tensors import Stream
 from paceline.checkpoint.tools.stream import stream_made
-from paceline.config.gpt_sizes import GPTShape, gpt_shape
-from paceline.config.sections import GPTModelConfig
+from paceline.config.sections import GPTModelConfig, GPTShape, gpt_shape
 from paceline.errors import CheckpointError, UsageError
 
 _EPS = 1e-5
@@ -194,7 +193,10 @@ def _gpt2_block(theirs: str, ours: str, streams: Streams) -> list[Stream]:
         found += _gpt2_norm(f"{theirs}.{other}", streams[f"{ours}.{name}.weight"])
     parts = [streams[f"{ours}.{name}.weight"] for name in _QKV]
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    joined = partial(_joined, parts)
+
+    def joined() -> torch.Tensor:
+        return torch.cat([part.whole() for part in parts]).t()
+
     found.append(stream_made(f"{theirs}.attn.c_attn.weight", (columns, rows), parts[0].dtype, joined))
     found.append(_zeros(f"{theirs}.attn.c_attn.bias", rows, parts[0].dtype))
     for name, other in _GPT2_MATRICES.items():
@@ -241,10 +243,6 @@ def _zeros(name: str, size: int, dtype: torch.dtype) -> Stream:
 
 def _turned(stream: Stream) -> torch.Tensor:
     return stream.whole().t()
-
-
-def _joined(parts: list[Stream]) -> torch.Tensor:
-    return torch.cat([part.whole() for part in parts]).t()
 
 
 def _cut(stream: Stream, first: int, last: int) -> torch.Tensor:

@@ -283,7 +283,9 @@ def _optimizer_state(optimizer: Mapping[str, Any]) -> tuple[dict[str, Stream], d
     tensors: dict[str, Stream] = {}
     found: dict[str, Any] = {}
     label_of: dict[str, str] = {}
-    for number, row in enumerate(_rows(optimizer.get("param_groups", []))):
+    groups = optimizer.get("param_groups", [])  # nested dicts may have them by number
+    rows = [groups[key] for key in sorted(groups)] if isinstance(groups, Mapping) else groups
+    for number, row in enumerate(rows):
         label = f"group/{number:08d}"
         found[label] = {key: value for key, value in row.items() if key not in ("params", "param_names")}
         label_of |= dict.fromkeys(row["params"], label)
@@ -297,11 +299,6 @@ def _optimizer_state(optimizer: Mapping[str, Any]) -> tuple[dict[str, Stream], d
                 values[key] = value if stream is None else stream.whole()
         found[OPTIMIZER + name] = {"group": label, "values": values}
     return tensors, {name: encode(value, name) for name, value in found.items()}
-
-
-def _rows(groups: Any) -> list[dict[str, Any]]:
-    """Returns parameter groups as a list, which nested dicts may have by number."""
-    return [groups[key] for key in sorted(groups)] if isinstance(groups, Mapping) else list(groups)
 
 
 def _stream(name: str, value: Any) -> Stream | None:

@@ -1,22 +1,27 @@
-"""The checkpoints of a folder: how old and large, who wrote them, whether they are whole, and why they are kept.
+"""The checkpoints of a folder, and one of them in words. No tensor is read.
 
-Reads manifests and sizes alone (or all files, where hashes are asked for).
+The list says how old and large they are, who wrote them, whether they are whole, and why they are kept: by manifests
+and sizes alone (or all files, where hashes are asked for). The summary of one has what its manifest says of the run,
+its values, and its tensors one by one.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
-from paceline.checkpoint.manifest import MANIFEST, Manifest, newest_line
+from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, SavedTensor, newest_line
 from paceline.checkpoint.retention import Retention, best_steps
 from paceline.checkpoint.storage import nothing_there, storage_of
-from paceline.checkpoint.tensors import Progress, ignore_progress
+from paceline.checkpoint.tensors import Progress, decode, dtype_of, ignore_progress
 from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +157,88 @@ def _step(path: Path) -> int:
     name = path.name
     step = step_of(Path(name.removeprefix(".").rpartition(".")[0]) if _is_rest(name) else path)
     return 0 if step is None else step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLine:
+    """One tensor: its shape and size, and who has a piece of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    files: tuple[str, ...]
+    cut: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What is known of a checkpoint without reading a tensor."""
+
+    path: Path
+    manifest: Manifest
+    num_parameters: int
+    bytes_by_kind: Mapping[str, int]
+    bytes_by_dtype: Mapping[str, int]
+    optimizer: Mapping[str, Any]
+    tensors: tuple[TensorLine, ...]
+
+
+def summarize(path: Path, pattern: str | None = None) -> Summary:
+    """Reads a manifest; ``pattern`` (with ``*`` and ``?``) picks tensors by name.
+
+    Raises UsageError for a pattern that fits none.
+    """
+    manifest = read_manifest(path)
+    kinds: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    for name, tensor in manifest.tensors.items():
+        size = tensor_bytes(tensor)
+        kind = name.partition("/")[0]
+        kinds[kind] = kinds.get(kind, 0) + size
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + size
+    fits = re.compile(fnmatch.translate("*" if pattern is None else pattern)).match
+    chosen = [name for name in manifest.tensors if fits(name) or fits(name.partition("/")[2])]
+    if pattern is not None and not chosen:
+        some = ", ".join(list(manifest.tensors)[:3])
+        raise UsageError(f"no tensor fits {pattern!r}\n  names are such as {some}\n  * stands for any text")
+    return Summary(
+        path=path,
+        manifest=manifest,
+        num_parameters=sum(
+            math.prod(tensor.shape) for name, tensor in manifest.tensors.items() if name.startswith(MODEL)
+        ),
+        bytes_by_kind=kinds,
+        bytes_by_dtype=dtypes,
+        optimizer=optimizer_settings(manifest),
+        tensors=tuple(_tensor_line(name, manifest.tensors[name]) for name in chosen),
+    )
+
+
+def optimizer_settings(manifest: Manifest) -> dict[str, Any]:
+    """Returns the settings of each of the optimizer's groups, by the number of parameters that it has."""
+    groups = {name: decode(value) for name, value in manifest.found.items() if name.startswith("group/")}
+    members: dict[str, int] = dict.fromkeys(groups, 0)
+    for name, value in manifest.found.items():
+        if name.startswith(OPTIMIZER):
+            label = decode(value)["group"]
+            members[label] = members.get(label, 0) + 1
+    return {label: {"parameters": members[label], **settings} for label, settings in groups.items()}
+
+
+def tensor_bytes(tensor: SavedTensor) -> int:
+    """Returns the size of a whole tensor."""
+    return math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
+
+
+def _tensor_line(name: str, tensor: SavedTensor) -> TensorLine:
+    dims = {piece.region.dim for piece in tensor.pieces if piece.region.dim is not None}
+    cut = f"dim {min(dims)}" if dims else "flat" if len(tensor.pieces) > 1 else "whole"
+    return TensorLine(
+        name=name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        num_bytes=tensor_bytes(tensor),
+        files=tuple(piece.file for piece in tensor.pieces),
+        cut=cut,
+    )

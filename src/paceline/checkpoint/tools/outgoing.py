@@ -22,8 +22,8 @@ from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_write
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
+from paceline.checkpoint.tools.listing import tensor_bytes
 from paceline.checkpoint.tools.stream import stream_saved, write_safetensors
-from paceline.checkpoint.tools.summary import tensor_bytes
 from paceline.checkpoint.tools.torch_file import write_torch_file
 from paceline.errors import CheckpointError, UsageError
 

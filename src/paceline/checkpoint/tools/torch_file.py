@@ -44,9 +44,10 @@ _STORAGES = {
 def write_torch_file(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:
     """Writes nested dicts and lists of plain values, tensors and streams. Raises UsageError for a dtype it has not."""
     streams: list[Stream] = []
-    structure = _pickled(_referring(content, streams))
+    structure = io.BytesIO()
+    _Pickler(structure, protocol=2).dump(_referring(content, streams))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        _add(archive, "data.pkl", [structure])
+        _add(archive, "data.pkl", [structure.getvalue()])
         _add(archive, "byteorder", [b"little"])
         for number, stream in enumerate(streams):
             _add(archive, f"data/{number}", stream.read(), progress, num_bytes=stream.num_bytes)
@@ -98,12 +99,6 @@ def _referring(value: Any, streams: list[Stream]) -> Any:
         )
     streams.append(value)
     return _Tensor(_TensorBytes(len(streams) - 1, value))
-
-
-def _pickled(structure: Any) -> bytes:
-    out = io.BytesIO()
-    _Pickler(out, protocol=2).dump(structure)
-    return out.getvalue()
 
 
 def _add(

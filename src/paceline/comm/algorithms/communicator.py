@@ -28,8 +28,8 @@ import torch
 from paceline.cluster.costs import (
     CHUNK_BYTES,
     Algorithm,
-    Links,
     Placement,
+    Wires,
     fastest_all_reduce,
     fastest_broadcast,
     fastest_scatter,
@@ -81,7 +81,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         algorithm: AlgorithmName,
         topology: Topology | None = None,
         *,
-        links: Links | None = None,
+        links: Wires | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: InFlight | None = None,
         table: MeasuredTable | None = None,
@@ -92,7 +92,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
-        self._links = links or Links()
+        self._links = links or Wires()
         self._chunk_bytes = chunk_bytes
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
@@ -181,7 +181,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
             return self._table.fastest(tensor.nbytes)
         return self._choose(fastest_all_reduce, tensor)
 
-    def _choose(self, fastest: Callable[[float, Placement, Links], Algorithm], tensor: torch.Tensor) -> Algorithm:
+    def _choose(self, fastest: Callable[[float, Placement, Wires], Algorithm], tensor: torch.Tensor) -> Algorithm:
         if self.algorithm != "auto":
             return self.algorithm
         return fastest(tensor.nbytes, self._placement, self._links)

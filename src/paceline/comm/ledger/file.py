@@ -27,9 +27,9 @@ from paceline.health.ledger_view import (
     FORWARD,
     OPTIMIZER,
     PHASES,
-    Call,
-    Entry,
     GroupName,
+    LedgerCall,
+    LedgerEntry,
     LedgerView,
     State,
 )
@@ -200,7 +200,7 @@ class LedgerReader:
             pid=self.pid,
         )
 
-    def _entries(self, last: int) -> tuple[Entry, ...]:
+    def _entries(self, last: int) -> tuple[LedgerEntry, ...]:
         newest = self._cells[ISSUED]
         found = []
         for number in range(max(1, newest - last + 1), newest + 1):
@@ -210,9 +210,9 @@ class LedgerReader:
         self._read_table()
         return tuple(self._entry(raw) for raw in found if raw[2] in self._tables["g"])
 
-    def _entry(self, raw: tuple[Any, ...]) -> Entry:
+    def _entry(self, raw: tuple[Any, ...]) -> LedgerEntry:
         number, sequence, group, phase, _, call, site, issued_s, done_s, step = raw
-        return Entry(
+        return LedgerEntry(
             number=number,
             group=self._tables["g"][group],
             sequence=sequence,
@@ -237,7 +237,7 @@ def _phase(number: int) -> str:
     return PHASES[number] if number < len(PHASES) else ""
 
 
-_UNKNOWN = Call(kind="an operation")  # of a table that is full
+_UNKNOWN = LedgerCall(kind="an operation")  # of a table that is full
 
 
 def _decode_group(value: Any) -> GroupName:
@@ -245,9 +245,9 @@ def _decode_group(value: Any) -> GroupName:
     return GroupName(tuple(ranks), number)
 
 
-def _decode_call(value: Any) -> Call:
+def _decode_call(value: Any) -> LedgerCall:
     kind, shape, dtype, op, peer, tag = value
-    return Call(kind=kind, shape=tuple(shape), dtype=dtype, op=op, peer=peer, tag=tag)
+    return LedgerCall(kind=kind, shape=tuple(shape), dtype=dtype, op=op, peer=peer, tag=tag)
 
 
 _DECODE: dict[str, Callable[[Any], Any]] = {"g": _decode_group, "c": _decode_call, "s": str}

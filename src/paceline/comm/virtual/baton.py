@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from paceline.errors import CommunicationError, RankFailedError, StuckRankError
-from paceline.health.ledger_view import Entry
+from paceline.health.ledger_view import LedgerEntry
 
 # Whose lines say nothing about what a rank does: this room, torch, and the locks below them.
 _PLUMBING = (f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/", threading.__file__)
@@ -78,7 +78,7 @@ class BatonWait:
 
     is_over: Callable[[], bool]
     describe: Callable[[], str]
-    entry: Callable[[], Entry]
+    entry: Callable[[], LedgerEntry]
 
 
 class Baton:
@@ -98,7 +98,7 @@ class Baton:
         self._error: BaseException | None = None
         self._states: list[RandomStates] = []
         self._threads: list[threading.Thread] = []
-        self.explain: Callable[[Mapping[int, Entry], set[int]], str] | None = None
+        self.explain: Callable[[Mapping[int, LedgerEntry], set[int]], str] | None = None
 
     # What the communicator calls, always from the thread of the rank that holds the baton.
 

@@ -19,7 +19,7 @@ from paceline.comm.base import Work
 from paceline.comm.virtual.baton import Baton, BatonWait
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.errors import CollectiveMismatchError
-from paceline.health.ledger_view import Call, Entry, GroupName, LedgerView
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.verdict import find_hang
 
 
@@ -113,7 +113,7 @@ class VirtualWorld:
         """Names a group for a verdict."""
         return GroupName(group.ranks, self._groups[group.ranks].index(group))
 
-    def _explain(self, waits: Mapping[int, Entry], finished: set[int]) -> str:
+    def _explain(self, waits: Mapping[int, LedgerEntry], finished: set[int]) -> str:
         """Says why no rank can go on: ``waits`` is what ranks are in, and the others have finished."""
         issued: dict[int, dict[GroupName, int]] = {rank: {} for rank in range(self.baton.num_ranks)}
         for group in (each for made in self._groups.values() for each in made):
@@ -254,9 +254,9 @@ class VirtualGroup:
         if sent.ready is not None:
             sent.done = received.done = StreamPoint()
 
-    def _entry(self, call: VirtualCall, number: int, *, peer: int | None = None, tag: int = 0) -> Entry:
-        asked = Call(kind=call.kind, op="" if peer is not None else call.detail, peer=peer, tag=tag)
-        return Entry(number=1, group=self.world.name(self), sequence=number, call=asked, site=call.where)
+    def _entry(self, call: VirtualCall, number: int, *, peer: int | None = None, tag: int = 0) -> LedgerEntry:
+        asked = LedgerCall(kind=call.kind, op="" if peer is not None else call.detail, peer=peer, tag=tag)
+        return LedgerEntry(number=1, group=self.world.name(self), sequence=number, call=asked, site=call.where)
 
     def _describe(self, number: int, collective: _Collective) -> str:
         call = next(iter(collective.contributions.values())).call

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.plan.layout import Layout
+
 _LARGE_TAIL = 4  # times the first bucket's limit: below that, a collective's latency costs more than a cut saves
 
 
@@ -19,8 +21,13 @@ _LARGE_TAIL = 4  # times the first bucket's limit: below that, a collective's la
 class BucketPolicy:
     """How large buckets are. Zero bytes put every parameter into a bucket of its own."""
 
-    bucket_bytes: int = 25 * 2**20
-    first_bucket_bytes: int = 2**20
+    bucket_bytes: int
+    first_bucket_bytes: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> BucketPolicy:
+        """Returns the sizes that a layout asks for."""
+        return cls(bucket_bytes=layout.bucket_bytes, first_bucket_bytes=layout.first_bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.cluster.costs import Link
+from paceline.cluster.costs import Wire
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
+from paceline.plan.layout import Layout
 from paceline.units import MIB
 
 _SMALLEST_BYTES = MIB // 16
@@ -53,7 +54,7 @@ class BucketChoice:
 
     policy: BucketPolicy
     num_buckets: int
-    link: Link
+    link: Wire
     backward_s: float | None = None
     free: float | None = None
     lost_s: float | None = None
@@ -79,7 +80,7 @@ def choose_buckets(
     sizes: Sequence[ParameterSize],
     arrival: Sequence[int],
     arrivals: ArrivalTimes,
-    link: Link,
+    link: Wire,
     *,
     default: BucketPolicy,
     free: float = 1.0,
@@ -111,7 +112,7 @@ def choose_buckets(
 
 
 def exposed_and_hidden(
-    buckets: Sequence[Sequence[int]], sizes: Sequence[ParameterSize], arrivals: ArrivalTimes, link: Link
+    buckets: Sequence[Sequence[int]], sizes: Sequence[ParameterSize], arrivals: ArrivalTimes, link: Wire
 ) -> tuple[float, float]:
     """Returns the seconds of communication after backward and during it, with these buckets in this order."""
     end_s = total_s = 0.0
@@ -127,7 +128,7 @@ def free_share(
     buckets: Sequence[Sequence[int]],
     sizes: Sequence[ParameterSize],
     arrivals: ArrivalTimes,
-    link: Link,
+    link: Wire,
     measured_s: float,
 ) -> float:
     """Returns which share of hidden communication was free in a backward pass that took so long with these buckets."""
@@ -136,16 +137,16 @@ def free_share(
     return 1.0 - min(max(slowed_s / hidden_s, 0.0), 1.0) if hidden_s > 0 else 1.0
 
 
-def choose_for_link(sizes: Sequence[ParameterSize], arrival: Sequence[int], link: Link) -> BucketChoice:
+def choose_for_link(sizes: Sequence[ParameterSize], arrival: Sequence[int], link: Wire) -> BucketChoice:
     """Returns buckets for a link of which alone something is known: latency is a tenth of a bucket's time."""
     low, high = _LINK_BYTES
     wanted = link.alpha_s * link.bandwidth * (1 - _LATENCY_SHARE) / _LATENCY_SHARE
     bucket_bytes = int(min(max(wanted, low), high))
-    policy = BucketPolicy(bucket_bytes=bucket_bytes, first_bucket_bytes=min(BucketPolicy().first_bucket_bytes, low))
+    policy = BucketPolicy(bucket_bytes=bucket_bytes, first_bucket_bytes=min(Layout().first_bucket_bytes, low))
     return BucketChoice(policy=policy, num_buckets=len(bucket_parameters(sizes, arrival, policy)), link=link)
 
 
-def fit_link(few: tuple[int, float], many: tuple[int, float], num_bytes: int) -> Link | None:
+def fit_link(few: tuple[int, float], many: tuple[int, float], num_bytes: int) -> Wire | None:
     """Returns the link that takes so long for ``num_bytes`` in few buckets, and in many: pairs of number and seconds.
 
     T = k alpha + P / W: two numbers of buckets give both unknowns. None where the numbers are the same.
@@ -156,7 +157,7 @@ def fit_link(few: tuple[int, float], many: tuple[int, float], num_bytes: int) ->
     # Whatever noise says, latency is not nothing, and some of the time was spent on the bytes.
     most_s = 0.9 * few_s / num_few
     alpha_s = min(max((many_s - few_s) / (num_many - num_few), _LEAST_LATENCY_S), most_s)
-    return Link(alpha_s=alpha_s, bandwidth=num_bytes / max(few_s - num_few * alpha_s, 1e-9))
+    return Wire(alpha_s=alpha_s, bandwidth=num_bytes / max(few_s - num_few * alpha_s, 1e-9))
 
 
 def trial_policies(num_bytes: int, default: BucketPolicy) -> tuple[BucketPolicy, BucketPolicy]:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.clock import DeviceClock, Mark, seconds_between
-from paceline.cluster.costs import Link
+from paceline.cluster.costs import Wire
 from paceline.comm.base import Communicator
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.choice import (
@@ -143,7 +143,7 @@ class BucketTuner:
         row += [_median([_seconds(each.begin, each.arrived.get(index)) for each in watched]) for index in arrival]
         return row
 
-    def _fit(self, reduced_s: Sequence[float], num_bytes: int) -> Link | None:
+    def _fit(self, reduced_s: Sequence[float], num_bytes: int) -> Wire | None:
         watched = list(zip(self._passes[1:_NUM_WATCHED], reduced_s, strict=True))
         (few, few_s), (many, many_s) = (
             min(((each, seconds) for each, seconds in watched if each.policy is trial), key=lambda pair: pair[1])
@@ -152,7 +152,7 @@ class BucketTuner:
         return fit_link((few.num_buckets, few_s), (many.num_buckets, many_s), num_bytes)
 
 
-def probe_link(comm: Communicator) -> Link:
+def probe_link(comm: Communicator) -> Wire:
     """Times reduce-scatters of two sizes, the same on all ranks. All ranks call it, and the device is waited for."""
     take = DeviceClock(comm.device).take
     seconds: list[float] = []
@@ -170,7 +170,7 @@ def probe_link(comm: Communicator) -> Link:
     small_s, large_s = found.tolist()
     small, large = _PROBE_BYTES
     bandwidth = (large - small) / max(large_s - small_s, 1e-9)
-    return Link(alpha_s=max(small_s - small / bandwidth, 0.0), bandwidth=bandwidth)
+    return Wire(alpha_s=max(small_s - small / bandwidth, 0.0), bandwidth=bandwidth)
 
 
 def _seconds(start: _Time | None, end: _Time | None) -> float:

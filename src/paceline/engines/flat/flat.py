@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
-from paceline.engines.flat.side_stream import SideStream
-from paceline.engines.offload import host_empty
+from paceline.engines.flat.side_stream import SideStream, host_empty
 from paceline.engines.precision import Precision
 from paceline.plan.layout import Offload
 from paceline.shards import FlatLayout, flat_layout, row_major

@@ -75,3 +75,13 @@ class SideStream:
         """Makes the host wait for the copies. A sync point."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def host_empty(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Makes a host tensor that ``device`` can copy from and to without waiting: pinned where that is CUDA.
+
+    A dry run has no values on the host either; that the memory would be pinned tells it from a device's.
+    """
+    if device.type == "meta":
+        return torch.empty(length, dtype=dtype, device=device, pin_memory=True)
+    return torch.empty(length, dtype=dtype, pin_memory=device.type == "cuda")

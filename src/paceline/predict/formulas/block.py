@@ -32,7 +32,7 @@ from paceline.predict.formulas.measured_blocks import factors_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class MemoryPasses:
     """How often a block's forward reads or writes an element, by how much a framework fuses; and its kernels.
 
     ``optimizer_bytes``: of a parameter, in a step of Adam. It moves 28 bytes in fp32; Megatron's converts the gradient
@@ -48,10 +48,10 @@ class Passes:
     optimizer_bytes: float
 
 
-PASSES: dict[Framework, Passes] = {
-    "eager": Passes(hidden=16, ffn=4, gate=3, scores=8, logits=26, kernels=30, optimizer_bytes=48),
-    "compiled": Passes(hidden=9, ffn=2, gate=1, scores=4, logits=18, kernels=12, optimizer_bytes=36),
-    "megatron": Passes(hidden=12, ffn=2, gate=1, scores=6, logits=56, kernels=26, optimizer_bytes=36),
+PASSES: dict[Framework, MemoryPasses] = {
+    "eager": MemoryPasses(hidden=16, ffn=4, gate=3, scores=8, logits=26, kernels=30, optimizer_bytes=48),
+    "compiled": MemoryPasses(hidden=9, ffn=2, gate=1, scores=4, logits=18, kernels=12, optimizer_bytes=36),
+    "megatron": MemoryPasses(hidden=12, ffn=2, gate=1, scores=6, logits=56, kernels=26, optimizer_bytes=36),
 }
 BACKWARD_PASSES = 1.6
 FUSED_BACKWARD = 2.5
@@ -65,7 +65,7 @@ CALL_S = 28e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class BlockCost:
     """Seconds of one direction: on the device, on the host, and waiting for tensor-parallel and expert ranks."""
 
     device: float
@@ -78,22 +78,22 @@ class Cost:
         device = self.device + self.wait
         return float((device**SOFTNESS + self.host**SOFTNESS) ** (1 / SOFTNESS))
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(device=self.device + other.device, host=self.host + other.host, wait=self.wait + other.wait)
+    def __add__(self, other: BlockCost) -> BlockCost:
+        return BlockCost(device=self.device + other.device, host=self.host + other.host, wait=self.wait + other.wait)
 
-    def times(self, factor: float) -> Cost:
-        return Cost(device=self.device * factor, host=self.host * factor, wait=self.wait * factor)
+    def times(self, factor: float) -> BlockCost:
+        return BlockCost(device=self.device * factor, host=self.host * factor, wait=self.wait * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCosts:
     """One microbatch through one block, and through the ends of the model."""
 
-    forward: Cost
-    backward: Cost
-    embed: Cost
-    head_forward: Cost
-    head_backward: Cost
+    forward: BlockCost
+    backward: BlockCost
+    embed: BlockCost
+    head_forward: BlockCost
+    head_backward: BlockCost
 
 
 class BlockModel:
@@ -123,8 +123,8 @@ class BlockModel:
             self.passes.kernels + (2 if self.layout.tensor > 1 else 0) + (EXPERT_KERNELS if self.model.experts else 0)
         )
         launch = self.constants.launch_us * 1e-6
-        forward = Cost(device=matmul_f + attention_f + memory_f, host=kernels * launch, wait=wait)
-        backward = Cost(
+        forward = BlockCost(device=matmul_f + attention_f + memory_f, host=kernels * launch, wait=wait)
+        backward = BlockCost(
             device=matmul_b + attention_b + BACKWARD_PASSES * memory_f, host=2 * kernels * launch, wait=wait
         )
         again = self._recomputed(forward, matmul_f, attention_f, memory_f, last)
@@ -133,24 +133,26 @@ class BlockModel:
         return BlockCosts(
             forward=forward.times(known.block),
             backward=(backward + again).times(known.block),
-            embed=Cost(device=self._memory_seconds(6 * self.tokens * self.model.hidden * self.width), host=4 * launch),
+            embed=BlockCost(
+                device=self._memory_seconds(6 * self.tokens * self.model.hidden * self.width), host=4 * launch
+            ),
             head_forward=head_f.times(known.head),
             head_backward=head_b.times(known.head),
         )
 
-    def _recomputed(self, forward: Cost, matmul: float, attention: float, memory: float, last: float) -> Cost:
+    def _recomputed(self, forward: BlockCost, matmul: float, attention: float, memory: float, last: float) -> BlockCost:
         match self.workload.recompute:
             case "full" if self.run.framework != "megatron":
                 # torch stops when all that backward needs is there: the last product's result is not.
-                return Cost(device=forward.device - last, host=forward.host, wait=forward.wait)
+                return BlockCost(device=forward.device - last, host=forward.host, wait=forward.wait)
             case "full":
                 return forward
             case "attention":
-                return Cost(device=attention, host=forward.host / 5)
+                return BlockCost(device=attention, host=forward.host / 5)
             case "selective":
-                return Cost(device=matmul / 2 + memory, host=forward.host / 2)
+                return BlockCost(device=matmul / 2 + memory, host=forward.host / 2)
             case _:
-                return Cost(device=0.0, host=0.0)
+                return BlockCost(device=0.0, host=0.0)
 
     def _product(self, m: float, n: float, k: float, dtype: Compute) -> tuple[float, float]:
         """Forward, and backward: the gradients of the input and of the weights."""
@@ -208,7 +210,7 @@ class BlockModel:
             wide = wide * model.active_experts + 6 * model.active_experts * model.hidden
         return self._memory_seconds(self.width * self.tokens * (hidden + wide))
 
-    def _head(self) -> tuple[Cost, Cost]:
+    def _head(self) -> tuple[BlockCost, BlockCost]:
         model, tensor = self.model, self.layout.tensor
         # An encoder predicts the masked tokens alone.
         tokens = self.tokens * (1.0 if model.causal else MASKED)
@@ -217,8 +219,8 @@ class BlockModel:
         loss = self._memory_seconds(logits * tokens * model.vocab / tensor)
         launch, wait = self.constants.launch_us * 1e-6, self._tensor_wait() / 2
         return (
-            Cost(device=forward + loss / 2, host=10 * launch, wait=wait),
-            Cost(device=backward + loss / 2, host=20 * launch, wait=wait),
+            BlockCost(device=forward + loss / 2, host=10 * launch, wait=wait),
+            BlockCost(device=backward + loss / 2, host=20 * launch, wait=wait),
         )
 
     def _memory_seconds(self, num_bytes: float) -> float:

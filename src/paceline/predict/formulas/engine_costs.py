@@ -24,7 +24,7 @@ from paceline.plan.layout import Layout
 from paceline.plan.workload import Recompute, SampleModel, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.predict import Prediction, predict
-from paceline.predict.formulas.step import StepSeconds
+from paceline.predict.formulas.step import StepParts
 from paceline.predict.formulas.tuning import (
     PIECES,
     collective_of,
@@ -103,7 +103,7 @@ def _shared(found: Footprint, layout: Layout) -> Footprint:
     )
 
 
-def _of_samples(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
+def _of_samples(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     step = replace(step, compute=step.compute * (1 + _AGAIN[workload.recompute]))
     if workload.layout.strategy == "ddp":
         return step
@@ -113,7 +113,7 @@ def _of_samples(step: StepSeconds, workload: Workload, cluster: Cluster) -> Step
     return replace(step, exposed=exposed, hidden=hidden, contention=contention, optimizer=optimizer)
 
 
-def _shared_seconds(step: StepSeconds, workload: Workload, cluster: Cluster) -> tuple[float, float]:
+def _shared_seconds(step: StepParts, workload: Workload, cluster: Cluster) -> tuple[float, float]:
     """Exposed and hidden seconds of a step, on the event core: a microbatch in units, all microbatches alike."""
     ranks, count, is_fully = workload.layout.shards, workload.microbatches, workload.layout.is_fully_sharded
     num_bytes = 4 * part_params(workload) / PIECES
@@ -133,11 +133,11 @@ def _shared_seconds(step: StepSeconds, workload: Workload, cluster: Cluster) -> 
     return (exposed, hidden) if is_fully else (exposed + PIECES * gather, hidden)
 
 
-def _times(step: StepSeconds, count: float) -> StepSeconds:
+def _times(step: StepParts, count: float) -> StepParts:
     return replace(step, exposed=step.exposed * count, hidden=step.hidden * count, contention=step.contention * count)
 
 
-def _reduced_each_time(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
+def _reduced_each_time(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     """The exposed part holds one gather of all parameters, which stays one."""
     gather = collective_of("all_gather", part_params(workload) * 2, workload, cluster, workload.layout.data)
     gather = min(step.exposed, gather)
@@ -145,7 +145,7 @@ def _reduced_each_time(step: StepSeconds, workload: Workload, cluster: Cluster) 
     return replace(again, exposed=again.exposed + gather)
 
 
-def _averaged_between_groups(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
+def _averaged_between_groups(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     """The last microbatch's backward, two thirds of its compute, hides what its own gathers have left room for."""
     constants, layout = constants_of(workload, cluster), workload.layout
     group = group_of(cluster, layout.data // layout.shards, layout.tensor * layout.shards)

@@ -29,7 +29,7 @@ _WALKED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class OffloadedUnit:
     """What is gathered, computed and reduced together: seconds, and the parameters of a rank's slice of it."""
 
     params: float
@@ -44,7 +44,7 @@ class Offloaded:
     """A step of pieces, in the order of forward; under full sharding the first is the ends, which stay gathered."""
 
     layout: Layout
-    pieces: tuple[Piece, ...]
+    pieces: tuple[OffloadedUnit, ...]
     width: int  # of a parameter on the device
     bus: float
     host: float
@@ -111,7 +111,7 @@ class _Walker:
 
     def _backward(self, number: int, *, is_last: bool) -> None:
         clock, is_each = self._clock, self._layout.strategy == "zero2"
-        ends: list[tuple[Piece, float]] = []
+        ends: list[tuple[OffloadedUnit, float]] = []
         landed = 0
         for piece in reversed(self._step.pieces):
             clock.compute_for(piece.backward)
@@ -156,7 +156,7 @@ class _Walker:
 
     # Copies.
 
-    def _fetch(self, piece: Piece, *, has_changed: bool) -> float:
+    def _fetch(self, piece: OffloadedUnit, *, has_changed: bool) -> float:
         """Brings a slice to the device, where it is not there, and gathers; returns when the piece is there."""
         step, clock = self._step, self._clock
         is_moved = self._offload.parameters
@@ -169,7 +169,7 @@ class _Walker:
             clock.wait(end)
         return clock.issue("link", piece.gather)
 
-    def _land(self, piece: Piece, end: float, number: int, *, is_last: bool) -> None:
+    def _land(self, piece: OffloadedUnit, end: float, number: int, *, is_last: bool) -> None:
         """Waits for a slice of gradients, and sends it to where it is added up."""
         step, clock = self._step, self._clock
         clock.wait(end)

@@ -9,7 +9,7 @@ from paceline.plan.workload import SampleModel, Workload
 from paceline.predict.formulas.constants import Constants, ConstantSets, between, constants_for, fitted_constants
 from paceline.predict.formulas.domain import outside_of
 from paceline.predict.formulas.samples import sample_step
-from paceline.predict.formulas.step import StepSeconds, transformer_step
+from paceline.predict.formulas.step import StepParts, transformer_step
 from paceline.predict.memory.footprint import Footprint, footprint
 
 # Errors that nine of ten rows of the split dev stay below, inside the calibrated domain (without the table whose very
@@ -26,7 +26,7 @@ class Prediction:
     """
 
     workload: Workload
-    step: StepSeconds
+    step: StepParts
     memory: Footprint
     fits: bool
     fitted: bool

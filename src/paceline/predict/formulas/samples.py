@@ -18,7 +18,7 @@ from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.workload import SampleModel, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.step import StepSeconds, expected_most
+from paceline.predict.formulas.step import StepParts, expected_most
 from paceline.schedule.clock import Timeline
 
 _BUCKETS = 8
@@ -26,7 +26,7 @@ _OPTIMIZER_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _SampleKind:
     rate: float  # of the rate of ordinary convolutions, or of matrix products
     passes: float  # over each activation, forward and backward
     spread: float
@@ -35,16 +35,16 @@ class _Kind:
 
 # Chosen by hand on the one-GPU rows of the split calib, as are the FLOPs and activations of known_models.yaml.
 _KINDS = {
-    "convolution": _Kind(1.0, 17, 0.0065),
-    "planar": _Kind(1.0, 17, 0.0065),
-    "depthwise": _Kind(1.0, 50, 0.0065),
-    "recurrent": _Kind(1.1, 8, 0.115, convolves=False),
-    "attention": _Kind(1.15, 28, 0.065, convolves=False),
+    "convolution": _SampleKind(1.0, 17, 0.0065),
+    "planar": _SampleKind(1.0, 17, 0.0065),
+    "depthwise": _SampleKind(1.0, 50, 0.0065),
+    "recurrent": _SampleKind(1.1, 8, 0.115, convolves=False),
+    "attention": _SampleKind(1.15, 28, 0.065, convolves=False),
 }
 _PLANAR = 1.5  # passes of 16-bit convolutions that do not keep channels last: their tensor units turn them around
 
 
-def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepSeconds:
+def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
     """Returns what a step takes."""
     model, run, layout = workload.model, workload.run, workload.layout
     assert isinstance(model, SampleModel)
@@ -61,7 +61,7 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     exposed, hidden = _gradients(model, layout.data, each * 2 / 3, cluster, constants)
     times = workload.microbatches
     spread = times**0.5 * each * kind.spread * expected_most(layout.data)
-    return StepSeconds(
+    return StepParts(
         compute=times * device,
         tensor_wait=0.0,
         launch_wait=times * max(0.0, host - device),
@@ -74,7 +74,7 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     )
 
 
-def _moved_bytes(model: SampleModel, samples: float, kind: _Kind, *, is_wide: bool) -> float:
+def _moved_bytes(model: SampleModel, samples: float, kind: _SampleKind, *, is_wide: bool) -> float:
     """Of a microbatch. Mixed precision keeps losses, norms and copies of sentences in fp32, half of the traffic."""
     width = 4.0 if is_wide else 2.0 if kind.convolves else 3.0
     passes = kind.passes * (_PLANAR if model.kind == "planar" and not is_wide else 1.0)

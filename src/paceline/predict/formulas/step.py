@@ -41,7 +41,7 @@ _NODE_DEVICES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSeconds:
+class StepParts:
     """Where a step's seconds go, on the rank that is busiest."""
 
     compute: float
@@ -69,7 +69,7 @@ class StepSeconds:
         )
 
 
-def transformer_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepSeconds:
+def transformer_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
     """Returns what a step takes."""
     model, layout = workload.model, workload.layout
     assert isinstance(model, ModelShape)
@@ -85,7 +85,7 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
     exposed, hidden = moved.seconds()
     device, wait = _spent(costs, layers[busiest], busiest, layout.pipeline)
     alone = microbatches * stages[busiest].both
-    return StepSeconds(
+    return StepParts(
         compute=microbatches * device,
         tensor_wait=microbatches * wait,
         launch_wait=max(0.0, alone - microbatches * (device + wait)),

@@ -22,8 +22,8 @@ from paceline.plan.layout import Offload
 from paceline.plan.workload import ModelShape, Recompute, Workload, stage_layers
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
-from paceline.predict.formulas.offload import Offloaded, Piece
-from paceline.predict.formulas.step import StepSeconds
+from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
+from paceline.predict.formulas.step import StepParts
 from paceline.predict.memory.footprint import Footprint
 from paceline.units import MIB
 
@@ -41,7 +41,7 @@ _OTHER_BUS = "pcie4-x16"
 _AGAIN: dict[Recompute, float] = {"none": 0.0, "selective": 0.5, "attention": 0.2, "full": 1.0}
 
 
-def tuned_step(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
+def tuned_step(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     """Returns what a step takes with a layout's schedule and tuning, from what it takes with 1f1b and defaults."""
     layout = workload.layout
     if layout.splits_backward:
@@ -103,7 +103,7 @@ def collective_of(kind: Collective, num_bytes: float, workload: Workload, cluste
     return (alone + CALL_S) * constants_of(workload, cluster).slowdown if alone else 0.0
 
 
-def _bucketed(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
+def _bucketed(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     """The difference that buckets make against the pieces of which ``step`` is: blocks, or eighths of a model."""
     model, layout, width = workload.model, workload.layout, _gradient_bytes(workload)
     pieces = stage_layers(model.layers, layout.pipeline)[0] if isinstance(model, ModelShape) else PIECES
@@ -115,7 +115,7 @@ def _bucketed(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSe
     return _moved(step, workload, cluster, exposed, max(0.0, step.hidden + times * (hidden - hidden_before)))
 
 
-def _in_pieces(step: StepSeconds, workload: Workload, cluster: Cluster, number: int) -> tuple[float, float]:
+def _in_pieces(step: StepParts, workload: Workload, cluster: Cluster, number: int) -> tuple[float, float]:
     number = max(1, number)
     num_bytes = part_params(workload) * _gradient_bytes(workload)
     kind: Collective = "all_reduce" if workload.layout.strategy == "ddp" else "reduce_scatter"
@@ -134,7 +134,7 @@ def _is_wide(workload: Workload) -> bool:
     return workload.run.compute in ("fp32", "tf32")
 
 
-def _gathered_once(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
+def _gathered_once(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     """What was exposed goes first; the two ends of a microbatch, which nothing hides, stay."""
     again = collective_of("all_gather", 2 * part_params(workload), workload, cluster, workload.layout.shards)
     saved = again * workload.microbatches
@@ -153,14 +153,14 @@ def _offload_of(workload: Workload) -> Offload:
     return Offload() if is_plain else offload
 
 
-def _offloaded(step: StepSeconds, workload: Workload, cluster: Cluster) -> StepSeconds:
+def _offloaded(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     """What the host works is told as the optimizer's part, which is all its doing."""
     copies, work = _walked(step, workload, cluster).added()
     optimizer = work if workload.layout.offload.optimizer else step.optimizer + work
     return replace(step, exposed=step.exposed + copies, optimizer=optimizer)
 
 
-def _walked(step: StepSeconds, workload: Workload, cluster: Cluster) -> Offloaded:
+def _walked(step: StepParts, workload: Workload, cluster: Cluster) -> Offloaded:
     """Returns a step in pieces: its blocks and, under full sharding, the ends, or eighths of a model."""
     model, layout, ranks = workload.model, workload.layout, workload.layout.shards
     is_wide = _is_wide(workload)
@@ -170,11 +170,11 @@ def _walked(step: StepSeconds, workload: Workload, cluster: Cluster) -> Offloade
     busy = (step.compute + step.launch_wait) / workload.microbatches / count
     forward = busy / (3 + _AGAIN[workload.recompute])
 
-    def piece(share: float, seconds: float) -> Piece:
+    def piece(share: float, seconds: float) -> OffloadedUnit:
         kinds: tuple[tuple[Collective, int], ...] = (("all_gather", 4 if is_wide else 2), ("reduce_scatter", 4))
         gather, reduce = (collective_of(kind, width * share, workload, cluster, ranks) for kind, width in kinds)
         backward = seconds * (busy / forward - 1)
-        return Piece(params=share / ranks, forward=seconds, backward=backward, gather=gather, reduce=reduce)
+        return OffloadedUnit(params=share / ranks, forward=seconds, backward=backward, gather=gather, reduce=reduce)
 
     is_fully = layout.is_fully_sharded
     each = piece((params - ends if is_fully else params) / count, forward)
@@ -199,6 +199,6 @@ def host_bytes_per_s(cluster: Cluster) -> float:
     return min(_RANK_HOST_BYTES_PER_S, _NODE_HOST_BYTES_PER_S / cluster.node.devices)
 
 
-def _moved(step: StepSeconds, workload: Workload, cluster: Cluster, exposed: float, hidden: float) -> StepSeconds:
+def _moved(step: StepParts, workload: Workload, cluster: Cluster, exposed: float, hidden: float) -> StepParts:
     contention = constants_of(workload, cluster).contention * (hidden - step.hidden)
     return replace(step, exposed=exposed, hidden=hidden, contention=max(0.0, step.contention + contention))

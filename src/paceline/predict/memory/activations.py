@@ -32,7 +32,7 @@ from paceline.config import (
     gpt_shape,
 )
 from paceline.config.sections import known_shape
-from paceline.predict.memory.facts import BlockFacts, ModelFacts, Work
+from paceline.predict.memory.facts import BlockFacts, ModelFacts, SampleWork
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
 _RESNET_STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
@@ -86,13 +86,7 @@ def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths)
     first = _gpt_embedding(shape, vocab_size, context, widths)
     last = _gpt_head(shape, vocab_size, context, widths)
     tied = vocab_size * shape.width if shape.tied else 0
-    root = BlockFacts(
-        parameters=first.parameters + last.parameters - tied,
-        saved_bytes=first.saved_bytes + last.saved_bytes,
-        cast_bytes=last.cast_bytes,
-        largest_parameter=max(first.largest_parameter, last.largest_parameter),
-        columns=first.columns + last.columns - (shape.width if shape.tied else 0),
-    )
+    root = BlockFacts.together((first, last), tied=tied, tied_columns=shape.width if shape.tied else 0)
     return ModelFacts(
         name=f"gpt of {shape.layers} layers",
         blocks=(block,) * shape.layers,
@@ -265,17 +259,12 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
     return ModelFacts(
         name=f"resnet-{model.depth}",
         blocks=tuple(blocks),
-        root=BlockFacts(
-            parameters=first.parameters + last.parameters,
-            saved_bytes=first.saved_bytes + last.saved_bytes,
-            cast_bytes=first.cast_bytes + last.cast_bytes,
-            columns=first.columns + last.columns,
-        ),
+        root=BlockFacts.together((first, last)),
         buffer_bytes=first.buffer_bytes + sum(block.buffer_bytes for block in blocks),
         temporary_bytes=first.temporary_bytes,
         entry=(first,),
         exit=(last,),
-        work=Work(
+        work=SampleWork(
             flops=sum(each.flops for each in convolutions) + 2 * channels * classes,
             written=sum(each.outputs for each in convolutions) + classes,
             kernels=3 * len(convolutions) + len(blocks) + 4,  # norms and activations; sums; pooling, head and loss
@@ -367,19 +356,13 @@ def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Wid
     """Returns the facts of a perceptron: it has three layers, and no repeated blocks."""
     sizes = (features, model.hidden_dim, model.hidden_dim // 2, classes)
     layers = tuple(_linear(number, sizes[number : number + 2], model.dropout, widths) for number in range(3))
-    root = BlockFacts(
-        parameters=sum(layer.parameters for layer in layers),
-        saved_bytes=sum(layer.saved_bytes for layer in layers),
-        cast_bytes=sum(layer.cast_bytes for layer in layers),
-        columns=sum(layer.columns for layer in layers),
-    )
     return ModelFacts(
         name="mlp",
         blocks=(),
-        root=root,
+        root=BlockFacts.together(layers),
         temporary_bytes=2 * widths.compute * model.hidden_dim,
         entry=layers,
-        work=Work(
+        work=SampleWork(
             flops=sum(2 * rows * columns for rows, columns in pairwise(sizes)),
             written=sum(sizes[1:]),
             kernels=3 * len(layers) + 1,

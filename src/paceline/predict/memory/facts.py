@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,9 +27,21 @@ class BlockFacts:
     stream_bytes: float = 0.0  # of ``saved_bytes``: shared only under sequence parallelism
     split_products: float = 0.0  # of ``product_bytes``
 
+    @classmethod
+    def together(cls, layers: Iterable[BlockFacts], *, tied: int = 0, tied_columns: int = 0) -> BlockFacts:
+        """Returns some layers as one, as far as a rank holds it; ``tied`` parameters are counted twice in them."""
+        parts = tuple(layers)
+        return cls(
+            parameters=sum(each.parameters for each in parts) - tied,
+            saved_bytes=sum(each.saved_bytes for each in parts),
+            cast_bytes=sum(each.cast_bytes for each in parts),
+            largest_parameter=max((each.largest_parameter for each in parts), default=0),
+            columns=sum(each.columns for each in parts) - tied_columns,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class SampleWork:
     """What a forward pass of one sample takes: the FLOPs of products and convolutions, the numbers that they write.
 
     ``kernels`` are those of a pass, whatever its samples; ``is_convolutional``: most FLOPs are of convolutions.
@@ -54,7 +67,7 @@ class ModelFacts:
     entry: tuple[BlockFacts, ...] = ()
     exit: tuple[BlockFacts, ...] = ()
     tied_parameters: int = 0  # that the first and the last layer both use
-    work: Work | None = None  # None: a transformer, whose dimensions say more
+    work: SampleWork | None = None  # None: a transformer, whose dimensions say more
 
     @property
     def parameters(self) -> int:

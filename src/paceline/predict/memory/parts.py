@@ -71,17 +71,11 @@ def part_of(model: ModelFacts, layers: Sequence[int], *, tensor: int = 1, is_seq
         for index in chosen
         if index < last and index + 1 not in chosen
     )
-    root = BlockFacts(
-        parameters=sum(facts.parameters for facts in ends) - tied,
-        saved_bytes=sum(facts.saved_bytes for facts in ends) + outputs,
-        cast_bytes=sum(facts.cast_bytes for facts in ends),
-        largest_parameter=max((facts.largest_parameter for facts in ends), default=0),
-        columns=sum(facts.columns for facts in ends),
-    )
+    root = BlockFacts.together(ends, tied=tied)
     return ModelFacts(
         name=model.name,
         blocks=blocks,
-        root=root,
+        root=replace(root, saved_bytes=root.saved_bytes + outputs),
         buffer_bytes=sum(facts.buffer_bytes for facts in chosen.values()),
         temporary_bytes=max((facts.temporary_bytes for facts in chosen.values()), default=0.0),
         source=model.source,

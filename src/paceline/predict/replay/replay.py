@@ -34,7 +34,7 @@ from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Drop, Event, Hold
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.repeat import play
-from paceline.predict.replay.replayed import RankTimes, Replay
+from paceline.predict.replay.replayed import ReplayedRank, ReplayedStep
 from paceline.schedule.clock import RankClock, Span
 
 
@@ -47,7 +47,7 @@ def replay(
     sets: ConstantSets | None = None,
     keeps_spans: bool = False,
     with_loop: bool = False,
-) -> Replay:
+) -> ReplayedStep:
     """Returns what a step takes on a cluster: of one rank's program, or of one program for each stage of a pipeline.
 
     ``slow`` makes ranks take so many times as long for all that their host and device do. ``constants`` take the place
@@ -69,9 +69,9 @@ def replay(
     ]
     for actor in actors:
         actor.begin(cluster.device.step_s, cluster.device.loop_s if with_loop else 0.0)
-    _Stage(actors, wires, cluster, used).run()
+    _Actors(actors, wires, cluster, used).run()
     times = [actor.times() for actor in actors]
-    return Replay(
+    return ReplayedStep(
         name=rows[0].name,
         cluster=cluster.name,
         device=cluster.device.name,
@@ -169,7 +169,7 @@ class _Stretch:
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _Operation:
     """An operation that several ranks take part in."""
 
     kind: str
@@ -203,9 +203,9 @@ class _Actor:
         self.host_rate = host_bytes_per_s(cluster) / factor
         self.place = 0
         self.clock = RankClock()
-        self.meetings: dict[int, _Meeting] = {}
-        self.busy_lanes: list[_Meeting] = []
-        self.found = RankTimes(rank=rank, stage=program.stage, slowed=factor)
+        self.meetings: dict[int, _Operation] = {}
+        self.busy_lanes: list[_Operation] = []
+        self.found = ReplayedRank(rank=rank, stage=program.stage, slowed=factor)
         self.spans: list[Span] | None = [] if keeps_spans else None
 
     def begin(self, step_s: float, loop_s: float) -> None:
@@ -298,7 +298,7 @@ class _Actor:
             clock.compute = clock.host = clock.now
         return max(clock.now, clock.free(event.lane))
 
-    def settle(self, meeting: _Meeting, lane: str) -> None:
+    def settle(self, meeting: _Operation, lane: str) -> None:
         """Notes when an operation of a lane is done."""
         assert meeting.end is not None
         self.clock.occupy(lane, meeting.end)
@@ -310,7 +310,7 @@ class _Actor:
             size = f"{moved / 1e6:.1f} MB on {len(meeting.ranks)}"
             self.spans.append(Span(f"lane {lane}", f"{meeting.kind} {size}", meeting.start, meeting.end))
 
-    def wait(self, event: Wait, meeting: _Meeting) -> None:
+    def wait(self, event: Wait, meeting: _Operation) -> None:
         """Holds compute until an operation is done."""
         clock = self.clock
         assert meeting.end is not None
@@ -360,7 +360,7 @@ class _Actor:
             beside = max(beside, min(end, each.end) - max(start, each.start))
         return self.contention * max(0.0, beside)
 
-    def times(self) -> RankTimes:
+    def times(self) -> ReplayedRank:
         """Returns what this rank's step took."""
         clock = self.clock
         self.found.seconds = clock.now
@@ -368,7 +368,7 @@ class _Actor:
         return self.found
 
 
-class _Stage:
+class _Actors:
     """All actors, and the operations between them."""
 
     def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
@@ -378,7 +378,7 @@ class _Stage:
         self._extra = 0.0 if cluster.device.is_cpu else CALL_S
         self._slowdown = constants.slowdown
         self._bus = bus_bytes_per_s(cluster)
-        self._open: dict[tuple[object, ...], deque[tuple[_Meeting, list[tuple[_Actor, str]]]]] = {}
+        self._open: dict[tuple[object, ...], deque[tuple[_Operation, list[tuple[_Actor, str]]]]] = {}
         self._numbers: dict[tuple[int, str], int] = {}
 
     def run(self) -> None:
@@ -419,7 +419,7 @@ class _Stage:
             self._pass_on(actor, event, ready)
             return
         others = [each for each in self._actors if each is not actor and self._shares(each, actor, event)]
-        meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 1 + len(others))
+        meeting = _Operation(event.kind, event.num_bytes, event.ranks, 1 + len(others))
         meeting.algorithm, meeting.share = event.algorithm, event.share
         actor.meetings[event.number] = meeting
         if not others:
@@ -449,7 +449,7 @@ class _Stage:
         key = (*event.ranks, event.tag)
         side, opposite = ("send", "recv") if event.kind == "send" else ("recv", "send")
         if not any(each.program.rank in event.ranks for each in self._actors if each is not actor):
-            meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 1, [ready])
+            meeting = _Operation(event.kind, event.num_bytes, event.ranks, 1, [ready])
             actor.meetings[event.number] = meeting
             self._settle(meeting, [(actor, event.lane)])
             return
@@ -460,11 +460,11 @@ class _Stage:
             meeting.ready.append(ready)
             self._settle(meeting, [*who, (actor, event.lane)])
             return
-        meeting = _Meeting(event.kind, event.num_bytes, event.ranks, 2, [ready])
+        meeting = _Operation(event.kind, event.num_bytes, event.ranks, 2, [ready])
         actor.meetings[event.number] = meeting
         self._open.setdefault((side, *key), deque()).append((meeting, [(actor, event.lane)]))
 
-    def _settle(self, meeting: _Meeting, who: Sequence[tuple[_Actor, str]]) -> None:
+    def _settle(self, meeting: _Operation, who: Sequence[tuple[_Actor, str]]) -> None:
         meeting.start = max(meeting.ready)
         seconds = 0.0
         if len(meeting.ranks) > 1:
@@ -475,7 +475,7 @@ class _Stage:
         for actor, lane in who:
             actor.settle(meeting, lane)
 
-    def _wire_seconds(self, meeting: _Meeting) -> float:
+    def _wire_seconds(self, meeting: _Operation) -> float:
         if meeting.algorithm:
             return self._algorithms(meeting.algorithm, meeting.kind, meeting.num_bytes, meeting.ranks)
         return self._wires(meeting.kind, meeting.num_bytes, meeting.ranks)

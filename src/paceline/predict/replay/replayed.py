@@ -23,7 +23,7 @@ from paceline.schedule.clock import Span
 
 
 @dataclass(slots=True, kw_only=True)
-class RankTimes:
+class ReplayedRank:
     """Seconds of one rank's step. ``slowed`` is what its own work, of host and device, was multiplied by."""
 
     rank: int
@@ -64,7 +64,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayedStep:
     """A step on a cluster, replayed."""
 
     name: str
@@ -72,7 +72,7 @@ class Replay:
     device: str
     ranks: int
     strategy: str
-    times: tuple[RankTimes, ...]
+    times: tuple[ReplayedRank, ...]
     memory: Mapping[str, int]
     memory_bytes: int
     samples: int
@@ -93,7 +93,7 @@ class Replay:
         return max(each.seconds for each in self.times)
 
     @property
-    def longest(self) -> RankTimes:
+    def longest(self) -> ReplayedRank:
         """The rank that is told of: what was asked for, else the one that computes most, which others wait for.
 
         Of a stage with a slow rank that one is told of, whichever of its ranks was asked for.
@@ -213,7 +213,7 @@ class Replay:
         }
 
 
-def trace_text(replay: Replay) -> str:
+def trace_text(replay: ReplayedStep) -> str:
     """Returns the trace as JSON. Raises UsageError for a replay that kept no spans."""
     if not any(each.spans for each in replay.times):
         raise UsageError("this replay kept no spans\n  a trace shows them\n  replay(..., keeps_spans=True)")
@@ -222,7 +222,7 @@ def trace_text(replay: Replay) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
 
 
-def write_trace(replay: Replay, path: Path) -> None:
+def write_trace(replay: ReplayedStep, path: Path) -> None:
     """Writes the trace. Raises UsageError where it cannot be written."""
     text = trace_text(replay)
     try:
@@ -231,7 +231,7 @@ def write_trace(replay: Replay, path: Path) -> None:
         raise UsageError(f"the trace cannot be written to {path}: {error.strerror}") from error
 
 
-def _events(process: int, times: RankTimes) -> Iterator[dict[str, Any]]:
+def _events(process: int, times: ReplayedRank) -> Iterator[dict[str, Any]]:
     name = f"rank {times.rank}, stage {times.stage}" + (f", {times.slowed:g}x as slow" if times.slowed != 1 else "")
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     tracks = list(dict.fromkeys(_track(span.stream) for span in times.spans))

@@ -13,11 +13,11 @@ from paceline.plan.workload import ModelShape, SampleModel, Workload
 from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.predict import Prediction, model_flops, predict
 from paceline.predict.memory.footprint import footprint
-from paceline.predict.scored.published import Case
+from paceline.predict.scored.published import PublishedRun
 from paceline.units import GIB
 
 
-def predict_case(case: Case, sets: ConstantSets | None = None) -> Prediction:
+def predict_case(case: PublishedRun, sets: ConstantSets | None = None) -> Prediction:
     """Predicts a row. What it does not state (microbatch, chunks, expert ranks) is the fastest choice that fits.
 
     Of experts, the fewest ranks are taken that hold them: more cost more messages.
@@ -27,7 +27,7 @@ def predict_case(case: Case, sets: ConstantSets | None = None) -> Prediction:
     return chosen if chosen.fits else _leaner(case, chosen)
 
 
-def _leaner(case: Case, chosen: Prediction) -> Prediction:
+def _leaner(case: PublishedRun, chosen: Prediction) -> Prediction:
     """Of a run that does not fit: what it holds if it does without what the row leaves open, where that fits."""
     workload = replace(chosen.workload, run=replace(chosen.workload.run, split_loss=True))
     if case.chooses_recompute:
@@ -36,7 +36,7 @@ def _leaner(case: Case, chosen: Prediction) -> Prediction:
     return replace(chosen, memory=memory, fits=True) if memory.total <= case.cluster.device.memory_bytes else chosen
 
 
-def _choices(case: Case) -> list[Workload]:
+def _choices(case: PublishedRun) -> list[Workload]:
     workload = case.workload
     local = workload.global_batch / workload.layout.data
     sizes = [1, 2, 4, 8, 16] if case.chooses_micro_batch else [workload.micro_batch]
@@ -56,7 +56,7 @@ def _choices(case: Case) -> list[Workload]:
     return [_holding_experts(each, case) for each in found]
 
 
-def _holding_experts(workload: Workload, case: Case) -> Workload:
+def _holding_experts(workload: Workload, case: PublishedRun) -> Workload:
     """Returns the workload with as many expert-parallel ranks as it takes to fit; the least number where none does."""
     for ranks in case.expert_ranks:
         spread = replace(workload, layout=replace(workload.layout, expert=ranks))
@@ -65,7 +65,7 @@ def _holding_experts(workload: Workload, case: Case) -> Workload:
     return workload
 
 
-def in_metric(case: Case, prediction: Prediction) -> float:
+def in_metric(case: PublishedRun, prediction: Prediction) -> float:
     """Returns a prediction in the metric of its row."""
     workload = prediction.workload
     run, devices = workload.run, workload.layout.ranks

@@ -50,7 +50,7 @@ _STAGE = re.compile(r"zero(?:[-_ ]?(?:stage[-_ ]?)?(\d+)|\b)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class PublishedRun:
     """What a row is predicted from. ``chooses_...``: the row does not state it, and prediction chooses.
 
     ``expert_ranks``: degrees of expert parallelism that a mixture of experts may have; no table has a column for it.
@@ -65,7 +65,7 @@ class Case:
     expert_ranks: tuple[int, ...] = (1,)
 
 
-def read_case(row: Row) -> Case:
+def read_case(row: Row) -> PublishedRun:
     """Turns a row into a workload and a cluster. Raises RowError, naming the column, where that cannot be."""
     if row.metric not in METRICS:
         raise RowError(f"column metric_name: {row.metric!r} is none of {', '.join(sorted(METRICS))}")
@@ -96,7 +96,7 @@ def read_case(row: Row) -> Case:
         is_flat=not is_plain and "fsdp2" not in sharing,
         overlaps_tensor=framework == "megatron" and layout.overlap,
     )
-    return Case(
+    return PublishedRun(
         workload=Workload(model=model, layout=layout, run=run),
         cluster=cluster,
         metric=row.metric,

@@ -18,7 +18,7 @@ LEAST_ALTERNATIVES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
+class ErrorScores:
     """Relative errors of some rows."""
 
     rows: int
@@ -28,13 +28,13 @@ class Errors:
     bias: float
 
 
-def errors_of(pairs: Sequence[tuple[float, float]]) -> Errors | None:
+def errors_of(pairs: Sequence[tuple[float, float]]) -> ErrorScores | None:
     """Scores pairs of (measured, predicted); None where there are none."""
     if not pairs:
         return None
     signed = [predicted / measured - 1 for measured, predicted in pairs]
     sizes = sorted(abs(each) for each in signed)
-    return Errors(
+    return ErrorScores(
         rows=len(pairs),
         mean=statistics.fmean(sizes),
         median=statistics.median(sizes),
@@ -104,7 +104,7 @@ class Scaling:
     groups: int
     rows: int
     points: float
-    given_first: Errors
+    given_first: ErrorScores
 
 
 def scaling_of(groups: Sequence[Sequence[tuple[int, float, float]]]) -> Scaling | None:

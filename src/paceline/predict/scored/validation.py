@@ -19,8 +19,8 @@ from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.predict import Prediction, model_flops
 from paceline.predict.scored.cases import in_metric, predict_case
 from paceline.predict.scored.measured_table import Row, RowError, Table
-from paceline.predict.scored.published import Case, read_case
-from paceline.predict.scored.scores import Errors, Ranking, Scaling, errors_of, ranking_of, scaling_of
+from paceline.predict.scored.published import PublishedRun, read_case
+from paceline.predict.scored.scores import ErrorScores, Ranking, Scaling, errors_of, ranking_of, scaling_of
 
 MEMORY = "mem_gib"
 _SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "precision")
@@ -58,8 +58,8 @@ class FamilyScores:
     """The scores of one family. ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows."""
 
     family: str
-    time: Errors | None
-    memory: Errors | None
+    time: ErrorScores | None
+    memory: ErrorScores | None
     baseline: float | None
     ranking: Ranking | None
     scaling: Scaling | None
@@ -77,11 +77,11 @@ class Validation:
     split: str | None
     rows: tuple[Scored, ...]
     families: tuple[FamilyScores, ...]
-    time: Errors | None
-    inside: Errors | None
-    outside: Errors | None
+    time: ErrorScores | None
+    inside: ErrorScores | None
+    outside: ErrorScores | None
     mean_over_families: float | None
-    memory: Errors | None
+    memory: ErrorScores | None
     ran_out: int
     false_fits: int
     false_misfits: int
@@ -175,7 +175,7 @@ def _predict(row: Row, shown: Shown, sets: ConstantSets | None) -> Scored:
     )
 
 
-def _flops_per_unit(case: Case, prediction: Prediction) -> float:
+def _flops_per_unit(case: PublishedRun, prediction: Prediction) -> float:
     """Model FLOPs on one device behind one unit of throughput, or behind a step where the metric is its time."""
     workload = prediction.workload
     each = model_flops(workload)
@@ -331,5 +331,5 @@ def to_json(validation: Validation) -> dict[str, Any]:
     }
 
 
-def _plain(value: Errors | Ranking | Scaling | None) -> dict[str, Any] | None:
+def _plain(value: ErrorScores | Ranking | Scaling | None) -> dict[str, Any] | None:
     return None if value is None else asdict(value)

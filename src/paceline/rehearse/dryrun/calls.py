@@ -43,20 +43,20 @@ class _Made:
 
 
 @dataclass(slots=True)
-class Known:
+class KnownCall:
     """What an operator does with such arguments: it returns a new tensor, or several, or (None) its first argument."""
 
     returns: _Made | tuple[_Made | None, ...] | None
     kernels: Kernels | None = None  # nobody has asked for them yet
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """An operator was called: what it returned, with the tensors in it; all tensors; and what is known of it."""
 
     result: Any
     returned: list[torch.Tensor]
     tensors: list[torch.Tensor]
-    known: Known | None
+    known: KnownCall | None
 
 
 class KnownCalls:
@@ -64,12 +64,12 @@ class KnownCalls:
 
     def __init__(self, *, forgets: bool = False) -> None:
         self._forgets = forgets
-        self._known: dict[Hashable, Known | None] = {}  # None: it must be called each time
+        self._known: dict[Hashable, KnownCall | None] = {}  # None: it must be called each time
         self._kinds: dict[int, str] = {}  # of operators, by their identity: torch keeps all of them
         self._places: dict[int, int] = {}  # of the tensors of a call, by their identity
         self._operators = Operators(lambda tensor: self._places[id(tensor)])
 
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
         """Calls an operator, or does what it would do."""
         kind = self._kinds.get(id(func))
         if kind is None:
@@ -84,14 +84,14 @@ class KnownCalls:
         if isinstance(known.returns, _Made):
             made = known.returns.make()
             tensors.append(made)
-            return Call(made, [made], tensors, known)
+            return OperatorCall(made, [made], tensors, known)
         if known.returns is None:
-            return Call(args[0], [args[0]], tensors, known)
+            return OperatorCall(args[0], [args[0]], tensors, known)
         results = tuple([None if each is None else each.make() for each in known.returns])
         returned = [each for each in results if each is not None]
-        return Call(results, returned, tensors + returned, known)
+        return OperatorCall(results, returned, tensors + returned, known)
 
-    def kernels(self, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> Kernels:
+    def kernels(self, func: Any, args: Any, kwargs: dict[str, Any], call: OperatorCall) -> Kernels:
         """Returns what a device runs for a call; tensors are known by their places among the call's."""
         known = call.known
         if known is not None and known.kernels is not None:
@@ -109,28 +109,28 @@ class KnownCalls:
         self._places = {id(tensor): place for place, tensor in enumerate(tensors)}
         return self._operators.attention(tensors[0], tensors[1], is_causal=is_causal, tensors=tensors, is_back=is_back)
 
-    def _learn(self, key: Hashable, func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
+    def _learn(self, key: Hashable, func: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
         """Calls an operator, and looks at what it returns if that was not done before."""
         call = _whole(func(*args, **kwargs), args, kwargs)
         if key in self._known:
             return call
         if self._kinds[id(func)] == "in place":
-            known = Known(None) if call.result is args[0] else None
+            known = KnownCall(None) if call.result is args[0] else None
         else:
             known = _describe(call)
         self._known[key] = known
         return call._replace(known=known)
 
 
-def updates(args: Any, kwargs: dict[str, Any]) -> Call:
+def updates(args: Any, kwargs: dict[str, Any]) -> OperatorCall:
     """Returns a call that writes to its arguments and returns nothing; there is nothing to be done."""
-    return Call(None, [], list(tensors_of((args, kwargs))), None)
+    return OperatorCall(None, [], list(tensors_of((args, kwargs))), None)
 
 
-def _whole(result: Any, args: Any, kwargs: dict[str, Any]) -> Call:
+def _whole(result: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
     """Returns a call of which nothing is known."""
     returned = list(tensors_of(result))
-    return Call(result, returned, [*tensors_of((args, kwargs)), *returned], None)
+    return OperatorCall(result, returned, [*tensors_of((args, kwargs)), *returned], None)
 
 
 def _kind(func: Any) -> str:
@@ -185,7 +185,7 @@ def _sign(values: Iterable[Any], found: list[Any], tensors: list[torch.Tensor]) 
     return True
 
 
-def _describe(call: Call) -> Known | None:
+def _describe(call: OperatorCall) -> KnownCall | None:
     """Returns what to make of a result again; None where it is something else than dense tensors of their own."""
     result = call.result
     is_single = isinstance(result, torch.Tensor)
@@ -198,7 +198,7 @@ def _describe(call: Call) -> Known | None:
         if each is not None and not _is_own(each, there):
             return None
         found.append(None if each is None else _Made(each.shape, each.stride(), each.dtype))
-    return Known(found[0] if is_single else tuple(found))
+    return KnownCall(found[0] if is_single else tuple(found))
 
 
 def _is_own(result: Any, there: set[int]) -> bool:

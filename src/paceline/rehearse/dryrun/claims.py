@@ -12,10 +12,10 @@ from torch import nn
 
 from paceline.engines.flat.flat import FlatGroup
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
-from paceline.rehearse.dryrun.parts import Parts
+from paceline.rehearse.dryrun.parts import StepPieces
 
 
-def claim_states(memory: HeldMemory, parts: Parts) -> None:
+def claim_states(memory: HeldMemory, parts: StepPieces) -> None:
     """Says what the engine and the optimizer hold."""
     engine = parts.engine
     for group in engine.flat_groups:
@@ -64,7 +64,7 @@ def watch_gradients(memory: HeldMemory, model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def claiming_gradients(memory: HeldMemory, parts: Parts) -> Iterator[None]:
+def claiming_gradients(memory: HeldMemory, parts: StepPieces) -> Iterator[None]:
     """Says before the update what gradients are."""
 
     def claim(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

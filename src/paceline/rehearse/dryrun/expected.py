@@ -26,7 +26,7 @@ from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_from_dict
 from paceline.config.yaml_text import parse_document
 from paceline.errors import PacelineError
-from paceline.predict.replay.replayed import Replay
+from paceline.predict.replay.replayed import ReplayedStep
 from paceline.search.expect import present_cluster, unpriced
 from paceline.search.expectation import Expectation
 from paceline.units import MIB
@@ -70,7 +70,7 @@ def expect_by_dry_run(
     )
 
 
-def _allocated(found: Replay, cluster: Cluster) -> float | None:
+def _allocated(found: ReplayedStep, cluster: Cluster) -> float | None:
     """Returns what a GPU's allocator holds, as records have it; on a CPU they have the process's, as estimates do."""
     if cluster.device.is_cpu:
         return None

@@ -26,7 +26,7 @@ _LEFT_OUT = "left out"
 
 
 @dataclass(slots=True)
-class _Storage:
+class _HeldStorage:
     number: int
     size: int
     begin: int
@@ -41,10 +41,10 @@ class HeldMemory:
     def __init__(self) -> None:
         self.place = 0  # where the list of events stands
         self.act: Callable[[], int] = _no_act  # which action of a schedule is being done
-        self._alive: dict[int, _Storage] = {}  # by the address of the storage
+        self._alive: dict[int, _HeldStorage] = {}  # by the address of the storage
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._elastic: dict[int, tuple[torch.UntypedStorage, str]] = {}
-        self._ended: list[_Storage] = []
+        self._ended: list[_HeldStorage] = []
         self._categories: dict[int, str] = {}  # by number
         self._next = 0
         self.has_host = False  # whether there is memory of the host
@@ -133,22 +133,22 @@ class HeldMemory:
                     found.append((storage.end_act, storage.end, Drop(storage.number)))
         return found, resident
 
-    def _add(self, storage: torch.UntypedStorage) -> _Storage:
+    def _add(self, storage: torch.UntypedStorage) -> _HeldStorage:
         made = self._fresh(storage.nbytes())
         address = storage._cdata
         self._alive[address] = made
         self._watches[address] = weakref.ref(storage, functools.partial(self._gone, address))
         return made
 
-    def _fresh(self, size: int) -> _Storage:
+    def _fresh(self, size: int) -> _HeldStorage:
         self._next += 1
-        return _Storage(number=self._next, size=size, begin=self.place, begin_act=self.act())
+        return _HeldStorage(number=self._next, size=size, begin=self.place, begin_act=self.act())
 
     def _gone(self, address: int, watch: weakref.ref[torch.UntypedStorage]) -> None:
         del watch, self._watches[address]
         self._end(self._alive.pop(address))
 
-    def _end(self, storage: _Storage) -> None:
+    def _end(self, storage: _HeldStorage) -> None:
         storage.end, storage.end_act = self.place, self.act()
         self._ended.append(storage)
 
@@ -157,7 +157,7 @@ def _no_act() -> int:
     return 0
 
 
-def _purpose(storage: _Storage, phases: Sequence[str], again: set[int], backward: Sequence[int]) -> str:
+def _purpose(storage: _HeldStorage, phases: Sequence[str], again: set[int], backward: Sequence[int]) -> str:
     """Says what nobody has claimed: see the top of this file."""
     if storage.begin < 0 or storage.begin >= len(phases):
         return "temporary"

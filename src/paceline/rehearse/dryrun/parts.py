@@ -37,7 +37,7 @@ _FEW = 16  # samples of data whose values nobody looks at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class StepPieces:
     """What a step is made of."""
 
     engine: Engine
@@ -73,7 +73,7 @@ def build_parts(
     comm: DryCommunicator,
     memory: HeldMemory,
     node_ranks: int | None,
-) -> Parts:
+) -> StepPieces:
     """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
     layout = layout_of(config, comm.size, node_ranks)
     # Compiled blocks cannot be seen into; in the first plain steps gradients travel whole, and a later step is meant.
@@ -95,7 +95,7 @@ def build_parts(
         microbatches=[microbatch] * batch.accumulate,
         local_samples=[batch.microbatch] * batch.accumulate,
     )
-    return Parts(
+    return StepPieces(
         engine=engine,
         optimizer=_optimizer(config, engine, memory),
         batch=step,

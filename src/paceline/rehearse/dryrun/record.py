@@ -36,7 +36,7 @@ from paceline.rehearse.dryrun.claims import claim_states, claiming_gradients, wa
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.hosted import told_apart
 from paceline.rehearse.dryrun.operators import dtype_name
-from paceline.rehearse.dryrun.parts import Parts, build_parts, empty_model, few_data
+from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data
 from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
 from paceline.schedule.schedules import Action
 from paceline.search.choice import MARGIN
@@ -142,7 +142,7 @@ class _Recording:
             made = made_at(self._config)
             raise misfit(error, "the model cannot be traced", self._data, place, made=made) from error
 
-    def _told(self, rank: int, parts: Parts, done: Recorded, order: tuple[Turn, ...]) -> Program:
+    def _told(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
         config, ranks = self._config, self._world.size
         plan = config_batch(config, ranks)
         return Program(
@@ -165,7 +165,7 @@ class _Recording:
 
 
 def _recorded(
-    recorder: Recorder, functions: MetaFunctions, parts: Parts, rank: int, *, is_whole: bool
+    recorder: Recorder, functions: MetaFunctions, parts: StepPieces, rank: int, *, is_whole: bool
 ) -> tuple[Recorded, tuple[Turn, ...]]:
     """Runs the step that is told of: with few microbatches, where these tell of all."""
     count = len(parts.batch.microbatches)
@@ -189,7 +189,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _run(recorder: Recorder, functions: MetaFunctions, parts: Parts, microbatches: int) -> Recorded:
+def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microbatches: int) -> Recorded:
     """Runs a step with so many microbatches."""
     batch = replace(parts.batch, microbatches=parts.batch.microbatches[:microbatches])
     pipeline = parts.engine.pipeline
@@ -215,13 +215,13 @@ def _told_apart(done: Recorded, recorder: Recorder, rank: int) -> Recorded:
     return replace(done, events=events, laps=tuple(starts[lap] for lap in done.laps))
 
 
-def _enough(parts: Parts) -> int:
+def _enough(parts: StepPieces) -> int:
     """Returns how many microbatches must be run to tell of all."""
     count, pipeline = len(parts.batch.microbatches), parts.engine.pipeline
     return min(count, _KEPT) if pipeline is None else enough_microbatches(pipeline, count)
 
 
-def _compose(parts: Parts, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
+def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
     """Returns the events of a step of ``count`` microbatches, or of few and the order in which they come again."""
     pipeline = parts.engine.pipeline
     if few == count:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
 from paceline.predict.replay.events import Event, Issue, OnHost, Run, Wait
-from paceline.rehearse.dryrun.calls import Call, KnownCalls, updates
+from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall, updates
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.train.model_errors import first_line
@@ -228,7 +228,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # What has no answer.
 
-    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
         try:
             return self._calls.call(func, args, kwargs)
         except NotImplementedError as error:

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.manifest import Spot, line_from
 from paceline.checkpoint.retention import Retention
@@ -31,7 +29,7 @@ from paceline.health.diagnosis import Stop
 from paceline.records.records import EventRecord
 from paceline.train.run_state import collect_state
 from paceline.train.survive.recovery import on_full_disk
-from paceline.train.trainer import StepResult, Trainer
+from paceline.train.trainer import StepResult, Trainer, is_time
 
 _AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end
 _WORTH_BYTES = 2**25  # what is smaller is written before a copy of it would pay
@@ -155,21 +153,13 @@ class Saver:
         return self._writer
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str:
-        policy, reason = self.policy, ""
+        policy, reason, seconds = self.policy, "", self.policy.every_seconds
         if policy.every_steps is not None and result.step % policy.every_steps == 0:
             reason = "steps"
-        if policy.every_seconds is not None and result.step % policy.ask_every == 0 and self._is_time(trainer):
+        if seconds is not None and result.step % policy.ask_every == 0 and is_time(trainer, self._clock, seconds):
             self._clock = time.monotonic()
             reason = "minutes"
         return "end" if policy.at_end and result.is_last else reason
-
-    def _is_time(self, trainer: Trainer) -> bool:
-        """Asks rank 0's clock, so that all ranks are told the same."""
-        comm, seconds = trainer.parts.engine.world, self.policy.every_seconds
-        assert seconds is not None
-        due = torch.tensor([float(time.monotonic() - self._clock >= seconds)], device=comm.device)
-        comm.broadcast(due).wait()
-        return bool(due.item())  # sync point, once in ask_every steps
 
     def _take_line(self, trainer: Trainer) -> None:
         """Goes on with the trainer's line, or a new one where later steps lie that it did not come along."""
