@@ -258,8 +258,8 @@ def fork_for_clients(listener: socket.socket) -> dict[str, Any] | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     selector = selectors.DefaultSelector()
-    for each in (0, listener, wakeup):
-        selector.register(each, selectors.EVENT_READ)
+    for source in (0, listener, wakeup):
+        selector.register(source, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
             if key.fileobj == 0:
@@ -279,10 +279,11 @@ def fork_for_clients(listener: socket.socket) -> dict[str, Any] | None:
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
+                # Here, not when they are collected: by then their numbers may be those of other files.
+                for each in (selector, wakeup, sender, client, *clients.values()):
+                    each.close()
                 request: dict[str, Any] = json.loads(content)
                 request["at"] = files
-                client.detach()
-                listener.detach()
                 return request
             for number in files:
                 os.close(number)
