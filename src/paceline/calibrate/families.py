@@ -48,7 +48,7 @@ class FamilyFigures:
 def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwatch) -> FamilyFigures:
     """Measures all families at tensors of so many bytes."""
     spreads: dict[str, float] = {}
-    rates = {}
+    rates: dict[str, tuple[tuple[int, float], ...]] = {}
     for family in MEMORY_FAMILIES:
         points = []
         # A GPU's calls return before the kernel runs; and the embedding's backward clears its table however few rows.

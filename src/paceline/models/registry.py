@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def _is_row_of_blocks(module: nn.Module) -> bool:
 
 
 def _build_mlp(config: MLPModelConfig, shape: DataShape) -> MLPClassifier:
-    problems = _kind_problems(config.kind, shape, needs="classes")
+    problems = list(_kind_problems(config.kind, shape, needs="classes"))
     features = shape.features
     if features is None and shape.channels is not None and shape.size is not None:
         features = shape.channels * shape.size * shape.size
@@ -123,7 +123,7 @@ def _build_mlp(config: MLPModelConfig, shape: DataShape) -> MLPClassifier:
 
 
 def _build_resnet(config: ResNetModelConfig, shape: DataShape) -> ResNet:
-    problems = _kind_problems(config.kind, shape, needs="classes")
+    problems = list(_kind_problems(config.kind, shape, needs="classes"))
     if shape.kind == "classes" and shape.channels is None:
         problems.append(
             Problem(
@@ -148,7 +148,10 @@ def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
         overrides["context"] = shape.context
     settings = gpt_config(config.size, **overrides)
     _raise_any(
-        _disagreement("vocab_size", settings.vocab_size, shape.vocab_size) + _context_problems(settings.context, shape)
+        [
+            *_disagreement("vocab_size", settings.vocab_size, shape.vocab_size),
+            *_context_problems(settings.context, shape),
+        ]
     )
     return GPT(settings)
 
@@ -171,18 +174,14 @@ def _build_from_factory(config: FactoryModelConfig) -> nn.Module:
     return model
 
 
-def _kind_problems(model: str, shape: DataShape, *, needs: str) -> list[Problem]:
-    """Lists the mismatch between the model and the kind of data, if any; custom data may be anything."""
-    if shape.kind in (needs, "custom"):
-        return []
-    fix = "gpt" if shape.kind == "tokens" else "mlp or resnet"
-    return [
-        Problem(
+def _kind_problems(model: str, shape: DataShape, *, needs: str) -> Iterator[Problem]:
+    """Yields the mismatch between the model and the kind of data, if any; custom data may be anything."""
+    if shape.kind not in (needs, "custom"):
+        yield Problem(
             what=f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}",
             rule="mlp and resnet sort samples into classes; gpt predicts the next token",
-            fix=f"set model.kind = {fix}, or choose other data",
+            fix=f"set model.kind = {'gpt' if shape.kind == 'tokens' else 'mlp or resnet'}, or choose other data",
         )
-    ]
 
 
 def _derive(field: str, asked: int | None, offered: int | None, problems: list[Problem], *, exact: bool = False) -> int:
@@ -202,31 +201,25 @@ def _derive(field: str, asked: int | None, offered: int | None, problems: list[P
     return 1
 
 
-def _disagreement(field: str, asked: int, offered: int | None, *, exact: bool = False) -> list[Problem]:
-    """Lists the problem, if any: the model may have room for more than the data needs, unless ``exact``."""
-    if offered is None or asked == offered or (asked > offered and not exact):
-        return []
-    return [
-        Problem(
+def _disagreement(field: str, asked: int, offered: int | None, *, exact: bool = False) -> Iterator[Problem]:
+    """Yields the problem, if any: the model may have room for more than the data needs, unless ``exact``."""
+    if offered is not None and asked != offered and (exact or asked < offered):
+        yield Problem(
             what=f"model.{field} = {asked}, but the data has {offered}",
             rule="they must be equal" if exact else "the model needs room for all that the data has",
             fix=f"set model.{field} = {offered}, or leave it out",
         )
-    ]
 
 
-def _context_problems(context: int, shape: DataShape) -> list[Problem]:
-    if shape.context is None or shape.context <= context:
-        return []
-    return [
-        Problem(
+def _context_problems(context: int, shape: DataShape) -> Iterator[Problem]:
+    if shape.context is not None and shape.context > context:
+        yield Problem(
             what=f"model.context = {context}, but a sample of the data has {shape.context} tokens",
             rule="a model reads at most its context",
             fix=f"set model.context = {shape.context}, or data.context = {context}",
         )
-    ]
 
 
-def _raise_any(problems: list[Problem]) -> None:
-    if problems:
-        raise ConfigError(problems)
+def _raise_any(problems: Iterable[Problem]) -> None:
+    if found := list(problems):
+        raise ConfigError(found)

@@ -57,9 +57,10 @@ def list_folder(where: Path, now: float, depth: Depth = "fast", progress: Progre
     folder = folder_of(where)
     storage = storage_of(folder)
     paths = [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None or _is_rest(name)]
-    found = [_look(path, now, depth, progress) for path in sorted(paths, key=lambda path: (_step(path), path.name))]
-    manifests = {each.path: _manifest(each.path) for each in found if not each.problem}
-    reasons = kept_because(found, manifests)
+    paths.sort(key=lambda path: (_step(path), path.name))
+    looked = [_look(path, now, depth, progress) for path in paths]
+    found = [each for each, _ in looked]
+    reasons = kept_because(found, {each.path: manifest for each, manifest in looked if not each.problem})
     return [replace(each, kept=reasons.get(each.path, ())) for each in found]
 
 
@@ -102,20 +103,20 @@ def retention_of(settings: Mapping[str, Any]) -> Retention:
     )
 
 
-def _look(path: Path, now: float, depth: Depth, progress: Progress) -> Listed:
+def _look(path: Path, now: float, depth: Depth, progress: Progress) -> tuple[Listed, Manifest | None]:
     storage = storage_of(path)
     if _is_rest(path.name):
-        return _broken(path, "left by a save that was cut short; the next start removes it")
+        return _broken(path, "left by a save that was cut short; the next start removes it"), None
     try:
         manifest = read_manifest(path, storage)
     except CheckpointError as error:
-        return _broken(path, str(error).splitlines()[0].replace(f"{path} ", ""))
+        return _broken(path, str(error).splitlines()[0].replace(f"{path} ", "")), None
     checks = [check_files(path, manifest, storage, depth, progress)]
     if checks[0].is_good:
         checks.append(check_tensors(path, manifest, storage))
     problems = [problem for check in checks for problem in check.problems]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return Listed(
+    listed = Listed(
         path=path,
         step=manifest.step,
         num_bytes=manifest.num_bytes,
@@ -127,19 +128,13 @@ def _look(path: Path, now: float, depth: Depth, progress: Progress) -> Listed:
         reason=str(manifest.about.get("reason", "")),
         metrics={name: value for name, value in manifest.metrics.items() if name != "step"},
     )
+    return listed, manifest
 
 
 def _broken(path: Path, problem: str) -> Listed:
     storage = storage_of(path)
     num_bytes = sum(storage.size(path / name) or 0 for name in storage.names(path))
     return Listed(path=path, step=_step(path), num_bytes=num_bytes, age_s=None, problem=problem)
-
-
-def _manifest(path: Path) -> Manifest | None:
-    try:
-        return read_manifest(path)
-    except CheckpointError:
-        return None
 
 
 def _age(path: Path, now: float) -> float | None:
