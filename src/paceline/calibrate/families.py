@@ -37,7 +37,7 @@ class FamilyFigures:
     """Bytes per second by family: (bytes, rate) in growing order. Host seconds of an operation, and of each further
     tensor of an operation over lists; on a CPU also of a step besides, and of the loop around it."""
 
-    rates: Mapping[MemoryFamily, tuple[tuple[int, float], ...]]
+    rates: Mapping[str, tuple[tuple[int, float], ...]]
     operation_s: float
     tensor_s: float
     step_s: float = 0.0
