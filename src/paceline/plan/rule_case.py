@@ -25,7 +25,7 @@ class ModelOutline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class RuleCase:
     """What a rule looks at: a layout as it was asked for, the ranks if they are known, the model."""
 
     layout: Layout
@@ -61,7 +61,7 @@ class Case:
         return self.ranks is not None and self.ranks % self.parts == 0
 
 
-Find = Callable[[Case], Iterator[Problem]]
+Find = Callable[[RuleCase], Iterator[Problem]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

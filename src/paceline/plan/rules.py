@@ -15,7 +15,7 @@ from dataclasses import fields
 from paceline.errors import Problem, UsageError
 from paceline.plan import split_rules
 from paceline.plan.layout import Compression, Layout
-from paceline.plan.rule_case import DEFAULT, Case, ModelOutline, Rule, named_twice, nearest_divisor
+from paceline.plan.rule_case import DEFAULT, RuleCase, ModelOutline, Rule, named_twice, nearest_divisor
 
 CONFIG_KEYS: Mapping[str, str] = {
     **dict.fromkeys(("units", "unit_mb", "prefetch", "reshard_after_forward", "sync_batchnorm"), "parallel."),
@@ -45,7 +45,7 @@ def rules(
 
     ``ranks``: how many there are, ``node_ranks`` of them on a host (None: all; 0: not known yet); None: not known yet.
     """
-    case = Case(
+    case = RuleCase(
         layout=layout,
         ranks=ranks,
         node_ranks=node_ranks,
@@ -69,7 +69,7 @@ def check_layout(
 # The mesh.
 
 
-def _sizes_are_counts(case: Case) -> Iterator[Problem]:
+def _sizes_are_counts(case: RuleCase) -> Iterator[Problem]:
     for name in ("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks", "microbatch", "accumulate"):
         if getattr(case.layout, name) < 0:
             yield Problem(
@@ -77,7 +77,7 @@ def _sizes_are_counts(case: Case) -> Iterator[Problem]:
             )
 
 
-def _degrees_divide(case: Case) -> Iterator[Problem]:
+def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
     layout, ranks, parts = case.layout, case.ranks, case.parts
     if ranks is None:
         return
@@ -100,7 +100,7 @@ def _degrees_divide(case: Case) -> Iterator[Problem]:
         )
 
 
-def _groups_divide(case: Case) -> Iterator[Problem]:
+def _groups_divide(case: RuleCase) -> Iterator[Problem]:
     ranks, layout = case.ranks, case.layout
     if ranks is None or not case.divides:
         return
@@ -117,7 +117,7 @@ def _groups_divide(case: Case) -> Iterator[Problem]:
         )
 
 
-def _hybrid_has_groups(case: Case) -> Iterator[Problem]:
+def _hybrid_has_groups(case: RuleCase) -> Iterator[Problem]:
     layout, ranks = case.layout, case.ranks
     if ranks is None or not case.divides or layout.strategy != "hybrid" or layout.shard_ranks:
         return
@@ -131,7 +131,7 @@ def _hybrid_has_groups(case: Case) -> Iterator[Problem]:
     )
 
 
-def _smaller_group_divides(case: Case) -> Iterator[Problem]:
+def _smaller_group_divides(case: RuleCase) -> Iterator[Problem]:
     layout, ranks = case.layout, case.ranks
     reshard = layout.reshard_after_forward
     if ranks is None or not case.divides or isinstance(reshard, bool) or not layout.is_fully_sharded:
@@ -148,7 +148,7 @@ def _smaller_group_divides(case: Case) -> Iterator[Problem]:
         )
 
 
-def _several_hosts(case: Case) -> Iterator[Problem]:
+def _several_hosts(case: RuleCase) -> Iterator[Problem]:
     """The hierarchical algorithm has hosts to go between."""
     ranks, asked = case.ranks, case.layout.node_ranks
     if ranks is None or ranks == 1 or case.layout.algorithm != "hierarchical":
@@ -168,7 +168,7 @@ def _several_hosts(case: Case) -> Iterator[Problem]:
 # Sharding, and what is offloaded or compressed.
 
 
-def _sharding_is_read(case: Case) -> Iterator[Problem]:
+def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
     """No field of sharding is changed that the strategy does not read."""
     layout = case.layout
     owners = {} if layout.is_fully_sharded else dict.fromkeys(_OF_FULL_SHARDING, "fsdp and hybrid")
@@ -185,7 +185,7 @@ def _sharding_is_read(case: Case) -> Iterator[Problem]:
             )
 
 
-def _one_way_to_cut(case: Case) -> Iterator[Problem]:
+def _one_way_to_cut(case: RuleCase) -> Iterator[Problem]:
     layout = case.layout
     if layout.units is not None and layout.unit_mb is not None:
         yield Problem(
@@ -195,7 +195,7 @@ def _one_way_to_cut(case: Case) -> Iterator[Problem]:
         )
 
 
-def _units_are_names(case: Case) -> Iterator[Problem]:
+def _units_are_names(case: RuleCase) -> Iterator[Problem]:
     units = case.layout.units
     if units is None:
         return
@@ -209,12 +209,12 @@ def _units_are_names(case: Case) -> Iterator[Problem]:
         )
 
 
-def _gathers_ahead(case: Case) -> Iterator[Problem]:
+def _gathers_ahead(case: RuleCase) -> Iterator[Problem]:
     if case.layout.prefetch < 0:
         yield Problem(what=f"{case.said('prefetch')}", rule="units are gathered that many ahead", fix="give 0 or more")
 
 
-def _offload_has_shards(case: Case) -> Iterator[Problem]:
+def _offload_has_shards(case: RuleCase) -> Iterator[Problem]:
     """What is offloaded are shards: ddp has none, and ZeRO 1 and 2 keep whole parameters where they compute."""
     strategy, offload, key = case.layout.strategy, case.layout.offload, case.key
     if not offload.is_any or case.layout.is_fully_sharded:
@@ -230,7 +230,7 @@ def _offload_has_shards(case: Case) -> Iterator[Problem]:
     yield Problem(what=f"{case.said('offload')} with {case.said('strategy')}", rule=rule, fix=fix)
 
 
-def _compression_has_replicas(case: Case) -> Iterator[Problem]:
+def _compression_has_replicas(case: RuleCase) -> Iterator[Problem]:
     strategy, policy = case.layout.strategy, case.layout.compression.policy
     if policy == "none" or strategy in ("ddp", "hybrid"):
         return
@@ -243,7 +243,7 @@ def _compression_has_replicas(case: Case) -> Iterator[Problem]:
     )
 
 
-def _compression_is_read(case: Case) -> Iterator[Problem]:
+def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
     """No number of the compression is changed that its policy does not read."""
     given, default, place = case.layout.compression, Compression(), case.key("compression")
     for name in (each.name for each in fields(given) if each.name != "policy"):
@@ -257,7 +257,7 @@ def _compression_is_read(case: Case) -> Iterator[Problem]:
             )
 
 
-def _residuals_have_one_unit(case: Case) -> Iterator[Problem]:
+def _residuals_have_one_unit(case: RuleCase) -> Iterator[Problem]:
     """What one step did not send is in the unit of the next."""
     given, place = case.layout.compression, case.key("compression")
     if given.is_any and given.error_feedback and case.layout.precision == "fp16":
@@ -268,7 +268,7 @@ def _residuals_have_one_unit(case: Case) -> Iterator[Problem]:
         )
 
 
-def _buckets_ordered(case: Case) -> Iterator[Problem]:
+def _buckets_ordered(case: RuleCase) -> Iterator[Problem]:
     layout = case.layout
     first, other = layout.first_bucket_mb, layout.bucket_mb
     if not layout.tunes_buckets and first > other:
@@ -279,7 +279,7 @@ def _buckets_ordered(case: Case) -> Iterator[Problem]:
         )
 
 
-def _has_blocks(case: Case) -> Iterator[Problem]:
+def _has_blocks(case: RuleCase) -> Iterator[Problem]:
     """Activations are checkpointed block by block, and a perceptron has no repeated blocks."""
     if case.layout.checkpoint_activations != "none" and case.model.kind == "mlp":
         yield Problem(
@@ -289,7 +289,7 @@ def _has_blocks(case: Case) -> Iterator[Problem]:
         )
 
 
-def _engines_have_the_axes(case: Case) -> Iterator[Problem]:
+def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
     """Context and expert parallelism can be predicted, and not run."""
     for name in ("context", "expert"):
         if getattr(case.layout, name) > 1:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.errors import Problem
-from paceline.plan.rule_case import DEFAULT, Case, named_twice, nearest_divisor, text_of
+from paceline.plan.rule_case import DEFAULT, RuleCase, named_twice, nearest_divisor, text_of
 from paceline.schedule.schedules import CHUNKS
 
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers")
 
 
-def split_is_read(case: Case) -> Iterator[Problem]:
+def split_is_read(case: RuleCase) -> Iterator[Problem]:
     """No field of a pipeline is changed without one, and none of tensor parallelism."""
     layout = case.layout
     owners = dict.fromkeys(_OF_A_PIPELINE, "pipeline") if layout.pipeline == 1 else {}
@@ -28,7 +28,7 @@ def split_is_read(case: Case) -> Iterator[Problem]:
             )
 
 
-def schedule_fits(case: Case) -> Iterator[Problem]:
+def schedule_fits(case: RuleCase) -> Iterator[Problem]:
     """The schedule takes the chunks, and has a row for each rank."""
     layout = case.layout
     if layout.pipeline == 1:
@@ -57,7 +57,7 @@ def schedule_fits(case: Case) -> Iterator[Problem]:
         )
 
 
-def weights_stay(case: Case) -> Iterator[Problem]:
+def weights_stay(case: RuleCase) -> Iterator[Problem]:
     """A schedule that runs backward in two parts finds the weights in the second."""
     layout = case.layout
     if layout.splits_backward and layout.is_fully_sharded:
@@ -68,7 +68,7 @@ def weights_stay(case: Case) -> Iterator[Problem]:
         )
 
 
-def stages_are_asked_once(case: Case) -> Iterator[Problem]:
+def stages_are_asked_once(case: RuleCase) -> Iterator[Problem]:
     layout = case.layout
     if layout.stages != "estimated" and layout.stage_layers is not None:
         yield Problem(
@@ -78,7 +78,7 @@ def stages_are_asked_once(case: Case) -> Iterator[Problem]:
         )
 
 
-def stages_fit(case: Case) -> Iterator[Problem]:
+def stages_fit(case: RuleCase) -> Iterator[Problem]:
     """Every stage has a layer; counts and names are for as many stages as there are."""
     layout = case.layout
     if layout.pipeline == 1 or not isinstance(layout.schedule, str):
@@ -91,7 +91,7 @@ def stages_fit(case: Case) -> Iterator[Problem]:
         yield from _names_fit(case, layout.stages)
 
 
-def _enough_layers(case: Case) -> Iterator[Problem]:
+def _enough_layers(case: RuleCase) -> Iterator[Problem]:
     layout, model = case.layout, case.model
     stages = layout.num_stages
     if model.layers is None or stages <= model.layers:
@@ -107,7 +107,7 @@ def _enough_layers(case: Case) -> Iterator[Problem]:
     )
 
 
-def _counts_fit(case: Case, counts: tuple[int, ...]) -> Iterator[Problem]:
+def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:
     stages, blocks, noun = case.layout.num_stages, case.model.blocks, case.model.noun
     asked, good = case.said("stage_layers"), f"give {stages} counts"
     if blocks:
@@ -124,7 +124,7 @@ def _counts_fit(case: Case, counts: tuple[int, ...]) -> Iterator[Problem]:
         yield Problem(what=f"{asked} leaves a stage without {noun}", rule=rule, fix=good)
 
 
-def _names_fit(case: Case, names: tuple[str, ...]) -> Iterator[Problem]:
+def _names_fit(case: RuleCase, names: tuple[str, ...]) -> Iterator[Problem]:
     stages, twice = case.layout.num_stages, named_twice(names)
     if len(names) == stages - 1 and not twice:
         return
@@ -136,7 +136,7 @@ def _names_fit(case: Case, names: tuple[str, ...]) -> Iterator[Problem]:
     )
 
 
-def tensor_fits(case: Case) -> Iterator[Problem]:
+def tensor_fits(case: RuleCase) -> Iterator[Problem]:
     """The model has a plan of what is split, and its heads and tokens divide."""
     degree, model = case.layout.tensor, case.model
     if degree == 1:
@@ -165,7 +165,7 @@ def tensor_fits(case: Case) -> Iterator[Problem]:
         )
 
 
-def split_suits_the_rest(case: Case) -> Iterator[Problem]:
+def split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
     """What works on whole models only is not asked of a split one."""
     layout, key = case.layout, case.key
     if not layout.is_split:

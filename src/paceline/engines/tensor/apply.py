@@ -78,7 +78,7 @@ def apply_tensor_parallel(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
+class _LayerChange:
     """A layer that is to be changed."""
 
     name: str
@@ -92,13 +92,13 @@ class _Change:
         return _is_transposed(self.module)
 
 
-def _changes(model: nn.Module, plan: TensorPlan, *, is_sequence: bool) -> Iterator[_Change]:
+def _changes(model: nn.Module, plan: TensorPlan, *, is_sequence: bool) -> Iterator[_LayerChange]:
     """Finds what a plan changes. Without sequence parallelism, what lies between stays as it is."""
     for name, module, rule in plan.layers(model):
         if rule.role in ("between", "positions") and not is_sequence:
             continue
         above = model.get_submodule(name.rpartition(".")[0])
-        yield _Change(name=name, module=module, rule=rule, above=above, splits=dict(_splits(module, rule)))
+        yield _LayerChange(name=name, module=module, rule=rule, above=above, splits=dict(_splits(module, rule)))
 
 
 def _splits(module: nn.Module, rule: Rule) -> Iterator[tuple[str, Split]]:
@@ -124,7 +124,7 @@ def _is_transposed(module: nn.Module) -> bool:
 # What is wrong.
 
 
-def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_Change], *, is_sequence: bool) -> Iterator[str]:
+def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_LayerChange], *, is_sequence: bool) -> Iterator[str]:
     """Lists what the plan misses: patterns without modules, and parameters that would get a part of their gradient."""
     for pattern in plan.missing(model):
         yield f"  {pattern} fits no module: correct the pattern, or make its rule optional"
@@ -145,7 +145,7 @@ def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_Change], *
                 yield f"  {name}.{own} is tied to a parameter that is split: add a rule for {name}"
 
 
-def _fit_problems(changes: list[_Change], size: int) -> Iterator[str]:
+def _fit_problems(changes: list[_LayerChange], size: int) -> Iterator[str]:
     for change in changes:
         role, module = change.rule.role, change.module
         if isinstance(module, SplitLayer | SharedLayer):
@@ -161,7 +161,7 @@ def _fit_problems(changes: list[_Change], size: int) -> Iterator[str]:
             yield from _size_problems(change, size)
 
 
-def _size_problems(change: _Change, size: int) -> Iterator[str]:
+def _size_problems(change: _LayerChange, size: int) -> Iterator[str]:
     split = change.splits.get("weight")
     if split is None or split.dim is None:
         return
@@ -187,7 +187,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _cut(change: _Change, comm: Communicator, done: dict[int, Split]) -> None:
+def _cut(change: _LayerChange, comm: Communicator, done: dict[int, Split]) -> None:
     """Gives each parameter of a layer this rank's part; one that is tied is cut where it is met first."""
     for name, split in change.splits.items():
         parameter = change.module._parameters[name]
@@ -198,7 +198,7 @@ def _cut(change: _Change, comm: Communicator, done: dict[int, Split]) -> None:
         done[id(parameter)] = split
 
 
-def _convert(change: _Change, region: TensorRegion, *, gathers_logits: bool) -> None:
+def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool) -> None:
     """Makes a layer one of the split kinds, and still one of its own."""
     module, is_transposed = change.module, change.is_transposed
     module.__class__ = _mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
@@ -218,7 +218,7 @@ def _mixed(kind: Any, own: Any) -> Any:
     return type(f"{kind.__name__}{own.__name__}", (kind, own), {})
 
 
-def _resize(change: _Change) -> None:
+def _resize(change: _LayerChange) -> None:
     """Sets the attributes in which layers of torch keep their sizes."""
     weight = change.module._parameters.get("weight")
     if weight is None or change.splits["weight"].dim is None:

@@ -47,7 +47,7 @@ class SplitLogits:
         _check_targets(rows, flat, self.vocab_size, ignore_index)
         if rows.dtype in _HALF:  # sums and exponentials need more digits
             rows = rows.float()
-        apply: Callable[..., Tensor] = _CrossEntropy.apply
+        apply: Callable[..., Tensor] = _SplitCrossEntropy.apply
         return apply(rows, flat, self.comm, self.first, ignore_index)
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class SplitLogits:
         )
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _SplitCrossEntropy(torch.autograd.Function):
     """The summed cross entropy of rows of split logits."""
 
     @staticmethod

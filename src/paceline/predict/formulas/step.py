@@ -81,7 +81,7 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
     busiest = max(range(len(stages)), key=lambda place: (stages[place].both, place))
     microbatches = workload.microbatches
     piped = pipeline_seconds(stages, microbatches, layout.chunks, message - waits)
-    moved = _DataParallel(workload, cluster, constants, costs, layers[busiest])
+    moved = _DataParallelTime(workload, cluster, constants, costs, layers[busiest])
     exposed, hidden = moved.seconds()
     device, wait = _spent(costs, layers[busiest], busiest, layout.pipeline)
     alone = microbatches * stages[busiest].both
@@ -181,7 +181,7 @@ def data_group(layout: Layout, cluster: Cluster, ranks: int) -> Group:
     return group_of(cluster, ranks, layout.tensor)
 
 
-class _DataParallel:
+class _DataParallelTime:
     """The communication of data-parallel ranks, and what of it is left over."""
 
     def __init__(

@@ -159,10 +159,10 @@ class MetaFunctions(TorchFunctionMode):
         if not query.is_meta or query.ndim < 3:
             return func(*args, **kwargs)
         inputs = (query, given["key"], given["value"])
-        return _Attention.apply(*inputs, bool(given.get("is_causal", False)), self._seer)  # type: ignore[no-untyped-call]
+        return _MetaAttention.apply(*inputs, bool(given.get("is_causal", False)), self._seer)  # type: ignore[no-untyped-call]
 
 
-class _Attention(torch.autograd.Function):
+class _MetaAttention(torch.autograd.Function):
     """Fused attention, without values."""
 
     @staticmethod

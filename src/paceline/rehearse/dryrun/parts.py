@@ -17,13 +17,13 @@ from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
 from paceline.comm.dry.algorithms import DryAlgorithmCommunicator
 from paceline.comm.dry.communicator import META, DryCommunicator
-from paceline.config import Config, config_batch, layout_of
+from paceline.config import Config
 from paceline.data.loader import StepBatch
 from paceline.data.registry import DataSplits, build_data
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.models.registry import build_model, model_context
-from paceline.plan.layout import Offload
+from paceline.plan.layout import Layout, Offload
 from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
 from paceline.train.assemble import build_compressor, build_policy
@@ -68,32 +68,31 @@ def empty_model(config: Config, data: DataSplits) -> nn.Module:
 
 def build_parts(
     config: Config,
+    layout: Layout,
     model: nn.Module,
     data: DataSplits,
     comm: DryCommunicator,
     memory: HeldMemory,
-    node_ranks: int | None,
 ) -> StepPieces:
     """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
-    layout = layout_of(config, comm.size, node_ranks)
     # Compiled blocks cannot be seen into; in the first plain steps gradients travel whole, and a later step is meant.
     layout = replace(layout, compile=False, compression=replace(layout.compression, plain_steps=0))
     if comm.device_kind == "cpu":  # which is the host: engines offload nothing there
         layout = replace(layout, offload=Offload())
     compressor = build_compressor(layout)
-    engine = parallelize(model, _through(config, comm, node_ranks), layout=layout, compressor=compressor)
-    batch = config_batch(config, comm.size)
+    engine = parallelize(model, _through(config, layout, comm), layout=layout, compressor=compressor)
     microbatch = tree_map(lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, _batch(data, 1))
     microbatch = tree_map(
-        lambda value: value.new_empty((batch.microbatch, *value.shape[1:])) if value.ndim else value, microbatch
+        lambda value: value.new_empty((layout.microbatch, *value.shape[1:])) if value.ndim else value, microbatch
     )
+    samples = layout.microbatch * layout.accumulate * layout.data
     step = StepBatch(
         position=0,
-        next_position=batch.global_batch,
+        next_position=samples,
         epoch=0,
-        global_samples=batch.global_batch,
-        microbatches=[microbatch] * batch.accumulate,
-        local_samples=[batch.microbatch] * batch.accumulate,
+        global_samples=samples,
+        microbatches=[microbatch] * layout.accumulate,
+        local_samples=[layout.microbatch] * layout.accumulate,
     )
     return StepPieces(
         engine=engine,
@@ -107,13 +106,12 @@ def build_parts(
     )
 
 
-def _through(config: Config, comm: DryCommunicator, node_ranks: int | None) -> Communicator:
+def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communicator:
     """Returns what the engine talks through: by the algorithm that the config asks for."""
-    asked = config.comm.algorithm
+    asked = layout.algorithm
     if asked == "native" or comm.size == 1:
         return comm
-    hosts = config.parallel.node_ranks or node_ranks or comm.size
-    topology = from_names([rank // hosts for rank in range(comm.size)])
+    topology = from_names([rank // layout.node_ranks for rank in range(comm.size)])
     path = config.comm.algorithm_table
     table = None if path is None else read_table(Path(path), topology.placement)
     return DryAlgorithmCommunicator(comm, asked, topology, table=table)

@@ -22,11 +22,12 @@ from torch import nn
 from paceline.cluster.devices import Cluster
 from paceline.comm.dry.communicator import DryWorld
 from paceline.comm.group import check_peer
-from paceline.config import Config, config_batch
+from paceline.config import Config, layout_of
 from paceline.engines.engine import StageRunner
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.models.registry import model_blocks
+from paceline.plan.layout import Layout
 from paceline.predict.replay.events import END, Event, Mark, Run, Turn
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.repeat import counted, is_playable, repeat
@@ -64,10 +65,10 @@ def record(
     learns its inputs from the stages before, which are run too. ``calls`` are what is known of operators from other
     recordings. Raises UsageError for a model that cannot be traced or does not fit its data, and for what has no price.
     """
-    recording = _Recording(config, ranks, node_ranks, calls)
-    width = ranks // config.parallel.pipeline  # ranks of a stage
+    recording = _Recording(config, _layout_of(config, ranks, node_ranks), calls)
+    width = recording.stage_ranks
     chain = range(rank % width, rank, width)
-    first = () if rank % width == 0 or config.parallel.pipeline == 1 else (0,)  # tells all where the model is cut
+    first = () if rank % width == 0 or width == ranks else (0,)  # tells all where the model is cut
     for earlier in (*first, *chain):
         recording.program(earlier)
     return recording.program(rank, is_whole=is_whole)
@@ -86,43 +87,49 @@ def record_stages(
 
     Of a model that is not cut, that is the rank alone. All else is as in ``record``.
     """
-    recording = _Recording(config, ranks, node_ranks, calls)
-    check_peer("a dry run of", rank, ranks)
-    each = ranks // config.parallel.pipeline
-    first = rank % each
-    if first and config.parallel.pipeline > 1:  # rank 0 tells all where the model is cut
-        recording.program(0)
-    return tuple(recording.program(number, is_whole=is_whole) for number in range(first, ranks, each))
+    return _Recording(config, _layout_of(config, ranks, node_ranks), calls).stages(rank, is_whole=is_whole)
 
 
 class _Recording:
-    """Some ranks of a world that run the same config: what one has learnt of operators the others know."""
+    """Some ranks of a world that run a model in one layout: what one has learnt of operators the others know."""
 
-    def __init__(self, config: Config, ranks: int, node_ranks: int | None, calls: KnownCalls | None) -> None:
-        _check(config)
-        self._config = config
-        self._world = DryWorld(ranks, "cpu" if config.parallel.device == "cpu" else "cuda")
-        self._node_ranks = node_ranks
+    def __init__(self, config: Config, layout: Layout, calls: KnownCalls | None) -> None:
+        self._config, self._layout = config, layout
+        self._world = DryWorld(layout.ranks, "cpu" if config.parallel.device == "cpu" else "cuda")
         self._calls = KnownCalls() if calls is None else calls
         self._data = few_data(config)
 
+    @property
+    def stage_ranks(self) -> int:
+        """The ranks of a stage."""
+        return self._layout.ranks // self._layout.pipeline
+
+    def stages(self, rank: int, *, is_whole: bool = False) -> tuple[Program, ...]:
+        """Runs the ranks that pass their results to one another, one a stage: those of ``rank``."""
+        ranks, width = self._layout.ranks, self.stage_ranks
+        check_peer("a dry run of", rank, ranks)
+        first = rank % width
+        if first and width < ranks:  # rank 0 tells all where the model is cut
+            self.program(0)
+        return tuple(self.program(number, is_whole=is_whole) for number in range(first, ranks, width))
+
     def program(self, rank: int, *, is_whole: bool = False) -> Program:
         """Runs a rank; those of earlier stages come first."""
-        config, world = self._config, self._world
+        config, layout, world = self._config, self._layout, self._world
         recorder = Recorder(self._calls)
-        autocast = precision_named(config.train.precision).autocast_dtype
+        autocast = precision_named(layout.precision).autocast_dtype
         functions = MetaFunctions(recorder, autocast, fuses_norms=config.parallel.device != "cpu")
         comm = world.rank(rank, recorder)
         model = empty_model(config, self._data)
         recorder.watch(model_blocks(model), functions)
-        if config.parallel.strategy in ("ddp", "zero1"):  # else whole gradients are there for a moment only
+        if layout.strategy in ("ddp", "zero1"):  # else whole gradients are there for a moment only
             watch_gradients(recorder.memory, model)
         with self._telling(model), _without_collections(), recorder, functions:
-            parts = build_parts(config, model, self._data, comm, recorder.memory, self._node_ranks)
+            parts = build_parts(config, layout, model, self._data, comm, recorder.memory)
             claim_states(recorder.memory, parts)
             recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
             with recorder.at_rest():  # these steps teach; ddp makes buckets in both
-                for _ in range(2 if config.parallel.strategy == "ddp" else 1):
+                for _ in range(2 if layout.strategy == "ddp" else 1):
                     _run(recorder, functions, parts, 1)
             done, order = _recorded(recorder, functions, parts, rank, is_whole=is_whole)
         return self._told(rank, parts, done, order)
@@ -144,23 +151,23 @@ class _Recording:
             raise misfit(error, "the model cannot be traced", self._data, place, made=made) from error
 
     def _told(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
-        config, ranks = self._config, self._world.size
-        plan = config_batch(config, ranks)
+        config, layout = self._config, self._layout
+        samples = layout.microbatch * layout.accumulate * layout.data
         return Program(
             name=config.name,
             rank=rank,
-            ranks=ranks,
+            ranks=layout.ranks,
             strategy=config.parallel.strategy,
             events=done.events,
             resident=done.resident,
-            samples=plan.global_batch,
-            elements=plan.global_batch * (parts.loss.elements_per_sample or 1.0),
+            samples=samples,
+            elements=samples * (parts.loss.elements_per_sample or 1.0),
             element="tokens" if self._data.shape.kind == "tokens" else "samples",
             model_flops=_model_flops(counted(done.events, order)),
-            dtype=_compute_dtype(config),
-            is_compiled=config.model.compile,
-            stage=rank // (ranks // config.parallel.pipeline),
-            stages=config.parallel.pipeline,
+            dtype=_compute_dtype(layout),
+            is_compiled=layout.compile,
+            stage=rank // self.stage_ranks,
+            stages=layout.pipeline,
             order=order,
         )
 
@@ -233,7 +240,8 @@ def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[t
     return marked, order_of(pipeline.program(count), few)
 
 
-def _check(config: Config) -> None:
+def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
+    """Returns the layout that is recorded. Raises UsageError for what a dry run cannot do."""
     problems = []
     if config.parallel.strategy == "auto":
         problems.append(
@@ -248,6 +256,7 @@ def _check(config: Config) -> None:
         )
     if problems:
         raise UsageError("\n".join(problems))
+    return layout_of(config, ranks, node_ranks)
 
 
 class _Laps:
@@ -276,8 +285,8 @@ def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
     return 3.0 * found
 
 
-def _compute_dtype(config: Config) -> str:
-    precision = precision_named(config.train.precision)
+def _compute_dtype(layout: Layout) -> str:
+    precision = precision_named(layout.precision)
     return dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32)
 
 
@@ -346,15 +355,13 @@ def with_fitting_microbatch(config: Config, cluster: Cluster, *, ranks: int, ran
     if config.train.microbatch != "auto":
         return config
     calls, limit = KnownCalls(), cluster.device.memory_bytes * (1 - MARGIN)
-    node_ranks = min(ranks, cluster.node.devices)
+    layout = _layout_of(config, ranks, min(ranks, cluster.node.devices))
+    samples = layout.microbatch * layout.accumulate
 
     def is_too_large(size: int) -> bool:
-        programs = record_stages(_with(config, size), ranks=ranks, rank=rank, node_ranks=node_ranks, calls=calls)
-        return replay(programs, cluster).total_memory > limit
+        smaller = replace(layout, microbatch=size, accumulate=samples // size)
+        return replay(_Recording(config, smaller, calls).stages(rank), cluster).total_memory > limit
 
-    sizes = microbatch_sizes(config_batch(config, ranks).samples_per_rank)
-    return _with(config, sizes[max(0, bisect.bisect_left(sizes, True, key=is_too_large) - 1)])
-
-
-def _with(config: Config, microbatch: int) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"microbatch": microbatch})})
+    sizes = microbatch_sizes(samples)
+    found = sizes[max(0, bisect.bisect_left(sizes, True, key=is_too_large) - 1)]
+    return config.model_copy(update={"train": config.train.model_copy(update={"microbatch": found})})
