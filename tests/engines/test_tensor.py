@@ -21,7 +21,7 @@ from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layers import ColumnLinear, RowLinear
 from paceline.engines.tensor.loss import SplitLogits
-from paceline.engines.tensor.plan import GPT_PLAN, Rule, TensorPlan, plan_for
+from paceline.engines.tensor.plan import GPT_PLAN, SplitRule, TensorPlan, plan_for
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT, GPTConfig
 
@@ -369,11 +369,11 @@ class Body(nn.Module):
 PERCEPTRON = TensorPlan(
     name="perceptron",
     rules=(
-        Rule(pattern="body", role="input"),
-        Rule(pattern="up", role="column"),
-        Rule(pattern="never", role="column"),
-        Rule(pattern="down", role="row"),
-        Rule(pattern="norm", role="between"),
+        SplitRule(pattern="body", role="input"),
+        SplitRule(pattern="up", role="column"),
+        SplitRule(pattern="never", role="column"),
+        SplitRule(pattern="down", role="row"),
+        SplitRule(pattern="norm", role="between"),
     ),
 )
 
@@ -481,7 +481,7 @@ def test_a_row_of_padding_stays_zero() -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return self.token_embedding(tokens)
 
-    plan = TensorPlan(name="tokens", rules=(Rule(pattern="token_embedding", role="embedding"),))
+    plan = TensorPlan(name="tokens", rules=(SplitRule(pattern="token_embedding", role="embedding"),))
     tokens = torch.tensor([[0, 5, 6, 3]])
 
     def work(comm: VirtualCommunicator) -> Values:
@@ -610,7 +610,7 @@ def test_a_layer_with_a_forward_of_its_own_or_of_another_kind() -> None:
 
 
 def test_a_pattern_that_fits_nothing() -> None:
-    plan = TensorPlan(name="mine", rules=(*GPT_PLAN.rules, Rule(pattern="layers.*.moe", role="input")))
+    plan = TensorPlan(name="mine", rules=(*GPT_PLAN.rules, SplitRule(pattern="layers.*.moe", role="input")))
     assert "layers.*.moe fits no module" in refused(lambda: make("current"), plan=plan)
 
 

@@ -14,7 +14,7 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.tensor.layout import Split, TensorLayout, split_range
 from paceline.engines.tensor.loss import SplitLogits
-from paceline.engines.tensor.plan import Rule
+from paceline.engines.tensor.plan import SplitRule
 from paceline.errors import RankFailedError, UsageError
 
 
@@ -85,7 +85,7 @@ def test_a_layout_refuses_other_names_and_shapes() -> None:
     ],
 )
 def test_patterns(pattern: str, name: str, fits: bool) -> None:
-    assert Rule(pattern=pattern, role="input").fits(name) is fits
+    assert SplitRule(pattern=pattern, role="input").fits(name) is fits
 
 
 # Logits.

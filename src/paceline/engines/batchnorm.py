@@ -199,7 +199,7 @@ class _PassKind:
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _StatisticsMessage:
     """A collective under way, with what it brings."""
 
     result: torch.Tensor
@@ -258,7 +258,7 @@ class Exchange:
 
     # What a rank does that has no samples.
 
-    def stand_in(self) -> tuple[list[_Message], list[_Message]]:
+    def stand_in(self) -> tuple[list[_StatisticsMessage], list[_StatisticsMessage]]:
         """Sends messages of count zero for all of a pass's calls, and waits for none."""
         self._remember()
         kind = self._kind_now()
@@ -268,10 +268,10 @@ class Exchange:
         backward = []
         for _ in range(num_backward):
             totals = self._new(2, self._width)
-            backward.append(_Message(totals, self.comm.all_reduce(totals)))
+            backward.append(_StatisticsMessage(totals, self.comm.all_reduce(totals)))
         return forward, backward
 
-    def complete(self, messages: tuple[list[_Message], list[_Message]]) -> None:
+    def complete(self, messages: tuple[list[_StatisticsMessage], list[_StatisticsMessage]]) -> None:
         """Waits for the messages, and moves the running statistics as the other ranks have moved theirs."""
         forward, backward = messages
         for message in forward:
@@ -308,9 +308,9 @@ class Exchange:
     def _new(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.comm.device)
 
-    def _send_row(self, row: torch.Tensor) -> _Message:
+    def _send_row(self, row: torch.Tensor) -> _StatisticsMessage:
         rows = self._new(self.comm.size, row.numel())
-        return _Message(rows, self.comm.all_gather(rows, row))
+        return _StatisticsMessage(rows, self.comm.all_gather(rows, row))
 
     def _read(self, rows: torch.Tensor, channels: int) -> Moments:
         first, second = rows[:, _HEAD : _HEAD + self._width], rows[:, _HEAD + self._width :]

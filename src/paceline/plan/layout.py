@@ -28,6 +28,7 @@ from paceline.schedule.text import format_csv, parse_csv
 from paceline.units import MIB
 
 Strategy: TypeAlias = Literal["ddp", "zero1", "zero2", "fsdp", "hybrid"]
+Algorithm: TypeAlias = Literal["native", "ring", "tree", "halving_doubling", "hierarchical", "auto"]
 Stages: TypeAlias = Literal["estimated", "measured"] | tuple[str, ...]
 
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp", "hybrid")
@@ -149,7 +150,7 @@ class Layout:
     first_bucket_mb: float = 1.0
     tunes_buckets: bool = False  # bucket_mb is where measuring begins
     overlap: bool = True
-    algorithm: str = "native"
+    algorithm: Algorithm = "native"
     compression: Compression = Compression()
     # A pipeline, and layers that several ranks share.
     schedule: str | Schedule = "1f1b"

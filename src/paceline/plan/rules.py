@@ -15,7 +15,7 @@ from dataclasses import fields
 from paceline.errors import Problem, UsageError
 from paceline.plan import split_rules
 from paceline.plan.layout import Compression, Layout
-from paceline.plan.rule_case import DEFAULT, RuleCase, ModelOutline, Rule, named_twice, nearest_divisor
+from paceline.plan.rule_case import DEFAULT, ModelOutline, Rule, RuleCase, named_twice, nearest_divisor
 
 CONFIG_KEYS: Mapping[str, str] = {
     **dict.fromkeys(("units", "unit_mb", "prefetch", "reshard_after_forward", "sync_batchnorm"), "parallel."),

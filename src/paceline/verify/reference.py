@@ -25,7 +25,7 @@ from paceline.train.step import place
 from paceline.verify.case import Case, cut, num_samples
 from paceline.verify.runs import casts_cached, prepare
 from paceline.verify.settings import Settings
-from paceline.verify.values import Gradients, Recorder, StepValues, parameter_names, split_state
+from paceline.verify.values import ActivationRecorder, Gradients, StepValues, parameter_names, split_state
 
 _CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def _train(case: Case, settings: Settings, ranks: Sequence[StepValues] | None) -
         if ranks is not None and step:
             run.start_from(ranks[step - 1])
         start = run.state()[0]
-        recorder = Recorder(run.model) if settings.record_step == step else None
+        recorder = ActivationRecorder(run.model) if settings.record_step == step else None
         mean = run.accumulate(batch, pieces, step, 1.0 if ranks is None else ranks[step].factor)
         norm = nn.utils.clip_grad_norm_(run.updated.values(), settings.clip or float("inf"))
         _check_finite(step, loss=mean, norm=norm)

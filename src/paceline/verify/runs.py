@@ -17,7 +17,7 @@ from paceline.train.scaler import make_scaler
 from paceline.train.step import StepPolicy, train_step
 from paceline.verify.case import Case, cut, num_samples
 from paceline.verify.settings import Settings
-from paceline.verify.values import Gradients, Recorder, StepValues, parameter_names, split_state
+from paceline.verify.values import ActivationRecorder, Gradients, StepValues, parameter_names, split_state
 
 LOSS_SCALE = 1024.0  # for fp16: small models have no gradients that vanish, and none of theirs should overflow
 
@@ -54,7 +54,7 @@ def _train(comm: Communicator, case: Case, settings: Settings) -> list[StepValue
     for step in range(settings.steps):
         gradients.clear()  # a step that is left out shows none
         batch = share_of(case.make_batch(step), engine.comm, settings.accumulate)
-        recorder = Recorder(engine.module) if settings.record_step == step else None
+        recorder = ActivationRecorder(engine.module) if settings.record_step == step else None
         outcome = train_step(engine, optimizer, batch, loss, policy, scaler=scaler)
         sums = torch.stack([outcome.loss_sum.double(), torch.as_tensor(outcome.count, dtype=torch.float64)])
         engine.comm.all_reduce(sums).wait()

@@ -49,7 +49,7 @@ def split_state(
     )
 
 
-class Recorder:
+class ActivationRecorder:
     """Keeps what every module without children returns, in the order of the calls, pass by pass.
 
     A checkpointed part runs again in backward; those calls come behind all others of their pass.

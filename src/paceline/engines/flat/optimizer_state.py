@@ -29,7 +29,7 @@ _WHOLE_BY_NAME = "step"  # torch's own loading keeps this one apart too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _StateRow:
     """What one rank holds for one parameter."""
 
     name: str
@@ -114,7 +114,7 @@ def _places(groups: Sequence[FlatGroup]) -> dict[int, tuple[FlatGroup, int]]:
     return {id(piece): (group, place) for group in groups for place, piece in enumerate(group.pieces)}
 
 
-def _rows(parameters: Mapping[int, nn.Parameter], groups: Sequence[FlatGroup], states: _States) -> dict[int, _Row]:
+def _rows(parameters: Mapping[int, nn.Parameter], groups: Sequence[FlatGroup], states: _States) -> dict[int, _StateRow]:
     """Describes this rank's state."""
     places = _places(groups)
     rows = {}
@@ -124,14 +124,14 @@ def _rows(parameters: Mapping[int, nn.Parameter], groups: Sequence[FlatGroup], s
             rows[index] = _piece_row(group.names[place], parameter, states.get(index))
         else:
             values = states.get(index)
-            rows[index] = _Row(name=f"parameter {index}", dtypes=None if values is None else dict.fromkeys(values))
+            rows[index] = _StateRow(name=f"parameter {index}", dtypes=None if values is None else dict.fromkeys(values))
     return rows
 
 
-def _piece_row(name: str, piece: nn.Parameter, values: Mapping[str, Any] | None) -> _Row:
+def _piece_row(name: str, piece: nn.Parameter, values: Mapping[str, Any] | None) -> _StateRow:
     is_empty = piece.numel() == 0
     if values is None:
-        return _Row(name=name, is_empty=is_empty)
+        return _StateRow(name=name, is_empty=is_empty)
     dtypes: dict[str, torch.dtype | None] = {}
     for key, value in values.items():
         dtypes[key] = None
@@ -139,11 +139,11 @@ def _piece_row(name: str, piece: nn.Parameter, values: Mapping[str, Any] | None)
             if value.shape == piece.shape:
                 dtypes[key] = value.dtype
         elif any(isinstance(leaf, torch.Tensor) and leaf.shape == piece.shape for leaf in tree_leaves(value)):
-            return _Row(name=name, refused=f"{key} (a {type(value).__name__} of tensors)")
-    return _Row(name=name, is_empty=is_empty, dtypes=dtypes)
+            return _StateRow(name=name, refused=f"{key} (a {type(value).__name__} of tensors)")
+    return _StateRow(name=name, is_empty=is_empty, dtypes=dtypes)
 
 
-def _agree(comm: Communicator, rows: dict[int, _Row]) -> dict[int, dict[str, _StateKind]]:
+def _agree(comm: Communicator, rows: dict[int, _StateRow]) -> dict[int, dict[str, _StateKind]]:
     """Returns what the ranks hold together, so that all of them issue the same collectives."""
     everyone = gather_objects(comm, rows)
     agreed: dict[int, dict[str, _StateKind]] = {}
@@ -166,7 +166,7 @@ def _agree(comm: Communicator, rows: dict[int, _Row]) -> dict[int, dict[str, _St
     return dict(sorted(agreed.items()))
 
 
-def _check_complete(index: int, kinds: dict[str, _StateKind], everyone: list[dict[int, _Row]]) -> None:
+def _check_complete(index: int, kinds: dict[str, _StateKind], everyone: list[dict[int, _StateRow]]) -> None:
     for key, kind in kinds.items():
         if kind.dtype is None or len(kind.holders) == len(everyone):
             continue

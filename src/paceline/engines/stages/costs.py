@@ -177,12 +177,12 @@ def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> t
         outputs.append(run(*given))
         return torch.empty(())
 
-    with _Work() as work:
+    with _LayerWork() as work:
         kept = measure_activations(used, keep, args)
     return outputs[0], work.flops + _OPERATIONS_PER_BYTE * work.num_bytes, kept.total
 
 
-class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LayerWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what operations compute, as torch's counter does, and the bytes that they write; a view writes none."""
 
     def __init__(self) -> None:

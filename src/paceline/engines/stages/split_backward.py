@@ -77,7 +77,7 @@ class DeferredWeights(TorchFunctionMode):
             dtype = torch.get_autocast_dtype(kind)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         used = weight.detach().to(x.dtype)
-        apply: Callable[..., torch.Tensor] = _Linear.apply
+        apply: Callable[..., torch.Tensor] = _SplitLinear.apply
         return apply(x, used, bias, weight, self._part)
 
 
@@ -109,7 +109,7 @@ class _Arguments(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-class _Linear(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):
     """A linear layer whose backward notes what its weight's gradient is made of."""
 
     @staticmethod

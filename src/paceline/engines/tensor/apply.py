@@ -27,7 +27,7 @@ from paceline.engines.tensor.layers import (
     VocabularyHead,
 )
 from paceline.engines.tensor.layout import Split, TensorLayout
-from paceline.engines.tensor.plan import Role, Rule, TensorPlan, plan_for
+from paceline.engines.tensor.plan import Role, SplitRule, TensorPlan, plan_for
 from paceline.errors import UsageError
 
 _KINDS: dict[Role, type[nn.Module]] = {
@@ -83,7 +83,7 @@ class _LayerChange:
 
     name: str
     module: nn.Module
-    rule: Rule
+    rule: SplitRule
     above: nn.Module  # the module that it hangs in
     splits: dict[str, Split]  # of its own parameters
 
@@ -101,7 +101,7 @@ def _changes(model: nn.Module, plan: TensorPlan, *, is_sequence: bool) -> Iterat
         yield _LayerChange(name=name, module=module, rule=rule, above=above, splits=dict(_splits(module, rule)))
 
 
-def _splits(module: nn.Module, rule: Rule) -> Iterator[tuple[str, Split]]:
+def _splits(module: nn.Module, rule: SplitRule) -> Iterator[tuple[str, Split]]:
     """Says how a layer's own parameters are cut."""
     transposed = _is_transposed(module)
     for name, parameter in module._parameters.items():
@@ -124,7 +124,9 @@ def _is_transposed(module: nn.Module) -> bool:
 # What is wrong.
 
 
-def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_LayerChange], *, is_sequence: bool) -> Iterator[str]:
+def _plan_problems(
+    model: nn.Module, plan: TensorPlan, changes: list[_LayerChange], *, is_sequence: bool
+) -> Iterator[str]:
     """Lists what the plan misses: patterns without modules, and parameters that would get a part of their gradient."""
     for pattern in plan.missing(model):
         yield f"  {pattern} fits no module: correct the pattern, or make its rule optional"

@@ -73,7 +73,7 @@ class TensorRegion:
             self.late.pop(layer, None)  # of a pass that did not come to the layer
         if not (torch.is_grad_enabled() and x.requires_grad):
             return gather_sequence(x, self.comm) if self.is_sequence else x
-        flight = _PendingSum()
+        flight = _TensorSum()
         x = _apply(_Await, x, flight)
         for layer in layers if may_split_backward() else ():
             if cast("Tensor", layer.weight).requires_grad:
@@ -103,7 +103,7 @@ class TensorRegion:
 # What moves: each is its own inverse's backward.
 
 
-class _PendingSum:
+class _TensorSum:
     """A sum that backward has started and not yet awaited."""
 
     __slots__ = ("work",)
@@ -116,7 +116,7 @@ class _Await(torch.autograd.Function):
     """Identity; backward waits for the sum that ``_StartSum`` or ``_StartScatter`` has started."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _PendingSum) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: _TensorSum) -> Tensor:
         ctx.flight = flight
         return x.view_as(x)
 
@@ -132,7 +132,7 @@ class _StartSum(torch.autograd.Function):
     """Identity; backward starts the all-reduce of the gradient. Nobody may look at it before ``_Await``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _PendingSum, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: _TensorSum, comm: Communicator) -> Tensor:
         ctx.flight, ctx.comm = flight, comm
         return x.view_as(x)
 
@@ -148,7 +148,7 @@ class _StartScatter(torch.autograd.Function):
     """The whole sequence from the ranks' parts; backward starts the reduce-scatter of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _PendingSum, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: _TensorSum, comm: Communicator) -> Tensor:
         ctx.flight, ctx.comm = flight, comm
         return gather_sequence(x, comm)
 

@@ -31,7 +31,7 @@ LAYER_ROLES: tuple[Role, ...] = ("column", "row", "shared", "embedding", "head",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class SplitRule:
     """What becomes of the modules that a pattern fits."""
 
     pattern: str
@@ -54,13 +54,13 @@ class TensorPlan:
     """Rules for a family of models. Of the rules for layers, the first that fits a module counts."""
 
     name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[SplitRule, ...]
 
     def has(self, role: Role) -> bool:
         """Whether a rule has this role."""
         return any(rule.role == role for rule in self.rules)
 
-    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Rule]]:
+    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, SplitRule]]:
         """Iterates over the layers that are changed, with their names and rules."""
         rules = [rule for rule in self.rules if rule.role in LAYER_ROLES]
         for name, module in model.named_modules():
@@ -68,7 +68,7 @@ class TensorPlan:
             if found is not None:
                 yield name, module, found
 
-    def places(self, model: nn.Module, role: Role) -> Iterator[tuple[str, nn.Module, Rule]]:
+    def places(self, model: nn.Module, role: Role) -> Iterator[tuple[str, nn.Module, SplitRule]]:
         """Iterates over the modules of the other roles."""
         for name, module in model.named_modules():
             found = next((rule for rule in self.rules if rule.role == role and rule.fits(name)), None)
@@ -98,16 +98,16 @@ def plan_for(model: nn.Module) -> TensorPlan:
     )
 
 
-def _block(prefix: str, *, inputs: str, columns: str, rows: str, heads: str) -> tuple[Rule, ...]:
+def _block(prefix: str, *, inputs: str, columns: str, rows: str, heads: str) -> tuple[SplitRule, ...]:
     """Makes the rules of a block from names that are written as one text each."""
     return (
-        *(Rule(pattern=f"{prefix}.{name}", role="input") for name in inputs.split()),
-        *(Rule(pattern=f"{prefix}.{name}", role="column", heads="head_dim") for name in heads.split()),
+        *(SplitRule(pattern=f"{prefix}.{name}", role="input") for name in inputs.split()),
+        *(SplitRule(pattern=f"{prefix}.{name}", role="column", heads="head_dim") for name in heads.split()),
         *(
-            Rule(pattern=f"{prefix}.{name.rstrip('?')}", role="column", is_optional=name.endswith("?"))
+            SplitRule(pattern=f"{prefix}.{name.rstrip('?')}", role="column", is_optional=name.endswith("?"))
             for name in columns.split()
         ),
-        *(Rule(pattern=f"{prefix}.{name}", role="row") for name in rows.split()),
+        *(SplitRule(pattern=f"{prefix}.{name}", role="row") for name in rows.split()),
     )
 
 
@@ -121,12 +121,12 @@ GPT_PLAN = TensorPlan(
             columns="mlp.gate? mlp.up",
             rows="attention.output mlp.down",
         ),
-        Rule(pattern="token_embedding", role="embedding"),
-        Rule(pattern="position_embedding", role="positions", is_optional=True),
-        Rule(pattern="head", role="head", is_optional=True),
-        Rule(pattern="layers.*.attention_norm", role="between"),
-        Rule(pattern="layers.*.mlp_norm", role="between"),
-        Rule(pattern="norm", role="between"),
+        SplitRule(pattern="token_embedding", role="embedding"),
+        SplitRule(pattern="position_embedding", role="positions", is_optional=True),
+        SplitRule(pattern="head", role="head", is_optional=True),
+        SplitRule(pattern="layers.*.attention_norm", role="between"),
+        SplitRule(pattern="layers.*.mlp_norm", role="between"),
+        SplitRule(pattern="norm", role="between"),
     ),
 )
 
@@ -140,34 +140,34 @@ LLAMA_PLAN = TensorPlan(
             columns="mlp.gate_proj mlp.up_proj",
             rows="self_attn.o_proj mlp.down_proj",
         ),
-        Rule(pattern="layers.*.self_attn.q_norm", role="shared", is_optional=True),
-        Rule(pattern="layers.*.self_attn.k_norm", role="shared", is_optional=True),
-        Rule(pattern="embed_tokens", role="embedding"),
-        Rule(pattern="lm_head", role="head", is_optional=True),
-        Rule(pattern="layers.*.input_layernorm", role="between"),
-        Rule(pattern="layers.*.post_attention_layernorm", role="between"),
-        Rule(pattern="norm", role="between"),
-        Rule(pattern="layers.0", role="begin"),
-        Rule(pattern="norm", role="end"),
+        SplitRule(pattern="layers.*.self_attn.q_norm", role="shared", is_optional=True),
+        SplitRule(pattern="layers.*.self_attn.k_norm", role="shared", is_optional=True),
+        SplitRule(pattern="embed_tokens", role="embedding"),
+        SplitRule(pattern="lm_head", role="head", is_optional=True),
+        SplitRule(pattern="layers.*.input_layernorm", role="between"),
+        SplitRule(pattern="layers.*.post_attention_layernorm", role="between"),
+        SplitRule(pattern="norm", role="between"),
+        SplitRule(pattern="layers.0", role="begin"),
+        SplitRule(pattern="norm", role="end"),
     ),
 )
 
 GPT2_PLAN = TensorPlan(
     name="GPT-2",
     rules=(
-        Rule(pattern="h.*.attn", role="input", resized=("num_heads", "embed_dim", "split_size")),
-        Rule(pattern="h.*.mlp", role="input"),
-        Rule(pattern="h.*.attn.c_attn", role="column", heads="head_dim", groups=3),
-        Rule(pattern="h.*.attn.c_proj", role="row"),
-        Rule(pattern="h.*.mlp.c_fc", role="column"),
-        Rule(pattern="h.*.mlp.c_proj", role="row"),
-        Rule(pattern="wte", role="embedding"),
-        Rule(pattern="lm_head", role="head", is_optional=True),
-        Rule(pattern="h.*.ln_1", role="between"),
-        Rule(pattern="h.*.ln_2", role="between"),
-        Rule(pattern="ln_f", role="between"),
-        Rule(pattern="h.0", role="begin"),
-        Rule(pattern="ln_f", role="end"),
+        SplitRule(pattern="h.*.attn", role="input", resized=("num_heads", "embed_dim", "split_size")),
+        SplitRule(pattern="h.*.mlp", role="input"),
+        SplitRule(pattern="h.*.attn.c_attn", role="column", heads="head_dim", groups=3),
+        SplitRule(pattern="h.*.attn.c_proj", role="row"),
+        SplitRule(pattern="h.*.mlp.c_fc", role="column"),
+        SplitRule(pattern="h.*.mlp.c_proj", role="row"),
+        SplitRule(pattern="wte", role="embedding"),
+        SplitRule(pattern="lm_head", role="head", is_optional=True),
+        SplitRule(pattern="h.*.ln_1", role="between"),
+        SplitRule(pattern="h.*.ln_2", role="between"),
+        SplitRule(pattern="ln_f", role="between"),
+        SplitRule(pattern="h.0", role="begin"),
+        SplitRule(pattern="ln_f", role="end"),
     ),
 )
 

@@ -2,7 +2,7 @@
 
     Run     a kernel                  Issue   an operation of the communicator starts
     Hold    memory is taken           Wait    what follows needs it
-    Drop    memory is given back      Mark    an action of a pipeline's schedule begins
+    Drop    memory is given back      EventMark    an action of a pipeline's schedule begins
     OnHost  the host works itself
 
 A ``Turn`` says that an action is done once more, for another microbatch: see repeat.py.
@@ -90,7 +90,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class EventMark:
     """What follows, up to the next mark, is one action of a schedule; after all actions, of the ``END``."""
 
     kind: str
@@ -112,6 +112,6 @@ class Turn:
     arrived: tuple[tuple[str, int, int], ...] = ()
 
 
-Event: TypeAlias = Run | Issue | Wait | Hold | Drop | Mark | OnHost
+Event: TypeAlias = Run | Issue | Wait | Hold | Drop | EventMark | OnHost
 END = "end"
 TO_HOST, TO_DEVICE = "to_host", "to_device"  # kinds of copies over a device's bus: issued, and waited for

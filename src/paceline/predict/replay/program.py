@@ -17,13 +17,13 @@ from typing import Any
 
 from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
-from paceline.predict.replay.events import Drop, Event, Hold, Issue, Mark, OnHost, Run, Turn, Wait
+from paceline.predict.replay.events import Drop, Event, EventMark, Hold, Issue, OnHost, Run, Turn, Wait
 from paceline.predict.replay.repeat import memory_alone, play
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
 
 
-_KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop, Mark, OnHost)}
+_KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop, EventMark, OnHost)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ operations of its own; what crosses from one microbatch into the next does so fr
 ``play``, in a pipeline: its actions are done again in the order of the whole schedule.
 
 An action of one microbatch (its forward at a stage, a send, ...) is like that of any other, but for the first, which
-makes what the others find, and the last, which reduces. So three are recorded, each action under a ``Mark``, and the
-second stands for all between. In every copy
+makes what the others find, and the last, which reduces. So three are recorded, each action under an ``EventMark``, and
+the second stands for all between. In every copy
 
     what the same microbatch made      is the copy's own: operations, and memory that a later action gives back
     what the first one made            is there once, as are gradients
@@ -25,7 +25,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeAlias
 
-from paceline.predict.replay.events import END, Drop, Event, Hold, Issue, Mark, OnHost, Run, Turn, Wait
+from paceline.predict.replay.events import END, Drop, Event, EventMark, Hold, Issue, OnHost, Run, Turn, Wait
 
 _Key: TypeAlias = tuple[str, int, int]  # kind, stage and microbatch of an action
 
@@ -67,7 +67,7 @@ def memory_alone(events: Sequence[Event]) -> list[Event]:
     piece: list[Hold | Drop] = []
     sizes = {event.number: event.num_bytes for event in events if isinstance(event, Hold)}
     for event in events:
-        if isinstance(event, Mark):
+        if isinstance(event, EventMark):
             found += (*_worst(piece, sizes), event)
             piece = []
         elif isinstance(event, Hold | Drop):
@@ -214,7 +214,7 @@ def _pieces(events: Sequence[Event]) -> dict[_Key, list[Event]]:
     found: dict[_Key, list[Event]] = {}
     piece = found.setdefault(_BEFORE, [])
     for event in events:
-        if isinstance(event, Mark):
+        if isinstance(event, EventMark):
             piece = found.setdefault((event.kind, event.stage, event.microbatch), [])
         else:
             piece.append(event)
@@ -288,7 +288,7 @@ class _Middle:
             elif isinstance(event, Drop):
                 if event.number in self._held or number == 0:
                     found.append(Drop(self._memory(event.number, number)))
-            elif not isinstance(event, Mark):
+            elif not isinstance(event, EventMark):
                 found.append(self._moved(event, number))
         return found
 
@@ -299,7 +299,7 @@ class _Middle:
             if isinstance(event, Drop):
                 is_own = event.number in self._held and event.number not in self._dropped
                 found.append(Drop(self._memory(event.number, last)) if is_own else event)
-            elif isinstance(event, Hold | Mark):
+            elif isinstance(event, Hold | EventMark):
                 found.append(event)
             elif isinstance(event, Run):
                 found.append(self._renamed(event, last))

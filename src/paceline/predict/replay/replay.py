@@ -169,7 +169,7 @@ class _Stretch:
 
 
 @dataclass(slots=True)
-class _Operation:
+class _ReplayedOperation:
     """An operation that several ranks take part in."""
 
     kind: str
@@ -203,8 +203,8 @@ class _Actor:
         self.host_rate = host_bytes_per_s(cluster) / factor
         self.place = 0
         self.clock = RankClock()
-        self.meetings: dict[int, _Operation] = {}
-        self.busy_lanes: list[_Operation] = []
+        self.meetings: dict[int, _ReplayedOperation] = {}
+        self.busy_lanes: list[_ReplayedOperation] = []
         self.found = ReplayedRank(rank=rank, stage=program.stage, slowed=factor)
         self.spans: list[Span] | None = [] if keeps_spans else None
 
@@ -298,7 +298,7 @@ class _Actor:
             clock.compute = clock.host = clock.now
         return max(clock.now, clock.free(event.lane))
 
-    def settle(self, meeting: _Operation, lane: str) -> None:
+    def settle(self, meeting: _ReplayedOperation, lane: str) -> None:
         """Notes when an operation of a lane is done."""
         assert meeting.end is not None
         self.clock.occupy(lane, meeting.end)
@@ -310,7 +310,7 @@ class _Actor:
             size = f"{moved / 1e6:.1f} MB on {len(meeting.ranks)}"
             self.spans.append(Span(f"lane {lane}", f"{meeting.kind} {size}", meeting.start, meeting.end))
 
-    def wait(self, event: Wait, meeting: _Operation) -> None:
+    def wait(self, event: Wait, meeting: _ReplayedOperation) -> None:
         """Holds compute until an operation is done."""
         clock = self.clock
         assert meeting.end is not None
@@ -378,7 +378,7 @@ class _Actors:
         self._extra = 0.0 if cluster.device.is_cpu else CALL_S
         self._slowdown = constants.slowdown
         self._bus = bus_bytes_per_s(cluster)
-        self._open: dict[tuple[object, ...], deque[tuple[_Operation, list[tuple[_Actor, str]]]]] = {}
+        self._open: dict[tuple[object, ...], deque[tuple[_ReplayedOperation, list[tuple[_Actor, str]]]]] = {}
         self._numbers: dict[tuple[int, str], int] = {}
 
     def run(self) -> None:
@@ -419,7 +419,7 @@ class _Actors:
             self._pass_on(actor, event, ready)
             return
         others = [each for each in self._actors if each is not actor and self._shares(each, actor, event)]
-        meeting = _Operation(event.kind, event.num_bytes, event.ranks, 1 + len(others))
+        meeting = _ReplayedOperation(event.kind, event.num_bytes, event.ranks, 1 + len(others))
         meeting.algorithm, meeting.share = event.algorithm, event.share
         actor.meetings[event.number] = meeting
         if not others:
@@ -449,7 +449,7 @@ class _Actors:
         key = (*event.ranks, event.tag)
         side, opposite = ("send", "recv") if event.kind == "send" else ("recv", "send")
         if not any(each.program.rank in event.ranks for each in self._actors if each is not actor):
-            meeting = _Operation(event.kind, event.num_bytes, event.ranks, 1, [ready])
+            meeting = _ReplayedOperation(event.kind, event.num_bytes, event.ranks, 1, [ready])
             actor.meetings[event.number] = meeting
             self._settle(meeting, [(actor, event.lane)])
             return
@@ -460,11 +460,11 @@ class _Actors:
             meeting.ready.append(ready)
             self._settle(meeting, [*who, (actor, event.lane)])
             return
-        meeting = _Operation(event.kind, event.num_bytes, event.ranks, 2, [ready])
+        meeting = _ReplayedOperation(event.kind, event.num_bytes, event.ranks, 2, [ready])
         actor.meetings[event.number] = meeting
         self._open.setdefault((side, *key), deque()).append((meeting, [(actor, event.lane)]))
 
-    def _settle(self, meeting: _Operation, who: Sequence[tuple[_Actor, str]]) -> None:
+    def _settle(self, meeting: _ReplayedOperation, who: Sequence[tuple[_Actor, str]]) -> None:
         meeting.start = max(meeting.ready)
         seconds = 0.0
         if len(meeting.ranks) > 1:
@@ -475,7 +475,7 @@ class _Actors:
         for actor, lane in who:
             actor.settle(meeting, lane)
 
-    def _wire_seconds(self, meeting: _Operation) -> float:
+    def _wire_seconds(self, meeting: _ReplayedOperation) -> float:
         if meeting.algorithm:
             return self._algorithms(meeting.algorithm, meeting.kind, meeting.num_bytes, meeting.ranks)
         return self._wires(meeting.kind, meeting.num_bytes, meeting.ranks)

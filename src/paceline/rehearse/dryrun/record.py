@@ -28,7 +28,7 @@ from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
-from paceline.predict.replay.events import END, Event, Mark, Run, Turn
+from paceline.predict.replay.events import END, Event, EventMark, Run, Turn
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.repeat import counted, is_playable, repeat
 from paceline.predict.replay.replay import replay
@@ -205,7 +205,7 @@ def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microb
         pipeline.journal = []
         recorder.memory.act = lambda: len(pipeline.journal)
     recorder.start()
-    laps = _Laps(recorder, functions)
+    laps = _RecordedLaps(recorder, functions)
     with claiming_gradients(recorder.memory, parts):
         train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, laps, parts.scaler)
         if parts.average is not None:
@@ -259,7 +259,7 @@ def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
     return layout_of(config, ranks, node_ranks)
 
 
-class _Laps:
+class _RecordedLaps:
     """Tells the recorder of the phases of a step."""
 
     def __init__(self, recorder: Recorder, functions: MetaFunctions) -> None:
@@ -326,7 +326,7 @@ def with_marks(events: Sequence[Event], acts: Sequence[int], actions: Sequence[A
     found: list[Event] = []
     for number, (begin, end) in enumerate(pairwise((*acts, len(events)))):
         action = actions[number] if number < len(actions) else None
-        mark = Mark(END, 0, 0) if action is None else Mark(action.kind, action.stage, action.microbatch)
+        mark = EventMark(END, 0, 0) if action is None else EventMark(action.kind, action.stage, action.microbatch)
         found += (mark, *events[begin:end])
     return tuple(found)
 
