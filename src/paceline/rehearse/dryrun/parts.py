@@ -108,7 +108,7 @@ def build_parts(
 
 def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communicator:
     """Returns what the engine talks through: by the algorithm that the config asks for."""
-    asked = layout.algorithm
+    asked = config.comm.algorithm
     if asked == "native" or comm.size == 1:
         return comm
     topology = from_names([rank // layout.node_ranks for rank in range(comm.size)])
