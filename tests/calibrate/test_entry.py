@@ -11,7 +11,7 @@ from paceline.calibrate.collectives import LinkFigures
 from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
 from paceline.calibrate.families import FamilyFigures
 from paceline.calibrate.kernels import KernelFigures
-from paceline.calibrate.machine import MachineFigures, middle_of
+from paceline.calibrate.machine import MachineFigures, median_figures
 from paceline.cluster.detect import Machine, alone_device
 from paceline.cluster.devices import ShapeRate, load_cluster
 from paceline.cluster.entries import read_catalog
@@ -136,5 +136,5 @@ def test_the_median_rank_counts_and_the_worst_noise() -> None:
         replace(KERNELS, launch_s=launch, spreads={"memory": spread}, compiled_launch_s=compiled)
         for launch, spread, compiled in ((1e-6, 0.1, 3e-6), (2e-6, 0.3, None), (9e-6, 0.2, None))
     ]
-    found = middle_of(others)
+    found = median_figures(others)
     assert (found.launch_s, found.spreads, found.compiled_launch_s) == (2e-6, {"memory": 0.3}, 3e-6)

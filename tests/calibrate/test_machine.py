@@ -13,9 +13,9 @@ from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels
 from paceline.calibrate.machine import (
     RankFigures,
     Wanted,
+    combine_ranks,
     measure_machine,
     measure_rank,
-    put_together,
     with_more_ranks,
 )
 from paceline.calibrate.sampling import Stopwatch
@@ -52,7 +52,7 @@ def test_kernels_of_this_device_are_measured_and_settings_are_left_as_they_were(
     assert torch.backends.cuda.matmul.allow_tf32 == before
 
 
-WANTED = Wanted(ranks=2, shapes=SMALL, sizes=(1024, 65536), samples=2, with_compiled=False, is_noise_taken=True)
+WANTED = Wanted(ranks=2, shapes=SMALL, sizes=(1024, 65536), samples=2, with_compiled=False, accepts_noise=True)
 
 
 def measure(comm: Communicator) -> RankFigures:
@@ -60,7 +60,7 @@ def measure(comm: Communicator) -> RankFigures:
 
 
 def test_ranks_measure_their_links_together(gloo_pool: GlooPool) -> None:
-    found = put_together(gloo_pool.run(measure, ranks=2), WANTED, threads=1)
+    found = combine_ranks(gloo_pool.run(measure, ranks=2), WANTED, threads=1)
     assert (found.ranks, found.threads, found.device) == (2, 1, "cpu")
     assert set(found.links) == {"shared_memory", "loopback"}
     for link in found.links.values():
@@ -85,14 +85,14 @@ def test_noise_is_refused_unless_it_is_taken() -> None:
         rates=(), memory_bandwidth=1.0, launch_s=1.0, compiled_launch_s=None, spreads={"memory": 0.5}
     )
     found = [RankFigures(share=1.0, kernels=kernels), RankFigures(share=0.95, kernels=kernels)]
-    assert put_together(found, WANTED, threads=1).spread == 0.5
+    assert combine_ranks(found, WANTED, threads=1).spread == 0.5
     with pytest.raises(UsageError, match=r"too noisy.* spread by 50 % .*the widest: memory 50 %.* 95 % of the time"):
-        put_together(found, replace(WANTED, is_noise_taken=False), threads=1)
+        combine_ranks(found, replace(WANTED, accepts_noise=False), threads=1)
 
 
 def test_a_processor_that_others_use_is_told_without_any_samples() -> None:
     with pytest.raises(UsageError, match="to be measured: a thread had the processor 40 % of the time"):
-        put_together([RankFigures(share=0.4)], WANTED, threads=1)
+        combine_ranks([RankFigures(share=0.4)], WANTED, threads=1)
 
 
 @pytest.mark.parametrize(

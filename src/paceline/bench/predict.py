@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
 from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
-from paceline.calibrate.machine import Wanted, measure_rank, put_together
+from paceline.calibrate.machine import Wanted, combine_ranks, measure_rank
 from paceline.cluster.detect import detect_machine
 from paceline.cluster.devices import Cluster, load_cluster, make_node
 from paceline.cluster.entries import read_catalog, shipped
@@ -162,8 +162,8 @@ def _gpu() -> torch.device:
 def _calibrated(tell: Callable[[str], None]) -> str:
     """Measures this process's GPU; noise is taken, and written down."""
     started = time.perf_counter()
-    wanted = Wanted(device="cuda", ranks=1, is_noise_taken=True)
-    measured = put_together([measure_rank(SoloCommunicator(_gpu()), wanted)], wanted, threads=1)
+    wanted = Wanted(device="cuda", ranks=1, accepts_noise=True)
+    measured = combine_ranks([measure_rank(SoloCommunicator(_gpu()), wanted)], wanted, threads=1)
     machine = detect_machine()
     origin = Origin(
         command="paceline bench predict --device cuda",

@@ -70,7 +70,7 @@ def make_entry(name: str, machine: Machine, measured: MachineFigures, best: dict
         _add_alone(content, name, machine, measured.alone, origin)
     if not links:
         # One rank: nothing was measured between ranks, and a node names a link all the same.
-        content["links"] = {f"{name}-alone": _alone(measured)}
+        content["links"] = {f"{name}-alone": _lone_link(measured)}
     written = yaml.safe_dump(content, sort_keys=False, width=110, default_flow_style=None)
     text = f"{_header(machine, measured, origin)}\n{written}"
     parse_catalog(text, "the new entry")
@@ -173,7 +173,7 @@ def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
     }
 
 
-def _alone(measured: MachineFigures) -> dict[str, Any]:
+def _lone_link(measured: MachineFigures) -> dict[str, Any]:
     """Returns a link for a rank that is alone. A copy reads and writes, so it has half of the memory's rate."""
     rate = rounded(measured.kernels.memory_bandwidth / 2e9)
     return {"kind": "shared_memory", "gb_per_s": rate, "efficiency": 1.0, "latency_us": 20.0}

@@ -43,7 +43,7 @@ class Wanted:
     samples: int = 9
     shapes: Shapes | None = None
     sizes: tuple[int, ...] = SIZES
-    is_noise_taken: bool = False
+    accepts_noise: bool = False
     more_ranks: tuple[int, ...] = ()
     alone: bool = False
 
@@ -69,14 +69,14 @@ def measure_machine(wanted: Wanted) -> MachineFigures:
     check_wanted(wanted)
     threads = max(1, len(usable_cores()) // wanted.ranks) if wanted.device == "cpu" else 1
     found = run_processes(measure_rank, wanted.ranks, args=(wanted,), threads=threads, timeout_s=_TIMEOUT_S)
-    measured = put_together(found, wanted, threads)
+    measured = combine_ranks(found, wanted, threads)
     for count in wanted.more_ranks:
         links = run_processes(_measure_links, count, args=(wanted,), threads=1, timeout_s=_TIMEOUT_S)[0]
         measured = replace(measured, links=with_more_ranks(measured.links, links))
     if wanted.alone and wanted.device == "cpu" and 1 < wanted.ranks <= len(usable_cores()):
         one = replace(wanted, ranks=1, shapes=wanted.shapes or ON_ALL_CORES, with_compiled=False)
         found = run_processes(measure_rank, 1, args=(one,), threads=len(usable_cores()), timeout_s=_TIMEOUT_S)
-        measured = replace(measured, alone=put_together(found, one, len(usable_cores())))
+        measured = replace(measured, alone=combine_ranks(found, one, len(usable_cores())))
     return measured
 
 
@@ -97,18 +97,18 @@ class RankFigures:
     links: dict[str, LinkFigures] = field(default_factory=dict)
 
 
-def put_together(found: Sequence[RankFigures], wanted: Wanted, threads: int) -> MachineFigures:
-    """Makes one of what all ranks measured. Raises UsageError where that is plainly noise, unless noise is taken."""
+def combine_ranks(found: Sequence[RankFigures], wanted: Wanted, threads: int) -> MachineFigures:
+    """Combines what all ranks measured. Raises UsageError where that is plainly noise, unless noise is taken."""
     share = min(each.share for each in found)
     by_rank = [each.kernels for each in found if each.kernels is not None]
     if not by_rank:
         check_quiet({}, share)
         raise UsageError("no rank measured anything\n  at least one does\n  try again")
-    kernels, links = middle_of(by_rank), found[0].links
+    kernels, links = median_figures(by_rank), found[0].links
     spreads = dict(kernels.spreads)
     for link in links.values():
         spreads |= link.spreads
-    if not wanted.is_noise_taken:
+    if not wanted.accepts_noise:
         check_quiet(spreads, share)
     spread = statistics.median(spreads.values())
     return MachineFigures(
@@ -116,7 +116,7 @@ def put_together(found: Sequence[RankFigures], wanted: Wanted, threads: int) -> 
     )
 
 
-def middle_of(found: Sequence[KernelFigures]) -> KernelFigures:
+def median_figures(found: Sequence[KernelFigures]) -> KernelFigures:
     """Returns the median rank's figures, and the worst spreads of all."""
     first = found[0]
     rates = tuple(
@@ -127,7 +127,7 @@ def middle_of(found: Sequence[KernelFigures]) -> KernelFigures:
     families = [each.families for each in found if each.families is not None]
     return KernelFigures(
         rates=rates,
-        families=middle_families(families) if families else None,
+        families=median_families(families) if families else None,
         memory_bandwidth=statistics.median(each.memory_bandwidth for each in found),
         launch_s=statistics.median(each.launch_s for each in found),
         compiled_launch_s=statistics.median(compiled) if compiled else None,
@@ -135,7 +135,7 @@ def middle_of(found: Sequence[KernelFigures]) -> KernelFigures:
     )
 
 
-def middle_families(found: Sequence[FamilyFigures]) -> FamilyFigures:
+def median_families(found: Sequence[FamilyFigures]) -> FamilyFigures:
     """Returns the median rank's families."""
     first = found[0]
     rates = {
@@ -182,7 +182,7 @@ def measure_rank(comm: Communicator, wanted: Wanted) -> RankFigures:
     if is_cuda:
         torch.cuda.set_device(device)
     share = _least_share(comm)
-    if share < LEAST_SHARE and not wanted.is_noise_taken:
+    if share < LEAST_SHARE and not wanted.accepts_noise:
         return RankFigures(share=share)
     finish: Callable[[], None] = torch.cuda.synchronize if is_cuda else _nothing
     watch = Stopwatch(

@@ -309,7 +309,7 @@ class HasShards(Protocol):
         """Returns the names of all that ranks together hold."""
 
     def mark_loaded(self) -> None:
-        """Hears that the shards have new values."""
+        """Notes that the shards have new values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) 
         for number, parameter in zip(saved["params"], group["params"], strict=True):
             shard = _shard_of(by_id, parameter)
             state = packed["state"].get(number, {})
-            own, whole = _sorted_out(shard, parameter, state)
+            own, whole = _split_state(shard, parameter, state)
             tensors += own
             if shard.region.has_first and shard.copy == 0:
                 found[label] = settings
@@ -113,8 +113,8 @@ def _shard_of(by_id: Mapping[int, Shard], parameter: torch.Tensor) -> Shard:
     return shard
 
 
-def _sorted_out(shard: Shard, parameter: torch.Tensor, state: Mapping[str, Any]) -> tuple[list[Shard], dict[str, Any]]:
-    """Tells what of a parameter's state is cut as it is from what is one value for all of it."""
+def _split_state(shard: Shard, parameter: torch.Tensor, state: Mapping[str, Any]) -> tuple[list[Shard], dict[str, Any]]:
+    """Splits a parameter's state into what is cut as the parameter is, and what is one value for all of it."""
     own: list[Shard] = []
     whole: dict[str, Any] = {}
     owner = 0 if shard.region.has_first and shard.copy == 0 else None

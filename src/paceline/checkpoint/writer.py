@@ -109,7 +109,7 @@ class CheckpointWriter:
         if self._comm.rank == 0:
             assert plain is not None
             problem = _complete(target, plain, self._retention, threading.Event())
-        self._hear(problem)
+        self._raise_on_all(problem)
         seconds = time.perf_counter() - start
         self._reports.append(
             SaveReport(step=state.step, stall_s=seconds, total_s=seconds, num_bytes=num_bytes, is_background=False)
@@ -143,7 +143,7 @@ class CheckpointWriter:
             raise
         pending.is_agreed.set()
         pending.thread.join()
-        self._hear(pending.commit_problem)
+        self._raise_on_all(pending.commit_problem)
         self._reports += pending.take_report()
 
     def reports(self) -> list[SaveReport]:
@@ -179,7 +179,7 @@ class CheckpointWriter:
                 discard(target)
             raise CheckpointError(told[0])
 
-    def _hear(self, problem: str) -> None:
+    def _raise_on_all(self, problem: str) -> None:
         """Raises CheckpointError on all ranks if rank 0 has a problem."""
         heard = broadcast_object(self._comm, problem)
         if heard:

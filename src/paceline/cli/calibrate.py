@@ -89,7 +89,7 @@ def calibrate(
     count = ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
     more = (2 * count,) if chosen == "cpu" and count > 1 else ()
     wanted = Wanted(
-        device=chosen, ranks=count, with_compiled=compiled, is_noise_taken=noisy, more_ranks=more, alone=True
+        device=chosen, ranks=count, with_compiled=compiled, accepts_noise=noisy, more_ranks=more, alone=True
     )
     check_wanted(wanted)
     if not as_json:

@@ -239,14 +239,20 @@ def take(
 
       paceline checkpoint import llama-folder start
     """
+<<<<<<< HEAD
     from paceline.checkpoint.tools.incoming import format_of, open_incoming, take_in
+=======
+    from typing import cast
+
+    from paceline.checkpoint.tools.incoming import format_of, open_incoming, save_incoming
+>>>>>>> h-words
 
     if kind is not None:
         _check_word("--format", kind, ("safetensors", "torch", "dcp"))
     with _reading():
         found = open_incoming(source, cast("Format", kind) if kind is not None else format_of(source), prefix)
     with _progress("writing", found.num_bytes, as_json) as tell:
-        path = take_in(found, Path(target), str(source), progress=tell, may_replace=force)
+        path = save_incoming(found, Path(target), str(source), progress=tell, may_replace=force)
     text.show_written("imported", path, as_json=as_json)
 
 

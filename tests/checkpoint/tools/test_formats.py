@@ -15,7 +15,7 @@ from paceline.checkpoint import load, save
 from paceline.checkpoint.find import find_checkpoint
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
 from paceline.checkpoint.tools.difference import compare
-from paceline.checkpoint.tools.incoming import format_of, open_incoming, take_in
+from paceline.checkpoint.tools.incoming import format_of, open_incoming, save_incoming
 from paceline.checkpoint.tools.outgoing import ExportOptions, export, format_by_name
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
@@ -89,7 +89,9 @@ def test_torch_own_dcp_is_taken_in_with_its_optimizer(tmp_path: Path) -> None:
     optimizer.step()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": moments}, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    path = take_in(open_incoming(tmp_path / "theirs", format_of(tmp_path / "theirs")), tmp_path / "start", "theirs")
+    path = save_incoming(
+        open_incoming(tmp_path / "theirs", format_of(tmp_path / "theirs")), tmp_path / "start", "theirs"
+    )
     made = open_checkpoint(path)
     assert_same(state_of(made), dict(model.state_dict()))
     exp_avg = made.read("optimizer/norm.weight/exp_avg")
@@ -114,7 +116,7 @@ def test_out_and_in_again_is_the_same(
 ) -> None:
     source = open_checkpoint(saved("fsdp", 2, model))
     out = out_of(source.path, tmp_path / name, **options)
-    made = open_checkpoint(take_in(open_incoming(out, format_of(out)), tmp_path / "start", str(out)))
+    made = open_checkpoint(save_incoming(open_incoming(out, format_of(out)), tmp_path / "start", str(out)))
     found = compare(source, made)
     assert not found.tensors
     assert not found.only_right
@@ -127,7 +129,7 @@ def test_out_and_in_again_is_the_same(
 
 def test_what_was_taken_in_fills_ranks_of_any_strategy(saved: Save, tmp_path: Path) -> None:
     out = out_of(saved(), tmp_path / "m.safetensors")
-    path = take_in(open_incoming(out, "safetensors"), tmp_path / "start", str(out))
+    path = save_incoming(open_incoming(out, "safetensors"), tmp_path / "start", str(out))
     wanted = state_of(open_checkpoint(saved()))
 
     def fill(comm: object) -> dict[str, torch.Tensor]:
@@ -141,7 +143,7 @@ def test_what_was_taken_in_fills_ranks_of_any_strategy(saved: Save, tmp_path: Pa
 
 def test_a_trainer_starts_from_weights_with_an_optimizer_of_its_own(saved: Save, tmp_path: Path) -> None:
     out = out_of(saved(), tmp_path / "m.pt", format="torch")
-    path = take_in(open_incoming(out, "torch"), tmp_path / "start", str(out))
+    path = save_incoming(open_incoming(out, "torch"), tmp_path / "start", str(out))
     config = Config.model_validate(
         {
             "model": LLAMA,
@@ -187,7 +189,7 @@ def test_a_round_trip_fills_other_ranks_with_the_same_optimizer(
 ) -> None:
     kind = {"m.safetensors": "safetensors", "m.pt": "torch", "m": "dcp"}[name]
     out = out_of(saved(), tmp_path / name, format=kind, with_optimizer=True)
-    path = take_in(open_incoming(out, format_of(out)), tmp_path / "start", str(out))
+    path = save_incoming(open_incoming(out, format_of(out)), tmp_path / "start", str(out))
 
     def save_again(comm: Communicator) -> None:
         engine = parallelize(make_model(LLAMA), comm, "fsdp")
@@ -258,7 +260,7 @@ def test_a_distributed_checkpoint_that_lacks_something_is_named(
         if damage == "gone":
             path.unlink()
     with pytest.raises(CheckpointError, match=told):
-        take_in(open_incoming(folder, "dcp"), tmp_path / "out", "dcp")
+        save_incoming(open_incoming(folder, "dcp"), tmp_path / "out", "dcp")
     assert not list((tmp_path / "out").glob("*"))
 
 

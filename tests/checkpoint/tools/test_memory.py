@@ -50,12 +50,12 @@ source = open_checkpoint(path)
 assert audit.audit(path, "fast").is_good
 if way == "dcp":
     outgoing.export(source, folder / "m", outgoing.ExportOptions(format="dcp"))
-    incoming.take_in(incoming.open_incoming(folder / "m", "dcp"), folder / "c", "m")
+    incoming.save_incoming(incoming.open_incoming(folder / "m", "dcp"), folder / "c", "m")
 else:
     made = reshard.reshard(source, folder / "b", reshard.World(ranks=3, tensor=3, strategy="ddp"))
     assert difference.compare(source, open_checkpoint(made)).is_same_state
     outgoing.export(source, folder / "m.safetensors", outgoing.ExportOptions())
-    incoming.take_in(incoming.open_incoming(folder / "m.safetensors", "safetensors"), folder / "c", "m")
+    incoming.save_incoming(incoming.open_incoming(folder / "m.safetensors", "safetensors"), folder / "c", "m")
     outgoing.export(source, folder / "m.pt", outgoing.ExportOptions(format="torch"))
 growth = peak() - before
 whole = torch.ones(total, dtype=torch.uint8)  # what it would be with all of it in memory

@@ -38,7 +38,7 @@ def write_distributed(path: Path, content: Mapping[str, Any], progress: Progress
     streams: dict[int, Stream] = {}
     shapes = _shapes(content, streams)
     writer = FileSystemWriter(path, single_file_per_rank=False, thread_count=1, sync_files=True)
-    with _alone():
+    with _without_warning():
         try:
             save(shapes, storage_writer=writer, planner=_Planner(streams, progress), no_dist=True)
         except CheckpointException as error:  # no Exception: nothing further out would catch it
@@ -135,7 +135,7 @@ def _shapes(value: Any, streams: dict[int, Stream]) -> Any:
 def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     if not wanted:
         return wanted
-    with _alone():
+    with _without_warning():
         try:
             load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
         except CheckpointException as error:  # no Exception: nothing further out would catch it
@@ -157,7 +157,7 @@ def _damaged(path: Path, why: BaseException | str) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _without_warning() -> Iterator[None]:
     """Silences torch's warning that there is one process: that is meant here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

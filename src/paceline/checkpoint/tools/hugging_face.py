@@ -201,7 +201,7 @@ def _gpt2_block(theirs: str, ours: str, streams: Streams) -> list[Stream]:
     found.append(_zeros(f"{theirs}.attn.c_attn.bias", rows, parts[0].dtype))
     for name, other in _GPT2_MATRICES.items():
         part = streams[f"{ours}.{name}.weight"]
-        found.append(stream_made(f"{theirs}.{other}.weight", part.shape[::-1], part.dtype, partial(_turned, part)))
+        found.append(stream_made(f"{theirs}.{other}.weight", part.shape[::-1], part.dtype, partial(_transposed, part)))
         found.append(_zeros(f"{theirs}.{other}.bias", part.shape[0], part.dtype))
     return found
 
@@ -233,7 +233,7 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
             found[f"{ours}.{name}.weight"] = stream_made("", (width, width), fused.dtype, take)
         for name, other in _GPT2_MATRICES.items():
             part = plain[f"{theirs}.{other}.weight"]
-            found[f"{ours}.{name}.weight"] = stream_made("", part.shape[::-1], part.dtype, partial(_turned, part))
+            found[f"{ours}.{name}.weight"] = stream_made("", part.shape[::-1], part.dtype, partial(_transposed, part))
     return {name: replace(stream, name=name) for name, stream in found.items()}
 
 
@@ -241,7 +241,7 @@ def _zeros(name: str, size: int, dtype: torch.dtype) -> Stream:
     return stream_made(name, (size,), dtype, partial(torch.zeros, size, dtype=dtype))
 
 
-def _turned(stream: Stream) -> torch.Tensor:
+def _transposed(stream: Stream) -> torch.Tensor:
     return stream.whole().t()
 
 

@@ -50,7 +50,7 @@ _DISTRIBUTED, _SAFETENSORS, _INDEX = ".metadata", "model.safetensors", "model.sa
 
 
 def format_of(path: Path) -> Format:
-    """Tells a format by what is there. Raises CheckpointError where nothing is."""
+    """Returns the format of what is at a path. Raises CheckpointError where nothing is."""
     _check_there(path)
     if path.is_dir():
         if (path / _DISTRIBUTED).is_file():
@@ -117,7 +117,7 @@ def _check_folder(path: Path) -> None:
     )
 
 
-def take_in(
+def save_incoming(
     incoming: Incoming, folder: Path, source: str, *, progress: Progress = ignore_progress, may_replace: bool = False
 ) -> Path:
     """Writes what was found as ``folder/step-00000000``; returns its path."""
@@ -251,17 +251,17 @@ def _open_torch(path: Path) -> Incoming:
             f"{path} holds a {type(content).__name__}\n  a state dict maps names to tensors\n"
             "  save it with torch.save(model.state_dict(), path)"
         )
-    return _sorted_out({(str(name),): value for name, value in content.items()})
+    return _split_content({(str(name),): value for name, value in content.items()})
 
 
 def _open_distributed(path: Path) -> Incoming:
     from paceline.checkpoint.tools.distributed import read_distributed
 
-    return _sorted_out(read_distributed(path))
+    return _split_content(read_distributed(path))
 
 
-def _sorted_out(flat: Mapping[tuple[str | int, ...], Any]) -> Incoming:
-    """Tells the model from the optimizer, in nested dicts that are given by the places of their leaves."""
+def _split_content(flat: Mapping[tuple[str | int, ...], Any]) -> Incoming:
+    """Splits nested dicts, given by the places of their leaves, into the model and the optimizer."""
     nested = _nested(flat)
     model = next((nested[name] for name in _MODELS if isinstance(nested.get(name), dict)), None)
     optimizer = next((nested[name] for name in _OPTIMIZERS if isinstance(nested.get(name), dict)), None)

@@ -69,7 +69,7 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
         write = _safetensors_writer(checkpoint, streams, options, progress)
     else:
         write = _torch_writer(checkpoint, streams, options, progress)
-    _written_whole(out, write)
+    _write_atomically(out, write)
     return out
 
 
@@ -143,8 +143,8 @@ def _torch_writer(
     return lambda path: write_distributed(path, content, progress)
 
 
-def _written_whole(out: Path, write: Callable[[Path], object]) -> None:
-    """Writes under another name beside it, and renames; what was there steps aside until then."""
+def _write_atomically(out: Path, write: Callable[[Path], object]) -> None:
+    """Writes under a temporary name and renames; what was there before is kept until then."""
     partial, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{word}") for word in ("new", "old"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
