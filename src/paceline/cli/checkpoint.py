@@ -239,13 +239,7 @@ def take(
 
       paceline checkpoint import llama-folder start
     """
-<<<<<<< HEAD
-    from paceline.checkpoint.tools.incoming import format_of, open_incoming, take_in
-=======
-    from typing import cast
-
     from paceline.checkpoint.tools.incoming import format_of, open_incoming, save_incoming
->>>>>>> h-words
 
     if kind is not None:
         _check_word("--format", kind, ("safetensors", "torch", "dcp"))
