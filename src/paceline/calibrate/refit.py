@@ -222,8 +222,7 @@ def _predict(programs: tuple[Program, ...], cluster: Cluster) -> tuple[float, fl
 
 
 def _cluster(config: Config, machine: Machine, text: str) -> Cluster:
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
+    ranks = config.parallel.decided_ranks
     with TemporaryDirectory() as folder:
         path = Path(folder) / "entry.yaml"
         path.write_text(text, encoding="utf-8")

@@ -130,6 +130,12 @@ class ParallelConfig(Section):
         default=None, description="pipeline: a CSV file with a schedule of your own; null: see schedule"
     )
 
+    @property
+    def decided_ranks(self) -> int:
+        """The number of ranks, in a config in which it is decided."""
+        assert self.ranks != "auto", "the ranks of this config are not decided yet"
+        return self.ranks
+
     @model_validator(mode="before")
     @classmethod
     def _open_strategy(cls, values: Any) -> Any:
