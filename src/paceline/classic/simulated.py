@@ -68,8 +68,7 @@ class SimulatedTrainer:
             ranks = self.config.parallel.decided_ranks
             batch = config_batch(self.config, ranks).global_batch
             steps = -(-len(self._workload.data.train) // batch)
-            train = self.config.train.model_copy(update={"eval_every": steps})
-            self.config = self.config.model_copy(update={"train": train})
+            self.config = self.config.with_values("train", eval_every=steps)
 
     @property
     def model(self) -> nn.Module:

@@ -393,6 +393,10 @@ class Config(Section):
     recovery: RecoveryConfig = Field(default=RecoveryConfig(), description="what is done when something goes wrong")
     monitor: MonitorConfig = Field(default=MonitorConfig(), description="what the run writes about itself")
 
+    def with_values(self, section: str, **values: Any) -> Config:
+        """Returns the config with some values of a section changed; they are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
 
 def json_schema() -> dict[str, Any]:
     """Returns the JSON Schema of a config file, fit for completion and checks in an editor."""

@@ -200,8 +200,7 @@ def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[
     """Returns the config for the most hosts, and the ranks of this one. Raises ConfigError where any number fails."""
     if asked.comm.backend == "virtual":
         raise UsageError("comm.backend = virtual with --nnodes\n  virtual ranks take turns in one process")
-    own = asked.parallel.model_copy(update={"ranks": ranks or "auto"})
-    here = resolve_config(asked.model_copy(update={"parallel": own}))
+    here = resolve_config(asked.with_values("parallel", ranks=ranks or "auto"))
     per_host = here.parallel.decided_ranks
     config = _decided(asked, per_host * hosts[-1], here.parallel.device)
     problems = {
@@ -213,8 +212,7 @@ def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[
 
 
 def _decided(config: Config, ranks: int, device: str) -> Config:
-    parallel = config.parallel.model_copy(update={"device": device, "ranks": ranks})
-    return config.model_copy(update={"parallel": parallel})
+    return config.with_values("parallel", device=device, ranks=ranks)
 
 
 def _check_precision(name: str, device: str) -> list[Problem]:

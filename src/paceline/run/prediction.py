@@ -135,8 +135,7 @@ class BackgroundPrediction:
             for record in follow_records(self._folder / "records" / "rank-0.jsonl", self._is_over.is_set):
                 if isinstance(record, RunRecord) and record.time >= self._since and record.microbatch:
                     found = {"microbatch": record.microbatch, "global_batch": record.global_batch, "accumulate": None}
-                    train = self._config.train.model_copy(update=found)
-                    self._config = self._config.model_copy(update={"train": train})
+                    self._config = self._config.with_values("train", **found)
                     self._start()
                     return
 

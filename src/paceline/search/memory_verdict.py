@@ -218,6 +218,5 @@ def _has_room(config: Config, ranked: Ranked, cluster: Cluster, verdict: MemoryV
         changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")
     except ConfigError:
         return False
-    parallel = changed.parallel.model_copy(update={"device": config.parallel.device})
-    need = needed(changed.model_copy(update={"parallel": parallel}))
+    need = needed(changed.with_values("parallel", device=config.parallel.device))
     return need is not None and need.total <= verdict.has_bytes
