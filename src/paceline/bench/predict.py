@@ -225,8 +225,7 @@ def bench_predict(
 
 
 def _predicted(config: Config, cluster: Cluster) -> dict[str, Any]:
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
+    ranks = config.parallel.decided_ranks
     started = time.perf_counter()
     program = record(config, ranks=ranks)
     traced = time.perf_counter() - started

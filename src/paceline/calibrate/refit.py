@@ -96,7 +96,7 @@ def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit
             "  an entry is fitted to what ranks took that ran at the same time\n"
             "  train with processes: paceline train CONFIG train.steps=40"
         )
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ranks": times.ranks})})
+    config = config.with_values("parallel", ranks=times.ranks)
     text = _text_of(base, config)
     programs = record_stages(config, ranks=times.ranks)
     cluster = _cluster(config, machine, text)
@@ -222,8 +222,7 @@ def _predict(programs: tuple[Program, ...], cluster: Cluster) -> tuple[float, fl
 
 
 def _cluster(config: Config, machine: Machine, text: str) -> Cluster:
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
+    ranks = config.parallel.decided_ranks
     with TemporaryDirectory() as folder:
         path = Path(folder) / "entry.yaml"
         path.write_text(text, encoding="utf-8")

@@ -65,12 +65,10 @@ class SimulatedTrainer:
         """Builds the data and the model: what is wrong with them is told here. ``train`` calls it if nobody did."""
         self._workload = build_workload(self.config)
         if self.config.train.eval_every is None and self._workload.data.eval is not None:
-            ranks = self.config.parallel.ranks
-            assert isinstance(ranks, int)
+            ranks = self.config.parallel.decided_ranks
             batch = config_batch(self.config, ranks).global_batch
             steps = -(-len(self._workload.data.train) // batch)
-            train = self.config.train.model_copy(update={"eval_every": steps})
-            self.config = self.config.model_copy(update={"train": train})
+            self.config = self.config.with_values("train", eval_every=steps)
 
     @property
     def model(self) -> nn.Module:

@@ -103,7 +103,7 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
         return []
     decided, choice = _decide(config, known)
     kept = {name: getattr(config.parallel, name) for name in ("device", "ranks")}
-    settled = decided.model_copy(update={"parallel": decided.parallel.model_copy(update=kept)})
+    settled = decided.with_values("parallel", **kept)
     before, after = leaf_values(config), leaf_values(settled)
     key, origin = "parallel.sharding_strategy", "derived: chosen, as parallel.sharding_strategy = auto"
     chosen = {path: value for path, value in after.items() if value != before.get(path)}
@@ -133,8 +133,7 @@ def _decide(config: Config, ranks: int) -> tuple[Config, Choice]:
     """Decides what is open, for this machine and a number of ranks."""
     from paceline.run.decide import decide_strategy, resolve_config
 
-    parallel = config.parallel.model_copy(update={"ranks": ranks})
-    decided, choice = decide_strategy(resolve_config(config.model_copy(update={"parallel": parallel})))
+    decided, choice = decide_strategy(resolve_config(config.with_values("parallel", ranks=ranks)))
     assert choice is not None
     return decided, choice
 

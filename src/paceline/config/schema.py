@@ -130,6 +130,12 @@ class ParallelConfig(Section):
         default=None, description="pipeline: a CSV file with a schedule of your own; null: see schedule"
     )
 
+    @property
+    def decided_ranks(self) -> int:
+        """The number of ranks, in a config in which it is decided."""
+        assert self.ranks != "auto", "the ranks of this config are not decided yet"
+        return self.ranks
+
     @model_validator(mode="before")
     @classmethod
     def _open_strategy(cls, values: Any) -> Any:
@@ -386,6 +392,10 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="when the run is saved")
     recovery: RecoveryConfig = Field(default=RecoveryConfig(), description="what is done when something goes wrong")
     monitor: MonitorConfig = Field(default=MonitorConfig(), description="what the run writes about itself")
+
+    def with_values(self, section: str, **values: Any) -> Config:
+        """Returns the config with some values of a section changed; they are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
 
 def json_schema() -> dict[str, Any]:

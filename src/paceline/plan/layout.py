@@ -239,7 +239,7 @@ class Layout:
     @property
     def first_bucket_bytes(self) -> int:
         """The first bucket, which is small so that communication starts early."""
-        return int(self.first_bucket_mb * MIB)
+        return int(min(self.first_bucket_mb, self.bucket_mb) * MIB)
 
     def for_ranks(self, ranks: int, node_ranks: int | None = None) -> Layout:
         """Returns the layout on this many ranks, ``node_ranks`` of them on a host (None: all).

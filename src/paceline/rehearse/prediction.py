@@ -74,7 +74,7 @@ def predict_decided(
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank} of {ranks} ranks\n  ranks are 0 to {ranks - 1}\n  try --rank {ranks - 1}")
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
-        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": "cpu"})})
+        config = config.with_values("parallel", device="cpu")
     config = with_fitting_microbatch(config, cluster, ranks=ranks, rank=rank or 0)
     programs = record_stages(config, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
     found = replay(programs, cluster, slow=slow_ranks, keeps_spans=keeps_spans, with_loop=True)

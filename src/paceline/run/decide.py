@@ -83,7 +83,7 @@ def decide_run(asked: Config, participants: Participants | None = None, *, check
     check_host(config, here)
     if checks_memory and is_alone and choice is None:  # what was chosen was chosen because it fits
         check_memory(config, is_told=who.comm is None or who.comm.rank == 0)
-    machine = RunMachine(device=config.parallel.device, ranks=_ranks(config), node_ranks=here)
+    machine = RunMachine(device=config.parallel.device, ranks=config.parallel.decided_ranks, node_ranks=here)
     return Decision(plan=make_plan(config, machine), config=config, choice=choice)
 
 
@@ -131,7 +131,7 @@ def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
     """
     if config.parallel.strategy != "auto":
         return config, None
-    ranks = _ranks(config)
+    ranks = config.parallel.decided_ranks
     room = free_memory.measure_room(config.parallel.device, ranks, config.parallel.node_ranks or ranks)
     return resolve_strategy(config, room)
 
@@ -139,7 +139,7 @@ def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
 def check_host(config: Config, ranks_of_host: int | None = None) -> None:
     """Raises ConfigError where this host cannot hold what its ranks would offload; None: it has all of them."""
     problems = host_problems(
-        config, node_ranks=ranks_of_host or _ranks(config), free_bytes=free_memory.free_host_bytes()
+        config, node_ranks=ranks_of_host or config.parallel.decided_ranks, free_bytes=free_memory.free_host_bytes()
     )
     if problems:
         raise ConfigError(problems, source="config")
@@ -200,9 +200,8 @@ def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[
     """Returns the config for the most hosts, and the ranks of this one. Raises ConfigError where any number fails."""
     if asked.comm.backend == "virtual":
         raise UsageError("comm.backend = virtual with --nnodes\n  virtual ranks take turns in one process")
-    own = asked.parallel.model_copy(update={"ranks": ranks or "auto"})
-    here = resolve_config(asked.model_copy(update={"parallel": own}))
-    per_host = _ranks(here)
+    here = resolve_config(asked.with_values("parallel", ranks=ranks or "auto"))
+    per_host = here.parallel.decided_ranks
     config = _decided(asked, per_host * hosts[-1], here.parallel.device)
     problems = {
         problem.what: problem for number in hosts for problem in check_ranks(config, per_host * number, per_host)
@@ -213,14 +212,7 @@ def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[
 
 
 def _decided(config: Config, ranks: int, device: str) -> Config:
-    parallel = config.parallel.model_copy(update={"device": device, "ranks": ranks})
-    return config.model_copy(update={"parallel": parallel})
-
-
-def _ranks(config: Config) -> int:
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
-    return ranks
+    return config.with_values("parallel", device=device, ranks=ranks)
 
 
 def _check_precision(name: str, device: str) -> list[Problem]:

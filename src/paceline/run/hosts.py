@@ -90,8 +90,7 @@ def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> 
 
 
 def _ranks_here(config: Config, nodes: Nodes) -> int:
-    assert isinstance(config.parallel.ranks, int)
-    return config.parallel.ranks // nodes.most
+    return config.parallel.decided_ranks // nodes.most
 
 
 @contextlib.contextmanager

@@ -61,8 +61,7 @@ def predict_run(
         return None
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
     machine = replace(machine, cores=len(cores) or machine.cores)
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
+    ranks = config.parallel.decided_ranks
     hosts = -(-ranks // (config.parallel.node_ranks or node_ranks or ranks))
     return expect_run(config, machine, threads=threads, hosts=hosts, entry=machine_entry())
 
@@ -136,8 +135,7 @@ class BackgroundPrediction:
             for record in follow_records(self._folder / "records" / "rank-0.jsonl", self._is_over.is_set):
                 if isinstance(record, RunRecord) and record.time >= self._since and record.microbatch:
                     found = {"microbatch": record.microbatch, "global_batch": record.global_batch, "accumulate": None}
-                    train = self._config.train.model_copy(update=found)
-                    self._config = self._config.model_copy(update={"train": train})
+                    self._config = self._config.with_values("train", **found)
                     self._start()
                     return
 
@@ -157,8 +155,7 @@ class BackgroundPrediction:
         found = None if self._background is None else self._background.result(self._patience_s)
         best = better_of(formula, found)
         if (best is None or best.step_s is None) and is_worth_dry_run(self._config):
-            ranks, known = self._config.parallel.ranks, unpriced(self._config, 1)
-            assert isinstance(ranks, int)
+            ranks, known = self._config.parallel.decided_ranks, unpriced(self._config, 1)
             reasons = dict.fromkeys(filter(None, ("" if best is None else best.reason, known)))
             best = replace(best or Expectation(), ranks=ranks, reason="; ".join(reasons))
         if best is not None and best.memory_bytes is None:

@@ -96,8 +96,7 @@ def halve_microbatch(folder: Path) -> bool:
     used = 0 if plan is None else plan.layout.microbatch
     if plan is None or used < 2:
         return False
-    train = config.train.model_copy(update={"microbatch": used // 2, "accumulate": None})
-    smaller = config.model_copy(update={"train": train})
+    smaller = config.with_values("train", microbatch=used // 2, accumulate=None)
     try:
         if check_ranks(smaller, plan.layout.ranks):
             return False

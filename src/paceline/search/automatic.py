@@ -83,7 +83,7 @@ def _known_cluster(config: Config, machine: Machine, *, ranks: int, node_ranks: 
 def _undecided(config: Config) -> Config:
     """Returns the config with a batch that can be read before strategy and microbatch are decided."""
     changes = {"strategy": "ddp", "sharding_strategy": "manual", "pipeline": 1, "tensor": 1, "shard_ranks": None}
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+    return config.with_values("parallel", **changes)
 
 
 def _seconds(

@@ -257,8 +257,7 @@ def data_layouts(model: ModelFacts, asked: Layout, room: Room, keep: frozenset[s
 
 def _whole_model(config: Config) -> Config:
     """Returns the config without what splits a model."""
-    parallel = config.parallel.model_copy(update={"pipeline": 1, "tensor": 1, "sequence_parallel": False})
-    return config.model_copy(update={"parallel": parallel})
+    return config.with_values("parallel", pipeline=1, tensor=1, sequence_parallel=False)
 
 
 def _can_offload(strategy: Strategy, offload: Offload) -> bool:

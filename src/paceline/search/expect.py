@@ -35,8 +35,7 @@ def expect_run(
     ``threads`` are those of a CPU rank where the config does not say; None: the cores are shared out. ``entry`` is a
     file that ``paceline calibrate`` wrote on this machine.
     """
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
+    ranks = config.parallel.decided_ranks
     memory = expected_memory(config, hosts)
     reason = unpriced(config, hosts) or _not_by_formulas(config)
     if reason:

@@ -49,7 +49,7 @@ def choose_layout(config: Config, model: ModelFacts, room: Room, machine: Machin
     priced. Raises ConfigError where nothing fits.
     """
     choose = choose_mesh if config.parallel.sharding_strategy == "auto" else choose_for_config
-    here = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": room.device})})
+    here = config.with_values("parallel", device=room.device)
     choice = choose_by_time(choose(config, model, room), here, model, machine)
     return apply_choice(config, choice), choice
 
@@ -76,5 +76,4 @@ def with_length(plan: Plan, config: Config, *, train_samples: int, eval_samples:
 
 def decided_config(config: Config, plan: Plan) -> Config:
     """Returns the config with what was decided in the place of what it left open: what a run's folder keeps."""
-    parallel = config.parallel.model_copy(update={"device": plan.device, "ranks": plan.layout.ranks})
-    return config.model_copy(update={"parallel": parallel})
+    return config.with_values("parallel", device=plan.device, ranks=plan.layout.ranks)

@@ -89,8 +89,7 @@ def needed(config: Config) -> MemoryNeed | None:
     """
     if config.comm.backend == "virtual":
         return None
-    stages, ranks = rank_estimates(config), config.parallel.ranks
-    assert isinstance(ranks, int)
+    stages, ranks = rank_estimates(config), config.parallel.decided_ranks
     if not stages:
         return None
     if config.parallel.device == "cuda":
@@ -102,8 +101,7 @@ def needed(config: Config) -> MemoryNeed | None:
 
 def needed_in_turns(config: Config) -> MemoryNeed | None:
     """Returns the least that virtual ranks need, all of them in one process; None where that is not known."""
-    stages, ranks = rank_estimates(config), config.parallel.ranks
-    assert isinstance(ranks, int)
+    stages, ranks = rank_estimates(config), config.parallel.decided_ranks
     if not stages:
         return None
     working = max(({name: getattr(each, name) for name in _WORKING} for each in stages), key=lambda x: sum(x.values()))
@@ -129,8 +127,7 @@ def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[P
 
     Nothing is offloaded on CPU ranks. What a model of the user's own code needs, each rank finds when it is set up.
     """
-    parallel, ranks, offload = config.parallel, config.parallel.ranks, config.memory.offload
-    assert isinstance(ranks, int)
+    parallel, ranks, offload = config.parallel, config.parallel.decided_ranks, config.memory.offload
     if not offload or parallel.device != "cuda":
         return []
     model, layout = describe_model(config, "cuda"), layout_of(config, ranks, node_ranks)
@@ -162,8 +159,7 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
     from paceline.search.result import plan_for
     from paceline.search.search import workload_text
 
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
+    ranks = config.parallel.decided_ranks
     try:
         cluster = _with_memory(present_cluster(config, machine, ranks, None, entry)[0], config, verdict)
         request = request_for(config, cluster)
@@ -222,6 +218,5 @@ def _has_room(config: Config, ranked: Ranked, cluster: Cluster, verdict: MemoryV
         changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")
     except ConfigError:
         return False
-    parallel = changed.parallel.model_copy(update={"device": config.parallel.device})
-    need = needed(changed.model_copy(update={"parallel": parallel}))
+    need = needed(changed.with_values("parallel", device=config.parallel.device))
     return need is not None and need.total <= verdict.has_bytes

@@ -93,7 +93,7 @@ def _way(
     facts: ModelFacts | None,
 ) -> PrecisionWay:
     if precision:
-        config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+        config = config.with_values("train", precision=precision)
     device = "cpu" if cluster.device.is_cpu else "cuda"
     task = replace(task_of(config, cluster.devices, shape, facts), names_precision=bool(precision))
     if facts is not None:

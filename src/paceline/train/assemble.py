@@ -212,7 +212,7 @@ def _first_trial(config: Config, model: ModelFacts, plan: Plan, most: int, node_
     Ranks may differ here: the search takes the smallest of what they say.
     """
     sizes = [size for size in microbatch_sizes(plan.batch.samples_per_rank) if size <= most]
-    settled = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device": device})})
+    settled = config.with_values("parallel", device=device)
     machine = detect_machine(with_gpus=device == "cuda")
     found = first_microbatch(settled, model, machine, sizes, ranks=plan.batch.ranks, node_ranks=node_ranks)
     return found or most

@@ -19,8 +19,7 @@ def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]
     Empty where that is not known beforehand: a microbatch or strategy that is found later, a model of the user's own
     code, a schedule of the user's own, or a model that cannot be cut so.
     """
-    parallel, ranks = config.parallel, config.parallel.ranks
-    assert isinstance(ranks, int)
+    parallel, ranks = config.parallel, config.parallel.decided_ranks
     if "auto" in (config.train.microbatch, parallel.strategy, parallel.sharding_strategy):
         return ()
     try:

@@ -45,8 +45,7 @@ def expect_by_dry_run(
     from paceline.predict.replay.replay import replay
     from paceline.rehearse.dryrun.record import record_stages
 
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
+    ranks = config.parallel.decided_ranks
     reason = unpriced(config, 1)
     if reason:
         return Expectation(ranks=ranks, reason=reason)

@@ -364,4 +364,4 @@ def with_fitting_microbatch(config: Config, cluster: Cluster, *, ranks: int, ran
 
     sizes = microbatch_sizes(samples)
     found = sizes[max(0, bisect.bisect_left(sizes, True, key=is_too_large) - 1)]
-    return config.model_copy(update={"train": config.train.model_copy(update={"microbatch": found})})
+    return config.with_values("train", microbatch=found)

@@ -150,8 +150,7 @@ def check_conditions(config: Config, conditions: Conditions) -> None:
 
 def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
     """Returns the number of ranks, and what they are told about time."""
-    ranks = config.parallel.ranks
-    assert isinstance(ranks, int)
+    ranks = config.parallel.decided_ranks
     return ranks, VirtualTime(
         cost=wire_cost(conditions.cluster, ranks, config.parallel.node_ranks),
         measures=conditions.compute == "measured",
