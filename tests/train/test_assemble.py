@@ -113,7 +113,7 @@ def test_policies_arrive() -> None:
         trainer = build(comm, values)
         engine = trainer.parts.engine
         assert isinstance(engine, FullySharded)
-        return engine.policy.prefetch, engine.policy.reshard_after_forward, trainer.parts.policy.max_bad_steps
+        return engine.layout.prefetch, engine.layout.reshard_after_forward, trainer.parts.policy.max_bad_steps
 
     assert run_virtual(work, ranks=2) == [(2, False, 3)] * 2
 
