@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines import automatic
-from paceline.engines.apply import parallelize
+from paceline.engines.apply import layout_from, parallelize
 from paceline.engines.engine import Engine
+from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config
+from paceline.plan.layout import Layout
 from paceline.search.choice import MARGIN, Choice
 
 CPU = torch.device("cpu")
@@ -79,3 +82,31 @@ def test_auto_shards_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> N
     assert {each.chosen.label for each in choose()} <= {"zero1", "zero2", "fsdp"}
     engines = run_virtual(lambda comm: type(parallelize(make_model(), comm, "auto")).__name__, ranks=4)
     assert set(engines) <= {"ZeroParallel", "FullySharded"}
+
+
+def test_arguments_of_another_type_are_refused_with_the_fix() -> None:
+    comm = SoloCommunicator(CPU)
+    with pytest.raises(UsageError, match=r"give what paceline\.connect"):
+        parallelize(make_model(), "ddp")  # type: ignore[arg-type]
+    for wrong in ({"strategy": Layout()}, {"layout": {"strategy": "fsdp"}}):
+        with pytest.raises(UsageError, match=r"a layout is given as layout=paceline\.Layout"):
+            parallelize(make_model(), comm, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="did you mean fsdp"):
+        parallelize(make_model(), comm, layout=Layout(strategy="fdsp"))  # type: ignore[arg-type]
+
+
+def test_options_are_taken_as_a_config_writes_them() -> None:
+    assert layout_from({"offload": ["optimizer"]}).offload == layout_from({"offload": "optimizer"}).offload
+    assert layout_from({"compression": "topk"}).compression.policy == "topk"
+
+
+def test_a_loss_may_be_a_plain_pair() -> None:
+    tokens = torch.arange(16)[None]
+
+    def loss(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten(), reduction="sum"), batch.numel()
+
+    (value,) = parallelize(make_model(), SoloCommunicator(CPU)).run_microbatches([tokens], loss, 1 / 16)
+    assert (float(value.total.detach()) > 0, value.count) == (True, 16)
+    with pytest.raises(UsageError, match="a loss returned a Tensor"):
+        parallelize(make_model(), SoloCommunicator(CPU)).run_microbatches([tokens], lambda *_: torch.ones(()))

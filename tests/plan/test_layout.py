@@ -76,7 +76,7 @@ def test_everything_that_is_wrong_comes_at_once() -> None:
     for part in ("prefetch = -1", "pipeline = 3 does not divide ranks = 8", "chunks = 1", "shard_ranks = 2"):
         assert any(part in each for each in found), (part, found)
     with pytest.raises(UsageError, match="pipeline = 3 does not divide ranks = 8"):
-        check_layout(layout, 8)
+        check_layout(replace(layout, prefetch=1), 8)
 
 
 def test_rules_that_need_the_ranks_are_silent_without_them() -> None:
@@ -110,3 +110,28 @@ def test_every_rule_says_what_it_reads() -> None:
 def test_context_and_experts_are_predicted_and_not_run() -> None:
     (problem,) = rules(replace(Layout(), context=2))
     assert "no engine runs it" in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "fdsp"}, "it is one of ddp, zero1, zero2, fsdp, hybrid\n  did you mean fsdp?"),
+        ({"algorithm": "rng"}, "did you mean ring?"),
+        ({"buffers": "brodcast"}, "did you mean broadcast?"),
+        ({"bucket_mb": -1}, "bucket_mb = -1\n  it is a size in MiB"),
+        ({"bucket_mb": "big"}, "bucket_mb = 'big'"),
+        ({"prefetch": "two"}, "prefetch = 'two'\n  it is a whole number"),
+        ({"accumulate": 0}, "accumulate = 0\n  it is a whole number\n  give 1 or more"),
+        ({"tensor": 0}, "tensor = 0"),
+        ({"overlap": "no"}, "overlap = 'no'\n  it is a yes or no"),
+        ({"offload": {"optimizer"}}, "give paceline.Offload(optimizer=True)"),
+        ({"compression": 3}, 'give paceline.Compression(policy="topk")'),
+        ({"units": "layers"}, "units = 'layers'\n  it is names of modules, or None"),
+        ({"stage_layers": (1, "two")}, "stage_layers = (1, 'two')"),
+    ],
+    ids=str,
+)
+def test_values_that_are_of_no_use_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_layout(replace(Layout(), **changes), 1)
+    assert message in str(caught.value)

@@ -55,7 +55,7 @@ def simulate(
     """
     from paceline.config import load_config
 
-    asked = load_config(config, overrides or [])
+    asked = load_config(config, [*(overrides or []), *([] if ranks is None else [f"parallel.ranks={ranks}"])])
     slow_ranks, slow_links = read_slow(slow)
     from paceline.cluster.devices import load_cluster
     from paceline.rehearse.simulate.run import Conditions, prepare

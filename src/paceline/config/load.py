@@ -30,7 +30,7 @@ class LoadedConfig:
     sources: dict[str, str]
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) -> Config:
     """Reads a config from a YAML file and ``section.key=value`` overrides; without a path, from overrides alone.
 
     Raises ConfigError with all problems at once: of the schema, of the overrides, and between keys.
@@ -38,12 +38,12 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     return load_config_with_sources(path, overrides).config
 
 
-def load_config_with_sources(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config_with_sources(path: str | Path | None, overrides: str | Sequence[str] = ()) -> LoadedConfig:
     """Reads a config as ``load_config`` does, and keeps where each key came from."""
     source = str(path) if path is not None else "config"
-    document = parse_document(_read(path), source) if path is not None else Document(values={})
+    document = parse_document(_read(Path(path)), source) if path is not None else Document(values={})
     asked = _AskedValues(values=copy.deepcopy(document.values), lines=document.lines)
-    for text in overrides:
+    for text in [overrides] if isinstance(overrides, str) else overrides:
         asked.override(text)
     config = _validate(asked, source)
     return LoadedConfig(config=config, sources={key: asked.source(key, source) for key in leaf_values(config)})

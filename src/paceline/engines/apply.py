@@ -34,7 +34,7 @@ from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.models.registry import model_apart, model_blocks, model_ends
-from paceline.plan.layout import Compression, Layout, Offload
+from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
 from paceline.units import GIB, MIB
 
@@ -70,6 +70,7 @@ def parallelize(
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another, and
     what is given twice.
     """
+    _check_arguments(comm, strategy, layout)
     is_auto = strategy == "auto"
     if layout is not None:
         _refuse_twice(strategy, precision, options)
@@ -98,7 +99,9 @@ def parallelize(
 def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layout:
     """Makes a layout of its fields and the name of a strategy. Raises UsageError for names that it does not know."""
     if strategy is not None and strategy not in STRATEGY_NAMES:
-        raise UsageError(f"strategy = {strategy!r} is unknown\n  it is one of {', '.join(STRATEGY_NAMES)}")
+        near = difflib.get_close_matches(str(strategy), STRATEGY_NAMES, n=1)
+        hint = f"\n  did you mean {near[0]}?" if near else ""
+        raise UsageError(f"strategy = {strategy!r} is unknown\n  it is one of {', '.join(STRATEGY_NAMES)}{hint}")
     known = [field.name for field in fields(Layout)]
     for name in options:
         if name not in known:
@@ -108,9 +111,29 @@ def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layo
                 f"  {f'did you mean {near[0]}?' if near else 'leave it out'}"
             )
     given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in options.items()}
+    offload = given.get("offload")
+    parts = (offload,) if isinstance(offload, str) else offload
+    if isinstance(parts, tuple) and set(parts) <= set(OFFLOAD_PARTS):
+        given["offload"] = Offload.of(parts)  # as a config has it
+    if isinstance(given.get("compression"), str):
+        given["compression"] = Compression(policy=given["compression"])
     if strategy is not None:
         given["strategy"] = "fsdp" if strategy == "zero3" else strategy
     return Layout(**given)
+
+
+def _check_arguments(comm: Any, strategy: Any, layout: Any) -> None:
+    """Raises UsageError for arguments of another type than they should be."""
+    if not isinstance(comm, Communicator):
+        raise UsageError(
+            f"the second argument is a {type(comm).__name__}\n  it is the communicator of the ranks\n"
+            "  give what paceline.connect() returns, and the strategy after it"
+        )
+    if isinstance(strategy, Layout) or not isinstance(layout, Layout | None):
+        raise UsageError(
+            "a layout is given as layout=paceline.Layout(...)\n  the third argument is the name of a strategy\n"
+            "  give layout=..., or the fields one by one: pipeline=2, tensor=2"
+        )
 
 
 def _refuse_twice(strategy: str | None, precision: object, options: Mapping[str, Any]) -> None:

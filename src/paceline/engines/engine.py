@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -52,6 +52,18 @@ class DetachedLoss:
 
     total: torch.Tensor
     count: torch.Tensor | float
+
+
+def as_loss_sum(value: Any) -> LossSum:
+    """Returns what a loss gave as a sum and its count; a plain pair is taken too."""
+    if hasattr(value, "total"):
+        return cast("LossSum", value)
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise UsageError(
+            f"a loss returned a {type(value).__name__}\n"
+            "  loss(model, microbatch) gives a sum over elements, and how many there are\n  return (loss_sum, count)"
+        )
+    return DetachedLoss(value[0], value[1])
 
 
 def ignore_phase(phase: str) -> None:
@@ -134,9 +146,9 @@ class Engine(ABC):
                     self.sit_out()
                 else:
                     with context:
-                        value = loss(self, microbatch)
+                        value = as_loss_sum(loss(self, microbatch))
                     on_phase("forward")
-                    (value.total if scale is None else value.total * scale).backward()
+                    (value.total if scale is None else value.total * scale).backward()  # type: ignore[no-untyped-call]
                     values.append(value)
                 on_phase("backward")
         return values

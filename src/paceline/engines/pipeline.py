@@ -32,7 +32,7 @@ from torch import nn
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import DetachedLoss, Engine, LossFunction, LossSum, OnPhase
+from paceline.engines.engine import DetachedLoss, Engine, LossFunction, LossSum, OnPhase, as_loss_sum
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key, tensors_of
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
 from paceline.errors import UsageError
@@ -263,7 +263,7 @@ class _Step:
             leaves.append(hand_over(output))
             return leaves[0]
 
-        value = self._loss(_once(engine, handed, cut), batch)
+        value = as_loss_sum(self._loss(_once(engine, handed, cut), batch))
         # Not the sum itself: its graph would hold the stage's inputs, and their gradients, until the step is over.
         self.values.append(DetachedLoss(value.total.detach(), value.count))
         total = value.total if self._scale is None else value.total * self._scale

@@ -128,6 +128,20 @@ class Compression:
 class Layout:
     """How a run is spread.
 
+    mesh        ``strategy``: ddp, zero1, zero2, fsdp or hybrid; ``pipeline``, ``tensor``, ``data``: ranks of each axis;
+                ``shard_ranks``: hybrid's ranks of one copy; ``node_ranks``: of a host. 0: what follows from the rest
+    sharding    ``units``: names of modules that are gathered as one, () for the whole model as one; ``unit_mb``: or
+                modules together up to this size; ``prefetch``: units gathered ahead; ``reshard_after_forward``: free
+                them after forward, keep them, or keep a slice among so many ranks
+    gradients   ``bucket_mb``, ``first_bucket_mb``: reduced together, in MiB; ``tunes_buckets``: measure the best size;
+                ``overlap``: with backward; ``algorithm`` of collectives; ``compression``: fewer bytes
+    pipeline    ``schedule``: a name or one's own; ``chunks``: stages of a rank; ``stages``, ``stage_layers``: where the
+                model is cut
+    tensor      ``sequence_parallel``: tokens are split between layers; ``gathers_logits``: whole logits for the loss
+    rank        ``precision``; ``checkpoint_activations``: what backward computes again; ``offload`` to the host;
+                ``compile``; ``buffers``: those of rank 0 for all, or each its own; ``sync_batchnorm`` over ranks
+    batch       ``microbatch``: samples at once; ``accumulate``: microbatches of a step
+
     ``context`` and ``expert`` are axes that predictions know and the engines do not have yet.
     """
 

@@ -14,6 +14,7 @@ from dataclasses import fields
 
 from paceline.errors import Problem, UsageError
 from paceline.plan import split_rules
+from paceline.plan.field_types import field_problems
 from paceline.plan.layout import Compression, Layout
 from paceline.plan.rule_case import DEFAULT, ModelOutline, Rule, RuleCase, named_twice, nearest_divisor
 
@@ -60,7 +61,7 @@ def check_layout(
     layout: Layout, ranks: int, node_ranks: int | None = None, model: ModelOutline | None = None
 ) -> Layout:
     """Returns the layout on so many ranks. Raises UsageError with everything that does not go together."""
-    problems = rules(layout, ranks=ranks, node_ranks=node_ranks, model=model)
+    problems = field_problems(layout) or rules(layout, ranks=ranks, node_ranks=node_ranks, model=model)
     if problems:
         raise UsageError("\n".join(map(str, problems)))
     return layout.for_ranks(ranks, node_ranks)

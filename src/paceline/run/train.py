@@ -30,11 +30,14 @@ def train(
 ) -> RunResult | None:
     """Trains until the run is done, with restarts as the config says.
 
+    ``overrides`` change keys of the file, ``["train.epochs=2", "name=mine"]``; ``options=RunOptions(force=True)``, of
+    ``paceline.run.train``, is for what the command line has options for: ``force``, ``resume="auto"``, ``is_quiet``.
+
     Returns None where another process has the result: on ranks other than 0 under torchrun, and on hosts that join
     another one's run. Raises ConfigError, UsageError, RunFolderError or CheckpointError for what cannot be started, and
     LaunchError for a run that failed.
     """
-    asked = config if isinstance(config, Config) else load_config(Path(config), list(overrides))
+    asked = config if isinstance(config, Config) else load_config(config, overrides)
     chosen = options or RunOptions()
     if "RANK" in os.environ:
         from paceline.run.under_launcher import run_under_launcher
