@@ -14,7 +14,7 @@ import torch
 from paceline.comm.base import DONE, Work
 
 
-class _StreamPoint:
+class _SideStreamPoint:
     """What was issued on a side stream up to a point."""
 
     __slots__ = ("_device", "_event")
@@ -52,7 +52,7 @@ class SideStream:
             inner = work()
             if inner is not DONE:
                 return inner
-            return _StreamPoint(self._stream.record_event(), self._device)
+            return _SideStreamPoint(self._stream.record_event(), self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Starts a copy. The host's side is pinned; the device's is kept until the copy has ended."""
