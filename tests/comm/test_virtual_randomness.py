@@ -141,3 +141,16 @@ def test_a_run_may_stand_inside_another() -> None:
         return inside, draw()
 
     assert run_virtual(outer, 2, seed=8) == [(lone_process(4, 1) * 2, lone_process(8, 1)[0])] * 2
+
+
+def test_normal_numbers_that_numpy_keeps_for_the_next_call_belong_to_the_rank() -> None:
+    def draw(comm: VirtualCommunicator) -> list[float]:
+        np.random.seed(comm.rank)
+        drawn = []
+        for _ in range(6):
+            drawn.append(float(np.random.standard_normal()))  # numpy makes two at a time
+            comm.barrier()
+        return drawn
+
+    for rank, drawn in enumerate(run_virtual(draw, 3)):
+        assert drawn == np.random.RandomState(rank).standard_normal(6).tolist()

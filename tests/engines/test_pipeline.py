@@ -65,7 +65,7 @@ def token_loss(logits: Any, targets: torch.Tensor) -> tuple[torch.Tensor, float]
     return total, float(targets.numel())
 
 
-def settings_of(ranks: int, microbatches: int, strategy: str = "ddp", steps: int = 3, **spread: Any) -> Settings:
+def settings_of(ranks: int, microbatches: int, strategy: str = "ddp", steps: int = 2, **spread: Any) -> Settings:
     return complete(Settings.of(strategy=strategy, ranks=ranks, steps=steps, accumulate=microbatches, **spread))
 
 
@@ -94,7 +94,7 @@ BY_DEFAULT = {("gpipe", 2, 5), ("1f1b", 3, 3), ("interleaved", 3, 3), ("zb-h1", 
 )
 def test_every_schedule_computes_what_one_process_does(schedule: str, ranks: int, microbatches: int) -> None:
     check(
-        settings_of(ranks, microbatches, steps=5, pipeline=ranks, schedule=schedule), layers=max(LAYERS, 2 * ranks - 2)
+        settings_of(ranks, microbatches, steps=3, pipeline=ranks, schedule=schedule), layers=max(LAYERS, 2 * ranks - 2)
     )
 
 

@@ -78,7 +78,7 @@ def replayed(case: Case) -> float:
 
 @SPREAD
 @OFFLOADED
-@pytest.mark.parametrize("accumulate", [1, 6])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 6])
 def test_a_plan_takes_as_long_as_the_engine(
     strategy: str, offload: tuple[str, ...], name: str, accumulate: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def train(
     return run_virtual(work, ranks)
 
 
+@functools.cache
+def alone_on_one_rank() -> list[Record]:
+    """Trains the usual config on one rank; many tests compare with it."""
+    return train(make_config(), 1)[0]
+
+
 def losses(records: list[Record]) -> list[float]:
     return [record.loss for record in records if isinstance(record, StepRecord) and record.loss is not None]
 
@@ -75,7 +82,7 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("ranks", "parallel"), MESHES, ids=str)
 def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any]) -> None:
-    (alone,) = train(make_config(), 1)
+    alone = alone_on_one_rank()
     everyone = train(make_config(ranks=ranks, **parallel), ranks)
     steps = [[record for record in records if isinstance(record, StepRecord)] for records in everyone]
     for number, expected in enumerate(record for record in alone if isinstance(record, StepRecord)):
@@ -93,7 +100,7 @@ def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any
 
 @pytest.mark.parametrize(("before", "after"), [(None, MESHES[3]), (MESHES[3], MESHES[0]), (MESHES[1], None)], ids=str)
 def test_a_checkpoint_goes_on_with_another_mesh(before: Any, after: Any, tmp_path: Path) -> None:
-    (alone,) = train(make_config(), 1)
+    alone = alone_on_one_rank()
     ranks, parallel = before or (1, {})
     train(make_config(ranks=ranks, **parallel), ranks, until=2, save=tmp_path)
     state = open_checkpoint(tmp_path / "step-00000002")

@@ -638,9 +638,9 @@ def verified_on_this_rank(comm: Communicator, name: str, settings: Settings, sha
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),
     [
-        ("gpt", "ddp", {}),
+        pytest.param("gpt", "ddp", {}, marks=pytest.mark.exhaustive),
         ("gpt", "ddp", {"accumulate": 2}),
-        ("gpt", "zero1", {"accumulate": 2}),
+        pytest.param("gpt", "zero1", {"accumulate": 2}, marks=pytest.mark.exhaustive),
         ("mlp", "zero2", {"accumulate": 2}),
         ("gpt", "fsdp", {"accumulate": 2, "checkpoint_activations": "full"}),
         ("mlp", "hybrid", {"shard_ranks": 1}),

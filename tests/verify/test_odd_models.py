@@ -136,7 +136,7 @@ class Tiny(Net):
 
 
 @covering(
-    always={"strategy": ["fsdp"], "model": [Branches]},
+    always={"model": [Branches]},
     model=[Frozen, Reused, Tied, Trees, Branches, Blind, Recurrent, Tiny],
     strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"],
 )

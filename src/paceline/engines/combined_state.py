@@ -7,7 +7,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,32 +18,55 @@ from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.optimizer_state import load_optimizer_state
 
 T = TypeVar("T")
+PARCEL_BYTES = 16 << 20  # of one message: few messages for small values, little memory beside large ones
 Groups = list[tuple[dict[str, Any], list[str]]]  # settings, and the names of the parameters
 
 
 def merge_over(comm: Communicator, mine: Mapping[str, T], *, rank0_only: bool = False) -> dict[str, T]:
     """Returns the values of all ranks by name, that of the first rank where several have one.
 
-    One value travels at a time. With ``rank0_only`` the others get an empty dict.
+    Values travel in parcels of up to ``PARCEL_BYTES``. With ``rank0_only`` the others get an empty dict.
     """
     if comm.size == 1:
         return dict(mine)
-    everyone = gather_objects(comm, list(mine))
+    everyone = gather_objects(comm, [(name, _num_bytes(value)) for name, value in mine.items()])
     found: dict[str, T] = dict(mine) if comm.rank == 0 or not rank0_only else {}
+    for rank, names in _parcels(everyone):
+        parcel = {name: mine[name] for name in names} if comm.rank == rank else {}
+        if not rank0_only:
+            found.update(broadcast_object(comm, parcel, rank))
+        elif rank and comm.rank == rank:
+            for work in send_object(comm, parcel, 0):
+                work.wait()
+        elif rank and comm.rank == 0:
+            found.update(receive_object(comm, rank))
+    return found
+
+
+def _parcels(everyone: Sequence[Sequence[tuple[str, int]]]) -> Iterator[tuple[int, list[str]]]:
+    """Yields which rank hands out which names together, each name once."""
     seen: set[str] = set()
-    for rank, names in enumerate(everyone):
-        for name in names:
+    for rank, sizes in enumerate(everyone):
+        parcel: list[str] = []
+        filled = 0
+        for name, num_bytes in sizes:
             if name in seen:
                 continue
             seen.add(name)
-            if not rank0_only:
-                found[name] = broadcast_object(comm, mine.get(name), rank)  # type: ignore[assignment]
-            elif rank and comm.rank == rank:
-                for work in send_object(comm, mine[name], 0):
-                    work.wait()
-            elif rank and comm.rank == 0:
-                found[name] = receive_object(comm, rank)
-    return found
+            if parcel and filled + num_bytes > PARCEL_BYTES:
+                yield rank, parcel
+                parcel, filled = [], 0
+            parcel.append(name)
+            filled += num_bytes
+        if parcel:
+            yield rank, parcel
+
+
+def _num_bytes(value: object) -> int:
+    """Returns the bytes of the tensors in a state."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_num_bytes, value.values())) if isinstance(value, Mapping) else 0
 
 
 def global_groups(
