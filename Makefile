@@ -24,7 +24,7 @@ test: $(VENV)/ready  ## run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-all: $(VENV)/ready  ## run all tests, the exhaustive ones too
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m ""
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "" --hypothesis-profile=all
 
 soak: $(VENV)/ready  ## inject faults into real processes, all of them (minutes)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m soak

@@ -203,11 +203,13 @@ def stay_away(comm: Communicator) -> None:
     store = meet_again(comm)
     if comm.rank == 1:
         store.wait(["rank 0 gave up"], datetime.timedelta(seconds=100))
+        store.set("rank 1 knows", "")
         return
     try:
         connect("gloo", device="cpu", timeout_s=2)
     finally:
         store.set("rank 0 gave up", "")
+        store.wait(["rank 1 knows"], datetime.timedelta(seconds=100))  # the store ends with rank 0
 
 
 def alone_in_a_group(comm: Communicator) -> tuple[str, tuple[int, ...]]:

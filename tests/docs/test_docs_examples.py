@@ -6,6 +6,7 @@ behind one is what it prints. Commands are read by the command line's own parser
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -86,9 +87,15 @@ def test_the_examples_of_a_page_run(
             assert printed == example.printed, f"{page}:{example.line}"
 
 
+@functools.cache
+def whole_command() -> Any:
+    """Builds the command line, which takes a quarter of a second, once."""
+    return typer.main.get_command(app)
+
+
 def parameters_of(words: list[str]) -> dict[str, Any]:
     """Parses a command without running it. Raises what the command line raises for a call that it cannot read."""
-    command: Any = typer.main.get_command(app)
+    command: Any = whole_command()
     while hasattr(command, "commands"):
         name, *words = words
         command = command.commands[name]
