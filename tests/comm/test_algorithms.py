@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[str, int, int, int, torch.dtype, str, int]:
     return draw(st.sampled_from(NAMES)), ranks, hosts, numel, dtype, op, draw(st.sampled_from([1, 16, 2**20]))
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(cases())
 def test_an_all_reduce_is_the_plain_reduction_with_the_same_bits_on_every_rank(
     case: tuple[str, int, int, int, torch.dtype, str, int],
@@ -115,7 +115,7 @@ def test_whole_numbers_are_summed_exactly_by_every_number_of_ranks(name: str, ra
             assert torch.equal(tensor, reduction(inputs, "sum"))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(NAMES),
     ranks=st.integers(1, 9),
