@@ -16,7 +16,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines import automatic
+from paceline.engines import apply
 from paceline.engines.apply import layout_from, parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import UsageError
@@ -68,17 +68,15 @@ def test_auto_takes_data_parallelism_where_it_fits() -> None:
 
 def test_auto_shards_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """With less room than data parallelism needs, and more than full sharding does, the ranks share the model out."""
-    monkeypatch.setattr(automatic, "_FOR_ACTIVATIONS", 0.0)
+    monkeypatch.setattr(apply, "_FOR_ACTIVATIONS", 0.0)
 
     def choose() -> list[Choice]:
-        return run_virtual(lambda comm: automatic.choose_for_module(make_model(), comm), ranks=4)
+        return run_virtual(lambda comm: apply.choose_for_module(make_model(), comm), ranks=4)
 
     needs = {each.label: each.memory.device_bytes for each in choose()[0].ladder}
     room = round((needs["ddp"] + needs["fsdp"]) / 2 / (1 - MARGIN))
-    measure = automatic.measure_room
-    monkeypatch.setattr(
-        automatic, "measure_room", lambda *where: dataclasses.replace(measure(*where), device_bytes=room)
-    )
+    measure = apply.measure_room
+    monkeypatch.setattr(apply, "measure_room", lambda *where: dataclasses.replace(measure(*where), device_bytes=room))
     assert {each.chosen.label for each in choose()} <= {"zero1", "zero2", "fsdp"}
     engines = run_virtual(lambda comm: type(parallelize(make_model(), comm, "auto")).__name__, ranks=4)
     assert set(engines) <= {"ZeroParallel", "FullySharded"}

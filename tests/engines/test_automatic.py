@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.automatic import choose_for_module
+from paceline.engines.apply import choose_for_module
 from paceline.errors import RankFailedError, UsageError
 from paceline.search.choice import Room
 from paceline.units import MIB
@@ -33,7 +33,7 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
             device=device, device_bytes=mib * MIB, host_bytes=ranks * mib * MIB, ranks=ranks, node_ranks=node_ranks
         )
 
-    monkeypatch.setattr("paceline.engines.automatic.measure_room", measure)
+    monkeypatch.setattr("paceline.engines.apply.measure_room", measure)
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.engines.checkpointing import POLICIES, checkpoint_blocks
+from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.models.registry import model_blocks
 from paceline.models.resnet import ResNet
+from paceline.plan.layout import CHECKPOINTS
 
 BATCH, WIDTH, HIDDEN, LAYERS = 6, 8, 32, 4
-ACTIVE = [policy for policy in POLICIES if policy != "none"]
+ACTIVE = [policy for policy in CHECKPOINTS if policy != "none"]
 
 
 class Block(nn.Module):
@@ -221,7 +222,7 @@ def held_after_forward(policy: str, layers: int) -> int:
 def test_bytes_held_for_backward_are_those_of_the_table() -> None:
     """The difference that one more block makes, counted by storage."""
     stream, hidden = 4 * BATCH * WIDTH, 4 * BATCH * HIDDEN
-    per_block = {policy: held_after_forward(policy, 3) - held_after_forward(policy, 2) for policy in POLICIES}
+    per_block = {policy: held_after_forward(policy, 3) - held_after_forward(policy, 2) for policy in CHECKPOINTS}
     assert per_block["full"] == stream  # its output: the next one's input
     assert per_block["matmuls"] == stream + (hidden + stream)  # the outputs of its two products besides
     assert per_block["none"] > per_block["matmuls"]
@@ -261,7 +262,7 @@ def test_attention_is_kept_with_the_products() -> None:
     assert calls("matmuls")["mm"] == calls("none")["mm"] < calls("full")["mm"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", CHECKPOINTS)
 def test_without_gradients_nothing_is_added(policy: str) -> None:
     def operators(model: nn.Module) -> Counter[str]:
         with torch.no_grad(), LiveBytes() as live:

@@ -195,7 +195,7 @@ def test_a_kept_larger_slice_is_gathered_among_fewer_ranks() -> None:
                 piece.zero_()  # not seen: what was kept is what the forward computed with
         group.gather_within(small).wait()
         check_equal(values(group), originals())
-        group.forget_kept()
+        group.kept = None
 
     run_virtual(work, 4)
 

@@ -146,6 +146,12 @@ def test_ranks_without_samples_in_some_microbatches(strategy: str) -> None:
     check(settings_of(4, 4, strategy, pipeline=2), samples=3)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("samples", [3, 7])
+def test_ranks_without_samples_where_two_stages_of_a_rank_share_a_weight(strategy: str, samples: int) -> None:
+    check(settings_of(4, 4, strategy, pipeline=2, schedule="zb-v"), samples=samples)
+
+
 @pytest.mark.parametrize(("strategy", "schedule"), [("zero1", "zb-h1"), ("fsdp", "1f1b")])
 def test_stages_may_compute_their_activations_again(strategy: str, schedule: str) -> None:
     settings = settings_of(4, 2, strategy, pipeline=2, schedule=schedule)

@@ -224,7 +224,7 @@ def test_blocks_and_ends_are_those_inside() -> None:
     assert len(last.blocks()) == 2
     assert [type(end).__name__ for end in first.ends()] == ["Embedding"]
     assert [type(end).__name__ for end in last.ends()] == ["Linear"]
-    assert (first.is_first, first.is_last, last.is_first, last.is_last) == (True, False, False, True)
+    assert (first.index, first.num_stages, last.index, last.num_stages) == (0, 2, 1, 2)
     assert "stage 1 of 2: layers.1, layers.2, norm" in repr(last)
     assert [stage.ends() for stage in separate(gpt(tied=True), (0, 2, 5))] == [[], []]
 
@@ -257,7 +257,7 @@ def train_alone(
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         x: Tensor = torch.randn(4, 8, 16, generator=generator, dtype=torch.float64).requires_grad_()
-        if stage.is_first:
+        if stage.index == 0:
             x = torch.randint(0, 11, (4, 8), generator=generator)
         mine = x[comm.rank * (4 // comm.size) : (comm.rank + 1) * (4 // comm.size)]
         engine(mine).square().mean().backward()

@@ -44,7 +44,7 @@ from paceline.comm.base import DONE
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.checkpointing import Replay
-from paceline.engines.engine import SharedBuffers
+from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.route import Leg, Route
@@ -413,7 +413,7 @@ BUGS: dict[str, Bug] = {
     ),
     **in_each(
         "buffers not sent",
-        replacing(SharedBuffers, "share", nothing),
+        replacing(ModuleEngine, "share_buffers", nothing),
         "buffer",
         "fsdp zero1",
         case=known(Remembers),

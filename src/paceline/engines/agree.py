@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def check_same_model(module: nn.Module, comm: Communicator) -> None:
         return
     everyone = gather_objects(comm, rows)
     for rank, theirs in enumerate(everyone):
-        for ours, other in zip(_padded(everyone[0], theirs), _padded(theirs, everyone[0]), strict=True):
+        for ours, other in zip_longest(everyone[0], theirs, fillvalue="nothing more"):
             if ours != other:
                 raise UsageError(
                     f"rank 0 and rank {rank} built different models: rank 0 has {ours}, rank {rank} has {other}\n"
@@ -68,7 +69,3 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
                 yield from tensors_in(getattr(leaf, field.name))
-
-
-def _padded(rows: list[str], others: list[str]) -> list[str]:
-    return rows + ["nothing more"] * max(0, len(others) - len(rows))

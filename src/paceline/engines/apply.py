@@ -18,28 +18,33 @@ from torch import nn
 
 from paceline.comm.base import Communicator, GradientCompression
 from paceline.comm.compress import Compressor
+from paceline.comm.objects import broadcast_object
 from paceline.engines.agree import broadcast_tensors, check_same_model
-from paceline.engines.automatic import choose_for_module
 from paceline.engines.batchnorm import synchronise_batchnorm
 from paceline.engines.buckets.choice import choose_for_link
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.composition import combine
 from paceline.engines.ddp import DataParallel
-from paceline.engines.engine import Engine
+from paceline.engines.engine import Engine, ModuleEngine
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.fsdp import FullySharded, Groups
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
-from paceline.errors import UsageError
+from paceline.errors import ConfigError, UsageError
+from paceline.free_memory import measure_room
 from paceline.mesh import Mesh
-from paceline.models.registry import model_apart, model_blocks, model_ends
+from paceline.models.registry import model_apart, model_blocks, model_ends, num_parameters
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
+from paceline.predict.memory.facts import BlockFacts, ModelFacts
+from paceline.predict.memory.memory import StateFacts
+from paceline.search.choice import Choice, choose_strategy
 from paceline.units import GIB, MIB
 
 STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
 _MARK = "_paceline_engine"
+_FOR_ACTIVATIONS = 0.5  # of a rank's memory, where a strategy is chosen
 _LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as good as several
 
 
@@ -176,17 +181,53 @@ def _choose(model: nn.Module, comm: Communicator, layout: Layout) -> Layout:
     return replace(layout, strategy=chosen.strategy, offload=offload)
 
 
+def choose_for_module(
+    model: nn.Module, comm: Communicator, blocks: Sequence[nn.Module] = (), precision: str = "fp32"
+) -> Choice:
+    """Chooses a strategy for a module on the ranks of ``comm``, all on one host: rank 0 decides for all of them.
+
+    It judges by the parameters alone, since nobody has seen a batch: half of a rank's memory is left to activations,
+    which are not checkpointed. What is offloaded is part of the choice. A config says more, and gets a better choice:
+    see ``paceline.search.choice``. Raises UsageError on every rank where nothing fits.
+    """
+    decided: Choice | UsageError | None = None
+    if comm.rank == 0:
+        room = measure_room(comm.device.type, comm.size, comm.size)
+        room = replace(room, device_bytes=round(room.device_bytes * (1 - _FOR_ACTIVATIONS)))
+        itemsize = max((p.element_size() for p in model.parameters()), default=4)
+        states = StateFacts(itemsize=itemsize, device=comm.device.type)
+        keep = frozenset({"checkpoint_activations"})
+        try:
+            decided = choose_strategy(
+                _facts(model, blocks), Layout(precision=precision), room, states=states, keep=keep
+            )
+        except ConfigError as error:
+            decided = UsageError(f"strategy = 'auto'\n  {error.problems[0]}")
+    decided = broadcast_object(comm, decided)
+    if isinstance(decided, UsageError):
+        raise decided
+    assert decided is not None
+    return decided
+
+
+def _facts(model: nn.Module, blocks: Sequence[nn.Module]) -> ModelFacts:
+    sizes = [num_parameters(block) for block in blocks]
+    return ModelFacts(
+        name=type(model).__name__,
+        blocks=tuple(BlockFacts(parameters=size) for size in sizes),
+        root=BlockFacts(parameters=num_parameters(model) - sum(sizes)),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        source="measured",
+    )
+
+
 def _share(
-    model: nn.Module,
-    comm: Communicator,
-    layout: Layout,
-    precision: Precision,
-    compressor: GradientCompression | None,
-) -> Engine:
+    model: nn.Module, comm: Communicator, layout: Layout, precision: Precision, compressor: GradientCompression | None
+) -> ModuleEngine:
     """Makes the engine of a model, or of a stage of one, over the ranks that share the batch."""
     _check_model(model, may_be_meta=layout.is_fully_sharded or comm.device.type == "meta")
     check_precision(precision, comm.device)
-    _check_host(layout.offload, comm.device, sum(p.numel() for p in model.parameters()) // comm.size)
+    _check_host(layout.offload, comm.device, num_parameters(model) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
     _prepare_blocks(model, comm, layout, precision)
@@ -194,7 +235,17 @@ def _share(
         return _shard(model, comm, layout, precision, compressor)
     model.to(comm.device)
     broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    return _replicate(model, comm, layout, precision, compressor)
+    layout = replace(layout, tunes_buckets=layout.tunes_buckets and comm.size > 1 and comm.takes_real_time)
+    if layout.strategy == "ddp":
+        return DataParallel(model, comm, layout, precision, compressor)
+    if not layout.tunes_buckets:
+        return ZeroParallel(model, comm, layout, precision)
+    choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm))
+    found = choice.policy
+    layout = replace(layout, bucket_mb=found.bucket_bytes / MIB, first_bucket_mb=found.first_bucket_bytes / MIB)
+    engine = ZeroParallel(model, comm, layout, precision)
+    engine.bucket_choice = choice
+    return engine
 
 
 def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precision: Precision) -> None:
@@ -210,27 +261,6 @@ def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precis
         compile_model(model, whole=is_whole)
 
 
-def _replicate(
-    model: nn.Module,
-    comm: Communicator,
-    layout: Layout,
-    precision: Precision,
-    compressor: GradientCompression | None,
-) -> Engine:
-    """Makes an engine whose ranks compute with whole parameters."""
-    layout = replace(layout, tunes_buckets=layout.tunes_buckets and comm.size > 1 and comm.takes_real_time)
-    if layout.strategy == "ddp":
-        return DataParallel(model, comm, layout, precision, compressor)
-    if not layout.tunes_buckets:
-        return ZeroParallel(model, comm, layout, precision)
-    choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm))
-    found = choice.policy
-    layout = replace(layout, bucket_mb=found.bucket_bytes / MIB, first_bucket_mb=found.first_bucket_bytes / MIB)
-    engine = ZeroParallel(model, comm, layout, precision)
-    engine.bucket_choice = choice
-    return engine
-
-
 def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
     """Compiles each block in place, or the whole model where it has none; names stay as they are.
 
@@ -243,11 +273,7 @@ def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
 
 
 def _shard(
-    model: nn.Module,
-    comm: Communicator,
-    layout: Layout,
-    precision: Precision,
-    compressor: GradientCompression | None,
+    model: nn.Module, comm: Communicator, layout: Layout, precision: Precision, compressor: GradientCompression | None
 ) -> FullySharded:
     """Makes an engine whose ranks hold slices of everything."""
     groups = _groups(comm, layout)

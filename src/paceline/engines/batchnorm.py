@@ -38,6 +38,7 @@ from paceline.comm.base import Communicator, Work
 from paceline.engines.checkpointing import Replay
 from paceline.errors import UsageError
 
+_Message = tuple[torch.Tensor, Work]  # what a collective brings, and the collective
 _HEAD = 2  # in front of the channels: how many values, and the number of the layer (0: this rank stands in)
 
 
@@ -121,7 +122,7 @@ class SyncBatchNorm(_BatchNorm):
         wide = x.to(_statistics_dtype(x))
         count = x.numel() // max(x.shape[1], 1)
         if count:
-            variance, mean = torch.var_mean(wide, _without_channels(x), correction=0)
+            variance, mean = torch.var_mean(wide, [0, *range(2, x.ndim)], correction=0)
         else:
             variance = mean = wide.new_zeros(x.shape[1])
         moments = self.exchange.gather(self.number, count, mean, variance * count)
@@ -198,14 +199,6 @@ class _PassKind:
     num_trained: int  # layers that backward will reach: something at or before them is trained, as far as can be told
 
 
-@dataclass(frozen=True, slots=True)
-class _StatisticsMessage:
-    """A collective under way, with what it brings."""
-
-    result: torch.Tensor
-    work: Work
-
-
 class Exchange:
     """What the synchronised layers of a model share: a communicator of their own, and how often they are called."""
 
@@ -238,10 +231,10 @@ class Exchange:
         row[0], row[1] = count, number
         row[_HEAD : _HEAD + channels] = mean
         row[_HEAD + self._width : _HEAD + self._width + channels] = squares
-        message = self._send_row(row)
-        message.work.wait()
-        self._check_same_layer(number, message.result)
-        return self._read(message.result, channels)
+        rows, work = self._send_row(row)
+        work.wait()
+        self._check_same_layer(number, rows)
+        return self._read(rows, channels)
 
     def add_up(self, *sums: torch.Tensor) -> torch.Tensor:
         """Returns the two sums over all ranks."""
@@ -258,30 +251,27 @@ class Exchange:
 
     # What a rank does that has no samples.
 
-    def stand_in(self) -> tuple[list[_StatisticsMessage], list[_StatisticsMessage]]:
+    def stand_in(self) -> tuple[list[_Message], list[_Message]]:
         """Sends messages of count zero for all of a pass's calls, and waits for none."""
         self._remember()
         kind = self._kind_now()
         guess = (sum(kind.looks_at_batch), kind.num_trained if kind.has_gradients else 0)
         num_forward, num_backward = self._num_calls.get(kind, guess)
         forward = [self._send_row(self._new(_HEAD + 2 * self._width)) for _ in range(num_forward)]
-        backward = []
-        for _ in range(num_backward):
-            totals = self._new(2, self._width)
-            backward.append(_StatisticsMessage(totals, self.comm.all_reduce(totals)))
-        return forward, backward
+        zeros = [self._new(2, self._width) for _ in range(num_backward)]
+        return forward, [(totals, self.comm.all_reduce(totals)) for totals in zeros]
 
-    def complete(self, messages: tuple[list[_StatisticsMessage], list[_StatisticsMessage]]) -> None:
+    def complete(self, messages: tuple[list[_Message], list[_Message]]) -> None:
         """Waits for the messages, and moves the running statistics as the other ranks have moved theirs."""
         forward, backward = messages
-        for message in forward:
-            message.work.wait()
-            number = int(message.result[:, 1].max().item())  # sync point
+        for rows, work in forward:
+            work.wait()
+            number = int(rows[:, 1].max().item())  # sync point
             if number:  # else no rank has samples
                 layer = self.layers[number - 1]
-                layer.move_statistics(self._read(message.result, layer.num_features))
-        for message in backward:
-            message.work.wait()
+                layer.move_statistics(self._read(rows, layer.num_features))
+        for _, work in backward:
+            work.wait()
 
     def _kind_now(self) -> _PassKind:
         num_trained, is_trained = 0, False
@@ -308,9 +298,9 @@ class Exchange:
     def _new(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.comm.device)
 
-    def _send_row(self, row: torch.Tensor) -> _StatisticsMessage:
+    def _send_row(self, row: torch.Tensor) -> _Message:
         rows = self._new(self.comm.size, row.numel())
-        return _StatisticsMessage(rows, self.comm.all_gather(rows, row))
+        return rows, self.comm.all_gather(rows, row)
 
     def _read(self, rows: torch.Tensor, channels: int) -> Moments:
         first, second = rows[:, _HEAD : _HEAD + self._width], rows[:, _HEAD + self._width :]
@@ -337,10 +327,6 @@ def _can_synchronise(module: nn.Module) -> bool:
 
 def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-
-
-def _without_channels(x: torch.Tensor) -> list[int]:
-    return [0, *range(2, x.ndim)]
 
 
 def _to(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,11 +29,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.errors import UsageError
+from paceline.plan.layout import CHECKPOINTS
 
-CheckpointActivations = Literal["none", "full", "matmuls", "every_2", "every_3", "every_4"]
-POLICIES: tuple[str, ...] = get_args(CheckpointActivations)
 T = TypeVar("T")
-_Context = contextlib.AbstractContextManager[Any]
 
 # By the beginnings of their names: attention has many, one for each kernel.
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_dot_product")
@@ -45,8 +43,8 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
     Forward passes without gradients cost nothing more. Raises UsageError for an unknown policy, for no blocks, and for
     blocks that are checkpointed already.
     """
-    if policy not in POLICIES:
-        raise UsageError(f"checkpoint_activations = {policy!r} is unknown\n  it is one of {', '.join(POLICIES)}")
+    if policy not in CHECKPOINTS:
+        raise UsageError(f"checkpoint_activations = {policy!r} is unknown\n  it is one of {', '.join(CHECKPOINTS)}")
     if policy == "none":
         return
     step = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
@@ -66,8 +64,8 @@ class Replay:
     """
 
     def __init__(self, layers: Sequence[_BatchNorm]) -> None:
-        self._asking = [layer for layer in layers if isinstance(layer, Replays)]
-        self._plain = [layer for layer in layers if not isinstance(layer, Replays)]
+        self._asking: list[Any] = [layer for layer in layers if hasattr(layer, "replay")]
+        self._plain = [layer for layer in layers if not hasattr(layer, "replay")]
         self._copies: list[dict[str, torch.Tensor | None]] = []
         self._results: list[Any] = []
         self._is_second = False
@@ -105,13 +103,6 @@ class Replay:
             layer._buffers.update(values)
 
 
-@runtime_checkable
-class Replays(Protocol):
-    """A layer that does some of its work in the first run alone."""
-
-    replay: Replay | None
-
-
 def _run(
     forward: Callable[..., Any], layers: tuple[_BatchNorm, ...], keeps_products: bool, *args: Any, **kwargs: Any
 ) -> Any:
@@ -131,13 +122,8 @@ def _run(
 
     body = replayed if layers else forward
     if keeps_products:
-        return checkpoint(body, *args, use_reentrant=False, context_fn=_keep_products, **kwargs)
+        kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _is_kept)
     return checkpoint(body, *args, use_reentrant=False, **kwargs)
-
-
-def _keep_products() -> tuple[_Context, _Context]:
-    contexts: tuple[_Context, _Context] = create_selective_checkpoint_contexts(_is_kept)  # type: ignore[no-untyped-call]
-    return contexts
 
 
 def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -36,6 +36,7 @@ from paceline.engines.combined_state import (
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, ignore_phase
 from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.engines.flat.optimizer_state import gather_optimizer_state
+from paceline.engines.flat.sharded import name_problems, reduce_norm
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.tensor.layout import TensorLayout
 from paceline.errors import UsageError
@@ -69,9 +70,8 @@ class CombinedParallel(Engine):
         """Takes the names of the whole model's state in order, and the stages that share a tied parameter."""
         self.axes = axes
         self.comm = axes.data
-        self.stages: dict[int, Engine] = dict(pipeline.stages)
-        self._pipeline = pipeline if pipeline.num_stages > 1 else None
-        self.pipeline = self._pipeline
+        self.stages = pipeline.stages
+        self.pipeline = pipeline if pipeline.num_stages > 1 else None
         engines = list(self.stages.values())
         self.precision = engines[0].precision
         self.flat_groups = [group for engine in engines for group in engine.flat_groups]
@@ -84,7 +84,6 @@ class CombinedParallel(Engine):
 
     @property
     def num_parameters(self) -> int:
-        """How many parameters the whole model has."""
         return self._num_parameters
 
     @property
@@ -99,7 +98,6 @@ class CombinedParallel(Engine):
 
     @property
     def world(self) -> Communicator:
-        """All ranks that train together."""
         return self.axes.world
 
     # What users call.
@@ -109,7 +107,7 @@ class CombinedParallel(Engine):
 
         Raises UsageError for a forward with gradients through a pipeline, whose microbatches run by a schedule.
         """
-        if self._pipeline is None:
+        if self.pipeline is None:
             return self.stages[0](*args, **kwargs)
         if torch.is_grad_enabled():
             raise UsageError(
@@ -117,7 +115,7 @@ class CombinedParallel(Engine):
                 "  its forward and backward passes are interleaved by a schedule, over all microbatches of a step\n"
                 "  call engine.run_microbatches(microbatches, loss, scale), or train through the trainer"
             )
-        output = self._pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), (args, kwargs))
+        output = self.pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), (args, kwargs))
         return merge_over(self.axes.pipe, {} if output is None else {"output": output})["output"]
 
     def run_microbatches(
@@ -131,79 +129,52 @@ class CombinedParallel(Engine):
 
         There the result is one sum and count over this rank's microbatches, the same on every rank of the pipeline.
         """
-        if self._pipeline is None:
+        if self.pipeline is None:
             return super().run_microbatches(microbatches, loss, scale, on_phase)
-        values = self._pipeline.run(microbatches, loss, scale, on_phase)
+        values = self.pipeline.run(microbatches, loss, scale, on_phase)
         self._sum_tied()
-        return [self._pipeline.share_values(values)]
+        return [self.pipeline.share_values(values)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over what this rank updates, under the whole model's names."""
         return (pair for engine in self.stages.values() for pair in engine.named_parameters())
 
     def train(self, mode: bool = True) -> Self:
-        """Puts the stages into training mode."""
         for engine in self.stages.values():
             engine.train(mode)
         return self
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
         with contextlib.ExitStack() as stack:
             for engine in self.stages.values():
                 stack.enter_context(engine.no_sync())
             yield
 
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
-        """Returns ``compute(model, batch)`` on the last stage, None on the others."""
-        if self._pipeline is None:
+        if self.pipeline is None:
             return compute(self, batch)
-        result: T | None = self._pipeline.evaluate(compute, batch)
+        result: T | None = self.pipeline.evaluate(compute, batch)
         return result
 
     def add_up(self, sums: torch.Tensor) -> None:
         """Adds numbers of the last stages over the ranks that share the batch; every rank gets the result."""
         self.comm.all_reduce(sums).wait()
-        if self._pipeline is not None and self.axes.pipe.size > 1:
-            self.axes.pipe.broadcast(sums, self._pipeline.last_rank).wait()
+        if self.pipeline is not None and self.axes.pipe.size > 1:
+            self.axes.pipe.broadcast(sums, self.pipeline.placement[-1]).wait()
 
     def sit_out(self) -> None:
-        """Takes part in a pass of the other ranks for which this one has no samples."""
         for engine in self.stages.values():
             engine.sit_out()
 
-    def abandon_accumulation(self) -> None:
-        """Forgets the passes since the last one that reduced."""
-        self.sit_out()
-
     def forget_pass(self) -> None:
-        """Takes back what the last pass taught the stages."""
         for engine in self.stages.values():
             engine.forget_pass()
 
-    def interleave(self) -> None:
-        """Prepares for passes that alternate, as each stage does."""
-        for engine in self.stages.values():
-            engine.interleave()
-
-    def sit_out_forward(self) -> None:
-        """Takes part in a forward."""
-        for engine in self.stages.values():
-            engine.sit_out_forward()
-
-    def sit_out_backward(self) -> None:
-        """Takes part in a backward."""
-        for engine in self.stages.values():
-            engine.sit_out_backward()
-
     def share_buffers(self) -> None:
-        """Gives every rank the buffers of the first that shares the batch, where the policy says so."""
         for engine in self.stages.values():
             engine.share_buffers()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError unless the optimizer can update what this rank holds, and updates nothing else."""
         super().check_optimizer(optimizer)
         if self.flat_groups:
             check_elementwise(optimizer)
@@ -212,19 +183,14 @@ class CombinedParallel(Engine):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
-        is_max, device = math.isinf(norm_type), self.comm.device
+        device = self.comm.device
         gradients = [gradient for gradient in self._counted_gradients() if gradient.numel()]
         norms = [norm.to(device) for norm in torch._foreach_norm(gradients, norm_type)] if gradients else []
-        dtype = norms[0].dtype if norms else next(self.parameters()).dtype
-        total = torch.zeros(1, dtype=dtype, device=device)
+        total = torch.zeros((), dtype=norms[0].dtype if norms else next(self.parameters()).dtype, device=device)
         if norms:
             stacked = torch.stack(norms)
-            total += stacked.max() if is_max else (stacked**norm_type).sum()
-        if is_max:  # the larger of a number and nan is the number, to some backends
-            total.masked_fill_(total.isnan(), math.inf)
-        self.world.all_reduce(total, "max" if is_max else "sum").wait()
-        norm = total[0] if is_max else total[0] ** (1.0 / norm_type)
+            total += stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+        norm = reduce_norm(total, self.world, norm_type)
         if not math.isinf(max_norm):
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for parameter in self.parameters():
@@ -270,18 +236,14 @@ class CombinedParallel(Engine):
     # States.
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns all parameters and buffers of the whole model, on the CPU. All ranks call it."""
         mine: dict[str, torch.Tensor] = {}
         for engine in self.stages.values():
             for name, value in engine.full_state_dict(rank0_only=rank0_only).items():
                 mine.setdefault(name, self._whole(name, value))
-        found = self._merged(mine, rank0_only=rank0_only)
-        return {name: found[name] for name in self._names if name in found}
+        return self._merged(mine, rank0_only=rank0_only)
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``full_state_dict`` gave, each rank its part; every name must be there, and no other."""
-        problems = [f"missing {name}" for name in self._names if name not in state]
-        problems += [f"unexpected {name}" for name in state if name not in self._names]
+        problems = name_problems(self._names, state)
         if problems:
             raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
         for engine in self.stages.values():
@@ -289,13 +251,11 @@ class CombinedParallel(Engine):
             engine.load_full_state_dict({name: self._part(name, state[name]) for name in mine})
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns the reduced gradients of the whole model; None where no rank had one. All ranks call it."""
         mine: dict[str, torch.Tensor | None] = {}
         for engine in self.stages.values():
             for name, gradient in engine.full_gradients().items():
                 mine.setdefault(name, None if gradient is None else self._whole(name, gradient))
-        found = self._merged(mine, rank0_only=False)
-        return {name: found[name] for name in self._names if name in found}
+        return self._merged(mine, rank0_only=False)
 
     def shards(self) -> Iterator[Shard]:
         """Yields what this rank holds of the whole model: parts of the tensor axis, of the stages that it has.
@@ -314,16 +274,13 @@ class CombinedParallel(Engine):
                 yield replace(shard, region=region, copy=copy)
 
     def state_names(self) -> Collection[str]:
-        """Returns the names of all that ranks together hold."""
         return self._names
 
     def mark_loaded(self) -> None:
-        """Tells the stages that the shards have new values."""
         for engine in self.stages.values():
             engine.mark_loaded()
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Returns the optimizer's state as one process would have it. All ranks call it."""
         packed = gather_optimizer_state(optimizer, self.flat_groups, comm=self.comm, rank0_only=rank0_only)
         groups = global_groups(self.axes.pipe, optimizer, self._by_id(), self._names)
         mine = named_states(optimizer, packed, self._by_id()) if packed else {}
@@ -332,7 +289,6 @@ class CombinedParallel(Engine):
         return numbered_states(groups, found) if found else {}
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Loads what ``full_optimizer_state`` gave, or one process had. All ranks call it."""
         groups = global_groups(self.axes.pipe, optimizer, self._by_id(), self._names)
         load_by_name(optimizer, self.flat_groups, groups, state, self._by_id(), self._part_values)
 
@@ -351,7 +307,9 @@ class CombinedParallel(Engine):
 
     def _whole_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Puts together the states of one parameter that have its shape."""
-        shape = self._local_shape(name)
+        if self._splits is None:
+            return dict(values)
+        shape = self._splits.splits[name].local_shape(self.axes.tensor.rank, self.axes.tensor.size)
         return {key: self._whole(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
 
     def _part_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,19 +318,16 @@ class CombinedParallel(Engine):
         shape = self._splits.full_shape(name)
         return {key: self._part(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
 
-    def _local_shape(self, name: str) -> tuple[int, ...] | None:
-        tensor = self.axes.tensor
-        return None if self._splits is None else self._splits.splits[name].local_shape(tensor.rank, tensor.size)
-
     def _merged(self, mine: dict[str, T], *, rank0_only: bool) -> dict[str, T]:
-        """Collects over the pipeline what its ranks have; with ``rank0_only`` on world rank 0 alone."""
+        """Collects over the pipeline what its ranks have, in the model's order; by request on world rank 0 alone."""
         if rank0_only and (self.comm.rank or self.axes.tensor.rank):
             return {}
-        return merge_over(self.axes.pipe, mine, rank0_only=rank0_only)
+        found = merge_over(self.axes.pipe, mine, rank0_only=rank0_only)
+        return {name: found[name] for name in self._names if name in found}
 
     def _by_id(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.named_parameters()}
 
 
-def _has_shape(value: Any, shape: tuple[int, ...] | None) -> bool:
-    return isinstance(value, torch.Tensor) and shape is not None and tuple(value.shape) == shape and value.ndim > 0
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.ndim > 0

@@ -15,7 +15,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.engines.flat.flat import FlatGroup
-from paceline.engines.flat.optimizer_state import load_optimizer_state
+from paceline.engines.flat.optimizer_state import load_optimizer_state, numbered_parameters
 
 T = TypeVar("T")
 PARCEL_BYTES = 16 << 20  # of one message: few messages for small values, little memory beside large ones
@@ -90,12 +90,9 @@ def named_states(
     optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[int, str]
 ) -> dict[str, dict[str, Any]]:
     """Returns the states of a state dict by the names of the parameters."""
-    by_name = {}
-    for numbers, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
-        for number, parameter in zip(numbers["params"], group["params"], strict=True):
-            if number in packed["state"]:
-                by_name[names[id(parameter)]] = packed["state"][number]
-    return by_name
+    states = packed["state"]
+    parameters = numbered_parameters(optimizer, packed)
+    return {names[id(parameter)]: states[number] for number, parameter in parameters.items() if number in states}
 
 
 def numbered_states(groups: Groups, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -128,16 +125,13 @@ def load_by_name(
         for index, ((_, members), group) in enumerate(zip(groups, saved, strict=True))
         for name, number in zip(members, group["params"], strict=True)
     }
-    numbers = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
     mine: dict[str, Any] = {"state": {}, "param_groups": []}
-    for group in optimizer.param_groups:
+    for numbers, group in zip(optimizer.state_dict()["param_groups"], optimizer.param_groups, strict=True):
         own = [names[id(parameter)] for parameter in group["params"]]
         settings = saved[by_name[own[0]][1]] if own else group
-        row = {**{key: value for key, value in settings.items() if key != "params"}, "params": []}
-        for name in own:
-            number, values = next(numbers), by_name[name][0]
-            row["params"].append(number)
+        mine["param_groups"].append({**settings, "params": numbers["params"]})
+        for number, name in zip(numbers["params"], own, strict=True):
+            values = by_name[name][0]
             if values is not None:
                 mine["state"][number] = part(name, values)
-        mine["param_groups"].append(row)
     load_optimizer_state(optimizer, flat, mine)

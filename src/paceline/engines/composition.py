@@ -18,7 +18,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.engines.agree import check_same_model
 from paceline.engines.combined import Axes, CombinedParallel
-from paceline.engines.engine import Engine
+from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import mark_alone
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.stages.bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds
@@ -39,7 +39,7 @@ def combine(
     model: nn.Module,
     comm: Communicator,
     asked: Layout,
-    share: Callable[[nn.Module, Communicator], Engine],
+    share: Callable[[nn.Module, Communicator], ModuleEngine],
 ) -> CombinedParallel:
     """Spreads a model over the ranks of ``comm``; ``share`` makes the engine of a stage over its data axis."""
     axes = _axes(comm, asked)
@@ -95,25 +95,19 @@ def _bounds(
     """Returns where the model is cut: as asked, or by cost so that every stage fits into a rank's memory."""
     stages = schedule.stages
     if asked.stage_layers is not None:
-        bounds = bounds_from_layers(layers, asked.stage_layers, model_blocks(model))
-    elif isinstance(asked.stages, tuple):
-        bounds = bounds_from_names(layers, asked.stages)
-    else:  # times and free memory differ between ranks: the first one tells
-        costs: tuple[LayerCost, ...] = ()
-        if comm.rank == 0:
-            is_measured = asked.stages == "measured"
-            costs = _measure(model, layers, comm) if is_measured else estimate_layers(model, layers)
-        room = measure_room(comm.device.type, comm.size, comm.size).device_bytes if comm.rank == 0 else 0
-        costs, room = broadcast_object(comm, (costs, room))
-        held = [replace(cost, state_bytes=int(cost.state_bytes * share_of_states)) for cost in costs]
-        return choose_bounds(held, stages, memory_bytes=room * asked.pipeline / stages)
-    if len(bounds) - 1 != stages:
-        raise UsageError(
-            f"{len(bounds) - 1} stages are given for a schedule of {stages}\n"
-            "  a pipeline has as many stages as ranks, times the chunks of a rank\n"
-            f"  give {stages} counts, or {stages - 1} split points; or leave them out"
-        )
-    return bounds
+        return bounds_from_layers(layers, asked.stage_layers, model_blocks(model), stages=stages)
+    if isinstance(asked.stages, tuple):
+        return bounds_from_names(layers, asked.stages, stages=stages)
+    # Times and free memory differ between ranks: the first one tells.
+    costs: tuple[LayerCost, ...] = ()
+    room = 0
+    if comm.rank == 0:
+        is_measured = asked.stages == "measured"
+        costs = _measure(model, layers, comm) if is_measured else estimate_layers(model, layers)
+        room = measure_room(comm.device.type, comm.size, comm.size).device_bytes
+    costs, room = broadcast_object(comm, (costs, room))
+    held = [replace(cost, state_bytes=int(cost.state_bytes * share_of_states)) for cost in costs]
+    return choose_bounds(held, stages, memory_bytes=room * asked.pipeline / stages)
 
 
 def _share_of_states(strategy: str, ranks: int) -> float:

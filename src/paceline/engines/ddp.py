@@ -25,12 +25,11 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from paceline.comm.base import (
     BucketReduction,
@@ -47,7 +46,7 @@ from paceline.engines.buckets.gradients import ReplicaBucket
 from paceline.engines.buckets.tuner import BucketTuner
 from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import gradient_scale, reduction
-from paceline.engines.flat.optimizer_state import load_optimizer_state
+from paceline.engines.flat.optimizer_state import load_optimizer_state, on_cpu
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.plan.layout import Layout
 
@@ -114,12 +113,7 @@ class DataParallel(ModuleEngine):
                 tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return output
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterates over what this rank updates: for data parallelism, every parameter."""
-        return iter(self._parameters)
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over what this rank updates, under the module's own names."""
         return iter(zip(self._arrivals.names, self._parameters, strict=True))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -138,6 +132,10 @@ class DataParallel(ModuleEngine):
             if torch.is_grad_enabled() and self._is_syncing:
                 self._join()
 
+    def sit_out_forward(self) -> None:
+        if self.comm.size > 1 and torch.is_grad_enabled() and self._is_syncing and self.module.training:
+            self._share_buffers()  # as the others do in their forward
+
     def _join(self) -> None:
         """Sends what this rank owes without a backward of its own, and waits for what is under way."""
         if self._masters is not None:
@@ -145,8 +143,11 @@ class DataParallel(ModuleEngine):
         if self.comm.size == 1:
             return
         if self.module.training and not self._has_shared_buffers:
-            self._share_buffers()  # as the others did in their forward
+            self._share_buffers()
         self._finish()
+
+    def abandon_accumulation(self) -> None:
+        """Forgets the passes since the last one that reduced: they have left nothing but gradients."""
 
     def forget_pass(self) -> None:
         """Drops what a pass that failed on some rank has taught: the next backward watches again. All ranks call it."""
@@ -156,11 +157,10 @@ class DataParallel(ModuleEngine):
             self._start_over()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns all parameters and buffers on the CPU under their own names; empty on the others if rank 0 only."""
         if rank0_only and self.comm.rank != 0:
             return {}
         state = self.module.state_dict() if self._masters is None else self._masters.state_dict()
-        return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+        return {name: on_cpu(value) for name, value in state.items()}
 
     def mark_loaded(self) -> None:
         """Tells the engine that the shards have new values: the module's parameters follow their masters."""
@@ -169,23 +169,19 @@ class DataParallel(ModuleEngine):
             self._masters.refresh()
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``full_state_dict`` gave; every name must be there, and no other."""
         if self._masters is None:
             self.module.load_state_dict(state)
         else:
             self._masters.load_state_dict(state)
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Returns the optimizer's state on the CPU; empty on the others if rank 0 only."""
-        return {} if rank0_only and self.comm.rank != 0 else _on_cpu(optimizer.state_dict())
+        return {} if rank0_only and self.comm.rank != 0 else on_cpu(optimizer.state_dict())
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Loads what ``full_optimizer_state`` gave."""
         load_optimizer_state(optimizer, (), state)  # a copy: torch's own would keep the tensors of ``state``
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns the reduced gradients on the CPU under the module's names; None where no rank had one."""
-        return {name: None if p.grad is None else _on_cpu(p.grad) for name, p in self.named_parameters()}
+        return {name: None if p.grad is None else on_cpu(p.grad) for name, p in self.named_parameters()}
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module under its precision, with parameters that follow their masters."""
@@ -193,11 +189,7 @@ class DataParallel(ModuleEngine):
             self._masters.refresh()
             if self.comm.size == 1:
                 self._watch()
-            args, kwargs = self.precision.cast_inputs((args, kwargs))
-        elif self.precision.autocast_dtype is None:
-            return self.module(*args, **kwargs)
-        with self.precision.context(self.comm.device):
-            return self.module(*args, **kwargs)
+        return super()._forward(*args, **kwargs)
 
     # Backward: gradients arrive, buckets leave.
 
@@ -226,7 +218,7 @@ class DataParallel(ModuleEngine):
         if bucket.is_large[place] and self._scale != 1.0:
             bucket.bring_in(place, gradient, self._scale)
         if bucket.num_missing == 0:
-            for each in arrivals.take_complete():
+            for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
 
     def _arrive_at_master(self, index: int, parameter: torch.Tensor) -> None:
@@ -238,7 +230,7 @@ class DataParallel(ModuleEngine):
             self._arrivals.check(index, gradient)
         elif gradient.requires_grad:
             return  # differentiated again by the user; it joins the next gradient
-        if masters.has_copy(index):
+        if master is not self._held[index]:
             parameter.grad = None
             if master.grad is not None:
                 master.grad.add_(gradient)
@@ -282,7 +274,7 @@ class DataParallel(ModuleEngine):
         missing = [i for i in self._trainable if self._parameters[i].grad is None]
         if self._tuner is not None and self._tuner.is_watching:
             self._send_one_by_one(self._tuner)
-        for bucket in self._arrivals.take_rest():
+        for bucket in self._arrivals.take_leaving(is_end=True):
             self._launch(bucket)
         for bucket in self._arrivals.buckets:
             bucket.land()
@@ -295,7 +287,7 @@ class DataParallel(ModuleEngine):
 
     def _send_one_by_one(self, tuner: BucketTuner) -> None:
         """Sends each bucket when the one before it is there, for the tuner to take the time."""
-        buckets = list(self._arrivals.take_rest())
+        buckets = list(self._arrivals.take_leaving(is_end=True))
         for bucket in buckets:
             self._fill(bucket)
         tuner.end_backward()
@@ -385,16 +377,13 @@ class DataParallel(ModuleEngine):
             ]
             self._reductions = dict(zip(buckets, self._compression.bind(shapes), strict=True))
         elif self._order:  # agreed on by all ranks: they can make something together
-            self._find_common_memory(buckets)
+            for bucket in buckets:
+                # Where all ranks can reach it, if the communicator has such memory: less is copied.
+                if not bucket.adopts:
+                    buffer = self.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
+                    if buffer is not None:
+                        bucket.use(buffer)
         self._arrivals.arrange(buckets)
-
-    def _find_common_memory(self, buckets: Sequence[ReplicaBucket]) -> None:
-        """Puts the buckets where all ranks can reach them, if the communicator has such memory: less is copied."""
-        for bucket in buckets:
-            if not bucket.adopts:
-                buffer = self.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
-                if buffer is not None:
-                    bucket.use(buffer)
 
     def _reset(self) -> None:
         self._arrivals.reset()
@@ -419,18 +408,14 @@ class Masters:
         """Casts the module's floating point parameters to ``dtype`` in place; their former values are the masters."""
         self.module = module
         kept = kept_parameters(module)
-        self.held = [parameter for _, parameter in module.named_parameters()]
-        self.parameters = [p if p in kept or not p.is_floating_point() else _split_off(p, dtype) for p in self.held]
-        self._pairs = [(p, m) for p, m in zip(self.held, self.parameters, strict=True) if p is not m]
+        held = [parameter for _, parameter in module.named_parameters()]
+        self.parameters = [p if p in kept or not p.is_floating_point() else _split_off(p, dtype) for p in held]
+        self._pairs = [(p, m) for p, m in zip(held, self.parameters, strict=True) if p is not m]
         self._master_of = dict(self._pairs)
         self._seen_version = self._version()
         # Fused optimizers do not raise the version of what they update. So the masters also count as changed after a
         # backward pass that an update may follow.
         self.may_have_changed = False
-
-    def has_copy(self, index: int) -> bool:
-        """Whether the n-th parameter and its master are two things."""
-        return self.parameters[index] is not self.held[index]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -469,10 +454,3 @@ def _split_off(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     vars(master).update(vars(parameter))  # marks that users put there, for their optimizer's groups
     parameter.data = parameter.data.to(dtype)
     return master
-
-
-def _on_cpu(state: Any) -> Any:
-    def copy(value: Any) -> Any:
-        return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-    return tree_map(copy, state)

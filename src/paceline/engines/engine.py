@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
@@ -24,8 +24,6 @@ from paceline.engines.buckets.choice import BucketChoice
 from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
-from paceline.schedule.grid import Action
-from paceline.schedule.lowering import RankProgram
 from paceline.shards import Region, Shard, memory_order, whole_region
 
 T = TypeVar("T")
@@ -70,21 +68,6 @@ def ignore_phase(phase: str) -> None:
     """Ignores the end of a phase."""
 
 
-class StageRunner(Protocol):
-    """What runs the stages of a pipeline, for those who look at the order of its actions."""
-
-    pipe: Communicator
-    placement: tuple[int, ...]  # by stage, the rank that runs it
-    journal: list[Action]  # what the last step did, in order
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether backward runs in two parts."""
-
-    def program(self, microbatches: int) -> RankProgram:
-        """Returns what this rank does in a step of so many microbatches."""
-
-
 class Engine(ABC):
     """A model that trains on the ranks of ``comm``, which share out every batch among them."""
 
@@ -92,7 +75,6 @@ class Engine(ABC):
     comm: Communicator
     precision: Precision
     bucket_choice: BucketChoice | None = None  # set where the engine was asked to find the size of its buckets
-    pipeline: StageRunner | None = None  # what runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     holds_first_copy: bool = True  # whether no rank before this one holds the same gradients
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may sit out the rest of that pass
@@ -172,21 +154,9 @@ class Engine(ABC):
         That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
         """
 
-    @abstractmethod
-    def interleave(self) -> None:
-        """Prepares for passes that alternate: forwards of later microbatches come before the backward of one."""
-
-    @abstractmethod
-    def sit_out_forward(self) -> None:
-        """Takes part in a forward for which this rank has no samples; ``sit_out_backward`` follows, later."""
-
-    @abstractmethod
-    def sit_out_backward(self) -> None:
-        """Takes part in the backward of a forward that was sat out."""
-
-    @abstractmethod
     def abandon_accumulation(self) -> None:
         """Forgets the passes since the last one that reduced; their gradients are dropped. All ranks call it."""
+        self.sit_out()
 
     @abstractmethod
     def forget_pass(self) -> None:
@@ -194,7 +164,7 @@ class Engine(ABC):
 
     @abstractmethod
     def share_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0, where the policy says so."""
+        """Gives every rank the buffers of rank 0, where the policy says so. All ranks call it."""
 
     def train(self, mode: bool = True) -> Self:
         """Puts the module into training mode."""
@@ -282,9 +252,10 @@ class Engine(ABC):
         """Returns the names of all that ranks together hold: every rank has a shard of each, if an empty one."""
         return {shard.name for shard in self.shards()}
 
-    @abstractmethod
     def mark_loaded(self) -> None:
         """Tells the engine that the shards have new values, which no version counter shows."""
+        for group in self.flat_groups:
+            group.mark_changed()
 
 
 class ModuleEngine(Engine):
@@ -296,8 +267,11 @@ class ModuleEngine(Engine):
         self.module = module
         self.comm = comm
         self.precision = precision
-        self._buffers = SharedBuffers(module, comm, buffers)
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
+        persistent = module.state_dict(keep_vars=True)
+        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
+        # What is shared, by owner and name: a module may put another tensor in a buffer's place.
+        self._shared = [(module.get_submodule(o), name) for o, _, name in paths] if buffers == "broadcast" else []
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -308,85 +282,49 @@ class ModuleEngine(Engine):
         finally:
             self._is_syncing = before
 
+    def forget_pass(self) -> None:
+        """Takes back what the last pass taught the engine: nothing."""
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module under its precision."""
+        args, kwargs = self.precision.cast_inputs((args, kwargs))
+        with self.precision.context(self.comm.device):
+            return self.module(*args, **kwargs)
+
+    # What a pipeline asks of the engine of a stage.
+
     def interleave(self) -> None:
-        """Prepares for passes that alternate: nothing to do where parameters stay whole."""
+        """Prepares for passes that alternate: forwards of later microbatches come before the backward of one."""
 
     def sit_out_forward(self) -> None:
-        """Takes part in a forward of the others: they need nothing of this rank that backward does not give."""
+        """Takes part in a forward for which this rank has no samples; ``sit_out_backward`` follows, later."""
 
     def sit_out_backward(self) -> None:
         """Takes part in the backward of a forward that was sat out."""
         self.sit_out()
 
-    def abandon_accumulation(self) -> None:
-        """Forgets the passes since the last one that reduced: they have left nothing but gradients."""
-
-    def forget_pass(self) -> None:
-        """Takes back what the last pass taught the engine: nothing."""
+    # States.
 
     def share_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0, where the policy says so."""
-        self._buffers.share()
+        """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
+        if self.comm.size > 1 and self._shared:
+            found = [owner._buffers[name] for owner, name in self._shared]
+            broadcast_tensors(self.comm, [buffer for buffer in found if buffer is not None])
 
     def shards(self) -> Iterator[Shard]:
         """Yields what this rank holds of the parameters and buffers: the tensors themselves, to save or to fill."""
-        named = list(self.named_parameters())
-        whole = (self.comm.rank, self.comm.size)
-        yield from parameter_shards(named, self.flat_groups, whole=whole, pieces=self.piece_copies)
-        yield from buffer_shards(self.module, (name for name, _ in named), is_writer=self.comm.rank == 0)
-
-    def mark_loaded(self) -> None:
-        """Tells the engine that the shards have new values, which no version counter shows."""
-        for group in self.flat_groups:
-            group.mark_changed()
-
-
-class SharedBuffers:
-    """The persistent buffers of a module, kept alike: before a step and an evaluation those of rank 0 are everyone's.
-
-    A rank moves its own buffers (batch-norm statistics, say) in every forward. One model is trained, so one set counts.
-    """
-
-    def __init__(self, module: nn.Module, comm: Communicator, policy: BufferPolicy) -> None:
-        self.comm = comm
-        self.policy = policy
-        persistent = module.state_dict(keep_vars=True)
-        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
-        # By owner and name: a module may put another tensor in a buffer's place.
-        self._owners = [(module.get_submodule(owner), name) for owner, _, name in paths]
-
-    def share(self) -> None:
-        """Gives every rank the buffers of rank 0, where the policy says so. All ranks call it."""
-        if self.policy == "broadcast" and self.comm.size > 1 and self._owners:
-            found = [owner._buffers[name] for owner, name in self._owners]
-            broadcast_tensors(self.comm, [buffer for buffer in found if buffer is not None])
-
-
-def parameter_shards(
-    named: Iterable[tuple[str, nn.Parameter]],
-    groups: Sequence[FlatGroup],
-    *,
-    whole: tuple[int, int],
-    pieces: tuple[int, int],
-) -> Iterator[Shard]:
-    """Yields what an optimizer updates. ``whole`` and ``pieces``: which of how many copies this rank has of either."""
-    places = {id(piece): (group, place) for group in groups for place, piece in enumerate(group.pieces)}
-    for name, parameter in named:
-        if id(parameter) in places:
-            group, place = places[id(parameter)]
-            region, (copy, copies) = piece_region(group, place), pieces
-        else:
-            region, (copy, copies) = own_region(parameter), whole
-        yield Shard(name=name, region=region, tensor=parameter, copy=copy, copies=copies)
-
-
-def buffer_shards(module: nn.Module, names: Iterable[str], *, is_writer: bool) -> Iterator[Shard]:
-    """Yields the buffers that a state dict has; ``names`` are those of the parameters."""
-    known = set(names)
-    for name, value in module.state_dict(keep_vars=True).items():
-        is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-        if is_buffer and name not in known:
-            yield Shard(name=name, region=own_region(value), tensor=value, copy=0 if is_writer else None)
+        named = dict(self.named_parameters())
+        places = {id(piece): (group, place) for group in self.flat_groups for place, piece in enumerate(group.pieces)}
+        for name, parameter in named.items():
+            if id(parameter) in places:
+                region, (copy, copies) = piece_region(*places[id(parameter)]), self.piece_copies
+            else:
+                region, copy, copies = own_region(parameter), self.comm.rank, self.comm.size
+            yield Shard(name=name, region=region, tensor=parameter, copy=copy, copies=copies)
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+            if is_buffer and name not in named:
+                yield Shard(name=name, region=own_region(value), tensor=value, copy=None if self.comm.rank else 0)
 
 
 def own_region(tensor: torch.Tensor) -> Region:

@@ -26,21 +26,21 @@ whose memory came back with the same values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.comm.base import BucketReduction, Communicator, GradientCompression, Work
+from paceline.comm.base import BucketReduction, BucketShape, Communicator, GradientCompression, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.flat.flat import FlatGroup, gradient_scale
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
 from paceline.engines.flat.side_stream import SideStream
-from paceline.engines.flat.unit import Call, Crossing, Unit, slice_shape, world_scale
+from paceline.engines.flat.unit import Call, Crossing, Unit, world_scale
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
@@ -107,7 +107,11 @@ class FullySharded(ShardedEngine):
         self._compression = compression if groups.replicas.size > 1 else None
         self._compressed: dict[FlatGroup, BucketReduction] = {}  # what averages the slices in place of an all-reduce
         if self._compression is not None:
-            bound = self._compression.bind([slice_shape(group) for group in self.flat_groups], groups.replicas)
+            shapes = [
+                BucketShape(names=group.names, layout=group.layout, shard=(group.start, group.stop))
+                for group in self.flat_groups
+            ]
+            bound = self._compression.bind(shapes, groups.replicas)
             self._compressed = dict(zip(self.flat_groups, bound, strict=True))
         # A compression averages by itself.
         is_whole = self._compression is None
@@ -142,21 +146,15 @@ class FullySharded(ShardedEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; every unit is gathered when its turn comes."""
         if self._is_syncing and self.module.training and torch.is_grad_enabled():
-            self._buffers.share()
+            self.share_buffers()
         with self.precision.context(self.comm.device):
             return self.module(*args, **kwargs)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over this rank's flat pieces, which may be empty, under the parameters' names."""
-        return iter(self._updated.items())
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
         norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self._groups.shards, max_norm, norm_type, norms=norms)
 
     def sit_out(self) -> None:
-        """Takes part in a pass of the other ranks for which this rank has no samples."""
         with standing_in(self.module):
             self.sit_out_forward()
             if torch.is_grad_enabled():
@@ -166,7 +164,7 @@ class FullySharded(ShardedEngine):
         """Takes part in the gathers of a forward."""
         if self.comm.size > 1:
             if torch.is_grad_enabled() and self._is_syncing and self.module.training:
-                self._buffers.share()
+                self.share_buffers()
             self._begin_forward()
             self._end_forward()
 
@@ -177,7 +175,6 @@ class FullySharded(ShardedEngine):
             self._finish()
 
     def abandon_accumulation(self) -> None:
-        """Forgets the passes since the last one that reduced."""
         super().abandon_accumulation()
         self.forget_pass()
 
@@ -391,13 +388,6 @@ class FullySharded(ShardedEngine):
         for unit in self._units:
             unit.forget_calls(now.undone)
             unit.free()
-        self._check_nothing_left()
-        if self._is_syncing:
-            for group in self.flat_groups:
-                group.finish_gradient()
-            self._settle()
-
-    def _check_nothing_left(self) -> None:
         late = [unit.name or "the root" for unit in self._units if unit.has_gradient]
         if late:
             raise UsageError(
@@ -405,6 +395,10 @@ class FullySharded(ShardedEngine):
                 "  the first backward settles the order in which all ranks reduce their units\n"
                 "  call the units in the same order in every step, or make one unit of those whose order changes"
             )
+        if self._is_syncing:
+            for group in self.flat_groups:
+                group.finish_gradient()
+            self._settle()
 
     def _settle(self) -> None:
         """Ends a step's gradients: those of the replicas are averaged, and a parameter that no rank used has none."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,10 @@ from torch import nn
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import DetachedLoss, Engine, LossFunction, LossSum, OnPhase, as_loss_sum
+from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, ModuleEngine, OnPhase, as_loss_sum
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key, tensors_of
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
+from paceline.engines.stages.stages import Stage
 from paceline.errors import UsageError
 from paceline.schedule.lowering import RankProgram
 from paceline.schedule.schedules import Action, Schedule, lower
@@ -63,7 +64,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Mapping[int, Engine],
+        stages: Mapping[int, ModuleEngine],
         pipe: Communicator,
         first: Schedule,
         make_schedule: Callable[[int], Schedule],
@@ -84,19 +85,17 @@ class Pipeline:
         for engine in self.stages.values():
             if self.num_stages > 1:
                 engine.interleave()
+        # By stage, the earlier ones of this rank that own a parameter which it uses.
+        self.lenders: dict[int, list[int]] = {stage: [] for stage in self.stages}
         if self.splits_backward:
-            for engine in self.stages.values():
+            for stage, engine in self.stages.items():
                 engine.module.register_forward_hook(self._keep_output)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the last stage is on this rank."""
-        return self.num_stages - 1 in self.stages
-
-    @property
-    def last_rank(self) -> int:
-        """Which rank of the pipeline has the last stage."""
-        return self.placement[-1]
+                borrowed = engine.module.borrowed_ids() if isinstance(engine.module, Stage) else set()
+                self.lenders[stage] = [
+                    other
+                    for other, lender in self.stages.items()
+                    if any(id(parameter) in borrowed for parameter in lender.module.parameters())
+                ]
 
     def run(
         self, microbatches: Sequence[Any], loss: LossFunction, scale: float | torch.Tensor | None, on_phase: OnPhase
@@ -105,7 +104,8 @@ class Pipeline:
 
         ``on_phase`` is called at the end of each "forward" and "backward".
         """
-        self._finish_evaluations()
+        while self._sent:
+            _wait(self._sent.popleft())
         program = self.program(max(len(microbatches), 1))
         step = _Step(self, microbatches or [None], loss, scale, program)
         self.journal = []
@@ -145,7 +145,7 @@ class Pipeline:
         rows = [torch.stack([on_device(v.total, device), on_device(v.count, device)]) for v in values]
         sums = torch.stack(rows).sum(0) if rows else torch.zeros(2, dtype=torch.float64, device=device)
         if self.pipe.size > 1:
-            self.pipe.broadcast(sums, self.last_rank).wait()
+            self.pipe.broadcast(sums, self.placement[-1]).wait()
         return DetachedLoss(sums[0], sums[1])
 
     def _is_end(self, stage: int) -> bool:
@@ -157,10 +157,6 @@ class Pipeline:
             programs = lower(self._make_schedule(microbatches))
             self._programs[microbatches] = _prepare(programs, self.pipe.rank, self.placement)
         return self._programs[microbatches]
-
-    def _finish_evaluations(self) -> None:
-        while self._sent:
-            _wait(self._sent.popleft())
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Keeps a stage's output for the input part of backward; the engine gets, and watches, another view of it.
@@ -202,6 +198,10 @@ class _Step:
         self._late: dict[int, deque[Action]] = {}  # receives that could not be posted yet, by stage
         self._handed: dict[Action, Any] = {}  # between two stages of this rank, under the receive it stands for
         self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}  # of inputs, until they are sent
+        self._last: dict[int, Action] = {}  # by stage, what gives its parameters their last gradients
+        for action in program.actions:
+            if action.kind in ("B", "W"):
+                self._last |= dict.fromkeys(self._receivers(action), action)
         self._sends: dict[Action, list[Work]] = {}
         self._do = {
             "F": self._forward,
@@ -235,7 +235,8 @@ class _Step:
         engine, batch = owner.stages[stage], self._microbatches[number]
         handed = self._take_inputs(action) if stage else None
         part = WeightPart() if owner.splits_backward else None
-        with self._syncing(action), _deferring(part), engine.precision.context(engine.comm.device):
+        deferring = contextlib.nullcontext() if part is None else DeferredWeights(part)
+        with self._syncing(action, stage), deferring, engine.precision.context(engine.comm.device):
             if owner._is_end(stage):
                 roots, gradients = self._end_forward(engine, handed if stage else None, batch)
             else:
@@ -244,14 +245,13 @@ class _Step:
                 self._outputs[stage, number] = output
                 roots, gradients = _roots(owner._kept if part else output), None
         owner._kept = None
-        inputs = [tensor for tensor in tensors_of(handed) if tensor.requires_grad]
-        self._flights[stage, number] = _Flight(inputs, roots, gradients, part)
+        self._flights[stage, number] = _Flight(_roots(handed), roots, gradients, part)
         owner.peak_in_flight = max(owner.peak_in_flight, len(self._flights))
         if not owner._is_end(stage) and owner.placement[stage + 1] == owner.pipe.rank:
             self._handed[Action("RF", stage + 1, number)] = hand_over(self._outputs.pop((stage, number)))
 
     def _end_forward(
-        self, engine: Engine, handed: Any, batch: Any
+        self, engine: ModuleEngine, handed: Any, batch: Any
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Runs the last stage and the loss; returns where backward begins."""
         is_split = self._owner.splits_backward
@@ -269,8 +269,7 @@ class _Step:
         total = value.total if self._scale is None else value.total * self._scale
         if not is_split:
             return [total], [None]
-        wanted = [tensor for tensor in tensors_of(leaves[0]) if tensor.requires_grad]
-        found = torch.autograd.grad(total, wanted, allow_unused=True)
+        found = torch.autograd.grad(total, _roots(leaves[0]), allow_unused=True)
         pairs = zip(_roots(self._owner._kept), found, strict=True)
         kept = [(root, gradient) for root, gradient in pairs if gradient is not None]
         return [root for root, _ in kept], [gradient for _, gradient in kept]
@@ -278,7 +277,7 @@ class _Step:
     def _backward(self, action: Action) -> None:
         flight = self._flights.pop((action.stage, action.microbatch))
         gradients = self._take_gradients(action, flight)
-        with self._syncing(action):
+        with self._syncing(action, action.stage):
             if flight.roots:
                 torch.autograd.backward(flight.roots, gradients)
             else:  # nothing here has a gradient
@@ -300,17 +299,22 @@ class _Step:
     def _weight_part(self, action: Action) -> None:
         flight = self._flights.pop((action.stage, action.microbatch))
         assert flight.part is not None
-        with self._syncing(action):
-            if not flight.part.finish():
-                self._owner.stages[action.stage].sit_out_backward()
+        flight.part.multiply()
+        for stage in self._receivers(action):  # one engine after another, as on a rank that sits out
+            engine = self._owner.stages[stage]
+            with self._syncing(action, stage):
+                if not flight.part.give(engine.module.parameters()):
+                    engine.sit_out_backward()
 
-    @contextlib.contextmanager
-    def _syncing(self, action: Action) -> Iterator[None]:
-        """Lets the stage's engine reduce if this microbatch's backward is the last of the step, else accumulate."""
-        engine = self._owner.stages[action.stage]
-        is_last = self._program.reducing[action.stage] == action.microbatch
-        with contextlib.nullcontext() if is_last else engine.no_sync():
-            yield
+    def _receivers(self, action: Action) -> list[int]:
+        """Returns the stages whose parameters a backward gives gradients: its own, then those that it borrows from."""
+        return [action.stage, *self._owner.lenders[action.stage]]
+
+    def _syncing(self, action: Action, stage: int) -> contextlib.AbstractContextManager[None]:
+        """Lets a stage's engine reduce if no later action of the step gives it gradients, else accumulate."""
+        last = self._last[stage]
+        is_last = last.microbatch == action.microbatch if action.kind == "F" else last == action
+        return contextlib.nullcontext() if is_last else self._owner.stages[stage].no_sync()
 
     def _sit_out(self, action: Action) -> None:
         if action.kind not in ("F", "B", "W"):
@@ -323,11 +327,13 @@ class _Step:
                 "  those exchange statistics in the order of the schedule, where a rank without samples has no part\n"
                 "  set data.last_batch = drop, or a global batch that every rank has a share of"
             )
-        with self._syncing(action):
-            if action.kind == "F":
+        if action.kind == "F":
+            with self._syncing(action, action.stage):
                 engine.sit_out_forward()
-            else:
-                engine.sit_out_backward()
+            return
+        for stage in self._receivers(action):
+            with self._syncing(action, stage):
+                self._owner.stages[stage].sit_out_backward()
 
     # What comes and goes.
 
@@ -405,7 +411,7 @@ def model_inputs(compute: LossFunction, batch: Any) -> tuple[tuple[Any, ...], di
     raise UsageError("the loss does not call the model\n  it is called as loss(model, batch), and calls model(inputs)")
 
 
-def _once(engine: Engine, handed: Any, cut: Callable[[Any], Any] = lambda output: output) -> Callable[..., Any]:
+def _once(engine: ModuleEngine, handed: Any, cut: Callable[[Any], Any] = lambda output: output) -> Callable[..., Any]:
     """Returns the model that a loss sees on the last stage: it takes what came through the pipeline, once."""
     calls: list[None] = []
 
@@ -450,12 +456,8 @@ def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequenc
 
 
 def _roots(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors that backward starts from: one gradient comes back for each."""
+    """Returns the tensors that have gradients: of a stage's output, backward starts from them."""
     return [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-
-
-def _deferring(part: WeightPart | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if part is None else DeferredWeights(part)
 
 
 def _wait(works: Sequence[Work]) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,7 +87,12 @@ class ZeroParallel(ShardedEngine):
             overlap=self.layout.overlap,
             graph_fix="use torch.autograd.grad(..., create_graph=True), which leaves the parameters' gradients alone",
         )
-        self._fixed = _make_buckets(self.flat_groups, BufferPool() if self.layout.strategy == "zero2" else None)
+        pool = BufferPool() if self.layout.strategy == "zero2" else None
+        ends = list(itertools.accumulate(len(group.names) for group in self.flat_groups))
+        self._fixed = [  # parameters are numbered in the order of the groups
+            SlicedBucket(group, range(end - len(group.names), end), pool)
+            for group, end in zip(self.flat_groups, ends, strict=True)
+        ]
         self._completed: list[int] = []  # the places of buckets in ``_fixed``, in the order of this rank's backward
         self._is_ordered = comm.size == 1 or len(self._fixed) < 2
         self._is_reducing = False  # the backward that is under way
@@ -117,12 +123,7 @@ class ZeroParallel(ShardedEngine):
                     tensor.register_hook(enter)  # type: ignore[no-untyped-call]
         return output
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over this rank's piece of every parameter, and frozen ones as they are, under the module's names."""
-        return iter(self._updated.items())
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before."""
         squares = self._news.take_squares() if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.comm, max_norm, norm_type, squares=squares)
 
@@ -135,14 +136,23 @@ class ZeroParallel(ShardedEngine):
             return
         if self._arrivals.is_open and not self._is_reducing:
             self._drop_failed()  # the others wait for nothing of it
-        is_training = torch.is_grad_enabled()
-        if is_training and self._is_syncing and self.module.training and not self._has_shared_buffers:
-            self._buffers.share()
         with standing_in(self.module):
-            self._gathering.refresh()
-            if is_training and self._reduces:
-                self._arrivals.forget_counts()  # nothing is learnt from a pass not made
-                self._finish()
+            self.sit_out_forward()
+            if torch.is_grad_enabled():
+                self.sit_out_backward()
+
+    def sit_out_forward(self) -> None:
+        if self._is_plain:
+            return
+        if torch.is_grad_enabled() and self._is_syncing and self.module.training and not self._has_shared_buffers:
+            self._has_shared_buffers = True
+            self.share_buffers()
+        self._gathering.refresh()
+
+    def sit_out_backward(self) -> None:
+        if self._reduces and not self._is_plain:
+            self._arrivals.forget_counts()  # nothing is learnt from a pass not made
+            self._finish()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""
@@ -172,7 +182,6 @@ class ZeroParallel(ShardedEngine):
 
     @torch.no_grad()
     def mark_loaded(self) -> None:
-        """Tells the engine that the shards have new values."""
         super().mark_loaded()
         for name, built in self._frozen.items():
             if name in self._named:  # else the second name of one that is shared
@@ -180,12 +189,6 @@ class ZeroParallel(ShardedEngine):
         self._gathering.may_have_changed = True
 
     # Forward.
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.precision.param_dtype is not None:
-            args, kwargs = self.precision.cast_inputs((args, kwargs))
-        with self.precision.context(self.comm.device):
-            return self.module(*args, **kwargs)
 
     def _prepare(self) -> None:
         """Makes ready for a backward: follows parameters that were frozen, drops what a failed one has left."""
@@ -196,7 +199,7 @@ class ZeroParallel(ShardedEngine):
             self._drop_failed()
         if self._is_syncing and self.module.training:
             self._has_shared_buffers = True
-            self._buffers.share()
+            self.share_buffers()
 
     def _drop_failed(self) -> None:
         """Forgets a backward that did not come to its end."""
@@ -254,7 +257,7 @@ class ZeroParallel(ShardedEngine):
             self._make_room(arrivals.num_left)
             bucket.bring_in(place, gradient, self._scale)
         if bucket.num_missing == 0:
-            for each in arrivals.take_complete():
+            for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
 
     def _launch(self, bucket: SlicedBucket) -> None:
@@ -272,7 +275,7 @@ class ZeroParallel(ShardedEngine):
     @torch.no_grad()
     def _finish(self) -> None:
         """Ends a backward: sends the rest, waits, and settles who has a gradient."""
-        for bucket in self._arrivals.take_rest():
+        for bucket in self._arrivals.take_leaving(is_end=True):
             self._launch(bucket)
         if not self._reduces:
             for bucket in self._fixed:
@@ -405,15 +408,6 @@ def _make_groups(
         group.keep_slice(in_place=True)
         groups.append(group)
     return groups
-
-
-def _make_buckets(groups: Sequence[FlatGroup], pool: BufferPool | None) -> list[SlicedBucket]:
-    """Makes a bucket of each group; parameters are numbered in the order of the groups."""
-    buckets, first = [], 0
-    for group in groups:
-        buckets.append(SlicedBucket(group, range(first, first + len(group.names)), pool))
-        first += len(group.names)
-    return buckets
 
 
 def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

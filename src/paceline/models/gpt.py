@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,31 +26,17 @@ from paceline.config.sections import GPT_SIZES, GPTModelConfig, GPTShape, gpt_sh
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.layers import PipelineLayer
 
-Norm = Literal["rms", "layer"]
-Mlp = Literal["swiglu", "gelu"]
-Positions = Literal["rotary", "learned"]
-
 _INIT_STD = 0.02
 _NORM_EPS = 1e-5
 _ROTARY_BASE = 10_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(GPTShape):
     """What a GPT is made of. Raises ConfigError with all problems when the parts do not fit together."""
 
-    layers: int
-    heads: int
-    kv_heads: int  # heads // kv_heads query heads share one head of keys and values
-    width: int
-    mlp_width: int
     context: int  # the most tokens of one sequence
     vocab_size: int
-    norm: Norm = "rms"
-    mlp: Mlp = "swiglu"
-    positions: Positions = "rotary"
-    tied: bool = False  # the output layer uses the embedding's weight
-    dropout: float = 0.0
 
     @property
     def head_dim(self) -> int:
@@ -308,8 +294,7 @@ def _residual_std(config: GPTConfig) -> float:
 
 
 def _with_vocabulary(shape: GPTShape, vocab_size: int) -> GPTConfig:
-    names = [field.name for field in fields(GPTConfig) if field.name != "vocab_size"]
-    return GPTConfig(vocab_size=vocab_size, **{name: getattr(shape, name) for name in names})
+    return GPTConfig(vocab_size=vocab_size, **{field.name: getattr(shape, field.name) for field in fields(GPTShape)})
 
 
 def _check_complete(given: dict[str, Any]) -> None:
@@ -339,9 +324,9 @@ def _value_problems(config: GPTConfig) -> list[Problem]:
         for name in ("layers", "heads", "kv_heads", "width", "mlp_width", "context", "vocab_size")
         if (value := getattr(config, name)) < 1
     ]
-    for name, choices in (("norm", Norm), ("mlp", Mlp), ("positions", Positions)):
-        value, allowed = getattr(config, name), get_args(choices)
-        if value not in allowed:
+    choices = {"norm": ("rms", "layer"), "mlp": ("swiglu", "gelu"), "positions": ("rotary", "learned")}
+    for name, allowed in choices.items():
+        if (value := getattr(config, name)) not in allowed:
             problems.append(Problem(what=f"model.{name} = {value!r}", rule=f"it is one of {', '.join(allowed)}"))
     if not 0 <= config.dropout < 1:
         problems.append(Problem(what=f"model.dropout = {config.dropout}", rule="it is a probability below 1"))

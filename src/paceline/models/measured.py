@@ -38,8 +38,9 @@ class ActivationBytes:
 
     outside: int
     blocks: tuple[BlockBytes, ...]
-    largest: int = 0  # of a single tensor
-    work: SampleWork | None = None  # of all samples of the pass
+    largest: int  # of a single tensor
+    written_bytes: int  # by all operations, for backward or not
+    work: SampleWork  # of all samples of the pass
 
     @property
     def total(self) -> int:
@@ -101,15 +102,12 @@ def measure_model(
         buffer_bytes=_num_bytes(model.buffers()),
         temporary_bytes=2 * (more.largest - few.largest) / 2,  # its gradient, and that of what it was made from
         source="measured",
-        work=_for_one(few.work, more.work),
+        work=replace(
+            more.work,
+            flops=(more.work.flops - few.work.flops) / 2,
+            written=(more.work.written - few.work.written) / 2,
+        ),
     )
-
-
-def _for_one(few: SampleWork | None, more: SampleWork | None) -> SampleWork | None:
-    """Returns the work of one sample, from passes over 2 and over 4."""
-    if few is None or more is None:
-        return None
-    return replace(more, flops=(more.flops - few.flops) / 2, written=(more.written - few.written) / 2)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -120,10 +118,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen = {_storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._kept: list[torch.Tensor] = []  # alive, so that no storage is taken for another at the same place
         self._calls: list[dict[str, int]] = []
-        self._open: list[int] = []
+        self._depth = 0  # of the blocks that are running: what happens counts for the outermost
         self._outside = 0
         self._flops = {"convolution": 0.0, "other": 0.0}
-        self._written = self._kernels = 0
+        self._written = self._written_bytes = self._kernels = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -151,8 +149,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen.add(key)
         self._kept.append(tensor)
         num_bytes = tensor.untyped_storage().nbytes()
-        if self._open:
-            self._calls[self._open[0]]["saved"] += num_bytes
+        if self._depth:
+            self._calls[-1]["saved"] += num_bytes
         else:
             self._outside += num_bytes
         return tensor
@@ -167,11 +165,14 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kernels=self._kernels,
             is_convolutional=self._flops["convolution"] > self._flops["other"],
         )
-        return ActivationBytes(outside=self._outside, blocks=blocks, largest=largest, work=work)
+        written = self._written_bytes
+        return ActivationBytes(outside=self._outside, blocks=blocks, largest=largest, written_bytes=written, work=work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._kernels += not func.is_view
+        if not func.is_view:
+            self._kernels += 1
+            self._written_bytes += _num_bytes(tree_leaves(result))
         name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
         if name.startswith(_PRODUCTS):
             outputs = result if isinstance(result, tuple) else (result,)
@@ -180,25 +181,19 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if count is not None:
                 kind = "convolution" if name.startswith("convolution") else "other"
                 self._flops[kind] += count(*args, **(kwargs or {}), out_val=result)
-            if self._open:
-                self._calls[self._open[0]]["products"] += _num_bytes(outputs[:1])
+            if self._depth:
+                self._calls[-1]["products"] += _num_bytes(outputs[:1])
         return result
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         del block
-        self._calls.append({"saved": 0, "inputs": 0, "products": 0})
-        self._open.append(len(self._calls) - 1)
-        if len(self._open) > 1:
-            return
-        self._calls[-1]["inputs"] = _num_bytes(tree_leaves((args, kwargs)))
+        if not self._depth:
+            self._calls.append({"saved": 0, "inputs": _num_bytes(tree_leaves((args, kwargs))), "products": 0})
+        self._depth += 1
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         del block, args, output
-        number = self._open.pop()
-        if self._open:  # an inner block: its call is the outer one's
-            inner = self._calls[number]
-            assert inner == {"saved": 0, "inputs": 0, "products": 0}
-            del self._calls[number]
+        self._depth -= 1
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

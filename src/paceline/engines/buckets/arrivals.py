@@ -112,15 +112,9 @@ class Arrivals(Generic[B]):
             )
         return None
 
-    def take_complete(self) -> Iterator[B]:
-        """Yields the buckets that leave now: a complete one waits for those before it."""
-        while self.num_left < len(self.buckets) and self.buckets[self.num_left].num_missing == 0:
-            self.num_left += 1
-            yield self.buckets[self.num_left - 1]
-
-    def take_rest(self) -> Iterator[B]:
-        """Yields the buckets that leave at the end of backward."""
-        while self.num_left < len(self.buckets):
+    def take_leaving(self, *, is_end: bool) -> Iterator[B]:
+        """Yields the buckets that leave now: a complete one waits for those before it; at the end of backward all."""
+        while self.num_left < len(self.buckets) and (is_end or self.buckets[self.num_left].num_missing == 0):
             self.num_left += 1
             yield self.buckets[self.num_left - 1]
 

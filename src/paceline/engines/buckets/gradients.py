@@ -268,7 +268,7 @@ class SlicedBucket(GradientBucket):
             self._carried = None
         if not self._keeps_buffer:
             self._drop_buffer()
-            if self.group.has_stash:
+            if self.group.stashed is not None:
                 self.show()
 
     def show(self) -> None:
@@ -277,7 +277,7 @@ class SlicedBucket(GradientBucket):
         is_same = self._keeps_buffer and group.dtype == group.reduce_dtype and not group.is_on_host
         shown = self._mine if is_same else torch.zeros_like(group.master[:1]).expand(group.master.shape)
         for place, piece in enumerate(group.pieces):
-            if self._used[place] or self._had[place] or group.has_stash:
+            if self._used[place] or self._had[place] or group.stashed is not None:
                 begin, end = group.span(place)
                 piece.grad = shown[begin:end]
         self._shown, self._shown_version = shown, shown._version
@@ -344,7 +344,7 @@ class SlicedBucket(GradientBucket):
             return
         if not is_any_set:
             self._carried = None
-            self.group.drop_stash()
+            self.group.stashed = None
         elif self._shown._version != self._shown_version:
             raise UsageError(
                 "gradients that were accumulated inside no_sync() were changed before they were reduced\n"

@@ -83,17 +83,16 @@ class FlatGroup:
         self.parameters = [self._move(p, view) for p, view in zip(originals, views, strict=True)]
         self.master = torch.empty(0)
         self.pieces: list[nn.Parameter] = []
-        self._resident: torch.Tensor | None = None  # this slice on the device, where the master is on the host
+        self.resident: torch.Tensor | None = None  # this slice on the device, where the master alone is on the host
         self._staged: torch.Tensor | None = None  # the master in the parameters' dtype, on the host
         self._seen_version = -1
         self._had_gradient = False  # since the slice was last copied to the device
         self._is_in_place = False
-        self._kept: torch.Tensor | None = None
-        self.gathers = self.reductions = SideStream(
-            torch.device("cpu")
-        )  # beside nothing, until an engine says otherwise
+        self.kept: torch.Tensor | None = None  # a part of ``full`` between forward and backward: ``keep_within``
+        # Beside nothing, until an engine says otherwise.
+        self.gathers = self.reductions = SideStream(torch.device("cpu"))
         self._copies = SideStream(comm.device if self.is_on_host else torch.device("cpu"))
-        self._stashed: torch.Tensor | None = None
+        self.stashed: torch.Tensor | None = None  # gradients of earlier microbatches, on the host
         self.gradient: torch.Tensor | None = None  # this rank's slice; the pieces' gradients are views into it
         self._gradient_views: list[torch.Tensor] = []
         self._norms: tuple[int, Sequence[torch.Tensor], Work] | None = None  # of which version of the gradient
@@ -102,11 +101,6 @@ class FlatGroup:
     def size_bytes(self) -> int:
         """How large the full parameters are."""
         return self.layout.length * self.param_dtype.itemsize
-
-    @property
-    def resident(self) -> torch.Tensor | None:
-        """This rank's slice on the device, where the master is on the host and parameters are not."""
-        return self._resident
 
     @property
     def has_copy(self) -> bool:
@@ -188,47 +182,37 @@ class FlatGroup:
     def keep_within(self, small: Communicator) -> None:
         """Keeps the slice of ``full`` that ``gather_within`` needs: a larger one, since ``small`` has fewer ranks."""
         begin, end = self.layout.shard_range(small.rank, small.size)
-        self._kept = self.full.data[begin:end].clone() if self.has_copy else None
+        self.kept = self.full.data[begin:end].clone() if self.has_copy else None
 
     def gather_within(self, small: Communicator) -> Work:
         """Fills ``full`` from the slices that the ranks of ``small`` have kept."""
-        if self._kept is None:
+        if self.kept is None:
             return DONE
         self.allocate()
         full = self.full.data
         begin, end = self.layout.shard_range(small.rank, small.size)
-        full[begin:end].copy_(self._kept)
+        full[begin:end].copy_(self.kept)
         return small.all_gather(full, full[begin:end]) if small.size > 1 else DONE
-
-    def forget_kept(self) -> None:
-        """Frees the slice that was kept."""
-        self._kept = None
 
     def _source(self) -> torch.Tensor:
         """Returns this rank's slice, in the parameters' dtype: on the device, or pinned on the host."""
         master = self.master.detach()
-        if self._may_have_changed():
+        # Whether an optimizer may have stepped since. The version alone does not tell: fused ones do not raise it.
+        if self._had_gradient or self._seen_version != self.master._version:
             self._seen_version = self.master._version
             self._had_gradient = any(piece.grad is not None for piece in self.pieces)
             if self._staged is not None:
                 self._staged.copy_(master)
             if not self._offload.parameters:
                 host = master if self._staged is None else self._staged
-                self._resident = torch.empty_like(host, device=self.comm.device).copy_(host, non_blocking=True)
-        if self._resident is not None:
-            return self._resident
+                self.resident = torch.empty_like(host, device=self.comm.device).copy_(host, non_blocking=True)
+        if self.resident is not None:
+            return self.resident
         return master if self._staged is None else self._staged
 
     def mark_changed(self) -> None:
         """Tells the group that the master has new values."""
         self._seen_version = -1
-
-    def _may_have_changed(self) -> bool:
-        """Whether an optimizer may have stepped since the slice was last copied.
-
-        The version counter alone does not tell: fused optimizers do not raise it.
-        """
-        return self._had_gradient or self._seen_version != self.master._version
 
     # Gradients.
 
@@ -301,9 +285,9 @@ class FlatGroup:
             if not is_last:
                 self._stash(mine)
                 return
-            if self._stashed is not None:
-                mine = mine + self._stashed.to(mine.device, non_blocking=True)
-                self._stashed = None
+            if self.stashed is not None:
+                mine = mine + self.stashed.to(mine.device, non_blocking=True)
+                self.stashed = None
         if all(piece.grad is None for piece in self.pieces):
             self._set_gradient(mine)
         else:
@@ -362,15 +346,6 @@ class FlatGroup:
         begin, end = min(first for first, _ in spans), max(last for _, last in spans)
         return gradient[begin:end] if sum(last - first for first, last in spans) == end - begin else None
 
-    @property
-    def has_stash(self) -> bool:
-        """Whether gradients of earlier microbatches lie on the host."""
-        return self._stashed is not None
-
-    def drop_stash(self) -> None:
-        """Drops the gradients of earlier microbatches that lie on the host."""
-        self._stashed = None
-
     def finish_gradient(self) -> None:
         """Waits for the gradient to be on the host, if that is where it goes."""
         if self.is_on_host:
@@ -398,10 +373,10 @@ class FlatGroup:
         self.gradient += mine.to(self.gradient.device, self.gradient.dtype)
 
     def _stash(self, mine: torch.Tensor) -> None:
-        if self._stashed is None:
-            self._stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
+        if self.stashed is None:
+            self.stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
         else:
-            self._stashed += mine.to(self._stashed.device)
+            self.stashed += mine.to(self.stashed.device)
 
     def _keep_gradient(self, gradient: torch.Tensor) -> None:
         self.gradient = gradient

@@ -44,7 +44,7 @@ class Gathering:
         """Watches the modules for calls and reads, and optimizers for steps."""
         self.may_have_changed = False
         self.owner: object = None  # what lives as long as the module
-        self._pieces = {id(piece) for group in groups for piece in group.pieces}
+        self.pieces = {id(piece) for group in groups for piece in group.pieces}
         self._groups = list(groups)
         self._seen_version = self.version
         self._is_inside = False
@@ -55,7 +55,9 @@ class Gathering:
         self._compiled: list[nn.Module] = []
         if self._groups:
             self._visit(module, set())
-            self._listen()
+            if Gathering._hook is None:
+                Gathering._hook = register_optimizer_step_post_hook(_tell_of_step)
+            Gathering.alive.add(self)
         self.arrange(self._groups)
 
     def arrange(self, groups: Sequence[FlatGroup]) -> None:
@@ -103,16 +105,6 @@ class Gathering:
         """Gathers and waits, if parameters may have changed. All ranks call it."""
         self.begin(is_overlapped=False)
         self.end()
-
-    def _listen(self) -> None:
-        if Gathering._hook is None:
-            Gathering._hook = register_optimizer_step_post_hook(_tell_of_step)
-        Gathering.alive.add(self)
-
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hears of a step of any optimizer."""
-        if any(id(parameter) in self._pieces for group in optimizer.param_groups for parameter in group["params"]):
-            self.may_have_changed = True
 
     def _start(self) -> None:
         self._seen_version = self.version
@@ -193,7 +185,8 @@ def _tell_of_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
     """Runs after every step of every optimizer."""
     del args, kwargs
     for gathering in list(Gathering.alive):
-        gathering.note_step(optimizer)
+        if any(id(p) in gathering.pieces for group in optimizer.param_groups for p in group["params"]):
+            gathering.may_have_changed = True
 
 
 def _held_elsewhere(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -131,7 +131,7 @@ def build_units(
     builder = _Builder(names, owned, places, comm, shards, precision, offload)
     # A device without values needs none.
     if comm.device.type != "meta" and any(parameter.is_meta for parameter in model.parameters()):
-        _check_can_reset(model)
+        check_can_reset(model)
         _initialise(model, builder)
     return builder.finish(model)
 
@@ -151,7 +151,7 @@ class _Builder:
     ) -> None:
         self.owned = owned
         self.places = places
-        self.first_name = {place: name for name, found in places.items() for place in found[:1]}
+        self.name_at = {place: name for name, found in places.items() for place in found}
         self.unit_of = {name: index for index, named in enumerate(owned) for name, _ in named}
         self._comm = comm
         self._args = (shards, precision, offload)
@@ -201,7 +201,8 @@ def _places(model: nn.Module) -> dict[str, list[Attribute]]:
     return places
 
 
-def _check_can_reset(model: nn.Module) -> None:
+def check_can_reset(model: nn.Module) -> None:
+    """Raises UsageError for a model with modules that cannot draw the values of their tensors."""
     stuck = [
         name or type(module).__name__
         for name, module in model.named_modules()
@@ -220,7 +221,11 @@ def _check_can_reset(model: nn.Module) -> None:
 def _initialise(model: nn.Module, builder: _Builder) -> None:
     """Initialises module by module; a unit is cut when its last module is done."""
     modules = list(model.modules())
-    direct = [_direct(module, builder) for module in modules]
+    # Of each module's own parameters the attribute, and the name that it is known by.
+    direct = [
+        [(a, builder.name_at[Attribute(module, a)]) for a, p in module._parameters.items() if p is not None]
+        for module in modules
+    ]
     last = {builder.unit_of[name]: place for place, owned in enumerate(direct) for _, name in owned}
     for place, (module, owned) in enumerate(zip(modules, direct, strict=True)):
         if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
@@ -228,23 +233,11 @@ def _initialise(model: nn.Module, builder: _Builder) -> None:
             module.reset_parameters()  # type: ignore[operator]
         for attribute, name in owned:
             # The second place of a tied parameter draws its numbers too, as it would in one process, and drops them.
-            if builder.first_name.get(Attribute(module, attribute)) == name:
-                _fill(builder.unit(builder.unit_of[name]), name, module._parameters[attribute])
+            if builder.places[name][0] == Attribute(module, attribute):
+                groups = builder.unit(builder.unit_of[name]).groups
+                group = next(group for group in groups if name in group.names)
+                group.parameters[group.names.index(name)].data.copy_(module.get_parameter(attribute))
             module._parameters[attribute] = None  # the unit puts it back
         for index in {builder.unit_of[name] for _, name in owned}:
             if last[index] == place:
                 builder.cut(index)
-
-
-def _direct(module: nn.Module, builder: _Builder) -> list[tuple[str, str]]:
-    """Returns the attributes of a module's own parameters, and the names that these are known by."""
-    own = {(id(place.module), place.name): name for name, found in builder.places.items() for place in found}
-    return [(a, own[id(module), a]) for a, parameter in module._parameters.items() if parameter is not None]
-
-
-def _fill(unit: Unit, name: str, value: nn.Parameter | None) -> None:
-    assert value is not None
-    for group in unit.groups:
-        if name in group.names:
-            place = group.names.index(name)
-            group.parameters[place].data.copy_(value)

@@ -58,7 +58,7 @@ def gather_optimizer_state(
     Raises UsageError on all ranks for state that is neither a piece nor whole, or that is missing on some rank.
     """
     packed = optimizer.state_dict()
-    parameters = _numbered(optimizer, packed)
+    parameters = numbered_parameters(optimizer, packed)
     kinds = _agree(comm, _rows(parameters, groups, packed["state"]))
     keeps = comm.rank == 0 or not rank0_only
     whole: dict[int, dict[str, Any]] = {index: dict.fromkeys(kinds[index]) for index in kinds}
@@ -70,7 +70,7 @@ def gather_optimizer_state(
     if not keeps:
         return {}
     others = {key: value for key, value in packed["state"].items() if key not in parameters}
-    result: dict[str, Any] = _on_cpu({**packed, "state": others})
+    result: dict[str, Any] = on_cpu({**packed, "state": others})
     result["state"] = {**whole, **result["state"]}
     return result
 
@@ -100,7 +100,7 @@ def load_optimizer_state(
 # What there is.
 
 
-def _numbered(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> dict[int, nn.Parameter]:
+def numbered_parameters(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> dict[int, nn.Parameter]:
     """Returns the optimizer's parameters by the numbers that its state dict gives them."""
     return {
         index: parameter
@@ -191,7 +191,7 @@ def _share_whole_values(
         for key, kind in by_key.items():
             if kind.dtype is not None:
                 continue
-            value = _on_cpu(states[index][key]) if comm.rank in kind.holders else None
+            value = on_cpu(states[index][key]) if comm.rank in kind.holders else None
             whole[index][key] = (
                 value if len(kind.holders) == comm.size else broadcast_object(comm, value, kind.holders[0])
             )
@@ -223,7 +223,8 @@ def _gather_group(
         del tensors
 
 
-def _on_cpu(tree: Any) -> Any:
+def on_cpu(tree: Any) -> Any:
+    """Returns a tree with copies of its tensors on the CPU."""
     return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 

@@ -131,12 +131,8 @@ class Route:
                 "  call every unit as often and in the same order as in the first step, keep units gathered\n"
                 "  (reshard_after_forward=False), or make one unit of those whose order changes"
             )
-        for i in range(self._position, place + 1):
-            self._position = i + 1
-            for each in self._plan[i]:
-                self._issue(each)
-            if i < place and self.legs[i].is_gather:
-                self._release(self.legs[i])
+        while self._position <= place:
+            self._go_on(is_used=self._position == place)
 
     def reach_ready(self, is_ready: Callable[[Leg], bool]) -> None:
         """Issues the reductions that come next, as far as ``is_ready`` says so of each."""
@@ -145,9 +141,7 @@ class Route:
             if leg.is_gather or not is_ready(leg):
                 return
             self.look_ahead()
-            self._position += 1
-            for each in self._plan[self._position - 1]:
-                self._issue(each)
+            self._go_on(is_used=True)
 
     def finish(self, drop: Callable[[Leg], bool] = lambda _leg: False) -> None:
         """Ends the pass: does what the other ranks may still need. A first pass leaves ``drop`` out of later ones."""
@@ -164,11 +158,16 @@ class Route:
             return
         self.look_ahead()
         while self._position < len(self.legs):
-            place, self._position = self._position, self._position + 1
-            for each in self._plan[place]:
-                self._issue(each)
-            if self.legs[place].is_gather:
-                self._release(self.legs[place])
+            self._go_on(is_used=False)
+
+    def _go_on(self, *, is_used: bool) -> None:
+        """Issues what belongs to the next leg."""
+        leg = (self.legs or ())[self._position]
+        self._position += 1
+        for each in self._plan[self._position - 1]:
+            self._issue(each)
+        if leg.is_gather and not is_used:
+            self._release(leg)
 
     def _settle(self, learned: Sequence[Leg]) -> None:
         self.legs = complete(learned, self._order)

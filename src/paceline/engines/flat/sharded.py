@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,26 +13,24 @@ from paceline.comm.base import Communicator
 from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state
+from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state, on_cpu
 
 
 class ShardedEngine(ModuleEngine):
     """An engine whose optimizer updates this rank's pieces of the parameters."""
 
+    _updated: dict[str, nn.Parameter]  # this rank's flat pieces, some of them empty, and what is not cut
     _is_plain = False  # whether pieces and parameters are the same, as on one rank that keeps no copies
 
-    def abandon_accumulation(self) -> None:
-        """Forgets the passes since the last one that reduced: which parameters they used is settled by reducing."""
-        self.sit_out()
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._updated.items())
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError unless the optimizer updates pieces of this engine, element by element."""
         super().check_optimizer(optimizer)
         if not self._is_plain:
             check_elementwise(optimizer)
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns the reduced gradients, whole, on the CPU; None where no rank had one."""
         named = dict(self.named_parameters())
         found = {name: None if p.grad is None else p.grad.to("cpu", copy=True) for name, p in named.items()}
         for group in () if self._is_plain else self.flat_groups:
@@ -41,20 +39,54 @@ class ShardedEngine(ModuleEngine):
                 found[name] = None if piece.grad is None else whole.to("cpu", copy=True)
         return found
 
+    @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""
-        return gather_state(self.module, self.flat_groups, self.comm, rank0_only=rank0_only)
+        is_kept = self.comm.rank == 0 or not rank0_only
+        whole: dict[int, torch.Tensor] = {}
+        for group in self.flat_groups:
+            tensors = group.gather_whole(group.pieces)
+            if is_kept:
+                for parameter, piece, tensor in zip(group.parameters, group.pieces, tensors, strict=True):
+                    whole[id(parameter)] = whole[id(piece)] = on_cpu(tensor)
+            del tensors
+        state = self.module.state_dict(keep_vars=True) if is_kept else {}
+        return {name: whole[id(value)] if id(value) in whole else on_cpu(value) for name, value in state.items()}
 
+    @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
-        load_state(self.module, self.flat_groups, state)
+        """Loads what ``full_state_dict`` gave: each rank takes its pieces, and the buffers.
+
+        Raises RuntimeError as ``nn.Module.load_state_dict`` does, before anything has changed: names missing or not
+        expected, other shapes.
+        """
+        mine = self.module.state_dict(keep_vars=True)
+        places: dict[int, tuple[FlatGroup, int]] = {}
+        for group in self.flat_groups:
+            for place, (parameter, piece) in enumerate(zip(group.parameters, group.pieces, strict=True)):
+                places[id(parameter)] = places[id(piece)] = (group, place)
+        problems = name_problems(mine, state)
+        for name, value in mine.items():
+            if name in state:
+                shape = tuple(value.shape)
+                if id(value) in places:
+                    group, place = places[id(value)]
+                    shape = group.layout.slots[place].shape
+                if tuple(state[name].shape) != shape:
+                    problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
+        if problems:
+            raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
+        for name, value in mine.items():
+            if id(value) not in places:
+                value.copy_(state[name])
+                continue
+            group, place = places[id(value)]
+            group.pieces[place].copy_(group.cut_piece(place, state[name]))
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Returns the optimizer's state as one process would have it."""
         return gather_optimizer_state(optimizer, self.flat_groups, comm=self.comm, rank0_only=rank0_only)
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Loads what ``full_optimizer_state`` gave, each rank its part."""
         load_optimizer_state(optimizer, self.flat_groups, state)
 
 
@@ -100,7 +132,12 @@ def _global_norm(
             local = stacked.max() if is_max else (stacked**norm_type).sum()
     else:
         local = torch.zeros((), dtype=pieces[0].dtype if pieces else torch.float32, device=comm.device)
-    total = local.reshape(1)
+    return reduce_norm(local, comm, norm_type)
+
+
+def reduce_norm(local: torch.Tensor, comm: Communicator, norm_type: float) -> torch.Tensor:
+    """Returns the global norm, from each rank's sum of powers of the norms of its gradients, or the largest norm."""
+    total, is_max = local.reshape(1), math.isinf(norm_type)
     if is_max:  # the larger of a number and nan is the number, to some backends
         total.masked_fill_(total.isnan(), math.inf)
     if comm.size > 1:
@@ -120,55 +157,7 @@ def measured_norms(groups: Sequence[FlatGroup]) -> list[torch.Tensor] | None:
     return norms or None
 
 
-@torch.no_grad()
-def gather_state(
-    module: nn.Module, groups: Sequence[FlatGroup], comm: Communicator, *, rank0_only: bool
-) -> dict[str, torch.Tensor]:
-    """Returns the module's state dict with whole tensors on the CPU, made one group at a time."""
-    is_kept = comm.rank == 0 or not rank0_only
-    whole: dict[int, torch.Tensor] = {}
-    for group in groups:
-        tensors = group.gather_whole(group.pieces)
-        if is_kept:
-            for parameter, piece, tensor in zip(group.parameters, group.pieces, tensors, strict=True):
-                whole[id(parameter)] = whole[id(piece)] = tensor.to("cpu", copy=True)
-        del tensors
-    if not is_kept:
-        return {}
-    state = module.state_dict(keep_vars=True)
-    return {
-        name: whole[id(value)] if id(value) in whole else value.detach().to("cpu", copy=True)
-        for name, value in state.items()
-    }
-
-
-@torch.no_grad()
-def load_state(module: nn.Module, groups: Sequence[FlatGroup], state: dict[str, torch.Tensor]) -> None:
-    """Takes this rank's pieces, and the buffers, from whole tensors.
-
-    Raises RuntimeError as ``nn.Module.load_state_dict`` does, before anything has changed: names missing or not
-    expected, other shapes.
-    """
-    mine = module.state_dict(keep_vars=True)
-    places: dict[int, tuple[FlatGroup, int]] = {}
-    for group in groups:
-        for place, (parameter, piece) in enumerate(zip(group.parameters, group.pieces, strict=True)):
-            places[id(parameter)] = places[id(piece)] = (group, place)
-    problems = [f"missing {name}" for name in mine if name not in state]
-    problems += [f"unexpected {name}" for name in state if name not in mine]
-    for name, value in mine.items():
-        if name in state:
-            shape = tuple(value.shape)
-            if id(value) in places:
-                group, place = places[id(value)]
-                shape = group.layout.slots[place].shape
-            if tuple(state[name].shape) != shape:
-                problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
-    if problems:
-        raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
-    for name, value in mine.items():
-        if id(value) not in places:
-            value.copy_(state[name])
-            continue
-        group, place = places[id(value)]
-        group.pieces[place].copy_(group.cut_piece(place, state[name]))
+def name_problems(mine: Collection[str], state: Collection[str]) -> list[str]:
+    """Lists the names of a model's state that another lacks, and those that it has besides."""
+    missing = [f"missing {name}" for name in mine if name not in state]
+    return missing + [f"unexpected {name}" for name in state if name not in mine]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, BucketReduction, BucketShape, Communicator, Work
+from paceline.comm.base import DONE, BucketReduction, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone, reduction
 from paceline.engines.precision import Precision
 from paceline.plan.layout import Offload
@@ -149,7 +149,7 @@ class Unit:
         """Drops those slices: the next gather is over the whole shard group."""
         self._small = None
         for group in self.groups:
-            group.forget_kept()
+            group.kept = None
 
     def sync_trainable(self) -> None:
         """Follows a user who froze or unfroze a parameter: the attribute that they see is the piece."""
@@ -158,11 +158,6 @@ class Unit:
                 parameter.requires_grad_(piece.requires_grad)
 
     # Gradients.
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether any of its parameters wants a gradient."""
-        return any(parameter.requires_grad for group in self.groups for parameter in group.parameters)
 
     @property
     def has_gradient(self) -> bool:
@@ -244,11 +239,6 @@ class Crossing:
     ends: list[Call] = field(default_factory=list)
     begins: list[Unit] = field(default_factory=list)
     handle: Any = None  # of the hook on a leaf, which outlives the graph
-
-
-def slice_shape(group: FlatGroup) -> BucketShape:
-    """Returns what lies in this rank's slice of a group."""
-    return BucketShape(names=group.names, layout=group.layout, shard=(group.start, group.stop))
 
 
 def _reduce(

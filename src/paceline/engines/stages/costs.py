@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 
 from paceline.clock import DeviceClock, seconds_between
 from paceline.engines.stages.bounds import LayerCost
@@ -177,32 +175,8 @@ def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> t
         outputs.append(run(*given))
         return torch.empty(())
 
-    with _LayerWork() as work:
-        kept = measure_activations(used, keep, args)
-    return outputs[0], work.flops + _OPERATIONS_PER_BYTE * work.num_bytes, kept.total
-
-
-class _LayerWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what operations compute, as torch's counter does, and the bytes that they write; a view writes none."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = self.num_bytes = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Says that nobody compiles what is counted: torch need not ask its compiler at each operator."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-            self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            count = flop_registry.get(func.overloadpacket)
-            if count is not None:
-                self.flops += count(*args, **(kwargs or {}), out_val=result)
-        return result
+    kept = measure_activations(used, keep, args)
+    return outputs[0], kept.work.flops + _OPERATIONS_PER_BYTE * kept.written_bytes, kept.total
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from paceline.engines.nodes import late_linear, weight_gradient
+
 
 @dataclass(slots=True)
 class WeightPart:
@@ -31,17 +33,19 @@ class WeightPart:
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def finish(self) -> bool:
-        """Computes the gradients of the weights, and gives the parameters all of theirs; returns if there were any."""
+    def multiply(self) -> None:
+        """Computes the gradients of the weights from their factors."""
         for weight, x, gradient in self.factors:
-            product = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-            self._add(weight, product.to(weight.dtype))
+            self._add(weight, weight_gradient(x, gradient).to(weight.dtype))
         self.factors.clear()
-        parameters, gradients = list(self.gradients), list(self.gradients.values())
-        self.gradients.clear()
-        if parameters:
-            torch.autograd.backward(parameters, gradients)
-        return bool(parameters)
+
+    def give(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Gives parameters their gradients; returns if there were any."""
+        receivers = set(parameters)
+        found = [(each, self.gradients.pop(each)) for each in list(self.gradients) if each in receivers]
+        if found:
+            torch.autograd.backward([parameter for parameter, _ in found], [gradient for _, gradient in found])
+        return bool(found)
 
     def keep(self, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
         """Keeps gradients that the input part has computed besides."""
@@ -76,9 +80,8 @@ class DeferredWeights(TorchFunctionMode):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        used = weight.detach().to(x.dtype)
-        apply: Callable[..., torch.Tensor] = _SplitLinear.apply
-        return apply(x, used, bias, weight, self._part)
+        factors = self._part.factors
+        return late_linear(x, weight.detach().to(x.dtype), bias, lambda x, g: factors.append((weight, x, g)))
 
 
 def input_part(
@@ -107,29 +110,3 @@ class _Arguments(NamedTuple):
     input: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-
-
-class _SplitLinear(torch.autograd.Function):
-    """A linear layer whose backward notes what its weight's gradient is made of."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        used: torch.Tensor,
-        bias: torch.Tensor | None,
-        weight: nn.Parameter,
-        part: WeightPart,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, used)
-        ctx.weight, ctx.part, ctx.has_bias = weight, part, bias is not None
-        return F.linear(x, used, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        gradient: torch.Tensor = gradients[0]
-        x, used = ctx.saved_tensors
-        ctx.part.factors.append((ctx.weight, x, gradient))
-        gradient_x = gradient @ used if ctx.needs_input_grad[0] else None
-        gradient_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return gradient_x, None, gradient_bias, None, None

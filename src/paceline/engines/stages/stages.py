@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from paceline.engines.flat.materialize import check_can_reset
 from paceline.errors import UsageError
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_apart, model_blocks, model_ends
@@ -65,16 +66,6 @@ class Stage(nn.Module):
             else:
                 self._container(path)._parameters[last] = each
 
-    @property
-    def is_first(self) -> bool:
-        """Whether it takes the model's inputs."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it returns the model's output."""
-        return self.index == self.num_stages - 1
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers in order."""
         first, *others = self.layers
@@ -105,10 +96,14 @@ class Stage(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over the parameters that this stage owns, in the model's order."""
-        borrowed = {id(module._parameters[name]) for module, name in self._borrowed}
+        borrowed = self.borrowed_ids()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if id(parameter) not in borrowed:
                 yield name, parameter
+
+    def borrowed_ids(self) -> set[int]:
+        """Returns the parameters, by id, that it uses and another stage of this rank owns."""
+        return {id(module._parameters[name]) for module, name in self._borrowed}
 
     def get_submodule(self, target: str) -> nn.Module:
         """Returns the module of this name, also where the stage has an attribute of the same."""
@@ -200,21 +195,16 @@ def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
     Every rank draws the whole model's numbers in order, and keeps those of its stages: at no moment is more than one
     module beside them in memory. Raises UsageError for a module with tensors but without ``reset_parameters()``.
     """
+    check_can_reset(model)
     kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
     real: dict[int, nn.Parameter] = {}  # by what stood in its place
     alive = [*model.parameters(), *model.buffers()]  # to the end: the id of what is gone is used again
-    for name, module in model.named_modules():
+    for module in model.modules():
         before = {**module._parameters}, {**module._buffers}
         if not any(tensor is not None for tensors in before for tensor in tensors.values()):
             continue
-        if not callable(getattr(module, "reset_parameters", None)):
-            raise UsageError(
-                f"the model is on the meta device, and {name or type(module).__name__} cannot be initialised\n"
-                "  a module with parameters or buffers needs a method reset_parameters() that gives them values\n"
-                "  add it, or build the model on the CPU"
-            )
         module.to_empty(device=torch.device("cpu"), recurse=False)
-        module.reset_parameters()
+        module.reset_parameters()  # type: ignore[operator]
         for attribute, old in before[0].items():
             if old is not None:  # the second place of a tied parameter draws its numbers too, and drops them
                 is_kept, new = id(old) in kept, module._parameters[attribute]

@@ -87,10 +87,6 @@ class _LayerChange:
     above: nn.Module  # the module that it hangs in
     splits: dict[str, Split]  # of its own parameters
 
-    @property
-    def is_transposed(self) -> bool:
-        return _is_transposed(self.module)
-
 
 def _changes(model: nn.Module, plan: TensorPlan, *, is_sequence: bool) -> Iterator[_LayerChange]:
     """Finds what a plan changes. Without sequence parallelism, what lies between stays as it is."""
@@ -202,7 +198,7 @@ def _cut(change: _LayerChange, comm: Communicator, done: dict[int, Split]) -> No
 
 def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool) -> None:
     """Makes a layer one of the split kinds, and still one of its own."""
-    module, is_transposed = change.module, change.is_transposed
+    module, is_transposed = change.module, _is_transposed(change.module)
     module.__class__ = _mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
     attributes: dict[str, Any] = {"region": region}
     if isinstance(module, SplitLayer):
@@ -225,7 +221,7 @@ def _resize(change: _LayerChange) -> None:
     weight = change.module._parameters.get("weight")
     if weight is None or change.splits["weight"].dim is None:
         return
-    outputs, inputs = reversed(weight.shape) if change.is_transposed else weight.shape
+    outputs, inputs = reversed(weight.shape) if _is_transposed(change.module) else weight.shape
     names = {"out_features": outputs, "nf": outputs, "in_features": inputs, "nx": inputs, "num_embeddings": outputs}
     vars(change.module).update({name: value for name, value in names.items() if hasattr(change.module, name)})
     if isinstance(change.module, VocabularyEmbedding) and change.module.padding_idx is not None:
@@ -246,7 +242,7 @@ def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> No
         for _, module, _ in plan.places(model, "begin"):
             module.register_forward_pre_hook(functools.partial(_before, region.take), with_kwargs=True)
         for _, module, _ in plan.places(model, "end"):
-            module.register_forward_hook(functools.partial(_behind, region.join))
+            module.register_forward_hook(lambda _module, _args, output: region.join(output))
 
 
 def _enter(region: TensorRegion, layers: tuple[SplitLayer, ...], x: Tensor) -> Tensor:
@@ -265,11 +261,6 @@ def _before(change: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any
             "  a split part begins with it, and takes the stream as its first argument\n  correct the plan's rule"
         )
     return args, {**kwargs, name: change(kwargs[name])}
-
-
-def _behind(change: Any, module: nn.Module, args: Any, output: Any) -> Any:
-    del module, args
-    return change(output)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

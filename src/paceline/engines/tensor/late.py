@@ -1,19 +1,18 @@
 """A linear layer whose weight gradient is computed by a node of its own, recorded before the product's.
 
 Autograd runs first what was recorded last: between the two nodes others may run, such as one that starts a message. See
-[Note: overlap] in ``tensor.py``. The factors wait in memory from one node to the other: the layer's input, which is
+[Note: overlap] in ``layers.py``. The factors wait in memory from one node to the other: the layer's input, which is
 there anyway, and the gradient of its output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from paceline.engines.nodes import late_linear, moved, same, weight_gradient
 
 
 def may_split_backward() -> bool:
@@ -38,15 +37,13 @@ class LateWeight(NamedTuple):
         if is_cast:
             matrix = matrix.to(torch.get_autocast_dtype(kind))
         gradient = _LateGradient()
-        record: Callable[..., Tensor] = _ComputeLate.apply
-        return LateWeight(record(matrix, gradient), gradient, is_cast)
+        return LateWeight(moved(matrix, same, gradient.compute), gradient, is_cast)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns what ``F.linear`` would."""
         if self.is_cast:
             x, bias = x.to(self.matrix.dtype), None if bias is None else bias.to(self.matrix.dtype)
-        product: Callable[..., Tensor] = _LateProduct.apply
-        return product(x, self.matrix, bias, self.gradient)
+        return late_linear(x, self.matrix, bias, self.gradient.leave)
 
 
 class _LateGradient:
@@ -59,47 +56,9 @@ class _LateGradient:
         """Keeps the factors of the gradient for this pass of backward."""
         self._left.append((torch._C._current_graph_task_id(), x, gradient))
 
-    def compute(self) -> Tensor:
-        """Returns the gradient. What a pass left that asked for no weight gradients is dropped."""
+    def compute(self, _: Tensor) -> Tensor:
+        """Returns the gradient, whatever comes in. What a pass left that asked for no weight gradients is dropped."""
         task = torch._C._current_graph_task_id()
         left, self._left = self._left, []
-        terms = [_rows(gradient).t() @ _rows(x) for each, x, gradient in left if each == task]
+        terms = [weight_gradient(x, gradient) for each, x, gradient in left if each == task]
         return sum(terms[1:], terms[0])
-
-
-class _ComputeLate(torch.autograd.Function):
-    """The weight itself; backward computes its gradient, whatever comes in."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, late: _LateGradient) -> Tensor:
-        ctx.late = late
-        return matrix.view_as(matrix)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        del gradient
-        return ctx.late.compute(), None
-
-
-class _LateProduct(torch.autograd.Function):
-    """A linear layer; backward gives the gradients of input and bias, and leaves that of the weight for later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, late: _LateGradient) -> Tensor:
-        ctx.save_for_backward(x, matrix)
-        ctx.late = late
-        return F.linear(x, matrix, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, matrix = ctx.saved_tensors
-        ctx.late.leave(x, gradient)
-        nothing = gradient.new_zeros(()).expand_as(matrix)  # takes no memory; autograd wants the shape
-        bias = _rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        return gradient @ matrix if ctx.needs_input_grad[0] else None, nothing, bias, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])

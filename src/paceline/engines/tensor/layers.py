@@ -16,13 +16,13 @@ of bytes, and norms and the stream itself take 1/T of their memory too. It pays 
 than its four sums: within a host.
 
 The embedding has some rows of the vocabulary: a token's row comes from the rank that has it, zeros from the others. The
-output layer has the same rows, and its logits stay split (``tensor_loss.py``).
+output layer has the same rows, and its logits stay split (``loss.py``).
 
 [Note: overlap] The sum of the input's gradient is needed by what lies before the split part, but not by the weight
 gradients of the column layers. Autograd runs what was recorded last first. So entering the split part records, in this
 order: a node that waits, a node for each column layer that computes its weight gradient, a node that starts the sum.
 Backward meets them the other way round: the sum is on its way while the weight gradients are computed
-(``tensor_late.py``).
+(``late.py``).
 
 [Note: complete gradients] Every parameter's gradient is complete when autograd delivers it, and for one that is not
 split the same on all ranks, to the bit. Where a whole parameter works on a part of the stream (norms between, under
@@ -41,7 +41,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from paceline.comm.base import Communicator, Work
+from paceline.comm.base import DONE, Communicator, Work
+from paceline.engines.nodes import moved, same
 from paceline.engines.tensor.late import LateWeight, may_split_backward
 from paceline.engines.tensor.layout import Split, split_range
 from paceline.engines.tensor.loss import SplitLogits
@@ -73,24 +74,24 @@ class TensorRegion:
             self.late.pop(layer, None)  # of a pass that did not come to the layer
         if not (torch.is_grad_enabled() and x.requires_grad):
             return gather_sequence(x, self.comm) if self.is_sequence else x
-        flight = _TensorSum()
-        x = _apply(_Await, x, flight)
+        total = _TensorSum(self.comm)
+        x = moved(x, same, total.wait)
         for layer in layers if may_split_backward() else ():
             if cast("Tensor", layer.weight).requires_grad:
                 self.late[layer] = LateWeight.record(layer.matrix)
-        return _apply(_StartScatter if self.is_sequence else _StartSum, x, flight, self.comm)
+        return moved(x, self._gather, total.start_scatter) if self.is_sequence else moved(x, same, total.start)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sums what the ranks computed at the end of a split part, and returns the stream: whole, or this rank's."""
-        return _apply(_ScatterSum if self.is_sequence else _Sum, x, self.comm)
+        return moved(x, self._scatter_sum, self._gather) if self.is_sequence else moved(x, self._sum, same)
 
     def take(self, x: Tensor) -> Tensor:
         """Returns this rank's part of a stream that all ranks have whole."""
-        return _apply(_Take, x, self.comm)
+        return moved(x, self._part, self._gather)
 
     def join(self, x: Tensor) -> Tensor:
         """Returns the whole stream from the ranks' parts; what follows must be the same on all ranks."""
-        return _apply(_Join, x, self.comm)
+        return moved(x, self._gather, self._part)
 
     def share(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Returns parameters for use on a part of the stream or of the heads; backward sums their gradients."""
@@ -99,128 +100,51 @@ class TensorRegion:
         run: Callable[..., tuple[Tensor, ...]] = _Share.apply
         return run(self.comm, *parameters)
 
+    # What moves, in forward or in backward: a gather undoes what a part or a sum of parts has done.
 
-# What moves: each is its own inverse's backward.
-
-
-class _TensorSum:
-    """A sum that backward has started and not yet awaited."""
-
-    __slots__ = ("work",)
-
-    def __init__(self) -> None:
-        self.work: Work | None = None
-
-
-class _Await(torch.autograd.Function):
-    """Identity; backward waits for the sum that ``_StartSum`` or ``_StartScatter`` has started."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _TensorSum) -> Tensor:
-        ctx.flight = flight
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.flight.work.wait()
-        ctx.flight.work = None
-        return gradient, None
-
-
-class _StartSum(torch.autograd.Function):
-    """Identity; backward starts the all-reduce of the gradient. Nobody may look at it before ``_Await``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _TensorSum, comm: Communicator) -> Tensor:
-        ctx.flight, ctx.comm = flight, comm
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        ctx.flight.work = ctx.comm.all_reduce(total)
-        return total, None, None
-
-
-class _StartScatter(torch.autograd.Function):
-    """The whole sequence from the ranks' parts; backward starts the reduce-scatter of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _TensorSum, comm: Communicator) -> Tensor:
-        ctx.flight, ctx.comm = flight, comm
-        return gather_sequence(x, comm)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        part, ctx.flight.work = _start_scatter(gradient, ctx.comm)
-        return part, None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks; the gradient is the same for each term."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        del ctx
+    def _sum(self, x: Tensor) -> Tensor:
         # Not in place: selective checkpointing keeps the product that came in.
         total = x.clone(memory_format=torch.contiguous_format)
         with unwatched():
-            comm.all_reduce(total).wait()
+            self.comm.all_reduce(total).wait()
         return total
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        del ctx
-        return gradient, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    """This rank's part of the sequence of the sum over the ranks; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        part, work = _start_scatter(x, comm)
+    def _scatter_sum(self, x: Tensor) -> Tensor:
+        part, work = _start_scatter(x, self.comm)
         with unwatched():
             work.wait()
         return part
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_sequence(gradient, ctx.comm), None
+    def _gather(self, x: Tensor) -> Tensor:
+        return gather_sequence(x, self.comm)
+
+    def _part(self, x: Tensor) -> Tensor:
+        return x.chunk(self.comm.size, _check_length(x, self.comm))[self.comm.rank].contiguous()
 
 
-class _Take(torch.autograd.Function):
-    """This rank's part of the sequence; backward gathers."""
+class _TensorSum:
+    """The sum of a gradient over the ranks, between the node of backward that starts it and the one that waits."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return x.chunk(comm.size, _check_length(x, comm))[comm.rank].contiguous()
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._work: Work = DONE
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_sequence(gradient, ctx.comm), None
+    def start(self, gradient: Tensor) -> Tensor:
+        """Starts the all-reduce; nobody may look at the result before ``wait``."""
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        self._work = self._comm.all_reduce(total)
+        return total
 
+    def start_scatter(self, gradient: Tensor) -> Tensor:
+        """Starts the reduce-scatter, of which the result is this rank's part."""
+        part, self._work = _start_scatter(gradient, self._comm)
+        return part
 
-class _Join(torch.autograd.Function):
-    """The whole sequence; backward takes this rank's part, as every rank has the same gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return gather_sequence(x, comm)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient.chunk(ctx.comm.size, _LENGTH)[ctx.comm.rank].contiguous(), None
+    def wait(self, gradient: Tensor) -> Tensor:
+        """Waits for the sum in ``gradient``."""
+        self._work.wait()
+        self._work = DONE
+        return gradient
 
 
 class _Share(torch.autograd.Function):
@@ -272,11 +196,6 @@ def _check_length(x: Tensor, comm: Communicator) -> int:
             f"  pad or cut the sequences to a multiple of {comm.size}, or set parallel.sequence_parallel = false"
         )
     return _LENGTH
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    run: Callable[..., Tensor] = function.apply
-    return run(*args)
 
 
 # Layers. Each is mixed into the class of the layer that it replaces, which knows how it is initialised.

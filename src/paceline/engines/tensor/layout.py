@@ -10,6 +10,7 @@ What is not cut is the same on all ranks. Gathering one tensor takes one all-gat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,6 +57,17 @@ class Split:
         pieces = [group.narrow(self.dim, first, last - first) for group in full.chunk(self.groups, self.dim)]
         return torch.cat(pieces, self.dim)
 
+    def gather(self, local: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        """Returns the whole from all ranks' pieces; all ranks call it."""
+        shapes = [self.local_shape(rank, comm.size) for rank in range(comm.size)]
+        sizes = [math.prod(shape) for shape in shapes]
+        padded = local.new_zeros(max(sizes))  # the pieces of an all-gather have one length
+        padded[: local.numel()] = local.detach().reshape(-1)
+        rows = local.new_empty(comm.size, max(sizes))
+        comm.all_gather(rows, padded).wait()
+        pieces = [row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+        return self.join(pieces)
+
     def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
         """Returns the whole from the pieces of all ranks, in rank order."""
         assert self.dim is not None
@@ -97,17 +109,7 @@ class TensorLayout:
                 f" of {list(split.shape)}\n  the whole is put together from the ranks' pieces\n"
                 "  give the tensor of the split model, or its gradient or optimizer state"
             )
-        if split.dim is None:
-            return local.detach().clone()
-        shapes = [split.local_shape(rank, comm.size) for rank in range(comm.size)]
-        longest = max(torch.Size(shape).numel() for shape in shapes)
-        padded = local.new_zeros(longest)  # the pieces of an all-gather have one length
-        padded[: local.numel()] = local.detach().reshape(-1)
-        everything = local.new_empty(comm.size, longest)
-        comm.all_gather(everything, padded).wait()
-        return split.join(
-            [row[: torch.Size(shape).numel()].view(shape) for row, shape in zip(everything, shapes, strict=True)]
-        )
+        return local.detach().clone() if split.dim is None else split.gather(local, comm)
 
     def _of(self, name: str) -> Split:
         split = self.splits.get(name)

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.comm.base import Communicator
-from paceline.engines.tensor.layout import split_range
+from paceline.engines.nodes import moved
+from paceline.engines.tensor.layout import Split
 from paceline.errors import UsageError
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -73,8 +74,10 @@ class SplitLogits:
 
     def gather(self) -> Tensor:
         """Returns the logits of the whole vocabulary, on every rank. What follows must be the same on all of them."""
-        apply: Callable[..., Tensor] = _JoinLast.apply
-        return apply(self.local, self.comm, self.vocab_size)
+        split, comm = Split(shape=tuple(self.shape), dim=self.local.ndim - 1), self.comm
+        first, last = self.first, self.first + self.local.shape[-1]
+        # Not a method of this object, which would keep the logits until backward, where every rank has all gradients.
+        return moved(self.local, lambda local: split.gather(local, comm), lambda gradient: gradient[..., first:last])
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -108,26 +111,6 @@ class _SplitCrossEntropy(torch.autograd.Function):
         rows = probabilities * counts[:, None]
         rows.scatter_add_(1, index, -is_own[:, None].to(rows.dtype))
         return rows.mul_(gradient), None, None, None, None
-
-
-class _JoinLast(torch.autograd.Function):
-    """All ranks' parts along the last dim; backward keeps this rank's, as every rank has the same gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, comm: Communicator, extent: int) -> Tensor:
-        ranges = [split_range(extent, comm.size, rank) for rank in range(comm.size)]
-        ctx.range = ranges[comm.rank]
-        longest = max(last - first for first, last in ranges)
-        padded = torch.nn.functional.pad(local, (0, longest - local.shape[-1])).contiguous()
-        everything = padded.new_empty(comm.size, *padded.shape)
-        comm.all_gather(everything, padded).wait()
-        return torch.cat([row[..., : last - first] for row, (first, last) in zip(everything, ranges, strict=True)], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        first, last = ctx.range
-        return gradient[..., first:last], None, None
 
 
 def _check_targets(rows: Tensor, targets: Tensor, vocab_size: int, ignore_index: int) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from torch import nn
 
@@ -62,16 +62,16 @@ class TensorPlan:
 
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, SplitRule]]:
         """Iterates over the layers that are changed, with their names and rules."""
-        rules = [rule for rule in self.rules if rule.role in LAYER_ROLES]
-        for name, module in model.named_modules():
-            found = next((rule for rule in rules if rule.fits(name)), None)
-            if found is not None:
-                yield name, module, found
+        return self._fitting(model, LAYER_ROLES)
 
     def places(self, model: nn.Module, role: Role) -> Iterator[tuple[str, nn.Module, SplitRule]]:
-        """Iterates over the modules of the other roles."""
+        """Iterates over the modules of one of the other roles."""
+        return self._fitting(model, (role,))
+
+    def _fitting(self, model: nn.Module, roles: tuple[Role, ...]) -> Iterator[tuple[str, nn.Module, SplitRule]]:
+        rules = [rule for rule in self.rules if rule.role in roles]
         for name, module in model.named_modules():
-            found = next((rule for rule in self.rules if rule.role == role and rule.fits(name)), None)
+            found = next((rule for rule in rules if rule.fits(name)), None)
             if found is not None:
                 yield name, module, found
 
@@ -98,57 +98,50 @@ def plan_for(model: nn.Module) -> TensorPlan:
     )
 
 
-def _block(prefix: str, *, inputs: str, columns: str, rows: str, heads: str) -> tuple[SplitRule, ...]:
-    """Makes the rules of a block from names that are written as one text each."""
-    return (
-        *(SplitRule(pattern=f"{prefix}.{name}", role="input") for name in inputs.split()),
-        *(SplitRule(pattern=f"{prefix}.{name}", role="column", heads="head_dim") for name in heads.split()),
-        *(
-            SplitRule(pattern=f"{prefix}.{name.rstrip('?')}", role="column", is_optional=name.endswith("?"))
-            for name in columns.split()
-        ),
-        *(SplitRule(pattern=f"{prefix}.{name}", role="row") for name in rows.split()),
-    )
+def _rules(prefix: str = "", **names: str) -> Iterator[SplitRule]:
+    """Makes rules from the names of each role, written as one text; ``?`` marks what some models lack.
+
+    ``heads`` are column layers that are split between heads.
+    """
+    for role, text in names.items():
+        for name in text.split():
+            yield SplitRule(
+                pattern=prefix + name.rstrip("?"),
+                role="column" if role == "heads" else cast("Role", role),
+                heads="head_dim" if role == "heads" else None,
+                is_optional=name.endswith("?"),
+            )
 
 
 GPT_PLAN = TensorPlan(
     name="paceline GPT",
     rules=(
-        *_block(
-            "layers.*",
-            inputs="attention mlp",
+        *_rules(
+            "layers.*.",
+            input="attention mlp",
             heads="attention.query attention.key attention.value",
-            columns="mlp.gate? mlp.up",
-            rows="attention.output mlp.down",
+            column="mlp.gate? mlp.up",
+            row="attention.output mlp.down",
         ),
-        SplitRule(pattern="token_embedding", role="embedding"),
-        SplitRule(pattern="position_embedding", role="positions", is_optional=True),
-        SplitRule(pattern="head", role="head", is_optional=True),
-        SplitRule(pattern="layers.*.attention_norm", role="between"),
-        SplitRule(pattern="layers.*.mlp_norm", role="between"),
-        SplitRule(pattern="norm", role="between"),
+        *_rules(embedding="token_embedding", positions="position_embedding?", head="head?"),
+        *_rules(between="layers.*.attention_norm layers.*.mlp_norm norm"),
     ),
 )
 
 LLAMA_PLAN = TensorPlan(
     name="Llama",
     rules=(
-        *_block(
-            "layers.*",
-            inputs="self_attn mlp",
+        *_rules(
+            "layers.*.",
+            input="self_attn mlp",
             heads="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-            columns="mlp.gate_proj mlp.up_proj",
-            rows="self_attn.o_proj mlp.down_proj",
+            column="mlp.gate_proj mlp.up_proj",
+            row="self_attn.o_proj mlp.down_proj",
+            shared="self_attn.q_norm? self_attn.k_norm?",
         ),
-        SplitRule(pattern="layers.*.self_attn.q_norm", role="shared", is_optional=True),
-        SplitRule(pattern="layers.*.self_attn.k_norm", role="shared", is_optional=True),
-        SplitRule(pattern="embed_tokens", role="embedding"),
-        SplitRule(pattern="lm_head", role="head", is_optional=True),
-        SplitRule(pattern="layers.*.input_layernorm", role="between"),
-        SplitRule(pattern="layers.*.post_attention_layernorm", role="between"),
-        SplitRule(pattern="norm", role="between"),
-        SplitRule(pattern="layers.0", role="begin"),
-        SplitRule(pattern="norm", role="end"),
+        *_rules(embedding="embed_tokens", head="lm_head?"),
+        *_rules(between="layers.*.input_layernorm layers.*.post_attention_layernorm norm"),
+        *_rules(begin="layers.0", end="norm"),
     ),
 )
 
@@ -156,18 +149,10 @@ GPT2_PLAN = TensorPlan(
     name="GPT-2",
     rules=(
         SplitRule(pattern="h.*.attn", role="input", resized=("num_heads", "embed_dim", "split_size")),
-        SplitRule(pattern="h.*.mlp", role="input"),
+        *_rules(input="h.*.mlp"),
         SplitRule(pattern="h.*.attn.c_attn", role="column", heads="head_dim", groups=3),
-        SplitRule(pattern="h.*.attn.c_proj", role="row"),
-        SplitRule(pattern="h.*.mlp.c_fc", role="column"),
-        SplitRule(pattern="h.*.mlp.c_proj", role="row"),
-        SplitRule(pattern="wte", role="embedding"),
-        SplitRule(pattern="lm_head", role="head", is_optional=True),
-        SplitRule(pattern="h.*.ln_1", role="between"),
-        SplitRule(pattern="h.*.ln_2", role="between"),
-        SplitRule(pattern="ln_f", role="between"),
-        SplitRule(pattern="h.0", role="begin"),
-        SplitRule(pattern="ln_f", role="end"),
+        *_rules("h.*.", row="attn.c_proj mlp.c_proj", column="mlp.c_fc"),
+        *_rules(embedding="wte", head="lm_head?", between="h.*.ln_1 h.*.ln_2 ln_f", begin="h.0", end="ln_f"),
     ),
 )
 

@@ -23,7 +23,8 @@ from paceline.cluster.devices import Cluster
 from paceline.comm.dry.communicator import DryWorld
 from paceline.comm.group import check_peer
 from paceline.config import Config, layout_of
-from paceline.engines.engine import StageRunner
+from paceline.engines.combined import CombinedParallel
+from paceline.engines.pipeline import Pipeline
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.models.registry import model_blocks
@@ -200,7 +201,7 @@ def _without_collections() -> Iterator[None]:
 def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microbatches: int) -> Recorded:
     """Runs a step with so many microbatches."""
     batch = replace(parts.batch, microbatches=parts.batch.microbatches[:microbatches])
-    pipeline = parts.engine.pipeline
+    pipeline = _pipeline_of(parts)
     if pipeline is not None:
         pipeline.journal = []
         recorder.memory.act = lambda: len(pipeline.journal)
@@ -225,13 +226,13 @@ def _told_apart(done: Recorded, recorder: Recorder, rank: int) -> Recorded:
 
 def _enough(parts: StepPieces) -> int:
     """Returns how many microbatches must be run to tell of all."""
-    count, pipeline = len(parts.batch.microbatches), parts.engine.pipeline
+    count, pipeline = len(parts.batch.microbatches), _pipeline_of(parts)
     return min(count, _KEPT) if pipeline is None else enough_microbatches(pipeline, count)
 
 
 def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
     """Returns the events of a step of ``count`` microbatches, or of few and the order in which they come again."""
-    pipeline = parts.engine.pipeline
+    pipeline = _pipeline_of(parts)
     if few == count:
         return done.events, ()
     if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
@@ -290,10 +291,14 @@ def _compute_dtype(layout: Layout) -> str:
     return dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32)
 
 
+def _pipeline_of(parts: StepPieces) -> Pipeline | None:
+    return parts.engine.pipeline if isinstance(parts.engine, CombinedParallel) else None
+
+
 FEW = 3  # microbatches: the first, one that stands for all between, and the last
 
 
-def enough_microbatches(pipeline: StageRunner, wanted: int) -> int:
+def enough_microbatches(pipeline: Pipeline, wanted: int) -> int:
     """Returns how many microbatches are run where so many are wanted: all, if few do not tell of the others."""
     ranks = pipeline.pipe.size
     if pipeline.splits_backward and len(pipeline.placement) > ranks:  # what zb-v gathers differs by microbatch
@@ -334,7 +339,7 @@ def with_marks(events: Sequence[Event], acts: Sequence[int], actions: Sequence[A
 _RECEIVES = {"F": "RF", "B": "RB", "I": "RB"}
 
 
-def _is_plain(pipeline: StageRunner, microbatches: int) -> bool:
+def _is_plain(pipeline: Pipeline, microbatches: int) -> bool:
     """Whether the first microbatch is the first in every pass of a schedule, and the last one the last to go back."""
     try:
         program = pipeline.program(microbatches)
