@@ -65,7 +65,6 @@ class Placement:
 
     @property
     def node_ranks(self) -> int:
-        """The ranks of one host."""
         return self.ranks // self.hosts
 
     def host(self, rank: int) -> int:

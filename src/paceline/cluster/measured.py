@@ -52,7 +52,6 @@ class MeasuredTable:
     points: Mapping[Choice, Sequence[tuple[int, float]]]
 
     def seconds(self, choice: Choice, num_bytes: float) -> float:
-        """Returns how long an all-reduce takes."""
         return seconds_between(self.points[choice], num_bytes)
 
     def fastest(self, num_bytes: float) -> Choice:

@@ -245,7 +245,6 @@ class _TorchWork:
         self._tensors: tuple[torch.Tensor, ...] = tensors
 
     def wait(self) -> None:
-        """Returns when the result may be used."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -266,7 +265,6 @@ class TorchCommunicator(GroupMember):
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Replaces ``tensor`` by the reduction over all ranks."""
         if self._exchanges and self.size == 2 and _is_small(tensor, op):
             arguments = (self.rank, _flat(tensor), op, self._timeout_s)
             return self._attempt("all_reduce", exchange_whole, self._group, *arguments)
@@ -278,7 +276,6 @@ class TorchCommunicator(GroupMember):
         return _TorchWork(work, self, "all_reduce", tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         if self._exchanges and output.numel() and output.is_floating_point():
             arguments = (self.rank, _flat(output), _flat(tensor), op, self._timeout_s, self._scratch)
@@ -286,7 +283,6 @@ class TorchCommunicator(GroupMember):
         return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         if self._exchanges and output.numel():
             arguments = (self.rank, _flat(output), _flat(tensor), self._timeout_s)
@@ -294,14 +290,12 @@ class TorchCommunicator(GroupMember):
         return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
         return self._issue("broadcast", dist.broadcast, tensor.detach(), group_src=source)
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
-        """Sends the i-th piece of ``tensor`` to rank i."""
         return self._issue(
             "all_to_all",
             dist.all_to_all_single,
@@ -318,13 +312,11 @@ class TorchCommunicator(GroupMember):
         return self._attempt(kind, dist.isend, tensor.detach(), group=self._group, tag=tag, group_dst=to)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
         kind = f"recv from rank {self.ranks[source]}"
         return self._attempt(kind, dist.irecv, tensor.detach(), group=self._group, tag=tag, group_src=source)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         where = {"device_ids": [self.device.index]} if self.device.type == "cuda" else {}
         self._issue("barrier", dist.barrier, **where).wait()
 

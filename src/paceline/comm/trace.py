@@ -41,7 +41,6 @@ class Trace:
         self.waits: list[tuple[Mark, Mark]] = []  # always the same list: a meter looks at its length
 
     def count(self, kind: str, num_bytes: int) -> None:
-        """Counts an operation as it is issued."""
         self.num_operations[kind] += 1
         self.num_bytes[kind] += num_bytes
 

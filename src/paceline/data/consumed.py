@@ -32,7 +32,6 @@ class Segment:
     last: int
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
         order = {name: getattr(self.order, name) for name in DataOrder.__slots__}
         return {**order, "first": self.first, "last": self.last}
 

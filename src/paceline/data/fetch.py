@@ -57,7 +57,6 @@ class DirectSource:
         self._dataset = dataset
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
-        """Yields the batch of each request, in order."""
         dataset = self._dataset
         return (fetch_batch(dataset, request.indices) for request in requests)
 
@@ -87,7 +86,6 @@ class LoaderSource:
         self._stream_number = 0
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
-        """Yields the batch of each request, in order."""
         self._stream_number += 1
         number = self._stream_number
         self._sampler.requests = requests

@@ -100,7 +100,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         self._table = table
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Replaces ``tensor`` by the reduction over all ranks."""
         check_reduction("all_reduce", tensor.dtype, op)
         if not tensor.numel():
             return DONE
@@ -129,7 +128,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._issue("reduce_scatter", algorithm, flat, lanes, lambda: _put_back(output, own), op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         if not output.numel():
             return DONE
@@ -146,7 +144,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._issue("all_gather", algorithm, flat, lanes, lambda: _put_back(output, flat))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
         if not tensor.numel():
             return DONE

@@ -203,7 +203,6 @@ class WorkBehind:
         self._before = before
 
     def wait(self) -> None:
-        """Finishes what was issued before, and waits."""
         self._in_flight.finish_through(self._before)
         self._work.wait()
 

@@ -53,7 +53,6 @@ class Compressor:
     # What engines call.
 
     def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> list[_Bucket]:
-        """Makes the reductions of an engine's buckets; ``replicas`` average, where these are not all ranks."""
         bound = [_Bucket(self, shape) for shape in buckets]
         self._pieces = {name: piece for bucket in bound for name, piece in bucket.pieces.items()}
         self._is_sharded = any(shape.shard is not None for shape in buckets)
@@ -73,12 +72,10 @@ class Compressor:
             self._pass.is_finite = None if known is None else flag[0] > 0
 
     def abandon_pass(self) -> None:
-        """Forgets a pass that was broken off."""
         if not self._pass.is_ended:
             self._pass = _GradientPass()
 
     def roll_back(self) -> None:
-        """Forgets the last pass."""
         self._pass = _GradientPass()
 
     def withhold(self, names: Sequence[str]) -> None:
@@ -95,7 +92,6 @@ class Compressor:
         return float(torch.stack(found).sum().sqrt()) if found else 0.0
 
     def held_bytes(self) -> int:
-        """Returns the bytes of what is kept between two passes."""
         return sum(tensor.nbytes for tensor in self.held())
 
     def held(self) -> list[torch.Tensor]:
@@ -137,7 +133,6 @@ class Compressor:
             self.settle()
 
     def add_work(self, work: _BucketWork) -> None:
-        """Notes a bucket under way."""
         self._pass.works.append(work)
 
     def advance(self) -> None:
@@ -213,7 +208,6 @@ class _Bucket:
         self.parts = tuple(parts)
 
     def start(self, buffer: torch.Tensor, comm: Communicator) -> Work:
-        """Compresses a bucket, and sends it on its way."""
         self.owner.begin()
         work = _BucketWork(self, buffer)
         if self.parts and self.owner.step >= self.owner.settings.plain_steps:
@@ -282,7 +276,6 @@ class _BucketWork:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Issues the second round, where there is one."""
         if self._exchange is not None:
             self._exchange.advance()
 

@@ -49,7 +49,6 @@ class Sign(Policy):
     """Sends the signs, and for each tensor the mean magnitude of its elements. A zero counts as positive."""
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Packs eight signs into a byte, gathers, and averages in rank order."""
         parts = context.parts
         scales = torch.stack([vector[part.start : part.stop].abs().mean() for part in parts])
         bits = pack_bits(vector >= 0)
@@ -100,7 +99,6 @@ class Int8(Policy):
     num_rounds: ClassVar[int] = 2
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Sends each slice to its owner, and its average back to all."""
         del context
         per_rank = -(-vector.numel() // (comm.size * BLOCK))
         padded = vector.new_zeros(comm.size, per_rank * BLOCK)

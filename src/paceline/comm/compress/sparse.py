@@ -40,7 +40,6 @@ class TopK(Policy):
     ratio: float
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Selects, packs, and gathers."""
         del context
         chosen = torch.topk(vector.abs(), num_kept(self.ratio, vector.numel()), sorted=False).indices
         return _gather(vector, chosen.sort().values, chosen.numel(), comm)
@@ -54,7 +53,6 @@ class Threshold(Policy):
     threshold: float
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Agrees on the largest number of elements, then gathers messages of that size."""
         del context
         chosen = (vector.abs() < self.threshold).logical_not_().nonzero().view(-1)  # sync point; takes NaN along
         most = torch.tensor([chosen.numel()], device=vector.device)
@@ -73,7 +71,6 @@ class RandomK(Policy):
     ratio: float
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Draws the indices, and reduces the values there."""
         length = vector.numel()
         kept = num_kept(self.ratio, length)
         drawn = _draw(kept, seed_of(context.step, context.parts[0].name), vector.device)

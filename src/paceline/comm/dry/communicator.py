@@ -51,11 +51,9 @@ class KeptJournal:
     waits: list[int] = field(default_factory=list)
 
     def issue(self, operation: Issue) -> None:
-        """Keeps an operation."""
         self.operations.append(operation)
 
     def wait(self, number: int) -> None:
-        """Keeps a wait."""
         self.waits.append(number)
 
 
@@ -72,7 +70,6 @@ class DryWorld:
         self.board: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}  # broadcasts, by group and number
 
     def rank(self, rank: int, journal: Journal | None = None) -> DryCommunicator:
-        """Returns the communicator of one rank."""
         check_peer("a dry run of", rank, self.size)
         own = _DryRank(world=self, number=rank, journal=KeptJournal() if journal is None else journal)
         return DryCommunicator(own, tuple(range(self.size)), "world")
@@ -102,7 +99,6 @@ class _DryWork:
         self._number = number
 
     def wait(self) -> None:
-        """Records that the result is needed."""
         if self._journal is not None:
             self._journal.wait(self._number)
             self._journal = None
@@ -121,7 +117,6 @@ class DryCommunicator(GroupMember):
 
     @property
     def journal(self) -> Journal:
-        """Where this rank's operations are recorded."""
         return self._own.journal
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -131,7 +126,6 @@ class DryCommunicator(GroupMember):
         return self.record("all_reduce", tensor.nbytes)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Records a reduce-scatter of the whole input's bytes."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         if not tensor.is_meta:
             piece = tensor.detach().reshape(self.size, -1)[self.rank].clone()
@@ -139,7 +133,6 @@ class DryCommunicator(GroupMember):
         return self.record("reduce_scatter", tensor.nbytes)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Records an all-gather of the whole output's bytes."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         if not output.is_meta:
             output.detach().view(self.size, -1).copy_(tensor.detach().reshape(1, -1).clone().expand(self.size, -1))
@@ -182,7 +175,6 @@ class DryCommunicator(GroupMember):
         return self._record_message("recv", tensor, self.ranks[source], self._own.number, tag)
 
     def barrier(self) -> None:
-        """Records a barrier, which is waited for."""
         self.record("barrier", 0).wait()
 
     def split(self, ranks: Sequence[int]) -> DryCommunicator:

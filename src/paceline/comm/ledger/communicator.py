@@ -34,7 +34,6 @@ class LedgerCommunicator(WrappedCommunicator):
         self._write = make_writer(ledger, self._group, 0 if group is None else 1, ledger.find_place)
 
     def barrier(self) -> None:
-        """Writes down a barrier."""
         self._complete(self.inner.barrier, "barrier")
 
     def split(self, ranks: Sequence[int]) -> Communicator:

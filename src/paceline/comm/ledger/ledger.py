@@ -110,7 +110,6 @@ class Ledger:
             self.cells[place] = value
 
     def reader(self) -> layout.LedgerReader:
-        """Returns a reader of this very memory."""
         return layout.LedgerReader(self.buffer)
 
     def enter(self, phase: str) -> None:
@@ -196,7 +195,6 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
         number: int
 
         def wait(self) -> None:
-            """Waits, and notes that it does, and that it is over."""
             number = self.number
             if not number:  # noted before
                 self.inner.wait()  # from another stream, perhaps

@@ -151,7 +151,6 @@ class Collectives:
         self.board = board
 
     def barrier(self) -> Steps:
-        """Waits for every rank."""
         board = self.board
         stamp, ticket = stamp_of("barrier"), board.take(1)
         yield from board.enter(ticket, stamp)
@@ -160,7 +159,6 @@ class Collectives:
         board.publish(_DONE, ticket)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        """Reduces a flat tensor in place."""
         board = self.board
         stamp = stamp_of("all_reduce", tensor, OPS.index(op))
         if tensor.numel() * tensor.element_size() <= min(_SMALL_BYTES, board.slot_bytes):

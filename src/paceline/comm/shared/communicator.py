@@ -73,7 +73,6 @@ class _GroupResources:
     timeout_s: float
 
     def layout(self, size: int) -> SegmentLayout:
-        """Returns where everything is in the segment of a group."""
         return SegmentLayout(size, is_quick=self.code is not None and self.progress.may_spin)
 
 
@@ -88,7 +87,6 @@ class _SharedWork:
         self._lane = lane
 
     def wait(self) -> None:
-        """Returns when the result may be used. Safe to call twice."""
         if not self._operation.is_done:
             self._comm._wait(self._operation, self._lane)
         if self._operation.error is not None:
@@ -164,20 +162,17 @@ class SharedMemoryCommunicator(GroupMember):
         return self._resources.code is not None
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
         _check_reduction("all_reduce", tensor, op)
         flat, finish = _flat_output(tensor)
         return self._meet("all_reduce", self._calls.all_reduce(flat, op), finish)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         _check_reduction("reduce_scatter", tensor, op)
         flat, finish = _flat_output(output)
         return self._meet("reduce_scatter", self._calls.reduce_scatter(flat, _flat(tensor), op), finish)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         flat, finish = _flat_output(output)
         stamp = board.stamp_of("all_gather", output)
@@ -185,7 +180,6 @@ class SharedMemoryCommunicator(GroupMember):
         return self._meet("all_gather", steps, finish)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
         flat, finish = _flat_output(tensor)
         stamp = board.stamp_of("broadcast", tensor, source)
@@ -218,13 +212,11 @@ class SharedMemoryCommunicator(GroupMember):
         return self._send(f"send to rank {self.ranks[to]}", _bytes(_flat(tensor)), to, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
         flat, finish = _flat_output(tensor)
         return self._receive(f"recv from rank {self.ranks[source]}", _bytes(flat), source, tag, finish)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         self._meet("barrier", self._calls.barrier(), None).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator:

@@ -62,11 +62,9 @@ class Ring:
         self._counters[_TAKEN] += 1
 
     def header(self, place: int) -> memoryview:
-        """Returns the words before a cell."""
         return self._headers[place]
 
     def cell(self, place: int, count: int) -> torch.Tensor:
-        """Returns the first bytes of a cell."""
         return self._cells[place][:count]
 
 
@@ -104,7 +102,6 @@ class Inbox:
         self._arriving: _ArrivingMessage | None = None
 
     def add(self, operation: PendingOperation, target: torch.Tensor, tag: int) -> None:
-        """Posts a receive into flat bytes."""
         self._posted.append((operation, target, tag))
 
     def pump(self) -> bool:
@@ -123,11 +120,9 @@ class Inbox:
         return True
 
     def missing(self) -> tuple[int, ...]:
-        """Returns the sender."""
         return (self._source,)
 
     def fail(self, error: CommunicationError) -> None:
-        """Ends all receives with an error."""
         if self._arriving is not None and self._arriving.operation is not None:
             self._arriving.operation.end(error)
         while self._posted:

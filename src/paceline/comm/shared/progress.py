@@ -50,7 +50,6 @@ class Fence:
         self._take = lock.acquire
 
     def __call__(self) -> None:
-        """Orders what came before and what comes after."""
         self.crossings += 1
         self._give()
         self._take(False)
@@ -98,7 +97,6 @@ class OperationQueue:
         self._on_error = on_error
 
     def add(self, operation: PendingOperation, steps: Steps) -> None:
-        """Puts an operation at the end."""
         self._operations.append((operation, steps))
 
     def pump(self) -> bool:
@@ -120,11 +118,9 @@ class OperationQueue:
         return True
 
     def missing(self) -> tuple[int, ...]:
-        """Returns the ranks that the first operation waits for."""
         return self._operations[0][0].missing if self._operations else ()
 
     def fail(self, error: CommunicationError) -> None:
-        """Ends all operations with an error."""
         while self._operations:
             self._operations.popleft()[0].end(error)
 

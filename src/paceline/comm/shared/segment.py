@@ -50,7 +50,6 @@ class Process:
 
     @staticmethod
     def this() -> Process:
-        """Returns the process that calls."""
         return Process(pid=os.getpid(), started=_state_of(os.getpid())[1])
 
     def is_alive(self) -> bool:
@@ -77,7 +76,6 @@ class Whereabouts:
 
     @staticmethod
     def here() -> Whereabouts:
-        """Returns those of the process that calls."""
         boot = _read(_PROCESSES / "sys/kernel/random/boot_id")
         return Whereabouts(host=(socket.gethostname(), boot, _namespace()), process=Process.this())
 
@@ -155,7 +153,6 @@ class SharedSegment:
 
     @property
     def address(self) -> int:
-        """Where it is mapped in this process."""
         return self._bytes.data_ptr()
 
     def when_freed(self, act: Callable[[], object]) -> None:
@@ -193,7 +190,6 @@ class SegmentLayout:
         self.num_bytes = self._cells + num_cells * self.cell_bytes
 
     def make_board(self, segment: SharedSegment, rank: int, fence: Fence) -> board.Board:
-        """Returns the collectives' side of a segment."""
         starts = [
             [self._areas + (owner * board.SLOTS + slot) * self.slot_bytes for slot in range(board.SLOTS)]
             for owner in range(self.size)
@@ -206,7 +202,6 @@ class SegmentLayout:
         return segment.words(self._failures, self.size * LINE_BYTES // 8)
 
     def make_ring(self, segment: SharedSegment, source: int, to: int, fence: Fence) -> messages.Ring:
-        """Returns the ring of a pair."""
         pair = source * self.size + to
         counters = segment.words(self._counters + 8 * messages.COUNTER_WORDS * pair, messages.COUNTER_WORDS)
         places = range(pair * messages.CELLS, (pair + 1) * messages.CELLS)

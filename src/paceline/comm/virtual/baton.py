@@ -46,7 +46,6 @@ class RandomStates:
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomStates:
-        """Reads the states as they are now."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 

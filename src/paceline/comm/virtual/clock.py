@@ -90,7 +90,6 @@ class VirtualClock:
         return self.now_s
 
     def mark(self) -> HostMark:
-        """Takes a mark now."""
         return HostMark(self.take())
 
     def spend(self, seconds: float) -> None:

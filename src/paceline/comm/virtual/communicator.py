@@ -85,8 +85,6 @@ class VirtualCommunicator(GroupMember):
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
-
         def carry_out(contributions: list[Contribution]) -> None:
             result = _reduce([a.tensors[0] for a in contributions], op)
             for each in contributions:
@@ -95,7 +93,6 @@ class VirtualCommunicator(GroupMember):
         return self._meet("all_reduce", op, carry_out, tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
 
         def carry_out(contributions: list[Contribution]) -> None:
@@ -106,7 +103,6 @@ class VirtualCommunicator(GroupMember):
         return self._meet("reduce_scatter", op, carry_out, output, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
 
         def carry_out(contributions: list[Contribution]) -> None:
@@ -117,7 +113,6 @@ class VirtualCommunicator(GroupMember):
         return self._meet("all_gather", "", carry_out, output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
 
         def carry_out(contributions: list[Contribution]) -> None:
@@ -147,18 +142,15 @@ class VirtualCommunicator(GroupMember):
         return self._group.post(PostedMessage(call, tensor), (self.rank, to, tag), is_send=True)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
         names = f"rank {self.ranks[self.rank]} from {self.ranks[source]}"
         call = VirtualCall("recv", f"{names}, {_shape(tensor)}, tag={tag}", _caller())
         return self._group.post(PostedMessage(call, tensor), (source, self.rank, tag), is_send=False)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         self._meet("barrier", "", lambda _: None).wait()
 
     def split(self, ranks: Sequence[int]) -> VirtualCommunicator:
-        """Makes the subgroup of ``ranks``, of which this rank is a member."""
         check_split(ranks, self.rank, self.size)
         members = tuple(self.ranks[r] for r in ranks)
         group = self._group.world.join(members, self.ranks[self.rank])

@@ -93,7 +93,6 @@ class VirtualWorld:
         self._asked: dict[tuple[tuple[int, ...], int], int] = {}
 
     def group(self, ranks: tuple[int, ...]) -> VirtualGroup:
-        """Makes a group."""
         made = VirtualGroup(self, ranks)
         self._groups.setdefault(ranks, []).append(made)
         return made
