@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.devices import Cluster, Device, Link, device_named, load_cluster, make_node, node_named
+from paceline.cluster.devices import Catalog, Cluster, Device, Link, Node, load_cluster
 from paceline.cluster.entries import read_catalog, shipped
 from paceline.errors import UsageError
 from paceline.units import MIB, format_bytes
@@ -116,10 +116,10 @@ def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
         f"{number}x {other} is left out: nodes have one kind" for other, number in counts.items() if other != name
     ]
     try:
-        device = device_named(name)
+        device = Catalog().device(name)
     except UsageError as error:
         return Detected(machine=machine, cluster=None, assumed=(str(error),))
-    node = replace(node_named(device.name), device=device, devices=count)
+    node = replace(Catalog().node(device.name), device=device, devices=count)
     assumed = (f"the GPUs are joined as in {node.name}, by {node.inside.name}", *others)
     found = Cluster(name=f"{count}x {device.name}", node=node, nodes=1, between=None)
     return Detected(machine=machine, cluster=found, assumed=assumed)
@@ -127,20 +127,24 @@ def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
 
 def gloo_link(entry: Path | None = None) -> Link:
     """Returns what ranks of a CPU host talk through over Gloo: of an entry, or of the catalog's small host."""
-    if entry is None:
-        return node_named(f"{_CPU_HOST}-gloo").inside
-    found = shipped().with_file(read_catalog(entry))
-    node = load_cluster(str(entry)).node
-    name = f"{node.name}-gloo"
-    return make_node(name, found).inside if name in found.nodes else node.inside
+    node = _cpu_host(entry)
+    return (_measured(f"{node.name}-gloo", entry) or node).inside
 
 
 def alone_device(entry: Path | None = None) -> Device | None:
     """Returns what one rank is that has all cores of a CPU host, where an entry, or the catalog, measured that."""
-    found = shipped() if entry is None else shipped().with_file(read_catalog(entry))
-    device = node_named(_CPU_HOST).device if entry is None else load_cluster(str(entry)).device
-    name = f"{device.name}-alone"
-    return make_node(name, found).device if name in found.nodes else None
+    found = _measured(f"{_cpu_host(entry).device.name}-alone", entry)
+    return None if found is None else found.device
+
+
+def _cpu_host(entry: Path | None) -> Node:
+    return Catalog().node(_CPU_HOST) if entry is None else load_cluster(str(entry)).node
+
+
+def _measured(name: str, entry: Path | None) -> Node | None:
+    """Returns a node of an entry or of the catalog, where it is there."""
+    entries = shipped() if entry is None else shipped().with_file(read_catalog(entry))
+    return Catalog(entries=entries).node(name) if name in entries.nodes else None
 
 
 def read_smi(text: str) -> list[tuple[str, float]]:
@@ -155,7 +159,7 @@ def read_smi(text: str) -> list[tuple[str, float]]:
 
 def _as_cpu_host(machine: Machine, entry: Path | None) -> Detected:
     try:
-        node = node_named(_CPU_HOST) if entry is None else load_cluster(str(entry)).node
+        node = _cpu_host(entry)
     except UsageError:
         told = "the catalog has no CPU host: measure this one with paceline calibrate --output mine.yaml"
         return Detected(machine=machine, cluster=None, assumed=(told,))

@@ -218,31 +218,6 @@ class Cluster:
         return float("inf") if self.between is None else self.between.bandwidth / self.node.devices
 
 
-def device_named(name: str) -> Device:
-    """Returns a device of the catalog. Raises UsageError with the nearest names."""
-    return _Catalog(entries=shipped()).device(name)
-
-
-def link_named(name: str) -> Link:
-    """Returns a link of the catalog. Raises UsageError with the nearest names."""
-    return _Catalog(entries=shipped()).link(name)
-
-
-def network_named(name: str) -> Network:
-    """Returns a network of the catalog. Raises UsageError with the nearest names."""
-    return _Catalog(entries=shipped()).network(name)
-
-
-def node_named(name: str) -> Node:
-    """Returns a node of the catalog, or a device's usual one. Raises UsageError with the nearest names."""
-    return _Catalog(entries=shipped()).node(name)
-
-
-def make_node(name: str, entries: Entries) -> Node:
-    """Returns a node of these entries. Raises UsageError with the nearest names."""
-    return _Catalog(entries=entries).node(name)
-
-
 def load_cluster(text: str) -> Cluster:
     """Reads a cluster from a name and a count, as the top of this file shows; without a count, one.
 
@@ -250,39 +225,37 @@ def load_cluster(text: str) -> Cluster:
     """
     over = _OVER.match(text)
     count, name = _split_count(over[1] if over else text.strip())
-    catalog = _Catalog(entries=shipped())
-    path = Path(name)
+    catalog, path = Catalog(), Path(name)
     if path.suffix in (".yaml", ".yml"):
         found = read_catalog(path)
-        catalog = _Catalog(entries=catalog.entries.with_file(found))
+        catalog = Catalog(entries=catalog.entries.with_file(found))
         if not (found.nodes or found.devices):
             raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
         name = next(iter(found.nodes or found.devices))
     return catalog.cluster(name, count, over[2].strip() if over else None)
 
 
-def build_cluster(device: str, devices: int, *, node_devices: int | None = None, network: str | None = None) -> Cluster:
-    """Returns so many devices in nodes of ``node_devices`` (None: the usual), on ``network`` (None: the usual)."""
-    return _Catalog(entries=shipped()).of_devices(device, devices, node_devices, network)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Catalog:
-    """Entries made into values."""
+class Catalog:
+    """Entries, of this package unless told otherwise, made into values. Raises UsageError with the nearest names."""
 
-    entries: Entries
+    entries: Entries = field(default_factory=shipped)
 
     def cluster(self, name: str, count: int, network: str | None) -> Cluster:
+        """Returns so many nodes, or so many devices, of a name."""
         found = find_name(name, self.entries.nodes)
         if found is None:
             if find_name(name, self.entries.devices) is None:
                 raise _unknown(name, "cluster", [*self.entries.nodes, *self.entries.devices])
-            return self.of_devices(name, count, None, network)
+            return self.of_devices(name, count, network=network)
         entry = self.entries.nodes[found]
         between = self._between(network or entry.network, count)
         return Cluster(name=f"{count}x {found}", node=self._node(found, entry), nodes=count, between=between)
 
-    def of_devices(self, name: str, count: int, node_devices: int | None, network: str | None) -> Cluster:
+    def of_devices(
+        self, name: str, count: int, *, node_devices: int | None = None, network: str | None = None
+    ) -> Cluster:
+        """Returns so many devices in nodes of ``node_devices`` (None: the usual), on ``network`` (None: the usual)."""
         if count < 1:
             raise UsageError(f"{count} devices: a cluster has one at least\n  say how many: '8x {name}'")
         node, usual = self._usual_node(name)
@@ -300,6 +273,7 @@ class _Catalog:
         return replace(device, **{name: getattr(measured, name) for name in _MEASURED})
 
     def node(self, name: str) -> Node:
+        """Returns a node, or the one that a device is usually in."""
         found = find_name(name, self.entries.nodes)
         if found is not None:
             return self._node(found, self.entries.nodes[found])

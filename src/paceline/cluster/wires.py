@@ -12,8 +12,8 @@ them once. A barrier is an all-reduce of one number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import TypeAlias
 
 from paceline.cluster.costs import (
@@ -56,7 +56,7 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
     than there are ranks.
     """
     if cluster is None:
-        return _HostCost(links=Wires(), node_ranks=node_ranks or ranks)
+        return partial(_host_cost, Wires(), node_ranks or ranks)
     if cluster.devices < ranks:
         raise UsageError(
             f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n"
@@ -64,33 +64,24 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
             f"  give fewer ranks, or more of them: {-(-ranks // cluster.node.devices)}x {cluster.node.name}"
         )
     if cluster.device.is_cpu:
-        formula = _HostCost(links=_links(cluster), node_ranks=cluster.node.devices)
+        formula = partial(_host_cost, _links(cluster), cluster.node.devices)
         measured = cluster.node.inside.all_reduce
-        return _MeasuredCost(formula=formula, points=measured) if measured and cluster.nodes == 1 else formula
-    return _DeviceCost(cluster=cluster)
+        return partial(_measured_cost, formula, measured) if measured and cluster.nodes == 1 else formula
+    return partial(_device_cost, cluster)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmCost:
-    """Costs of collectives that are made of messages.
+def algorithm_cost(cluster: Cluster, algorithm: str, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+    """Returns the seconds of a collective that is made of messages. Raises UsageError for an unknown algorithm.
 
     A message between GPUs takes what NCCL's latency for one is; the network of a node is shared by those that leave it.
     """
-
-    cluster: Cluster
-
-    def __call__(self, algorithm: str, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        """Returns the seconds of a collective by an algorithm. Raises UsageError for one that is not known."""
-        if algorithm not in ALGORITHMS:
-            known = ", ".join(ALGORITHMS)
-            raise UsageError(
-                f"a collective by the algorithm {algorithm!r}\n  it is one of {known}\n  take one of these"
-            )
-        where = _placement(ranks, self.cluster.node.devices)
-        links = _links(self.cluster)
-        if not self.cluster.device.is_cpu:
-            links = _with_latency(links, self.cluster)
-        return _algorithm_seconds(algorithm, kind, num_bytes, where, links)
+    if algorithm not in ALGORITHMS:
+        known = ", ".join(ALGORITHMS)
+        raise UsageError(f"a collective by the algorithm {algorithm!r}\n  it is one of {known}\n  take one of these")
+    links = _links(cluster)
+    if not cluster.device.is_cpu:
+        links = _with_latency(links, cluster)
+    return _algorithm_seconds(algorithm, kind, num_bytes, _placement(ranks, cluster.node.devices), links)
 
 
 @cache
@@ -123,44 +114,32 @@ def _placement(ranks: tuple[int, ...], node_ranks: int) -> Placement:
     return Placement(ranks=len(by_host) * max(by_host.values()), hosts=len(by_host))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DeviceCost:
-    """Costs of NCCL."""
-
-    cluster: Cluster
-
-    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        hosts = len({rank // self.cluster.node.devices for rank in ranks})
-        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-        return collective_seconds(_NCCL_KINDS[kind], float(size), Group(len(ranks), hosts), self.cluster)
+def _device_cost(cluster: Cluster, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+    """Returns the seconds of an operation of NCCL."""
+    hosts = len({rank // cluster.node.devices for rank in ranks})
+    size = _BARRIER_BYTES if kind == "barrier" else num_bytes
+    return collective_seconds(_NCCL_KINDS[kind], float(size), Group(len(ranks), hosts), cluster)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HostCost:
-    """Costs of processes that talk through a host's memory or a network."""
-
-    links: Wires
-    node_ranks: int
-
-    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        return _host_seconds(kind, num_bytes, _placement(ranks, self.node_ranks), self.links)
+def _host_cost(links: Wires, node_ranks: int, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+    """Returns the seconds between processes that talk through a host's memory or a network."""
+    return _host_seconds(kind, num_bytes, _placement(ranks, node_ranks), links)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MeasuredCost:
-    """Costs on a host whose all-reduces were timed: by the nearest number of ranks, and the bytes that each sends."""
-
-    formula: _HostCost
-    points: Mapping[int, Sequence[tuple[int, float]]]
-
-    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        if kind in ("send", "recv") or len(ranks) < 2:
-            return self.formula(kind, num_bytes, ranks)
-        known = min(self.points, key=lambda count: (abs(count - len(ranks)), count))
-        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-        seconds = seconds_between(self.points[known], size)
-        seconds *= (1 - 1 / len(ranks)) / (1 - 1 / known)
-        return seconds if kind in ("all_reduce", "barrier") else seconds / 2
+def _measured_cost(
+    formula: WireCost,
+    points: Mapping[int, Sequence[tuple[int, float]]],
+    kind: str,
+    num_bytes: int,
+    ranks: tuple[int, ...],
+) -> float:
+    """Returns the seconds on a host whose all-reduces were timed, by the nearest number of ranks."""
+    if kind in ("send", "recv") or len(ranks) < 2:
+        return formula(kind, num_bytes, ranks)
+    known = min(points, key=lambda count: (abs(count - len(ranks)), count))
+    seconds = seconds_between(points[known], _BARRIER_BYTES if kind == "barrier" else num_bytes)
+    seconds *= (1 - 1 / len(ranks)) / (1 - 1 / known)  # by the bytes that each rank sends
+    return seconds if kind in ("all_reduce", "barrier") else seconds / 2
 
 
 @cache
