@@ -37,10 +37,7 @@ Group: TypeAlias = Communicator | dist.ProcessGroup
 
 
 def connect(
-    backend: Backend = "auto",
-    *,
-    device: str | torch.device | None = None,
-    timeout_s: float = 300.0,
+    backend: Backend = "auto", *, device: str | torch.device | None = None, timeout_s: float = 300.0
 ) -> Communicator:
     """Joins the ranks that a launcher started, or makes a world of one where none did.
 
@@ -113,14 +110,11 @@ def disconnect() -> None:
 
 
 def _device(device: str | torch.device | None, backend: str) -> torch.device:
-    if device is not None:
-        where = torch.device(device)
-        if str(where) == "cuda":
-            where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    elif torch.cuda.is_available() and backend in ("auto", "nccl"):
+    if device is None:
+        device = "cuda" if backend in ("auto", "nccl") and torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if str(where) == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        where = torch.device("cpu")
     if where.type == "cuda":
         if where.index is not None and where.index >= torch.cuda.device_count():
             raise CommunicationError(
@@ -136,11 +130,7 @@ def _device(device: str | torch.device | None, backend: str) -> torch.device:
 
 
 class _Meeting:
-    """How the ranks that a launcher started find one another: through a store, at the address in the environment.
-
-    Torch makes the process group of a rank as soon as this rank is connected. The others may still be connecting, and
-    fail if this one leaves. So each says in the store that it has joined, and waits until all have.
-    """
+    """How the ranks that a launcher started find one another: through a store, at the address in the environment."""
 
     def __init__(self, timeout_s: float) -> None:
         missing = [name for name in _ENVIRONMENT if name not in os.environ]
@@ -153,7 +143,6 @@ class _Meeting:
         self._store: Any = None
 
     def initialize(self, backend: str) -> None:
-        """Makes the process group."""
         with self._explained("arrived"), _threads_that_do_not_preempt():
             c10d: Any = dist.distributed_c10d  # whose public names torch does not declare
             store, rank, world = next(c10d.rendezvous("env://", timeout=self._timeout))
@@ -166,17 +155,8 @@ class _Meeting:
         atexit.register(disconnect)
 
     def wait_until_all_joined(self) -> None:
-        """Returns when every rank has called it; on rank 0, which may hold the store, after all others."""
-        rank, world, store = dist.get_rank(), dist.get_world_size(), self._store
         with self._explained("joined"):
-            store.set(f"paceline joined {rank}", "")
-            if store.add("paceline joined", 1) == world:
-                store.set("paceline all joined", "")
-            store.wait(["paceline all joined"], self._timeout)
-            if world > 1 and rank > 0 and store.add("paceline told", 1) == world - 1:
-                store.set("paceline all told", "")
-            if world > 1 and rank == 0:
-                store.wait(["paceline all told"], self._timeout)
+            _wait_until_all_joined(self._store, dist.get_world_size(), self._timeout)
 
     @contextlib.contextmanager
     def _explained(self, stage: str) -> Iterator[None]:
@@ -185,16 +165,36 @@ class _Meeting:
         except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-            missing = _name_ranks(self._missing(stage))
-            raise CommunicationError(_explain_start(error, rank, world, address, missing)) from error
+            raise CommunicationError(_explain_start(error, rank, world, address, self._missing(stage))) from error
 
-    def _missing(self, stage: str) -> list[int]:
-        """Returns the ranks that have not come so far, if the store can still be asked."""
+    def _missing(self, stage: str) -> str:
+        """Names the ranks that have not come so far, if the store can still be asked."""
+        ranks: list[int] = []
         with contextlib.suppress(RuntimeError, ValueError):
             if self._store is not None:
                 world = range(int(os.environ["WORLD_SIZE"]))
-                return [rank for rank in world if not self._store.check([f"paceline {stage} {rank}"])]
-        return []
+                ranks = [rank for rank in world if not self._store.check([f"paceline {stage} {rank}"])]
+        if not ranks:
+            return "the others"
+        named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
+
+
+def _wait_until_all_joined(store: Any, size: int, timeout: datetime.timedelta) -> None:
+    """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
+
+    Torch makes a group on a rank as soon as this rank is connected. The others may still be connecting, and fail if
+    this one leaves. So each says in the store that it has joined, and waits until all have.
+    """
+    rank = dist.get_rank()
+    store.set(f"paceline joined {rank}", "")
+    if store.add("paceline joined", 1) == size:
+        store.set("paceline all joined", "")
+    store.wait(["paceline all joined"], timeout)
+    if rank == 0 and size > 1:
+        store.wait(["paceline all told"], timeout)
+    elif store.add("paceline told", 1) == size - 1:
+        store.set("paceline all told", "")
 
 
 @contextlib.contextmanager
@@ -224,13 +224,6 @@ def _explain_start(error: Exception, rank: str, world: str, address: str, missin
     if "timed out" in text.lower() or "timeout" in text.lower():
         return f"rank {rank} of {world} waited in vain for {missing} at {address}\n  {text.splitlines()[0]}"
     return f"rank {rank} of {world} cannot join at {address}\n  {text.splitlines()[0]}"
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return "the others"
-    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
 
 
 class _TorchWork:
@@ -354,15 +347,16 @@ class TorchCommunicator(GroupMember):
 
 
 def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """Makes a group in the order of ``members``, who alone call this.
+    """Makes a group in the order of ``members``, who alone call this. Over Gloo they go on together.
 
     ``dist.new_group`` sorts the ranks, and names a group that only its members make after the number of groups that
     the process has made so far: members that differ in it look for one another under two names, and wait in vain. So
     the group is named here, after its members and how many groups these have already.
     """
     c10d: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
-    stem = f"paceline {members} "
-    number = sum(name.startswith(stem) for name in c10d._world.pg_names.values())
+    stem, timeout = f"paceline {members} ", datetime.timedelta(seconds=timeout_s)
+    name = f"{stem}{sum(each.startswith(stem) for each in c10d._world.pg_names.values())}"
+    store = c10d._get_default_store()
     group: dist.ProcessGroup
     with _threads_that_do_not_preempt():
         group, _ = c10d._new_process_group_helper(
@@ -370,11 +364,13 @@ def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
             members.index(dist.get_rank()),
             members,
             dist.Backend(dist.get_backend()),
-            c10d._get_default_store(),
-            f"{stem}{number}",
-            timeout=datetime.timedelta(seconds=timeout_s),
+            store,
+            name,
+            timeout=timeout,
         )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    if dist.get_backend() == "gloo":  # NCCL connects when the group is first used
+        _wait_until_all_joined(c10d.PrefixStore(name, store), len(members), timeout)
     return group
 
 
