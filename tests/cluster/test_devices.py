@@ -170,9 +170,8 @@ def test_the_ring_of_a_link_depends_on_how_many_take_part() -> None:
 
 def test_devices_are_put_on_nodes_and_a_network_as_wanted() -> None:
     found = Catalog().of_devices("A100-80GB-SXM", 16, node_devices=4, network="roce-4x100")
-    assert (found.nodes, found.node.devices, found.network_per_device) == (4, 4, 12.5e9)
+    assert (found.nodes, found.node.devices, found.between and found.between.bandwidth) == (4, 4, 50e9)
     assert found.memory_bytes == 16 * found.device.memory_bytes
-    assert replace(found, nodes=1, between=None).network_per_device == float("inf")
     with pytest.raises(UsageError, match="several nodes need a network"):
         replace(found, between=None)
     with pytest.raises(UsageError, match="0 devices"):

@@ -107,9 +107,7 @@ def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
         return _as_cpu_host(machine, entry)
     if entry is not None:
         node = replace(load_cluster(str(entry)).node, devices=len(machine.gpus))
-        name = f"{len(machine.gpus)}x {node.device.name}"
-        told = (f"the GPUs are as {entry} says",)
-        return Detected(machine=machine, cluster=Cluster(name=name, node=node, nodes=1, between=None), assumed=told)
+        return _one_node(machine, node, f"the GPUs are as {entry} says")
     counts = Counter(machine.gpus)
     name, count = counts.most_common(1)[0]
     others = [
@@ -120,9 +118,12 @@ def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
     except UsageError as error:
         return Detected(machine=machine, cluster=None, assumed=(str(error),))
     node = replace(Catalog().node(device.name), device=device, devices=count)
-    assumed = (f"the GPUs are joined as in {node.name}, by {node.inside.name}", *others)
-    found = Cluster(name=f"{count}x {device.name}", node=node, nodes=1, between=None)
-    return Detected(machine=machine, cluster=found, assumed=assumed)
+    return _one_node(machine, node, f"the GPUs are joined as in {node.name}, by {node.inside.name}", *others)
+
+
+def _one_node(machine: Machine, node: Node, *assumed: str) -> Detected:
+    cluster = Cluster(name=f"{node.devices}x {node.device.name}", node=node, nodes=1, between=None)
+    return Detected(machine=machine, cluster=cluster, assumed=assumed)
 
 
 def gloo_link(entry: Path | None = None) -> Link:
@@ -165,15 +166,11 @@ def _as_cpu_host(machine: Machine, entry: Path | None) -> Detected:
         return Detected(machine=machine, cluster=None, assumed=(told,))
     device = replace(node.device, memory_bytes=machine.memory_bytes / machine.cores)
     node = replace(node, device=device, devices=machine.cores)
-    assumed: tuple[str, ...] = (
-        f"each of {machine.cores} cores is as fast as one of {_CPU_HOST}, which was measured elsewhere",
-        f"ranks share {format_bytes(machine.memory_bytes)} of memory out equally",
-        "measure this machine: paceline calibrate --output mine.yaml",
-    )
+    shared = f"ranks share {format_bytes(machine.memory_bytes)} of memory out equally"
     if entry is not None:
-        assumed = (f"each of {machine.cores} cores is as fast as {entry} says", assumed[1])
-    cluster = Cluster(name=f"{machine.cores}x {device.name}", node=node, nodes=1, between=None)
-    return Detected(machine=machine, cluster=cluster, assumed=assumed)
+        return _one_node(machine, node, f"each of {machine.cores} cores is as fast as {entry} says", shared)
+    told = f"each of {machine.cores} cores is as fast as one of {_CPU_HOST}, which was measured elsewhere"
+    return _one_node(machine, node, told, shared, "measure this machine: paceline calibrate --output mine.yaml")
 
 
 def _ask_smi() -> str:

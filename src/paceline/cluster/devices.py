@@ -18,8 +18,8 @@ from pathlib import Path
 
 from paceline.cluster.entries import (
     AnyEntry,
+    CatalogFile,
     DeviceEntry,
-    Entries,
     Generation,
     LinkKind,
     NodeEntry,
@@ -108,7 +108,6 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """True for the processors of a host."""
         return self.generation == "cpu"
 
 
@@ -199,7 +198,6 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """The device that all nodes have."""
         return self.node.device
 
     @property
@@ -209,13 +207,7 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> float:
-        """The memory of all devices together."""
         return self.devices * self.device.memory_bytes
-
-    @property
-    def network_per_device(self) -> float:
-        """Bytes per second one way that a device has of its node's network; infinite on one node."""
-        return float("inf") if self.between is None else self.between.bandwidth / self.node.devices
 
 
 def load_cluster(text: str) -> Cluster:
@@ -239,7 +231,7 @@ def load_cluster(text: str) -> Cluster:
 class Catalog:
     """Entries, of this package unless told otherwise, made into values. Raises UsageError with the nearest names."""
 
-    entries: Entries = field(default_factory=shipped)
+    entries: CatalogFile = field(default_factory=shipped)
 
     def cluster(self, name: str, count: int, network: str | None) -> Cluster:
         """Returns so many nodes, or so many devices, of a name."""
@@ -366,10 +358,7 @@ def _device(name: str, entry: DeviceEntry) -> Device:
 
 
 def loop_us(entry: DeviceEntry) -> float:
-    """Returns what a run's loop takes a step; where it was not measured, a few operations of the processor.
-
-    Beside a GPU the host runs ahead, so that nothing waits for it.
-    """
+    """Returns what a run's loop takes a step: as measured, else a few operations; a host beside a GPU runs ahead."""
     if entry.loop_us is not None:
         return entry.loop_us
     return _LOOP_OPERATIONS * (entry.operation_us or entry.launch_us) if entry.generation == "cpu" else 0.0

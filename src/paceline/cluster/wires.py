@@ -11,24 +11,14 @@ them once. A barrier is an all-reduce of one number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TypeAlias
 
-from paceline.cluster.costs import (
-    ALGORITHMS,
-    Algorithm,
-    Placement,
-    Wire,
-    Wires,
-    all_reduce_seconds,
-    broadcast_seconds,
-    fastest_all_reduce,
-    fastest_broadcast,
-    fastest_scatter,
-    scatter_seconds,
-)
+from paceline.cluster import costs
+from paceline.cluster.costs import Placement, Wire, Wires
 from paceline.cluster.devices import Cluster
 from paceline.cluster.measured import seconds_between
 from paceline.cluster.nccl import Collective, Group, collective_seconds
@@ -75,27 +65,22 @@ def algorithm_cost(cluster: Cluster, algorithm: str, kind: str, num_bytes: int, 
 
     A message between GPUs takes what NCCL's latency for one is; the network of a node is shared by those that leave it.
     """
-    if algorithm not in ALGORITHMS:
-        known = ", ".join(ALGORITHMS)
+    if algorithm not in costs.ALGORITHMS:
+        known = ", ".join(costs.ALGORITHMS)
         raise UsageError(f"a collective by the algorithm {algorithm!r}\n  it is one of {known}\n  take one of these")
     links = _links(cluster)
     if not cluster.device.is_cpu:
-        links = _with_latency(links, cluster)
+        inside, across = (collective_seconds("send", 1.0, Group(2, nodes), cluster) for nodes in (1, 2))
+        links = Wires(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
     return _algorithm_seconds(algorithm, kind, num_bytes, _placement(ranks, cluster.node.devices), links)
 
 
 @cache
-def _algorithm_seconds(algorithm: Algorithm, kind: str, num_bytes: int, where: Placement, links: Wires) -> float:
+def _algorithm_seconds(algorithm: costs.Algorithm, kind: str, num_bytes: int, where: Placement, links: Wires) -> float:
     if kind == "all_reduce":
-        return all_reduce_seconds(algorithm, num_bytes, where, links)
-    seconds = broadcast_seconds if kind == "broadcast" else scatter_seconds
+        return costs.all_reduce_seconds(algorithm, num_bytes, where, links)
+    seconds = costs.broadcast_seconds if kind == "broadcast" else costs.scatter_seconds
     return seconds(algorithm, num_bytes, where, links)
-
-
-def _with_latency(links: Wires, cluster: Cluster) -> Wires:
-    inside = collective_seconds("send", 1.0, Group(2, 1), cluster)
-    across = collective_seconds("send", 1.0, Group(2, 2), cluster)
-    return Wires(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
 
 
 def _links(cluster: Cluster) -> Wires:
@@ -108,9 +93,7 @@ def _links(cluster: Cluster) -> Wires:
 
 def _placement(ranks: tuple[int, ...], node_ranks: int) -> Placement:
     """Returns where a group is. Hosts of the formulas are equal: else as if all had what the fullest has."""
-    by_host: dict[int, int] = {}
-    for rank in ranks:
-        by_host[rank // node_ranks] = by_host.get(rank // node_ranks, 0) + 1
+    by_host = Counter(rank // node_ranks for rank in ranks)
     return Placement(ranks=len(by_host) * max(by_host.values()), hosts=len(by_host))
 
 
@@ -148,7 +131,7 @@ def _host_seconds(kind: str, num_bytes: int, where: Placement, links: Wires) -> 
         return (links.inside if where.hosts == 1 else links.across).seconds(num_bytes)
     if kind in ("all_reduce", "barrier"):
         size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-        return all_reduce_seconds(fastest_all_reduce(size, where, links), size, where, links)
+        return costs.all_reduce_seconds(costs.fastest_all_reduce(size, where, links), size, where, links)
     if kind == "broadcast":
-        return broadcast_seconds(fastest_broadcast(num_bytes, where, links), num_bytes, where, links)
-    return scatter_seconds(fastest_scatter(num_bytes, where, links), num_bytes, where, links)
+        return costs.broadcast_seconds(costs.fastest_broadcast(num_bytes, where, links), num_bytes, where, links)
+    return costs.scatter_seconds(costs.fastest_scatter(num_bytes, where, links), num_bytes, where, links)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,28 +49,25 @@ class Scratch:
         self._free = sorted([*self._free, piece.view(torch.uint8)], key=lambda each: -each.numel())[:2]
 
 
+@dataclass(slots=True, eq=False)
 class ExchangeWork:
     """Messages in flight, and what is done with them when all have come."""
 
-    __slots__ = ("_combine", "_receives", "_sends", "_timeout")
-
-    def __init__(
-        self, receives: list[Any], sends: list[Any], timeout_s: float, combine: Callable[[], None] | None
-    ) -> None:
-        self._receives = receives
-        self._sends = sends
-        self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._combine = combine
+    receives: list[Any]
+    sends: list[Any]
+    timeout_s: float
+    combine: Callable[[], None] | None = None
 
     def wait(self) -> None:
         """Returns when everything has come, is added up, and has left. Safe to call twice."""
-        for work in self._receives:
-            work.wait(self._timeout)
-        if self._combine is not None:
-            self._combine()
-        for work in self._sends:
-            work.wait(self._timeout)
-        self._receives, self._sends, self._combine = [], [], None
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        for work in self.receives:
+            work.wait(timeout)
+        if self.combine is not None:
+            self.combine()
+        for work in self.sends:
+            work.wait(timeout)
+        self.receives, self.sends, self.combine = [], [], None
 
 
 def exchange_slices(
@@ -103,7 +101,7 @@ def exchange_pieces(group: Any, rank: int, whole: torch.Tensor, piece: torch.Ten
         places[rank].copy_(piece)
     receives = [group.recv([places[other]], other, _PIECE_TAG) for other in others]
     sends = [group.send([piece], other, _PIECE_TAG) for other in others]
-    return ExchangeWork(receives, sends, timeout_s, None)
+    return ExchangeWork(receives, sends, timeout_s)
 
 
 def exchange_whole(group: Any, rank: int, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> ExchangeWork:

@@ -21,13 +21,8 @@ from typing import ClassVar
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.compress.exchange import (
-    ExchangeContext,
-    ExchangeRounds,
-    Policy,
-    as_bytes,
-    seed_of,
-)
+from paceline.comm.compress.exchange import ExchangeContext, ExchangeRounds, Policy, as_bytes, seed_of
+from paceline.shards import round_up
 
 _BLOCK = 2**16  # elements whose place in a block fits into 16 bits
 _ALIGN = 8  # bytes: so that every message of a gathered row can be read as numbers of any dtype
@@ -121,7 +116,8 @@ def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: in
     counts.scatter_add_(0, blocks, torch.ones_like(blocks, dtype=torch.int32))
     counts[-1] += num_slots - values.numel()  # what fills the message up: zeros, added to the last block
     low = (indices % _BLOCK).to(torch.int16)  # wraps around; read back as if unsigned
-    message = torch.zeros(_message_bytes(values.dtype, length, num_slots), dtype=torch.uint8, device=values.device)
+    num_bytes = round_up(num_slots * (values.element_size() + 2) + 4 * counts.numel(), _ALIGN)
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=values.device)
     place = 0
     for piece, slots in ((values, num_slots), (counts, counts.numel()), (low, num_slots)):
         data = as_bytes(piece)
@@ -131,7 +127,6 @@ def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: in
 
 
 def unpack(message: torch.Tensor, dtype: torch.dtype, length: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the elements of a message and their indices."""
     num_blocks = _num_blocks(length)
     ends = [num_slots * dtype.itemsize]
     ends += [ends[0] + 4 * num_blocks]
@@ -146,8 +141,3 @@ def unpack(message: torch.Tensor, dtype: torch.dtype, length: int, num_slots: in
 
 def _num_blocks(length: int) -> int:
     return max(1, -(-length // _BLOCK))
-
-
-def _message_bytes(dtype: torch.dtype, length: int, num_slots: int) -> int:
-    exact = num_slots * (dtype.itemsize + 2) + 4 * _num_blocks(length)
-    return -(-exact // _ALIGN) * _ALIGN

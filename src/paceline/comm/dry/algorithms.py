@@ -101,15 +101,11 @@ class _DryMessages(WrappedCommunicator):
 
 def _count_messages(lanes: Sequence[Sequence[Round]], element_size: int) -> Messages:
     """Counts what a rank sends and receives in rounds: kind, number and bytes."""
-    found = []
     rounds = [each for lane in lanes for each in lane]
     sent = [m.stop - m.start for each in rounds for m in each.sends]
     received = [m.stop - m.start for each in rounds for m in (*each.copies, *each.sums)]
-    for kind, lengths in (("send", sent), ("recv", received)):
-        full = [length for length in lengths if length]
-        if full:
-            found.append((kind, len(full), sum(full) * element_size))
-    return tuple(found)
+    counted = [(kind, [each for each in lengths if each]) for kind, lengths in (("send", sent), ("recv", received))]
+    return tuple((kind, len(full), sum(full) * element_size) for kind, full in counted if full)
 
 
 def _shape(tensor: torch.Tensor) -> torch.Tensor:

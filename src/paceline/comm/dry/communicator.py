@@ -89,19 +89,17 @@ class _DryRank:
     is_recording: bool = True
 
 
+@dataclass(slots=True, eq=False)
 class _DryWork:
     """An operation whose first wait is recorded."""
 
-    __slots__ = ("_journal", "_number")
-
-    def __init__(self, journal: Journal, number: int) -> None:
-        self._journal: Journal | None = journal
-        self._number = number
+    journal: Journal | None
+    number: int
 
     def wait(self) -> None:
-        if self._journal is not None:
-            self._journal.wait(self._number)
-            self._journal = None
+        if self.journal is not None:
+            self.journal.wait(self.number)
+            self.journal = None
 
 
 class DryCommunicator(GroupMember):
@@ -112,12 +110,9 @@ class DryCommunicator(GroupMember):
     def __init__(self, own: _DryRank, ranks: tuple[int, ...], lane: str) -> None:
         super().__init__(ranks.index(own.number), ranks, META, backend="virtual")
         self.device_kind = own.world.device_kind
+        self.journal = own.journal  # where this rank's operations are recorded
         self._own = own
         self._lane = lane
-
-    @property
-    def journal(self) -> Journal:
-        return self._own.journal
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Records an all-reduce of the tensor's bytes; a real tensor becomes what equal ranks would make of it."""
@@ -178,7 +173,6 @@ class DryCommunicator(GroupMember):
         self.record("barrier", 0).wait()
 
     def split(self, ranks: Sequence[int]) -> DryCommunicator:
-        """Makes a subgroup with a lane of its own."""
         check_split(ranks, self.rank, self.size)
         self._own.num_groups += 1
         return DryCommunicator(self._own, tuple(self.ranks[r] for r in ranks), f"group {self._own.num_groups}")

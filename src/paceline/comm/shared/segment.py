@@ -106,6 +106,7 @@ class SharedSegment:
         self.name = name
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = self._bytes.data_ptr()  # in this process
 
     @staticmethod
     def create(num_bytes: int) -> SharedSegment:
@@ -150,10 +151,6 @@ class SharedSegment:
     def unlink(self) -> None:
         """Takes the name away; the memory stays until nobody maps it. Safe to call twice."""
         (FOLDER / self.name).unlink(missing_ok=True)
-
-    @property
-    def address(self) -> int:
-        return self._bytes.data_ptr()
 
     def when_freed(self, act: Callable[[], object]) -> None:
         """Calls ``act`` when nothing in this process uses the memory any more: no tensor lies in it."""
@@ -218,13 +215,9 @@ def _bytes_each(total: int, count: int, low: int, high: int) -> int:
 
 def remove_stale_segments() -> None:
     """Removes the files of creators that are gone; those of other users and containers are left alone."""
-    namespace = _namespace()
-    for path in FOLDER.glob(f"{_STEM}-{namespace}-*-*-*"):
-        pid, _, rest = path.name.removeprefix(f"{_STEM}-{namespace}-").partition("-")
-        started = rest.partition("-")[0]
-        if not (pid.isdigit() and started.isdigit()):
-            continue
-        if not Process(pid=int(pid), started=int(started)).is_alive():
+    for path in FOLDER.glob(f"{_STEM}-{_namespace()}-*-*-*"):
+        pid, started, _ = path.name.split("-")[-3:]
+        if pid.isdigit() and started.isdigit() and not Process(pid=int(pid), started=int(started)).is_alive():
             with contextlib.suppress(PermissionError, FileNotFoundError):  # another user's, or another start was faster
                 path.unlink()
 

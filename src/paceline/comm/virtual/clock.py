@@ -79,7 +79,6 @@ class VirtualClock:
 
     @property
     def totals(self) -> ClockTotals:
-        """The seconds so far."""
         return ClockTotals(compute_s=self._compute_s, wait_s=self._wait_s, communication_s=self._communication_s)
 
     def take(self) -> float:
@@ -140,7 +139,6 @@ class VirtualClock:
         self.now_s = self._segment_s = moment_s
 
     def note_operation(self, span: ClockSpan) -> None:
-        """Notes an operation that this rank takes part in."""
         self._communication_s += span.end_s - span.start_s
         self.spans.append(span)
 
@@ -193,11 +191,6 @@ class VirtualTime:
             VirtualClock(rank, device, measures=self.measures, factor=self.slow.get(rank, 1.0), keep=self.keep)
             for rank in range(ranks)
         ]
-
-    @property
-    def makespan_s(self) -> float:
-        """The time of the rank that is farthest."""
-        return max((clock.now_s for clock in self.clocks), default=0.0)
 
     def carry_out(self, kind: str, num_bytes: int, ranks: tuple[int, ...], start_s: float) -> float:
         """Prices an operation that starts then, and notes it on the clocks of its ranks; returns its end."""

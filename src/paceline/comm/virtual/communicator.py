@@ -31,7 +31,7 @@ from paceline.comm.group import (
 )
 from paceline.comm.virtual.baton import Baton, call_site
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
-from paceline.comm.virtual.group import Contribution, PostedMessage, VirtualCall, VirtualGroup, VirtualWorld
+from paceline.comm.virtual.group import Contribution, VirtualCall, VirtualGroup, VirtualWorld
 from paceline.errors import CollectiveMismatchError, UsageError
 
 T = TypeVar("T")
@@ -63,10 +63,9 @@ def run_virtual(
     if timing is not None:
         timing.start(ranks, where)
     world = VirtualWorld(baton, timing)
-    group = world.group(tuple(range(ranks)))
 
     def live(rank: int) -> T:
-        comm = VirtualCommunicator(group, rank)
+        comm = VirtualCommunicator(world.join(tuple(range(ranks)), rank), rank)
         with contextlib.nullcontext() if comm.clock is None else comm.clock.running():
             return work(comm)
 
@@ -136,16 +135,11 @@ class VirtualCommunicator(GroupMember):
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; done when the receive is there, so that an unmatched send is found."""
         check_peer("send to", to, self.size)
-        call = VirtualCall(
-            "send", f"rank {self.ranks[self.rank]} to {self.ranks[to]}, {_shape(tensor)}, tag={tag}", _caller()
-        )
-        return self._group.post(PostedMessage(call, tensor), (self.rank, to, tag), is_send=True)
+        return self._post("send", f"to {self.ranks[to]}", tensor, (self.rank, to, tag))
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         check_peer("recv from", source, self.size)
-        names = f"rank {self.ranks[self.rank]} from {self.ranks[source]}"
-        call = VirtualCall("recv", f"{names}, {_shape(tensor)}, tag={tag}", _caller())
-        return self._group.post(PostedMessage(call, tensor), (source, self.rank, tag), is_send=False)
+        return self._post("recv", f"from {self.ranks[source]}", tensor, (source, self.rank, tag))
 
     def barrier(self) -> None:
         self._meet("barrier", "", lambda _: None).wait()
@@ -162,6 +156,11 @@ class VirtualCommunicator(GroupMember):
         parts = [detail, *(_shape(t) for t in tensors)]
         call = VirtualCall(kind, ", ".join(part for part in parts if part), _caller())
         return self._group.meet(self.rank, Contribution(call, tensors), carry_out)
+
+    def _post(self, kind: str, peer: str, tensor: torch.Tensor, key: tuple[int, int, int]) -> Work:
+        detail = f"rank {self.ranks[self.rank]} {peer}, {_shape(tensor)}, tag={key[2]}"
+        message = Contribution(VirtualCall(kind, detail, _caller()), (tensor,))
+        return self._group.post(message, key, is_send=kind == "send")
 
     def _exchange(self, contributions: list[Contribution]) -> None:
         pieces = [torch.split(a.tensors[1].clone(), a.splits[1]) for a in contributions if a.splits is not None]

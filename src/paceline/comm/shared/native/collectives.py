@@ -64,8 +64,8 @@ class CompiledCollectives(plain.Collectives):
         self._num_buffers = 0
         self._owned: dict[int, range] = {}  # by the number of a common buffer, the addresses of this rank's area
         self._group = _CompiledGroup(
-            words=board.words_address,
-            slots=board.slots_address,
+            words=ctypes.addressof(ctypes.c_char.from_buffer(board.words)),
+            slots=board.slot(0, 0, torch.uint8).data_ptr(),  # those of all rounds and ranks follow it
             common=ctypes.cast(self._common, ctypes.POINTER(ctypes.c_void_p)),
             common_bytes=ctypes.cast(self._common_bytes, ctypes.POINTER(ctypes.c_int64)),
             size=board.size,
