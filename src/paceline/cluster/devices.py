@@ -358,7 +358,7 @@ def _device(name: str, entry: DeviceEntry) -> Device:
 
 
 def loop_us(entry: DeviceEntry) -> float:
-    """Returns what a run's loop takes a step: as measured, else a few operations; a host beside a GPU runs ahead."""
+    """Returns what a run's loop takes a step: as measured, else a few operations; 0 beside a GPU."""
     if entry.loop_us is not None:
         return entry.loop_us
     return _LOOP_OPERATIONS * (entry.operation_us or entry.launch_us) if entry.generation == "cpu" else 0.0

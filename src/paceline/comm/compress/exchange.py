@@ -47,7 +47,7 @@ class VectorPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
-    """What a policy needs beside the vector: ``factors`` is what it kept of the last step, and then of this one."""
+    """What a policy needs beside the vector. ``new_factors`` takes what the next step gets as ``factors``."""
 
     parts: tuple[VectorPart, ...]
     step: int

@@ -74,7 +74,7 @@ class NotedWork(Protocol):
 
 
 class Ledger:
-    """What one rank has issued, and how far it has come, in seconds of ``now``; in memory if there is no path."""
+    """What one rank has issued, and how far it has come; ``now`` is its clock. Without a path it lies in memory."""
 
     def __init__(
         self, *, rank: int, world: int, path: Path | None = None, now: Callable[[], float] = time.perf_counter
