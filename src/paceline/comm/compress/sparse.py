@@ -128,15 +128,11 @@ def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: in
 
 def unpack(message: torch.Tensor, dtype: torch.dtype, length: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     num_blocks = _num_blocks(length)
-    ends = [num_slots * dtype.itemsize]
-    ends += [ends[0] + 4 * num_blocks]
-    ends += [ends[1] + 2 * num_slots]
-    values = message[: ends[0]].view(dtype)
-    counts = message[ends[0] : ends[1]].view(torch.int32)
-    low = message[ends[1] : ends[2]].view(torch.int16).long() & (_BLOCK - 1)
+    sizes = [num_slots * dtype.itemsize, 4 * num_blocks, 2 * num_slots]
+    values, counts, low = torch.split(message[: sum(sizes)], sizes)
     numbers = torch.arange(num_blocks, device=message.device)
-    blocks = torch.repeat_interleave(numbers, counts.long(), output_size=num_slots)
-    return values, blocks * _BLOCK + low
+    blocks = torch.repeat_interleave(numbers, counts.view(torch.int32).long(), output_size=num_slots)
+    return values.view(dtype), blocks * _BLOCK + (low.view(torch.int16).long() & (_BLOCK - 1))
 
 
 def _num_blocks(length: int) -> int:
