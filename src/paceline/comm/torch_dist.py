@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.base import Communicator, ReduceOp, Splits, Work
-from paceline.comm.gloo import Scratch, exchange_pieces, exchange_slices, exchange_whole
+from paceline.comm.gloo import GlooExchanges
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
@@ -253,14 +253,13 @@ class TorchCommunicator(GroupMember):
         super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), device, backend=backend)
         self._group = group
         self._timeout_s = timeout_s
-        self._exchanges = dist.get_backend(group) == "gloo" and device.type == "cpu"
-        self._scratch = Scratch()
+        sends_pairwise = dist.get_backend(group) == "gloo" and device.type == "cpu"
+        self._exchanges = GlooExchanges(group, self.rank, self.size, timeout_s) if sends_pairwise else None
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        if self._exchanges and self.size == 2 and _is_small(tensor, op):
-            arguments = (self.rank, _flat(tensor), op, self._timeout_s)
-            return self._attempt("all_reduce", exchange_whole, self._group, *arguments)
+        if self._exchanges is not None and self.size == 2 and _is_small(tensor, op):
+            return self._attempt("all_reduce", self._exchanges.all_reduce, _flat(tensor), op)
         # The group's own method: the module-level function costs 40 us more, on every bucket of every step.
         try:
             work = self._group.allreduce([tensor.detach()], self._all_reduce_options[op])
@@ -270,16 +269,14 @@ class TorchCommunicator(GroupMember):
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-        if self._exchanges and output.numel() and output.is_floating_point():
-            arguments = (self.rank, _flat(output), _flat(tensor), op, self._timeout_s, self._scratch)
-            return self._attempt("reduce_scatter", exchange_slices, self._group, *arguments)
+        if self._exchanges is not None and output.numel() and output.is_floating_point():
+            return self._attempt("reduce_scatter", self._exchanges.reduce_scatter, _flat(output), _flat(tensor), op)
         return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
-        if self._exchanges and output.numel():
-            arguments = (self.rank, _flat(output), _flat(tensor), self._timeout_s)
-            return self._attempt("all_gather", exchange_pieces, self._group, *arguments)
+        if self._exchanges is not None and output.numel():
+            return self._attempt("all_gather", self._exchanges.all_gather, _flat(output), _flat(tensor))
         return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
