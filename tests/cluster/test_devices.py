@@ -12,15 +12,12 @@ import pytest
 
 from paceline.cluster import devices
 from paceline.cluster.devices import (
+    Catalog,
     Cluster,
     Device,
     Node,
     ShapeRate,
-    build_cluster,
-    device_named,
     load_cluster,
-    network_named,
-    node_named,
 )
 from paceline.cluster.entries import _key, find_name, parse_catalog, shipped
 from paceline.cluster.operations import attention_rate, matmul_rate
@@ -110,7 +107,7 @@ def test_a_cluster_that_is_not_known_is_refused_with_what_is_near(text: str, tol
     ],
 )
 def test_devices_are_found_by_the_names_of_sources_and_drivers(written: str, name: str) -> None:
-    assert device_named(written).name == name
+    assert Catalog().device(written).name == name
 
 
 def test_no_name_means_two_things_of_a_kind_nor_a_node_and_a_device() -> None:
@@ -131,14 +128,14 @@ def test_every_entry_of_the_catalog_makes_a_cluster_whose_figures_agree() -> Non
         assert found.devices == known.nodes[name].devices
         assert json.loads(json.dumps(asdict(found)))["node"]["name"] == name
     for name in known.devices:
-        device = device_named(name)
+        device = Catalog().device(name)
         assert load_cluster(f"1x {name}").device == device
-        assert hash(device) == hash(device_named(name))
+        assert hash(device) == hash(Catalog().device(name))
         for dtype, most in device.matmul_ceiling.items():
             assert most <= device.peak(dtype)
         assert "fp32" in device.peak_flops
     for name in known.networks:
-        assert network_named(name).bandwidth > 0
+        assert Catalog().network(name).bandwidth > 0
 
 
 def test_every_figure_of_the_shipped_catalog_has_a_source_beside_it() -> None:
@@ -153,33 +150,32 @@ def test_every_figure_of_the_shipped_catalog_has_a_source_beside_it() -> None:
 
 
 def test_a_dtype_without_units_is_computed_in_another() -> None:
-    volta = device_named("v100-sxm-32gb")
+    volta = Catalog().device("v100-sxm-32gb")
     assert volta.peak("bf16") == volta.peak("fp32") == 15.7e12
     assert volta.ceiling("fp16") == pytest.approx(0.78 * 125e12)
-    hopper = device_named("h100-sxm")
+    hopper = Catalog().device("h100-sxm")
     assert hopper.ceiling("bf16") == 794.5e12
     with pytest.raises(UsageError, match="no figure for int7"):
         hopper.peak("int7")
 
 
 def test_the_ring_of_a_link_depends_on_how_many_take_part() -> None:
-    inside = node_named("dgx-a100").inside
+    inside = Catalog().node("dgx-a100").inside
     assert [inside.ring_bandwidth(count) / 1e9 for count in (2, 5, 8, 16)] == [194, 224, 230, 230]
     assert inside.nvls_bandwidth(8) == 0
-    hopper = node_named("dgx-h200").inside
+    hopper = Catalog().node("dgx-h200").inside
     assert hopper.nvls_bandwidth(8) == pytest.approx(473.1e9)
     assert hopper.ring_bandwidth(2) == pytest.approx(0.813 * 450e9)
 
 
 def test_devices_are_put_on_nodes_and_a_network_as_wanted() -> None:
-    found = build_cluster("A100-80GB-SXM", 16, node_devices=4, network="roce-4x100")
-    assert (found.nodes, found.node.devices, found.network_per_device) == (4, 4, 12.5e9)
+    found = Catalog().of_devices("A100-80GB-SXM", 16, node_devices=4, network="roce-4x100")
+    assert (found.nodes, found.node.devices, found.between and found.between.bandwidth) == (4, 4, 50e9)
     assert found.memory_bytes == 16 * found.device.memory_bytes
-    assert replace(found, nodes=1, between=None).network_per_device == float("inf")
     with pytest.raises(UsageError, match="several nodes need a network"):
         replace(found, between=None)
     with pytest.raises(UsageError, match="0 devices"):
-        build_cluster("h100", 0)
+        Catalog().of_devices("h100", 0)
 
 
 def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
@@ -222,7 +218,7 @@ def test_a_node_of_a_file_may_name_what_is_nowhere(tmp_path: Path) -> None:
 
 def _measured(*rates: tuple[str, tuple[int, ...], float]) -> Device:
     shapes = tuple(ShapeRate(kind=kind, dtype="fp32", sizes=sizes, flops=flops) for kind, sizes, flops in rates)
-    return replace(device_named("h100-sxm"), shapes=shapes)
+    return replace(Catalog().device("h100-sxm"), shapes=shapes)
 
 
 def test_rates_are_found_between_measured_shapes() -> None:
@@ -234,7 +230,7 @@ def test_rates_are_found_between_measured_shapes() -> None:
     assert 1e10 < (matmul_rate(device, (512, 512, 512), "fp32") or 0) < 1e11
     assert matmul_rate(device, (64, 64, 64), "bf16") is None
     assert attention_rate(device, (4, 2, 128, 32)) == 5e9
-    assert attention_rate(device_named("h100-sxm"), (4, 2, 128, 32)) is None
+    assert attention_rate(Catalog().device("h100-sxm"), (4, 2, 128, 32)) is None
 
 
 def test_a_cluster_ends_somewhere() -> None:
@@ -244,7 +240,7 @@ def test_a_cluster_ends_somewhere() -> None:
 
 
 def test_a_cluster_has_one_node_at_least() -> None:
-    node: Node = node_named("dgx-h100")
+    node: Node = Catalog().node("dgx-h100")
     with pytest.raises(UsageError, match="0 nodes of 8 devices"):
         Cluster(name="none", node=node, nodes=0, between=None)
 
@@ -260,5 +256,5 @@ def test_a_processors_loop_is_what_was_measured_or_a_few_of_its_operations(tmp_p
     assert loop_s(loop_us=0.0) == 0.0
     assert loop_s() == pytest.approx(30e-6)
     assert loop_s(operation_us=20.0) == pytest.approx(200e-6)
-    assert device_named("h100-sxm").loop_s == 0.0
-    assert device_named("h100-sxm").step_s == 0.0
+    assert Catalog().device("h100-sxm").loop_s == 0.0
+    assert Catalog().device("h100-sxm").step_s == 0.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.cluster.devices import device_named
+from paceline.cluster.devices import Catalog
 from paceline.cluster.kernels import KernelRates, attention_seconds, ceiling, matmul_seconds, memory_seconds
 
-A100, H100 = device_named("A100-80GB-SXM"), device_named("H100-80GB-SXM")
+A100, H100 = Catalog().device("A100-80GB-SXM"), Catalog().device("H100-80GB-SXM")
 RATES = KernelRates()
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.devices import Device, ShapeRate, device_named
+from paceline.cluster.devices import Catalog, Device, ShapeRate
 from paceline.cluster.measured import seconds_between
 from paceline.cluster.operations import Operation, host_seconds, memory_rate, work_seconds
 
 
 def _device(**changes: object) -> Device:
-    plain = replace(device_named("cpu-host"), shapes=(), memory_rates={}, operation_s=None, tensor_s=0.0)
+    plain = replace(Catalog().device("cpu-host"), shapes=(), memory_rates={}, operation_s=None, tensor_s=0.0)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 

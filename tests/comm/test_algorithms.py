@@ -417,7 +417,7 @@ def used(name: str, topology: Topology, numel: int, links: Wires) -> set[int]:
         group.all_reduce(torch.ones(numel)).wait()
         return peers
 
-    return run_virtual(work, topology.num_ranks)[0]
+    return run_virtual(work, topology.placement.ranks)[0]
 
 
 def test_auto_takes_what_the_formulas_say_is_fastest() -> None:

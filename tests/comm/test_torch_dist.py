@@ -189,6 +189,25 @@ def join_and_leave_at_once(comm: Communicator, flag: Path) -> None:
     del store
 
 
+def split_and_go_on_at_once(comm: Communicator, flag: Path) -> None:
+    c10d: Any = dist.distributed_c10d
+    make_group = c10d._new_process_group_helper
+
+    def make_group_slowly(*args: Any, **keywords: Any) -> Any:
+        made = make_group(*args, **keywords)
+        for _ in range(50):
+            assert not flag.exists(), "rank 0 went on before rank 1 had joined the subgroup"
+            time.sleep(0.01)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(c10d, "_new_process_group_helper", make_group_slowly)
+        comm.split([1, 0])
+    if comm.rank == 0:
+        flag.touch()
+
+
 def join_and_leave_many_times(comm: Communicator) -> None:
     for _ in range(4):
         store = meet_again(comm)
@@ -367,6 +386,10 @@ def test_connecting_again_gives_the_same_world(gloo_pool: GlooPool) -> None:
 
 def test_no_rank_goes_on_before_all_have_joined(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(join_and_leave_at_once, tmp_path / "rank 0 went on", ranks=2)
+
+
+def test_no_rank_goes_on_before_all_have_joined_a_subgroup(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(split_and_go_on_at_once, tmp_path / "rank 0 went on", ranks=2)
 
 
 def test_the_rank_that_holds_the_store_leaves_last(gloo_pool: GlooPool) -> None:

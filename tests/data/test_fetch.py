@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from paceline.data.datasets import SampleSubset, TensorPairs
-from paceline.data.fetch import BatchRequest, DirectSource, LoaderSource, fetch_batch
+from paceline.data.fetch import BatchRequest, DirectSource, LoaderOptions, LoaderSource, fetch_batch
 from paceline.errors import DataError
 
 INPUTS, TARGETS = torch.arange(20.0).reshape(10, 2), torch.arange(10)
@@ -129,7 +129,7 @@ def test_a_loader_in_this_process_reads_as_directly() -> None:
     requests = [BatchRequest(np.array([3, 1]), 0), BatchRequest(np.array([2]), 0), BatchRequest(np.array([7, 0]), 1)]
 
     def loader(dataset: Any) -> LoaderSource:
-        return LoaderSource(dataset, workers=0, prefetch=2, start="fork", pin_memory=False, seed=0)
+        return LoaderSource(dataset, LoaderOptions(worker_start="fork"), seed=0)
 
     torch.manual_seed(0)
     before = torch.get_rng_state()

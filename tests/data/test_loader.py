@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch.utils.data import get_worker_info
 
 from paceline.data.datasets import TensorPairs
-from paceline.data.loader import EvalLoader, LoaderOptions, StepBatch, TrainLoader, WorkerStart, check_picklable
+from paceline.data.fetch import LoaderOptions, WorkerStart
+from paceline.data.loader import EvalLoader, StepBatch, TrainLoader, check_picklable
 from paceline.data.order import DataOrder
 from paceline.errors import DataError, UsageError
 

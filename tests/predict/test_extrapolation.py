@@ -12,7 +12,7 @@ import math
 
 import pytest
 
-from paceline.cluster.devices import build_cluster
+from paceline.cluster.devices import Catalog
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.workload import Framework, ModelShape, Running, Workload
 from paceline.predict.formulas.constants import FRAMEWORKS
@@ -52,7 +52,7 @@ def run_on(
     run = Running(
         global_batch=each * data, micro_batch=micro_batch, seq_len=seq_len, compute="fp16", framework=framework
     )
-    cluster = build_cluster(device, devices, node_devices=min(8, devices))
+    cluster = Catalog().of_devices(device, devices, node_devices=min(8, devices))
     found = predict(Workload(model=model, layout=layout, run=run), cluster)
     assert all(math.isfinite(getattr(found.step, name)) and getattr(found.step, name) >= 0 for name in FIGURES)
     assert 0 < found.memory.total < math.inf

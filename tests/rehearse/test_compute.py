@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paceline.cluster.devices import device_named
+from paceline.cluster.devices import Catalog
 from paceline.cluster.operations import Operation
 from paceline.predict.formulas.constants import constants_for, fitted_constants
 from paceline.predict.replay.events import Run
@@ -72,7 +72,7 @@ def test_attention_is_counted_on_a_host() -> None:
 
 
 def test_a_device_of_the_catalog_prices_kernels_as_a_replay_does() -> None:
-    device = device_named("a100-sxm-80gb")
+    device = Catalog().device("a100-sxm-80gb")
     constants, _ = constants_for(fitted_constants(), device.generation, "eager")
     costs = KernelCosts(device, constants, is_compiled=False)
     a, b = torch.ones(256, 512), torch.ones(512, 1024)
@@ -82,7 +82,7 @@ def test_a_device_of_the_catalog_prices_kernels_as_a_replay_does() -> None:
 
 
 def test_attention_is_one_kernel_on_a_host_of_the_catalog() -> None:
-    device = device_named("cpu-host")
+    device = Catalog().device("cpu-host")
     constants, _ = constants_for(fitted_constants(), device.generation, "eager")
     costs = KernelCosts(device, constants, is_compiled=False)
     query = torch.ones(2, 3, 64, 8, requires_grad=True)

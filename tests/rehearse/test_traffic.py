@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from real_traffic import issued_by_real_ranks
 
 from paceline.cluster.costs import Placement, Wire, Wires, all_reduce_seconds
 from paceline.cluster.devices import load_cluster
-from paceline.cluster.wires import AlgorithmCost
+from paceline.cluster.wires import algorithm_cost
 from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.dry.algorithms import DryAlgorithmCommunicator
 from paceline.comm.dry.communicator import DryWorld, KeptJournal
@@ -127,7 +128,7 @@ def test_numbers_that_the_host_reads_stay_right() -> None:
 @pytest.mark.parametrize("name", ["2x dgx-h100", "4x cpu-host over ethernet-1g"])
 def test_an_algorithm_has_the_price_of_its_formula(name: str) -> None:
     cluster = load_cluster(name)
-    cost, ranks = AlgorithmCost(cluster=cluster), tuple(range(cluster.devices))
+    cost, ranks = partial(algorithm_cost, cluster), tuple(range(cluster.devices))
     seconds = {each: cost(each, "all_reduce", 10**8, ranks) for each in ("ring", "tree", "hierarchical")}
     assert len(set(seconds.values())) == 3
     inside, between = cluster.node.inside, cluster.between

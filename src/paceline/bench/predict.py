@@ -27,7 +27,7 @@ from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkloa
 from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
 from paceline.calibrate.machine import Wanted, combine_ranks, measure_rank
 from paceline.cluster.detect import detect_machine
-from paceline.cluster.devices import Cluster, load_cluster, make_node
+from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.entries import read_catalog, shipped
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
@@ -152,7 +152,7 @@ def _over_gloo(name: str, plain: Cluster) -> Cluster:
     path = Path(name)
     entries = shipped() if path.suffix not in (".yaml", ".yml") else shipped().with_file(read_catalog(path))
     other = f"{plain.node.name}-gloo"
-    return replace(plain, node=make_node(other, entries)) if other in entries.nodes else plain
+    return replace(plain, node=Catalog(entries=entries).node(other)) if other in entries.nodes else plain
 
 
 def _gpu() -> torch.device:

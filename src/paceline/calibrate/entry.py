@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from paceline.cluster.detect import Machine
-from paceline.cluster.devices import device_named
+from paceline.cluster.devices import Catalog
 from paceline.cluster.entries import parse_catalog
 from paceline.errors import UsageError
 from paceline.units import GIB
@@ -192,7 +192,7 @@ def _what(machine: Machine, measured: MachineFigures) -> str:
 
 def _known(gpu: str) -> Device | None:
     try:
-        return device_named(gpu)
+        return Catalog().device(gpu)
     except UsageError:
         return None
 

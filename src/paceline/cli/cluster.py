@@ -22,7 +22,7 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
 
     Example:  paceline cluster ls
     """
-    from paceline.cluster.devices import device_named, network_named, node_named
+    from paceline.cluster.devices import Catalog
     from paceline.cluster.entries import shipped
 
     known = shipped()
@@ -34,7 +34,7 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
         return
     typer.echo(f"{'device':<20} {'memory':>10} {'bandwidth':>11} {'most':>18}  generation")
     for name in known.devices:
-        device = device_named(name)
+        device = Catalog().device(name)
         dtype = "fp32" if device.is_cpu else "bf16" if "bf16" in device.peak_flops else "fp16"
         rate = f"{device.ceiling(dtype) / 1e12:.4g} TFLOP/s"
         typer.echo(
@@ -43,13 +43,13 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
         )
     typer.echo(f"\n{'node':<20} devices")
     for name, entry in known.nodes.items():
-        node = node_named(name)
+        node = Catalog().node(name)
         typer.echo(
             f"{name:<20} {node.devices}x {node.device.name}, {node.inside.name}; {entry.network or 'no network'}"
         )
     typer.echo(f"\n{'network':<29} one way, a node")
     for name in known.networks:
-        typer.echo(f"{name:<29} {network_named(name).bandwidth / 1e9:7.4g} GB/s")
+        typer.echo(f"{name:<29} {Catalog().network(name).bandwidth / 1e9:7.4g} GB/s")
 
 
 @app.command()

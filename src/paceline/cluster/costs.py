@@ -65,16 +65,13 @@ class Placement:
 
     @property
     def node_ranks(self) -> int:
-        """The ranks of one host."""
         return self.ranks // self.hosts
 
     def host(self, rank: int) -> int:
-        """Returns the number of a rank's host."""
         return rank // self.node_ranks
 
 
 def all_reduce_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Wires) -> float:
-    """Returns how long an all-reduce takes."""
     if where.ranks == 1:
         return 0.0
     if algorithm == "ring":
@@ -113,7 +110,6 @@ def fastest_all_reduce(num_bytes: float, where: Placement, links: Wires) -> Algo
 
 
 def fastest_scatter(num_bytes: float, where: Placement, links: Wires) -> Algorithm:
-    """Returns the algorithm for a reduce-scatter or an all-gather."""
     known: tuple[Algorithm, ...] = ("ring", "halving_doubling")
     if where.hosts > 1:
         known = (*known, "hierarchical")
@@ -121,7 +117,6 @@ def fastest_scatter(num_bytes: float, where: Placement, links: Wires) -> Algorit
 
 
 def fastest_broadcast(num_bytes: float, where: Placement, links: Wires) -> Algorithm:
-    """Returns the algorithm for a broadcast."""
     known: tuple[Algorithm, ...] = ("ring", "tree")
     return min(known, key=lambda name: broadcast_seconds(name, num_bytes, where, links))
 
@@ -182,10 +177,7 @@ def _hierarchical_scatter_seconds(num_bytes: float, where: Placement, links: Wir
 
 
 def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Placement, links: Wires) -> float:
-    """Returns the time until the first chunk has gone all the way and the others have followed.
-
-    The busiest sender, receiver or host sets the pace.
-    """
+    """Returns the time until all chunks have gone all the way: the busiest sender, receiver or host sets the pace."""
     crosses = any(where.host(sender) != where.host(receiver) for sender, receiver, _ in parts)
     slowest = links.across if crosses else links.inside
     alpha = max(slowest.alpha_s, links.inside.alpha_s if where.node_ranks > 1 else 0.0)

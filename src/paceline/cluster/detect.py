@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.devices import Cluster, Device, Link, device_named, load_cluster, make_node, node_named
+from paceline.cluster.devices import Catalog, Cluster, Device, Link, Node, load_cluster
 from paceline.cluster.entries import read_catalog, shipped
 from paceline.errors import UsageError
 from paceline.units import MIB, format_bytes
@@ -107,40 +107,45 @@ def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
         return _as_cpu_host(machine, entry)
     if entry is not None:
         node = replace(load_cluster(str(entry)).node, devices=len(machine.gpus))
-        name = f"{len(machine.gpus)}x {node.device.name}"
-        told = (f"the GPUs are as {entry} says",)
-        return Detected(machine=machine, cluster=Cluster(name=name, node=node, nodes=1, between=None), assumed=told)
+        return _one_node(machine, node, f"the GPUs are as {entry} says")
     counts = Counter(machine.gpus)
     name, count = counts.most_common(1)[0]
     others = [
         f"{number}x {other} is left out: nodes have one kind" for other, number in counts.items() if other != name
     ]
     try:
-        device = device_named(name)
+        device = Catalog().device(name)
     except UsageError as error:
         return Detected(machine=machine, cluster=None, assumed=(str(error),))
-    node = replace(node_named(device.name), device=device, devices=count)
-    assumed = (f"the GPUs are joined as in {node.name}, by {node.inside.name}", *others)
-    found = Cluster(name=f"{count}x {device.name}", node=node, nodes=1, between=None)
-    return Detected(machine=machine, cluster=found, assumed=assumed)
+    node = replace(Catalog().node(device.name), device=device, devices=count)
+    return _one_node(machine, node, f"the GPUs are joined as in {node.name}, by {node.inside.name}", *others)
+
+
+def _one_node(machine: Machine, node: Node, *assumed: str) -> Detected:
+    cluster = Cluster(name=f"{node.devices}x {node.device.name}", node=node, nodes=1, between=None)
+    return Detected(machine=machine, cluster=cluster, assumed=assumed)
 
 
 def gloo_link(entry: Path | None = None) -> Link:
     """Returns what ranks of a CPU host talk through over Gloo: of an entry, or of the catalog's small host."""
-    if entry is None:
-        return node_named(f"{_CPU_HOST}-gloo").inside
-    found = shipped().with_file(read_catalog(entry))
-    node = load_cluster(str(entry)).node
-    name = f"{node.name}-gloo"
-    return make_node(name, found).inside if name in found.nodes else node.inside
+    node = _cpu_host(entry)
+    return (_measured(f"{node.name}-gloo", entry) or node).inside
 
 
 def alone_device(entry: Path | None = None) -> Device | None:
     """Returns what one rank is that has all cores of a CPU host, where an entry, or the catalog, measured that."""
-    found = shipped() if entry is None else shipped().with_file(read_catalog(entry))
-    device = node_named(_CPU_HOST).device if entry is None else load_cluster(str(entry)).device
-    name = f"{device.name}-alone"
-    return make_node(name, found).device if name in found.nodes else None
+    found = _measured(f"{_cpu_host(entry).device.name}-alone", entry)
+    return None if found is None else found.device
+
+
+def _cpu_host(entry: Path | None) -> Node:
+    return Catalog().node(_CPU_HOST) if entry is None else load_cluster(str(entry)).node
+
+
+def _measured(name: str, entry: Path | None) -> Node | None:
+    """Returns a node of an entry or of the catalog, where it is there."""
+    entries = shipped() if entry is None else shipped().with_file(read_catalog(entry))
+    return Catalog(entries=entries).node(name) if name in entries.nodes else None
 
 
 def read_smi(text: str) -> list[tuple[str, float]]:
@@ -155,21 +160,17 @@ def read_smi(text: str) -> list[tuple[str, float]]:
 
 def _as_cpu_host(machine: Machine, entry: Path | None) -> Detected:
     try:
-        node = node_named(_CPU_HOST) if entry is None else load_cluster(str(entry)).node
+        node = _cpu_host(entry)
     except UsageError:
         told = "the catalog has no CPU host: measure this one with paceline calibrate --output mine.yaml"
         return Detected(machine=machine, cluster=None, assumed=(told,))
     device = replace(node.device, memory_bytes=machine.memory_bytes / machine.cores)
     node = replace(node, device=device, devices=machine.cores)
-    assumed: tuple[str, ...] = (
-        f"each of {machine.cores} cores is as fast as one of {_CPU_HOST}, which was measured elsewhere",
-        f"ranks share {format_bytes(machine.memory_bytes)} of memory out equally",
-        "measure this machine: paceline calibrate --output mine.yaml",
-    )
+    shared = f"ranks share {format_bytes(machine.memory_bytes)} of memory out equally"
     if entry is not None:
-        assumed = (f"each of {machine.cores} cores is as fast as {entry} says", assumed[1])
-    cluster = Cluster(name=f"{machine.cores}x {device.name}", node=node, nodes=1, between=None)
-    return Detected(machine=machine, cluster=cluster, assumed=assumed)
+        return _one_node(machine, node, f"each of {machine.cores} cores is as fast as {entry} says", shared)
+    told = f"each of {machine.cores} cores is as fast as one of {_CPU_HOST}, which was measured elsewhere"
+    return _one_node(machine, node, told, shared, "measure this machine: paceline calibrate --output mine.yaml")
 
 
 def _ask_smi() -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from paceline.cluster.entries import (
     AnyEntry,
+    CatalogFile,
     DeviceEntry,
-    Entries,
     Generation,
     LinkKind,
     NodeEntry,
@@ -108,7 +108,6 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """True for the processors of a host."""
         return self.generation == "cpu"
 
 
@@ -199,7 +198,6 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """The device that all nodes have."""
         return self.node.device
 
     @property
@@ -209,38 +207,7 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> float:
-        """The memory of all devices together."""
         return self.devices * self.device.memory_bytes
-
-    @property
-    def network_per_device(self) -> float:
-        """Bytes per second one way that a device has of its node's network; infinite on one node."""
-        return float("inf") if self.between is None else self.between.bandwidth / self.node.devices
-
-
-def device_named(name: str) -> Device:
-    """Returns a device of the catalog. Raises UsageError with the nearest names."""
-    return _Catalog(entries=shipped()).device(name)
-
-
-def link_named(name: str) -> Link:
-    """Returns a link of the catalog. Raises UsageError with the nearest names."""
-    return _Catalog(entries=shipped()).link(name)
-
-
-def network_named(name: str) -> Network:
-    """Returns a network of the catalog. Raises UsageError with the nearest names."""
-    return _Catalog(entries=shipped()).network(name)
-
-
-def node_named(name: str) -> Node:
-    """Returns a node of the catalog, or a device's usual one. Raises UsageError with the nearest names."""
-    return _Catalog(entries=shipped()).node(name)
-
-
-def make_node(name: str, entries: Entries) -> Node:
-    """Returns a node of these entries. Raises UsageError with the nearest names."""
-    return _Catalog(entries=entries).node(name)
 
 
 def load_cluster(text: str) -> Cluster:
@@ -250,39 +217,37 @@ def load_cluster(text: str) -> Cluster:
     """
     over = _OVER.match(text)
     count, name = _split_count(over[1] if over else text.strip())
-    catalog = _Catalog(entries=shipped())
-    path = Path(name)
+    catalog, path = Catalog(), Path(name)
     if path.suffix in (".yaml", ".yml"):
         found = read_catalog(path)
-        catalog = _Catalog(entries=catalog.entries.with_file(found))
+        catalog = Catalog(entries=catalog.entries.with_file(found))
         if not (found.nodes or found.devices):
             raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
         name = next(iter(found.nodes or found.devices))
     return catalog.cluster(name, count, over[2].strip() if over else None)
 
 
-def build_cluster(device: str, devices: int, *, node_devices: int | None = None, network: str | None = None) -> Cluster:
-    """Returns so many devices in nodes of ``node_devices`` (None: the usual), on ``network`` (None: the usual)."""
-    return _Catalog(entries=shipped()).of_devices(device, devices, node_devices, network)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Catalog:
-    """Entries made into values."""
+class Catalog:
+    """Entries, of this package unless told otherwise, made into values. Raises UsageError with the nearest names."""
 
-    entries: Entries
+    entries: CatalogFile = field(default_factory=shipped)
 
     def cluster(self, name: str, count: int, network: str | None) -> Cluster:
+        """Returns so many nodes, or so many devices, of a name."""
         found = find_name(name, self.entries.nodes)
         if found is None:
             if find_name(name, self.entries.devices) is None:
                 raise _unknown(name, "cluster", [*self.entries.nodes, *self.entries.devices])
-            return self.of_devices(name, count, None, network)
+            return self.of_devices(name, count, network=network)
         entry = self.entries.nodes[found]
         between = self._between(network or entry.network, count)
         return Cluster(name=f"{count}x {found}", node=self._node(found, entry), nodes=count, between=between)
 
-    def of_devices(self, name: str, count: int, node_devices: int | None, network: str | None) -> Cluster:
+    def of_devices(
+        self, name: str, count: int, *, node_devices: int | None = None, network: str | None = None
+    ) -> Cluster:
+        """Returns so many devices in nodes of ``node_devices`` (None: the usual), on ``network`` (None: the usual)."""
         if count < 1:
             raise UsageError(f"{count} devices: a cluster has one at least\n  say how many: '8x {name}'")
         node, usual = self._usual_node(name)
@@ -300,6 +265,7 @@ class _Catalog:
         return replace(device, **{name: getattr(measured, name) for name in _MEASURED})
 
     def node(self, name: str) -> Node:
+        """Returns a node, or the one that a device is usually in."""
         found = find_name(name, self.entries.nodes)
         if found is not None:
             return self._node(found, self.entries.nodes[found])
@@ -392,10 +358,7 @@ def _device(name: str, entry: DeviceEntry) -> Device:
 
 
 def loop_us(entry: DeviceEntry) -> float:
-    """Returns what a run's loop takes a step; where it was not measured, a few operations of the processor.
-
-    Beside a GPU the host runs ahead, so that nothing waits for it.
-    """
+    """Returns what a run's loop takes a step: as measured, else a few operations; 0 beside a GPU."""
     if entry.loop_us is not None:
         return entry.loop_us
     return _LOOP_OPERATIONS * (entry.operation_us or entry.launch_us) if entry.generation == "cpu" else 0.0

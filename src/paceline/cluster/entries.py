@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -39,8 +38,6 @@ class _Closed(BaseModel):
 
 
 class CatalogEntry(_Closed):
-    """What every entry has: other names."""
-
     aliases: tuple[str, ...] = ()
 
 
@@ -125,35 +122,24 @@ class NodeEntry(CatalogEntry):
 
 
 class CatalogFile(_Closed):
-    """One file of the catalog."""
+    """A file of the catalog, or several in one: entries by name in the order of the files."""
 
     devices: dict[str, DeviceEntry] = Field(default_factory=dict)
     links: dict[str, LinkEntry] = Field(default_factory=dict)
     networks: dict[str, NetworkEntry] = Field(default_factory=dict)
     nodes: dict[str, NodeEntry] = Field(default_factory=dict)
 
-
-AnyEntry = TypeVar("AnyEntry", bound=CatalogEntry)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entries:
-    """All that is known, by name in the order of the files."""
-
-    devices: Mapping[str, DeviceEntry]
-    links: Mapping[str, LinkEntry]
-    networks: Mapping[str, NetworkEntry]
-    nodes: Mapping[str, NodeEntry]
-
-    def with_file(self, found: CatalogFile) -> Entries:
+    def with_file(self, found: CatalogFile) -> CatalogFile:
         """Returns these and those of a file, whose own come first where names are the same."""
-        return Entries(
+        return CatalogFile(
             devices={**self.devices, **found.devices},
             links={**self.links, **found.links},
             networks={**self.networks, **found.networks},
             nodes={**self.nodes, **found.nodes},
         )
 
+
+AnyEntry = TypeVar("AnyEntry", bound=CatalogEntry)
 
 # pydantic's kinds of errors that need other words.
 _PROBLEMS = {
@@ -165,9 +151,8 @@ _PROBLEMS = {
 
 
 @cache
-def shipped() -> Entries:
-    """Returns the catalog of this package."""
-    found = Entries(devices={}, links={}, networks={}, nodes={})
+def shipped() -> CatalogFile:
+    found = CatalogFile()
     folder = resources.files("paceline.cluster").joinpath("catalog")
     for item in sorted(folder.iterdir(), key=lambda each: each.name):
         if item.name.endswith(".yaml"):
@@ -188,7 +173,6 @@ def read_catalog(path: Path) -> CatalogFile:
 
 
 def parse_catalog(text: str, source: str) -> CatalogFile:
-    """Reads entries from YAML text."""
     rule = "  a catalog file has devices, links, networks and nodes by name: see docs/clusters.md"
     try:
         content: Any = yaml.safe_load(text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -52,11 +52,9 @@ class MeasuredTable:
     points: Mapping[Choice, Sequence[tuple[int, float]]]
 
     def seconds(self, choice: Choice, num_bytes: float) -> float:
-        """Returns how long an all-reduce takes."""
         return seconds_between(self.points[choice], num_bytes)
 
     def fastest(self, num_bytes: float) -> Choice:
-        """Returns the way that took least."""
         return min(self.points, key=lambda choice: self.seconds(choice, num_bytes))
 
 
@@ -66,8 +64,7 @@ def read_table(path: Path, where: Placement) -> MeasuredTable:
     Raises UsageError for a file that is no such record, or that says nothing, or two things, about the placement.
     """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        found = [_point(row) for row in rows if _is_all_reduce(row)]
+        found = list(_points(json.loads(path.read_text(encoding="utf-8"))["rows"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
         raise UsageError(f"{path} is no record of all-reduces: {why}\n  a benchmark writes one\n{_FIX}") from error
@@ -88,14 +85,11 @@ def read_table(path: Path, where: Placement) -> MeasuredTable:
     return MeasuredTable(where=where, points=points)
 
 
-def _is_all_reduce(row: Mapping[str, Any]) -> bool:
-    """Rows of ``bench/links.py``; and of ``paceline bench comm`` those over Gloo, on one host."""
-    if row.get("part") is not None:
-        return bool(row["part"] == "all_reduce" and row["arm"] in _CHOICES)
-    return bool(row["backend"] == "gloo" and row["algorithm"] in _CHOICES and row["algorithm"] != "hierarchical")
-
-
-def _point(row: Mapping[str, Any]) -> tuple[tuple[int, int], Choice, int, float]:
-    if row.get("part") is not None:
-        return (row["ranks"], row["hosts"]), row["arm"], row["size_bytes"], row["median_ms"] / 1e3
-    return (row["ranks"], 1), row["algorithm"], row["bytes"], row["median_us"] / 1e6
+def _points(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[int, int], Choice, int, float]]:
+    """Reads rows of ``bench/links.py``; and of ``paceline bench comm`` those over Gloo, on one host."""
+    for row in rows:
+        if row.get("part") is not None:
+            if row["part"] == "all_reduce" and row["arm"] in _CHOICES:
+                yield (row["ranks"], row["hosts"]), row["arm"], row["size_bytes"], row["median_ms"] / 1e3
+        elif row["backend"] == "gloo" and row["algorithm"] in _CHOICES and row["algorithm"] != "hierarchical":
+            yield (row["ranks"], 1), row["algorithm"], row["bytes"], row["median_us"] / 1e6

@@ -75,7 +75,6 @@ class Operation:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read and written."""
         return sum(size for _, size in self.reads) + sum(size for _, size in self.writes)
 
     @property
@@ -93,13 +92,12 @@ class Operation:
 def work_seconds(device: Device, operation: Operation) -> float:
     """Returns what a kernel takes once it runs."""
     if operation.family == "matmul":
-        sizes = (operation.sizes[0], operation.sizes[1], operation.sizes[2])
-        rate = matmul_rate(device, sizes, operation.dtype, operation.layout) or device.ceiling(operation.dtype)
+        measured = matmul_rate(device, operation.sizes, operation.dtype, operation.layout)
+        rate = measured or device.ceiling(operation.dtype)
         least = operation.num_bytes / (device.memory_bandwidth * device.memory_share) if not device.is_cpu else 0.0
         return max(operation.flops / rate, least)
     if operation.family in ("attention", "attention_backward"):
-        batch, heads, length, size = operation.sizes
-        found = attention_rate(device, (batch, heads, length, size), operation.family)
+        found = attention_rate(device, operation.sizes, operation.family)
         return operation.flops / (found or 0.4 * device.ceiling(operation.dtype))
     return operation.num_bytes / memory_rate(device, operation.family, operation.num_bytes)
 
@@ -118,7 +116,7 @@ def host_seconds(device: Device, operation: Operation, *, is_compiled: bool = Fa
     return each + (operation.tensors - 1) * device.tensor_s
 
 
-def matmul_rate(device: Device, sizes: tuple[int, int, int], dtype: str, layout: str = "") -> float | None:
+def matmul_rate(device: Device, sizes: tuple[int, ...], dtype: str, layout: str = "") -> float | None:
     """Returns FLOP per second of a product of (rows, inner, columns); None where none of this dtype was measured.
 
     ``layout`` says which operand is transposed: nn, nt, tn. Products measured in it count alone, where there are any.
@@ -135,7 +133,7 @@ def matmul_rate(device: Device, sizes: tuple[int, int, int], dtype: str, layout:
     return _flops(sizes) / (floor + _flops(sizes) / rate)
 
 
-def attention_rate(device: Device, sizes: tuple[int, int, int, int], kind: str = "attention") -> float | None:
+def attention_rate(device: Device, sizes: tuple[int, ...], kind: str = "attention") -> float | None:
     """Returns FLOP per second of causal attention (batch, heads, sequence, head size), counted as half of the square.
 
     Batch and heads are one size here: both are so many of the same. ``attention_backward`` is counted as 2.5 times the

@@ -35,12 +35,10 @@ class Tree:
 
     @property
     def root(self) -> int:
-        """The rank without a parent."""
         return self.parents.index(-1)
 
     @property
     def height(self) -> int:
-        """The longest way from the root."""
         return max(self.depths)
 
     def children(self, rank: int) -> tuple[int, ...]:

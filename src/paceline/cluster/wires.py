@@ -11,24 +11,14 @@ them once. A barrier is an all-reduce of one number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import TypeAlias
 
-from paceline.cluster.costs import (
-    ALGORITHMS,
-    Algorithm,
-    Placement,
-    Wire,
-    Wires,
-    all_reduce_seconds,
-    broadcast_seconds,
-    fastest_all_reduce,
-    fastest_broadcast,
-    fastest_scatter,
-    scatter_seconds,
-)
+from paceline.cluster import costs
+from paceline.cluster.costs import Placement, Wire, Wires
 from paceline.cluster.devices import Cluster
 from paceline.cluster.measured import seconds_between
 from paceline.cluster.nccl import Collective, Group, collective_seconds
@@ -56,7 +46,7 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
     than there are ranks.
     """
     if cluster is None:
-        return _HostCost(links=Wires(), node_ranks=node_ranks or ranks)
+        return partial(_host_cost, Wires(), node_ranks or ranks)
     if cluster.devices < ranks:
         raise UsageError(
             f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n"
@@ -64,47 +54,33 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
             f"  give fewer ranks, or more of them: {-(-ranks // cluster.node.devices)}x {cluster.node.name}"
         )
     if cluster.device.is_cpu:
-        formula = _HostCost(links=_links(cluster), node_ranks=cluster.node.devices)
+        formula = partial(_host_cost, _links(cluster), cluster.node.devices)
         measured = cluster.node.inside.all_reduce
-        return _MeasuredCost(formula=formula, points=measured) if measured and cluster.nodes == 1 else formula
-    return _DeviceCost(cluster=cluster)
+        return partial(_measured_cost, formula, measured) if measured and cluster.nodes == 1 else formula
+    return partial(_device_cost, cluster)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmCost:
-    """Costs of collectives that are made of messages.
+def algorithm_cost(cluster: Cluster, algorithm: str, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+    """Returns the seconds of a collective that is made of messages. Raises UsageError for an unknown algorithm.
 
     A message between GPUs takes what NCCL's latency for one is; the network of a node is shared by those that leave it.
     """
-
-    cluster: Cluster
-
-    def __call__(self, algorithm: str, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        """Returns the seconds of a collective by an algorithm. Raises UsageError for one that is not known."""
-        if algorithm not in ALGORITHMS:
-            known = ", ".join(ALGORITHMS)
-            raise UsageError(
-                f"a collective by the algorithm {algorithm!r}\n  it is one of {known}\n  take one of these"
-            )
-        where = _placement(ranks, self.cluster.node.devices)
-        links = _links(self.cluster)
-        if not self.cluster.device.is_cpu:
-            links = _with_latency(links, self.cluster)
-        return _algorithm_seconds(algorithm, kind, num_bytes, where, links)
+    if algorithm not in costs.ALGORITHMS:
+        known = ", ".join(costs.ALGORITHMS)
+        raise UsageError(f"a collective by the algorithm {algorithm!r}\n  it is one of {known}\n  take one of these")
+    links = _links(cluster)
+    if not cluster.device.is_cpu:
+        inside, across = (collective_seconds("send", 1.0, Group(2, nodes), cluster) for nodes in (1, 2))
+        links = Wires(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
+    return _algorithm_seconds(algorithm, kind, num_bytes, _placement(ranks, cluster.node.devices), links)
 
 
 @cache
-def _algorithm_seconds(algorithm: Algorithm, kind: str, num_bytes: int, where: Placement, links: Wires) -> float:
+def _algorithm_seconds(algorithm: costs.Algorithm, kind: str, num_bytes: int, where: Placement, links: Wires) -> float:
     if kind == "all_reduce":
-        return all_reduce_seconds(algorithm, num_bytes, where, links)
-    seconds = broadcast_seconds if kind == "broadcast" else scatter_seconds
+        return costs.all_reduce_seconds(algorithm, num_bytes, where, links)
+    seconds = costs.broadcast_seconds if kind == "broadcast" else costs.scatter_seconds
     return seconds(algorithm, num_bytes, where, links)
-
-
-def _with_latency(links: Wires, cluster: Cluster) -> Wires:
-    inside = collective_seconds("send", 1.0, Group(2, 1), cluster)
-    across = collective_seconds("send", 1.0, Group(2, 2), cluster)
-    return Wires(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
 
 
 def _links(cluster: Cluster) -> Wires:
@@ -117,50 +93,36 @@ def _links(cluster: Cluster) -> Wires:
 
 def _placement(ranks: tuple[int, ...], node_ranks: int) -> Placement:
     """Returns where a group is. Hosts of the formulas are equal: else as if all had what the fullest has."""
-    by_host: dict[int, int] = {}
-    for rank in ranks:
-        by_host[rank // node_ranks] = by_host.get(rank // node_ranks, 0) + 1
+    by_host = Counter(rank // node_ranks for rank in ranks)
     return Placement(ranks=len(by_host) * max(by_host.values()), hosts=len(by_host))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DeviceCost:
-    """Costs of NCCL."""
-
-    cluster: Cluster
-
-    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        hosts = len({rank // self.cluster.node.devices for rank in ranks})
-        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-        return collective_seconds(_NCCL_KINDS[kind], float(size), Group(len(ranks), hosts), self.cluster)
+def _device_cost(cluster: Cluster, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+    """Returns the seconds of an operation of NCCL."""
+    hosts = len({rank // cluster.node.devices for rank in ranks})
+    size = _BARRIER_BYTES if kind == "barrier" else num_bytes
+    return collective_seconds(_NCCL_KINDS[kind], float(size), Group(len(ranks), hosts), cluster)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HostCost:
-    """Costs of processes that talk through a host's memory or a network."""
-
-    links: Wires
-    node_ranks: int
-
-    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        return _host_seconds(kind, num_bytes, _placement(ranks, self.node_ranks), self.links)
+def _host_cost(links: Wires, node_ranks: int, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+    """Returns the seconds between processes that talk through a host's memory or a network."""
+    return _host_seconds(kind, num_bytes, _placement(ranks, node_ranks), links)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MeasuredCost:
-    """Costs on a host whose all-reduces were timed: by the nearest number of ranks, and the bytes that each sends."""
-
-    formula: _HostCost
-    points: Mapping[int, Sequence[tuple[int, float]]]
-
-    def __call__(self, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-        if kind in ("send", "recv") or len(ranks) < 2:
-            return self.formula(kind, num_bytes, ranks)
-        known = min(self.points, key=lambda count: (abs(count - len(ranks)), count))
-        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-        seconds = seconds_between(self.points[known], size)
-        seconds *= (1 - 1 / len(ranks)) / (1 - 1 / known)
-        return seconds if kind in ("all_reduce", "barrier") else seconds / 2
+def _measured_cost(
+    formula: WireCost,
+    points: Mapping[int, Sequence[tuple[int, float]]],
+    kind: str,
+    num_bytes: int,
+    ranks: tuple[int, ...],
+) -> float:
+    """Returns the seconds on a host whose all-reduces were timed, by the nearest number of ranks."""
+    if kind in ("send", "recv") or len(ranks) < 2:
+        return formula(kind, num_bytes, ranks)
+    known = min(points, key=lambda count: (abs(count - len(ranks)), count))
+    seconds = seconds_between(points[known], _BARRIER_BYTES if kind == "barrier" else num_bytes)
+    seconds *= (1 - 1 / len(ranks)) / (1 - 1 / known)  # by the bytes that each rank sends
+    return seconds if kind in ("all_reduce", "barrier") else seconds / 2
 
 
 @cache
@@ -169,7 +131,7 @@ def _host_seconds(kind: str, num_bytes: int, where: Placement, links: Wires) -> 
         return (links.inside if where.hosts == 1 else links.across).seconds(num_bytes)
     if kind in ("all_reduce", "barrier"):
         size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-        return all_reduce_seconds(fastest_all_reduce(size, where, links), size, where, links)
+        return costs.all_reduce_seconds(costs.fastest_all_reduce(size, where, links), size, where, links)
     if kind == "broadcast":
-        return broadcast_seconds(fastest_broadcast(num_bytes, where, links), num_bytes, where, links)
-    return scatter_seconds(fastest_scatter(num_bytes, where, links), num_bytes, where, links)
+        return costs.broadcast_seconds(costs.fastest_broadcast(num_bytes, where, links), num_bytes, where, links)
+    return costs.scatter_seconds(costs.fastest_scatter(num_bytes, where, links), num_bytes, where, links)

@@ -47,33 +47,15 @@ class Work(Protocol):
 class Communicator(Protocol):
     """A group of ranks that talk. Engines know this protocol and no backend."""
 
-    @property
-    def rank(self) -> int:
-        """This rank's number within the group."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The group's members by their rank in the world, in group order."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-
-    @property
-    def device_kind(self) -> str:
-        """The type of device that engines adapt to: that of the tensors, or the one that a dry run imitates."""
-
-    @property
-    def backend(self) -> str:
-        """How the bytes travel: ``nccl``, ``gloo``, ``shared_memory``, ``virtual``, or ``none`` in a world of one."""
-
-    @property
-    def takes_real_time(self) -> bool:
-        """Whether a duration that a rank measures is its own: not so where ranks take turns in one process."""
+    rank: int  # this rank's number within the group
+    size: int
+    ranks: tuple[int, ...]  # the members by their rank in the world, in group order
+    device: torch.device  # where this rank's tensors live
+    device_kind: (
+        str  # the type of device that engines adapt to: that of the tensors, or the one that a dry run imitates
+    )
+    backend: str  # how bytes travel: ``nccl``, ``gloo``, ``shared_memory``, ``virtual``, or ``none`` in a world of one
+    takes_real_time: bool  # whether a duration that a rank measures is its own: not so where ranks take turns
 
     @property
     def clock(self) -> Clock | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ _WHOLE_TAG = 2**30 + 2
 _WORD = 16  # bytes: memory of any dtype is made of whole ones
 
 
-class Scratch:
+class _Scratch:
     """Memory for what arrives. Two pieces of it stay: to touch new memory costs as much as to fill it."""
 
     def __init__(self) -> None:
@@ -48,80 +49,74 @@ class Scratch:
         self._free = sorted([*self._free, piece.view(torch.uint8)], key=lambda each: -each.numel())[:2]
 
 
+@dataclass(slots=True, eq=False)
 class ExchangeWork:
     """Messages in flight, and what is done with them when all have come."""
 
-    __slots__ = ("_combine", "_receives", "_sends", "_timeout")
-
-    def __init__(
-        self, receives: list[Any], sends: list[Any], timeout_s: float, combine: Callable[[], None] | None
-    ) -> None:
-        self._receives = receives
-        self._sends = sends
-        self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._combine = combine
+    receives: list[Any]
+    sends: list[Any]
+    timeout: datetime.timedelta
+    combine: Callable[[], None] | None = None
 
     def wait(self) -> None:
         """Returns when everything has come, is added up, and has left. Safe to call twice."""
-        for work in self._receives:
-            work.wait(self._timeout)
-        if self._combine is not None:
-            self._combine()
-        for work in self._sends:
-            work.wait(self._timeout)
-        self._receives, self._sends, self._combine = [], [], None
+        for work in self.receives:
+            work.wait(self.timeout)
+        if self.combine is not None:
+            self.combine()
+        for work in self.sends:
+            work.wait(self.timeout)
+        self.receives, self.sends, self.combine = [], [], None
 
 
-def exchange_slices(
-    group: Any, rank: int, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, timeout_s: float, scratch: Scratch
-) -> ExchangeWork:
-    """Reduces the ranks' ``whole`` tensors, flat and floating point, to this rank's slice of the result."""
-    length = output.numel()
-    size = whole.numel() // length
-    others = _others(rank, size)
-    pieces = list(whole.view(size, length))
-    memory = scratch.take((size - 1) * length, whole.dtype)
-    slices = list(pieces)
-    for place, other in enumerate(others):
-        slices[other] = memory[place * length : (place + 1) * length]
-    receives = [group.recv([slices[other]], other, _SLICE_TAG) for other in others]
-    sends = [group.send([pieces[other]], other, _SLICE_TAG) for other in others]
+class GlooExchanges:
+    """The collectives of one rank of a Gloo group, on flat tensors."""
 
-    def combine() -> None:
-        _combine(slices, output, op, is_first=rank == 0)
-        scratch.give_back(memory)
+    def __init__(self, group: Any, rank: int, size: int, timeout_s: float) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self._others = [(rank + step) % size for step in range(1, size)]  # its neighbour first: not all to the same one
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._scratch = _Scratch()
 
-    return ExchangeWork(receives, sends, timeout_s, combine)
+    def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp) -> ExchangeWork:
+        """Reduces the ranks' ``whole`` tensors, of floating point, to this rank's slice of the result."""
+        length, is_first = output.numel(), self._rank == 0
+        pieces = list(whole.view(self._size, length))
+        memory = self._scratch.take((self._size - 1) * length, whole.dtype)
+        slices = list(pieces)
+        for place, other in enumerate(self._others):
+            slices[other] = memory[place * length : (place + 1) * length]
+        receives = [self._group.recv([slices[other]], other, _SLICE_TAG) for other in self._others]
+        sends = [self._group.send([pieces[other]], other, _SLICE_TAG) for other in self._others]
 
+        def combine() -> None:
+            _combine(slices, output, op, is_first=is_first)
+            self._scratch.give_back(memory)
 
-def exchange_pieces(group: Any, rank: int, whole: torch.Tensor, piece: torch.Tensor, timeout_s: float) -> ExchangeWork:
-    """Puts every rank's ``piece`` into its place in ``whole``; both are flat."""
-    size = whole.numel() // piece.numel()
-    places = list(whole.view(size, piece.numel()))
-    others = _others(rank, size)
-    if places[rank].data_ptr() != piece.data_ptr():
-        places[rank].copy_(piece)
-    receives = [group.recv([places[other]], other, _PIECE_TAG) for other in others]
-    sends = [group.send([piece], other, _PIECE_TAG) for other in others]
-    return ExchangeWork(receives, sends, timeout_s, None)
+        return ExchangeWork(receives, sends, self._timeout, combine)
 
+    def all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> ExchangeWork:
+        """Puts every rank's ``piece`` into its place in ``whole``."""
+        places = list(whole.view(self._size, piece.numel()))
+        if places[self._rank].data_ptr() != piece.data_ptr():
+            places[self._rank].copy_(piece)
+        receives = [self._group.recv([places[other]], other, _PIECE_TAG) for other in self._others]
+        sends = [self._group.send([piece], other, _PIECE_TAG) for other in self._others]
+        return ExchangeWork(receives, sends, self._timeout)
 
-def exchange_whole(group: Any, rank: int, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> ExchangeWork:
-    """Replaces a small ``tensor``, flat, by the reduction over two ranks."""
-    arriving = torch.empty_like(tensor)
-    receive = group.recv([arriving], 1 - rank, _WHOLE_TAG)
-    send = group.send([tensor], 1 - rank, _WHOLE_TAG)
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> ExchangeWork:
+        """Replaces a small ``tensor`` by the reduction over two ranks."""
+        arriving, (other,), is_first = torch.empty_like(tensor), self._others, self._rank == 0
+        receive = self._group.recv([arriving], other, _WHOLE_TAG)
+        send = self._group.send([tensor], other, _WHOLE_TAG)
 
-    def combine() -> None:
-        send.wait(datetime.timedelta(seconds=timeout_s))  # what leaves is overwritten
-        _combine([tensor, arriving] if rank == 0 else [arriving, tensor], tensor, op, is_first=rank == 0)
+        def combine() -> None:
+            send.wait(self._timeout)  # what leaves is overwritten
+            _combine([tensor, arriving] if is_first else [arriving, tensor], tensor, op, is_first=is_first)
 
-    return ExchangeWork([receive], [], timeout_s, combine)
-
-
-def _others(rank: int, size: int) -> list[int]:
-    """Returns the other ranks, each starting with its neighbour, so that not all send to the same one."""
-    return [(rank + step) % size for step in range(1, size)]
+        return ExchangeWork([receive], [], self._timeout, combine)
 
 
 def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp, *, is_first: bool) -> None:

@@ -53,41 +53,32 @@ class WrappedCommunicator(GroupMember):
         self.clock, self.ledger, self.trace = inner.clock, inner.ledger, inner.trace
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns zeros that the collectives of ``inner`` use in place, if it has any."""
         return self.inner.shared_buffer(numel, dtype)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Passes on an all-reduce."""
         return self._pass_on("all_reduce", tensor, self.inner.all_reduce, tensor, op)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Passes on a reduce-scatter, whose whole is the input."""
         return self._pass_on("reduce_scatter", tensor, self.inner.reduce_scatter, output, tensor, op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Passes on an all-gather, whose whole is the output."""
         return self._pass_on("all_gather", output, self.inner.all_gather, output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Passes on a broadcast."""
         return self._pass_on("broadcast", tensor, self.inner.broadcast, tensor, source)
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
-        """Passes on an all-to-all, whose whole is this rank's input."""
         return self._pass_on("all_to_all", tensor, self.inner.all_to_all, output, tensor, output_splits, input_splits)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Passes on a send."""
         return self._pass_on("send", tensor, self.inner.send, tensor, to, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Passes on a receive."""
         return self._pass_on("recv", tensor, self.inner.recv, tensor, source, tag)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         self.inner.barrier()
 
     def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:

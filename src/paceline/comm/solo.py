@@ -25,35 +25,29 @@ class SoloCommunicator(GroupMember):
         return DONE
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:  # noqa: ARG002
-        """Copies the only slice."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=1)
         return _copy(output, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Copies the only piece."""
         check_pieces("all_gather", whole=output, piece=tensor, size=1)
         return _copy(output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:  # noqa: ARG002
-        """Leaves ``tensor`` as it is."""
         check_peer("broadcast from", source, 1)
         return DONE
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
-        """Copies the only piece."""
         all_to_all_splits(output, output_splits, 1)
         all_to_all_splits(tensor, input_splits, 1)
         check_pieces("all_to_all", whole=output, piece=tensor, size=1)
         return _copy(output, tensor)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:  # noqa: ARG002
-        """Refuses: there is nobody to send to."""
         raise UsageError(f"send to rank {to} in a world of one: there is no other rank")
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:  # noqa: ARG002
-        """Refuses: there is nobody to receive from."""
         raise UsageError(f"recv from rank {source} in a world of one: there is no other rank")
 
     def barrier(self) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.base import Communicator, ReduceOp, Splits, Work
-from paceline.comm.gloo import Scratch, exchange_pieces, exchange_slices, exchange_whole
+from paceline.comm.gloo import GlooExchanges
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
 from paceline.comm.solo import SoloCommunicator
@@ -37,10 +37,7 @@ Group: TypeAlias = Communicator | dist.ProcessGroup
 
 
 def connect(
-    backend: Backend = "auto",
-    *,
-    device: str | torch.device | None = None,
-    timeout_s: float = 300.0,
+    backend: Backend = "auto", *, device: str | torch.device | None = None, timeout_s: float = 300.0
 ) -> Communicator:
     """Joins the ranks that a launcher started, or makes a world of one where none did.
 
@@ -113,14 +110,11 @@ def disconnect() -> None:
 
 
 def _device(device: str | torch.device | None, backend: str) -> torch.device:
-    if device is not None:
-        where = torch.device(device)
-        if str(where) == "cuda":
-            where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    elif torch.cuda.is_available() and backend in ("auto", "nccl"):
+    if device is None:
+        device = "cuda" if backend in ("auto", "nccl") and torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if str(where) == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        where = torch.device("cpu")
     if where.type == "cuda":
         if where.index is not None and where.index >= torch.cuda.device_count():
             raise CommunicationError(
@@ -136,11 +130,7 @@ def _device(device: str | torch.device | None, backend: str) -> torch.device:
 
 
 class _Meeting:
-    """How the ranks that a launcher started find one another: through a store, at the address in the environment.
-
-    Torch makes the process group of a rank as soon as this rank is connected. The others may still be connecting, and
-    fail if this one leaves. So each says in the store that it has joined, and waits until all have.
-    """
+    """How the ranks that a launcher started find one another: through a store, at the address in the environment."""
 
     def __init__(self, timeout_s: float) -> None:
         missing = [name for name in _ENVIRONMENT if name not in os.environ]
@@ -153,7 +143,6 @@ class _Meeting:
         self._store: Any = None
 
     def initialize(self, backend: str) -> None:
-        """Makes the process group."""
         with self._explained("arrived"), _threads_that_do_not_preempt():
             c10d: Any = dist.distributed_c10d  # whose public names torch does not declare
             store, rank, world = next(c10d.rendezvous("env://", timeout=self._timeout))
@@ -166,17 +155,8 @@ class _Meeting:
         atexit.register(disconnect)
 
     def wait_until_all_joined(self) -> None:
-        """Returns when every rank has called it; on rank 0, which may hold the store, after all others."""
-        rank, world, store = dist.get_rank(), dist.get_world_size(), self._store
         with self._explained("joined"):
-            store.set(f"paceline joined {rank}", "")
-            if store.add("paceline joined", 1) == world:
-                store.set("paceline all joined", "")
-            store.wait(["paceline all joined"], self._timeout)
-            if world > 1 and rank > 0 and store.add("paceline told", 1) == world - 1:
-                store.set("paceline all told", "")
-            if world > 1 and rank == 0:
-                store.wait(["paceline all told"], self._timeout)
+            _wait_until_all_joined(self._store, dist.get_world_size(), self._timeout)
 
     @contextlib.contextmanager
     def _explained(self, stage: str) -> Iterator[None]:
@@ -185,16 +165,36 @@ class _Meeting:
         except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-            missing = _name_ranks(self._missing(stage))
-            raise CommunicationError(_explain_start(error, rank, world, address, missing)) from error
+            raise CommunicationError(_explain_start(error, rank, world, address, self._missing(stage))) from error
 
-    def _missing(self, stage: str) -> list[int]:
-        """Returns the ranks that have not come so far, if the store can still be asked."""
+    def _missing(self, stage: str) -> str:
+        """Names the ranks that have not come so far, if the store can still be asked."""
+        ranks: list[int] = []
         with contextlib.suppress(RuntimeError, ValueError):
             if self._store is not None:
                 world = range(int(os.environ["WORLD_SIZE"]))
-                return [rank for rank in world if not self._store.check([f"paceline {stage} {rank}"])]
-        return []
+                ranks = [rank for rank in world if not self._store.check([f"paceline {stage} {rank}"])]
+        if not ranks:
+            return "the others"
+        named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
+
+
+def _wait_until_all_joined(store: Any, size: int, timeout: datetime.timedelta) -> None:
+    """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
+
+    Torch makes a group on a rank as soon as this rank is connected. The others may still be connecting, and fail if
+    this one leaves. So each says in the store that it has joined, and waits until all have.
+    """
+    rank = dist.get_rank()
+    store.set(f"paceline joined {rank}", "")
+    if store.add("paceline joined", 1) == size:
+        store.set("paceline all joined", "")
+    store.wait(["paceline all joined"], timeout)
+    if rank == 0 and size > 1:
+        store.wait(["paceline all told"], timeout)
+    elif store.add("paceline told", 1) == size - 1:
+        store.set("paceline all told", "")
 
 
 @contextlib.contextmanager
@@ -226,13 +226,6 @@ def _explain_start(error: Exception, rank: str, world: str, address: str, missin
     return f"rank {rank} of {world} cannot join at {address}\n  {text.splitlines()[0]}"
 
 
-def _name_ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return "the others"
-    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
-
-
 class _TorchWork:
     """A torch.distributed work that keeps its tensors alive and turns backend errors into ours."""
 
@@ -245,7 +238,6 @@ class _TorchWork:
         self._tensors: tuple[torch.Tensor, ...] = tensors
 
     def wait(self) -> None:
-        """Returns when the result may be used."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -261,15 +253,13 @@ class TorchCommunicator(GroupMember):
         super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), device, backend=backend)
         self._group = group
         self._timeout_s = timeout_s
-        self._exchanges = dist.get_backend(group) == "gloo" and device.type == "cpu"
-        self._scratch = Scratch()
+        sends_pairwise = dist.get_backend(group) == "gloo" and device.type == "cpu"
+        self._exchanges = GlooExchanges(group, self.rank, self.size, timeout_s) if sends_pairwise else None
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Replaces ``tensor`` by the reduction over all ranks."""
-        if self._exchanges and self.size == 2 and _is_small(tensor, op):
-            arguments = (self.rank, _flat(tensor), op, self._timeout_s)
-            return self._attempt("all_reduce", exchange_whole, self._group, *arguments)
+        if self._exchanges is not None and self.size == 2 and _is_small(tensor, op):
+            return self._attempt("all_reduce", self._exchanges.all_reduce, _flat(tensor), op)
         # The group's own method: the module-level function costs 40 us more, on every bucket of every step.
         try:
             work = self._group.allreduce([tensor.detach()], self._all_reduce_options[op])
@@ -278,30 +268,24 @@ class TorchCommunicator(GroupMember):
         return _TorchWork(work, self, "all_reduce", tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-        if self._exchanges and output.numel() and output.is_floating_point():
-            arguments = (self.rank, _flat(output), _flat(tensor), op, self._timeout_s, self._scratch)
-            return self._attempt("reduce_scatter", exchange_slices, self._group, *arguments)
+        if self._exchanges is not None and output.numel() and output.is_floating_point():
+            return self._attempt("reduce_scatter", self._exchanges.reduce_scatter, _flat(output), _flat(tensor), op)
         return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
-        if self._exchanges and output.numel():
-            arguments = (self.rank, _flat(output), _flat(tensor), self._timeout_s)
-            return self._attempt("all_gather", exchange_pieces, self._group, *arguments)
+        if self._exchanges is not None and output.numel():
+            return self._attempt("all_gather", self._exchanges.all_gather, _flat(output), _flat(tensor))
         return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
         return self._issue("broadcast", dist.broadcast, tensor.detach(), group_src=source)
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
-        """Sends the i-th piece of ``tensor`` to rank i."""
         return self._issue(
             "all_to_all",
             dist.all_to_all_single,
@@ -318,13 +302,11 @@ class TorchCommunicator(GroupMember):
         return self._attempt(kind, dist.isend, tensor.detach(), group=self._group, tag=tag, group_dst=to)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
         kind = f"recv from rank {self.ranks[source]}"
         return self._attempt(kind, dist.irecv, tensor.detach(), group=self._group, tag=tag, group_src=source)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         where = {"device_ids": [self.device.index]} if self.device.type == "cuda" else {}
         self._issue("barrier", dist.barrier, **where).wait()
 
@@ -362,15 +344,16 @@ class TorchCommunicator(GroupMember):
 
 
 def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """Makes a group in the order of ``members``, who alone call this.
+    """Makes a group in the order of ``members``, who alone call this. Over Gloo they go on together.
 
     ``dist.new_group`` sorts the ranks, and names a group that only its members make after the number of groups that
     the process has made so far: members that differ in it look for one another under two names, and wait in vain. So
     the group is named here, after its members and how many groups these have already.
     """
     c10d: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
-    stem = f"paceline {members} "
-    number = sum(name.startswith(stem) for name in c10d._world.pg_names.values())
+    stem, timeout = f"paceline {members} ", datetime.timedelta(seconds=timeout_s)
+    name = f"{stem}{sum(each.startswith(stem) for each in c10d._world.pg_names.values())}"
+    store = c10d._get_default_store()
     group: dist.ProcessGroup
     with _threads_that_do_not_preempt():
         group, _ = c10d._new_process_group_helper(
@@ -378,11 +361,13 @@ def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
             members.index(dist.get_rank()),
             members,
             dist.Backend(dist.get_backend()),
-            c10d._get_default_store(),
-            f"{stem}{number}",
-            timeout=datetime.timedelta(seconds=timeout_s),
+            store,
+            name,
+            timeout=timeout,
         )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    if dist.get_backend() == "gloo":  # NCCL connects when the group is first used
+        _wait_until_all_joined(c10d.PrefixStore(name, store), len(members), timeout)
     return group
 
 

@@ -11,7 +11,7 @@ import torch
 
 from paceline.clock import Clock, DeviceClock, Mark
 
-_Issued: TypeAlias = tuple[str, int, tuple[int, ...], float]  # kind, bytes, group, when
+Issued: TypeAlias = tuple[str, int, tuple[int, ...], float]  # kind, bytes, group, when
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,10 @@ class Trace:
         self.waits: list[tuple[Mark, Mark]] = []  # always the same list: a meter looks at its length
 
     def count(self, kind: str, num_bytes: int) -> None:
-        """Counts an operation as it is issued."""
         self.num_operations[kind] += 1
         self.num_bytes[kind] += num_bytes
 
     def mark(self) -> Mark:
-        """Takes a mark on the device."""
         return self._clock.mark()
 
     def begin_wait(self) -> Mark | None:
@@ -68,7 +66,7 @@ class Trace:
         self.waits.clear()
         return waits
 
-    def finish(self, issued: _Issued | None) -> None:
+    def finish(self, issued: Issued | None) -> None:
         """Keeps an operation that has ended, if operations are kept."""
         if self.keep and issued is not None:
             kind, num_bytes, group, start_s = issued

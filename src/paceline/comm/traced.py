@@ -10,42 +10,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import torch
 
 from paceline.comm.base import Communicator, Work
 from paceline.comm.group import WrappedCommunicator
+from paceline.comm.trace import Issued
 from paceline.comm.trace import Trace as Trace
 from paceline.comm.trace import TracedOperation as TracedOperation
 
-_Issued: TypeAlias = tuple[str, int, tuple[int, ...], float]  # kind, bytes, group, when
 
-
+@dataclass(slots=True, eq=False)
 class _TracedWork:
-    """A work whose first wait is recorded, with the operation that it ends."""
+    """A work whose first wait is recorded, with the operation that it ends if there is one."""
 
-    __slots__ = ("_inner", "_is_recorded", "_issued", "_trace")
-
-    def __init__(self, inner: Work, trace: Trace, issued: _Issued | None) -> None:
-        """Without ``issued`` only the wait is recorded, and no operation."""
-        self._inner = inner
-        self._trace = trace
-        self._issued = issued
-        self._is_recorded = False
+    inner: Work
+    trace: Trace
+    issued: Issued | None
+    is_recorded: bool = False
 
     def wait(self) -> None:
         """Waits; the first time it records how long the compute stood still."""
-        if self._is_recorded:
-            self._inner.wait()  # from another stream, perhaps
+        if self.is_recorded:
+            self.inner.wait()  # from another stream, perhaps
             return
-        self._is_recorded = True
-        start = self._trace.begin_wait()
+        self.is_recorded = True
+        start = self.trace.begin_wait()
         try:
-            self._inner.wait()
+            self.inner.wait()
         finally:
-            self._trace.end_wait(start)
-        self._trace.finish(self._issued)
+            self.trace.end_wait(start)
+        self.trace.finish(self.issued)
 
 
 class TracedCommunicator(WrappedCommunicator):
@@ -63,7 +59,6 @@ class TracedCommunicator(WrappedCommunicator):
         self._counts = counts
 
     def barrier(self) -> None:
-        """Records a barrier as a wait."""
         issued = ("barrier", 0, self.ranks, time.perf_counter()) if self._counts else None
         if issued is not None:
             self.trace.count("barrier", 0)
@@ -75,7 +70,6 @@ class TracedCommunicator(WrappedCommunicator):
         self.trace.finish(issued)
 
     def split(self, ranks: Sequence[int]) -> TracedCommunicator:
-        """Makes a subgroup that is recorded in the same trace."""
         return TracedCommunicator(self.inner.split(ranks), self.trace, counts=self._counts)
 
     def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:

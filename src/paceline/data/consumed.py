@@ -9,7 +9,7 @@ loader handed out; the segments say what it should have been. Cost: an append a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,7 @@ class Segment:
     last: int
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        order = {name: getattr(self.order, name) for name in DataOrder.__slots__}
-        return {**order, "first": self.first, "last": self.last}
+        return {**asdict(self.order), "first": self.first, "last": self.last}
 
 
 class ConsumedIds:
@@ -75,7 +73,6 @@ class ConsumedIds:
         return {"hash": hash_text(self._hash), "count": self._count, "segments": segments, "skipped": skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what ``state_dict`` gave."""
         text = state["hash"]
         self._hash = (int(text[:16], 16), int(text[16:], 16))
         self._count = state["count"]
@@ -100,8 +97,11 @@ def extend_hash(known: tuple[int, int], indices: Indices) -> tuple[int, int]:
 
 
 def segments_of(state: Mapping[str, Any]) -> list[Segment]:
-    """Returns the segments of what ``state_dict`` gave."""
-    return [_segment(each) for each in state["segments"]]
+    found = []
+    for each in state["segments"]:
+        order = DataOrder(**{name: value for name, value in each.items() if name not in ("first", "last")})
+        found.append(Segment(order=order, first=each["first"], last=each["last"]))
+    return found
 
 
 def skipped_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -139,12 +139,5 @@ def _extend(known: int, values: NDArray[np.uint64], added: int, factor: int) -> 
     return (known * pow(factor, len(values), 1 << 64) + total) & _MASK
 
 
-def _segment(entry: Mapping[str, Any]) -> Segment:
-    values = dict(entry)
-    first, last = values.pop("first"), values.pop("last")
-    return Segment(order=DataOrder(**values), first=first, last=last)
-
-
 def hash_text(known: tuple[int, int]) -> str:
-    """Returns a hash as a state has it."""
     return f"{known[0]:016x}{known[1]:016x}"

@@ -182,10 +182,7 @@ def load_digits() -> TensorPairs:
 
 
 def standardized(dataset: TensorPairs, reference: TensorPairs) -> TensorPairs:
-    """Returns the data set with mean 0 and variance 1 per feature, by the statistics of ``reference``.
-
-    A feature that is constant in ``reference`` is only centred.
-    """
+    """Returns each feature with mean 0 and variance 1 in ``reference``; one that is constant there is only centred."""
     values = reference.inputs.double()
     mean, deviation = values.mean(0), values.std(0, correction=0)
     deviation = torch.where(deviation == 0, torch.ones_like(deviation), deviation)

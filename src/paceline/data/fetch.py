@@ -15,12 +15,13 @@ run without workers draws from the rank's own generators instead.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import pickle
 import random
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -30,7 +31,30 @@ from paceline.data.datasets import Batch, InMemoryDataset, MapDataset, SampleSub
 from paceline.data.order import Indices, mix_seed
 from paceline.errors import DataError, UsageError
 
+WorkerStart: TypeAlias = Literal["auto", "fork", "spawn", "forkserver"]
 _NUM_NAMED_SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """How batches are read: by how many processes, how far ahead, how those start, and into which memory."""
+
+    workers: int = 0
+    prefetch: int = 2
+    worker_start: WorkerStart = "auto"
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 0 or self.prefetch < 1:
+            raise UsageError(
+                f"workers = {self.workers}, prefetch = {self.prefetch}\n"
+                "  there are 0 or more workers, and each reads at least 1 batch ahead"
+            )
+        if self.pin_memory and not torch.cuda.is_available():
+            raise UsageError(
+                "pin_memory = True without a CUDA device\n"
+                "  pinned memory is for copies to a GPU\n  set pin_memory = (device.type == 'cuda')"
+            )
 
 
 class BatchRequest(NamedTuple):
@@ -57,7 +81,6 @@ class DirectSource:
         self._dataset = dataset
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
-        """Yields the batch of each request, in order."""
         dataset = self._dataset
         return (fetch_batch(dataset, request.indices) for request in requests)
 
@@ -68,26 +91,23 @@ class DirectSource:
 class LoaderSource:
     """Reads batches through a ``DataLoader``: in worker processes, into pinned memory, or both.
 
-    ``prefetch`` batches are read ahead by each worker. Workers start with the first stream and live until ``close``.
+    Workers start with the first stream and live until ``close``.
     """
 
-    def __init__(
-        self, dataset: MapDataset, *, workers: int, prefetch: int, start: str, pin_memory: bool, seed: int
-    ) -> None:
+    def __init__(self, dataset: MapDataset, options: LoaderOptions, seed: int) -> None:
         self._sampler = _RequestSampler()
-        self._settings: dict[str, Any] = {"num_workers": workers, "pin_memory": pin_memory}
-        if workers > 0:
+        self._settings: dict[str, Any] = {"num_workers": options.workers, "pin_memory": options.pin_memory}
+        if options.workers > 0:
             self._settings |= {
                 "persistent_workers": True,
-                "prefetch_factor": prefetch,
-                "multiprocessing_context": start,
+                "prefetch_factor": options.prefetch,
+                "multiprocessing_context": start_method(options.worker_start),
             }
         self._reader = _Reader(dataset, seed)
         self._loader: DataLoader[Any] | None = None
         self._stream_number = 0
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
-        """Yields the batch of each request, in order."""
         self._stream_number += 1
         number = self._stream_number
         self._sampler.requests = requests
@@ -134,6 +154,13 @@ class LoaderSource:
                 **self._settings,
             )
         return self._loader
+
+
+def start_method(worker_start: WorkerStart) -> str:
+    """Returns how workers start; ``auto`` is what plain PyTorch does: Python's own choice for this platform."""
+    if worker_start != "auto":
+        return worker_start
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def fetch_batch(dataset: MapDataset, indices: Indices) -> Batch:
@@ -230,7 +257,11 @@ class _Reader:
     def __getitem__(self, request: BatchRequest) -> Batch | _UnreadBatch:
         if get_worker_info() is None:
             return fetch_batch(self.dataset, request.indices)
-        _seed_process(mix_seed(self.seed, request.epoch, int(request.indices[0])))
+        seed = mix_seed(self.seed, request.epoch, int(request.indices[0]))
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFF_FFFF)
+        # torch.manual_seed would also queue a seed for each CUDA device, which a worker never uses.
+        torch.default_generator.manual_seed(seed >> 1)
         try:
             batch = fetch_batch(self.dataset, request.indices)
             if not self._has_sent:
@@ -243,13 +274,6 @@ class _Reader:
 
 def _unchanged(batch: Batch) -> Batch:
     return batch
-
-
-def _seed_process(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFF_FFFF)
-    # torch.manual_seed would also queue a seed for each CUDA device, which a worker never uses.
-    torch.default_generator.manual_seed(seed >> 1)
 
 
 def _check_sendable(batch: Batch) -> None:

@@ -11,47 +11,30 @@ evaluation to the next, until ``close()``.
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, tee
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from paceline.data.datasets import Batch, MapDataset, check_map_style
-from paceline.data.fetch import BatchRequest, BatchSource, DirectSource, LoaderSource
+from paceline.data.fetch import (
+    BatchRequest,
+    BatchSource,
+    DirectSource,
+    LoaderOptions,
+    LoaderSource,
+    WorkerStart,
+    start_method,
+)
 from paceline.data.order import DataOrder, GlobalBatch, Indices, share
 from paceline.errors import DataError, UsageError
 
-WorkerStart: TypeAlias = Literal["auto", "fork", "spawn", "forkserver"]
-
 # Epochs count from 0, so evaluation never repeats the random states of training.
 _EVAL_EPOCH = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderOptions:
-    """How batches are read: by how many processes, how far ahead, how those start, and into which memory."""
-
-    workers: int = 0
-    prefetch: int = 2
-    worker_start: WorkerStart = "auto"
-    pin_memory: bool = False
-
-    def __post_init__(self) -> None:
-        if self.workers < 0 or self.prefetch < 1:
-            raise UsageError(
-                f"workers = {self.workers}, prefetch = {self.prefetch}\n"
-                "  there are 0 or more workers, and each reads at least 1 batch ahead"
-            )
-        if self.pin_memory and not torch.cuda.is_available():
-            raise UsageError(
-                "pin_memory = True without a CUDA device\n"
-                "  pinned memory is for copies to a GPU\n  set pin_memory = (device.type == 'cuda')"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +79,8 @@ class TrainLoader:
         self._rank, self._ranks, self._accumulate = rank, ranks, accumulate
         self._dataset = dataset
         self._options = options or LoaderOptions()
-        _check_sendable(dataset, self._options)
+        if self._options.workers > 0:
+            check_picklable(dataset, self._options.worker_start)
 
     def steps(self, position: int = 0, num_steps: int | None = None) -> Generator[StepBatch, None, None]:
         """Yields the steps after ``position`` samples: ``num_steps`` of them, or without end.
@@ -146,7 +130,8 @@ class EvalLoader:
         self._length = check_map_style(dataset, "the evaluation set")
         self._batch_size, self._rank, self._ranks = batch_size, rank, ranks
         options = options or LoaderOptions()
-        _check_sendable(dataset, options)
+        if options.workers > 0:
+            check_picklable(dataset, options.worker_start)
         self._source = _make_source(dataset, options, seed=0)
 
     def __len__(self) -> int:
@@ -180,11 +165,8 @@ class EvalLoader:
 
 
 def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
-    """Raises ``DataError`` where workers that start this way could not be sent the data set.
-
-    Costs no copy of tensors and arrays, which always can be sent.
-    """
-    start = _start_method(worker_start)
+    """Raises ``DataError`` where workers that start this way could not be sent the data set. Copies no tensors."""
+    start = start_method(worker_start)
     if start == "fork":
         return
     try:
@@ -199,33 +181,13 @@ def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
 
 
 def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int) -> BatchSource:
-    if options.workers == 0 and not options.pin_memory:
-        return DirectSource(dataset)
-    return LoaderSource(
-        dataset,
-        workers=options.workers,
-        prefetch=options.prefetch,
-        start=_start_method(options.worker_start),
-        pin_memory=options.pin_memory,
-        seed=seed,
-    )
-
-
-def _check_sendable(dataset: MapDataset, options: LoaderOptions) -> None:
-    if options.workers > 0:
-        check_picklable(dataset, options.worker_start)
+    is_direct = options.workers == 0 and not options.pin_memory
+    return DirectSource(dataset) if is_direct else LoaderSource(dataset, options, seed)
 
 
 def _check_rank(rank: int, ranks: int) -> None:
     if not 0 <= rank < ranks:
         raise UsageError(f"rank = {rank} of {ranks}\n  ranks are numbered from 0 to {ranks - 1}")
-
-
-def _start_method(worker_start: WorkerStart) -> str:
-    """Returns how workers start; ``auto`` is what plain PyTorch does: Python's own choice for this platform."""
-    if worker_start != "auto":
-        return worker_start
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 class _Nowhere:

@@ -83,7 +83,6 @@ class DataOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The batches of an epoch."""
         return -(-self.samples_per_epoch // self.global_batch)
 
     def position_of_step(self, step: int) -> int:

@@ -5,31 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from paceline.config.sections import known_shape
+from paceline.config import sections
 from paceline.data import datasets
 from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
 from paceline.data.text import load_text, split_blocks
 from paceline.errors import DataError
 
-if TYPE_CHECKING:
-    from paceline.config.sections import (
-        DataConfig,
-        DigitsDataConfig,
-        FactoryDataConfig,
-        SyntheticClassificationDataConfig,
-        SyntheticImagesDataConfig,
-        SyntheticTokensDataConfig,
-        TextDataConfig,
-    )
-
-    SyntheticConfig: TypeAlias = (
-        SyntheticClassificationDataConfig | SyntheticImagesDataConfig | SyntheticTokensDataConfig
-    )
+SyntheticConfig: TypeAlias = (
+    sections.SyntheticClassificationDataConfig | sections.SyntheticImagesDataConfig | sections.SyntheticTokensDataConfig
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +30,7 @@ class DataSplits:
     shape: DataShape
 
 
-def build_data(config: DataConfig, context: int | None, seed: int) -> DataSplits:
+def build_data(config: sections.DataConfig, context: int | None, seed: int) -> DataSplits:
     """Makes the data sets that a config asks for: a pure function of its arguments (and of files and user code).
 
     ``context`` is the model's, for text whose own is not set. ``seed`` is the run's, for data that sets none.
@@ -56,7 +45,7 @@ def build_data(config: DataConfig, context: int | None, seed: int) -> DataSplits
     return _factory(config, seed)
 
 
-def _digits(config: DigitsDataConfig, seed: int) -> DataSplits:
+def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
     raw, raw_eval = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)
     train, evaluation = raw, raw_eval
     if config.standardize:
@@ -65,7 +54,7 @@ def _digits(config: DigitsDataConfig, seed: int) -> DataSplits:
     return DataSplits(train=train, eval=evaluation, shape=DataShape(kind="classes", features=64, classes=10))
 
 
-def _text(config: TextDataConfig, context: int | None) -> DataSplits:
+def _text(config: sections.TextDataConfig, context: int | None) -> DataSplits:
     length = context if config.context is None else config.context
     if length is None:
         raise DataError(
@@ -88,11 +77,11 @@ def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
     made = makers[config.kind](**sizes, seed=seed)
     train, evaluation = datasets.split_pairs(made, config.eval_fraction, seed)
     kind: Literal["tokens", "classes"] = "tokens" if config.kind == "synthetic_tokens" else "classes"
-    shape = DataShape(kind=kind, size=sizes.get("size"), **asdict(known_shape(config)))
+    shape = DataShape(kind=kind, size=sizes.get("size"), **asdict(sections.known_shape(config)))
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 
-def _factory(config: FactoryDataConfig, seed: int) -> DataSplits:
+def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
     from paceline.imports import import_from_path
 
     what = f"data.factory = {config.factory!r}"

@@ -68,10 +68,7 @@ def load_text(path: str | None, unit: Literal["char", "byte"]) -> EncodedText:
 
 
 def split_blocks(text: EncodedText, context: int, eval_fraction: float) -> tuple[TokenBlocks, TokenBlocks | None]:
-    """Cuts the text once: blocks of its first part to train on, of its rest to evaluate on.
-
-    Raises ``DataError`` where a part has not one whole block.
-    """
+    """Cuts the text once, to train on and to evaluate on; raises ``DataError`` where a part has not one whole block."""
     if context < 1:
         raise DataError(f"data.context = {context}\n  a sample has at least one token")
     cut = round(len(text.tokens) * (1 - eval_fraction))

@@ -19,7 +19,8 @@ from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate
 from paceline.data.datasets import check_enough
-from paceline.data.loader import EvalLoader, LoaderOptions, TrainLoader
+from paceline.data.fetch import LoaderOptions
+from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
 from paceline.engines.apply import parallelize

@@ -20,7 +20,7 @@ too, and ring (rank to rank) and tree of broadcast; all other verbs are those of
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -36,21 +36,9 @@ from paceline.cluster.costs import (
 )
 from paceline.cluster.measured import Choice, MeasuredTable
 from paceline.cluster.patterns import chain, double_tree, rooted_tree
+from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
-from paceline.comm.algorithms.rounds import (
-    ElementRange,
-    Round,
-    cut,
-    doubling_all_gather,
-    halving_reduce_scatter,
-    hierarchical_all_gather,
-    hierarchical_all_reduce,
-    hierarchical_reduce_scatter,
-    ring_all_gather,
-    ring_reduce_scatter,
-    tree_broadcast,
-    tree_reduce,
-)
+from paceline.comm.algorithms.rounds import ElementRange, Round, cut
 from paceline.comm.algorithms.topology import Topology, state_topology
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.group import WrappedCommunicator, check_peer, check_pieces, check_reduction
@@ -58,6 +46,17 @@ from paceline.errors import UsageError
 
 AlgorithmName: TypeAlias = Literal["ring", "tree", "halving_doubling", "hierarchical", "auto"]
 _NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
+_Form: TypeAlias = Callable[..., list[Round]]
+_REDUCE_SCATTER: dict[Algorithm, _Form] = {
+    "ring": rounds.ring_reduce_scatter,
+    "halving_doubling": rounds.halving_reduce_scatter,
+    "hierarchical": rounds.hierarchical_reduce_scatter,
+}
+_ALL_GATHER: dict[Algorithm, _Form] = {
+    "ring": rounds.ring_all_gather,
+    "halving_doubling": rounds.doubling_all_gather,
+    "hierarchical": rounds.hierarchical_all_gather,
+}
 # Far from the tags of users and those of ``gloo.py``. A tag says which operation and lane a message belongs to.
 _FIRST_TAG = 2**29
 _MOST_LANES = 48
@@ -86,9 +85,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         in_flight: InFlight | None = None,
         table: MeasuredTable | None = None,
     ) -> None:
-        _check(inner, algorithm, topology, chunk_bytes)
-        if in_flight is None:
-            _check_hosts(inner, algorithm, topology)
+        _check(inner, algorithm, topology, chunk_bytes, is_whole=in_flight is None)
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
@@ -100,7 +97,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         self._table = table
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Replaces ``tensor`` by the reduction over all ranks."""
         check_reduction("all_reduce", tensor.dtype, op)
         if not tensor.numel():
             return DONE
@@ -109,7 +105,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
             return super().all_reduce(tensor, op)
         flat = _flat(tensor)
         spans = cut((0, flat.numel()), self._num_lanes(algorithm, flat))
-        lanes = [rounds for span in spans for rounds in self._all_reduce_rounds(algorithm, span)]
+        lanes = [lane for span in spans for lane in self._all_reduce_rounds(algorithm, span)]
         return self._issue("all_reduce", algorithm, flat, lanes, lambda: _put_back(tensor, flat), op)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -123,13 +119,11 @@ class AlgorithmCommunicator(WrappedCommunicator):
             return super().reduce_scatter(output, tensor, op)
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
         slices = cut((0, flat.numel()), self.size)
-        forms = (ring_reduce_scatter, hierarchical_reduce_scatter, halving_reduce_scatter)
-        lanes = self._slice_lanes(algorithm, flat, slices, *forms)
+        lanes = self._slice_lanes(_REDUCE_SCATTER, algorithm, flat, slices)
         own = flat[slice(*slices[self.rank])]
         return self._issue("reduce_scatter", algorithm, flat, lanes, lambda: _put_back(output, own), op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         if not output.numel():
             return DONE
@@ -141,12 +135,10 @@ class AlgorithmCommunicator(WrappedCommunicator):
         own = flat[slice(*slices[self.rank])]
         if own.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
             own.copy_(tensor.detach().reshape(-1))
-        forms = (ring_all_gather, hierarchical_all_gather, doubling_all_gather)
-        lanes = self._slice_lanes(algorithm, flat, slices, *forms)
+        lanes = self._slice_lanes(_ALL_GATHER, algorithm, flat, slices)
         return self._issue("all_gather", algorithm, flat, lanes, lambda: _put_back(output, flat))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
         if not tensor.numel():
             return DONE
@@ -156,7 +148,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         flat = _flat(tensor)
         tree = chain(self.size, source) if algorithm == "ring" else rooted_tree(self.size, source)
         spans = cut((0, flat.numel()), self._num_lanes("tree", flat))
-        lanes = [tree_broadcast(self.rank, tree, span) for span in spans]
+        lanes = [rounds.tree_broadcast(self.rank, tree, span) for span in spans]
         return self._issue("broadcast", algorithm, flat, lanes, lambda: _put_back(tensor, flat))
 
     def barrier(self) -> None:
@@ -189,14 +181,15 @@ class AlgorithmCommunicator(WrappedCommunicator):
     def _all_reduce_rounds(self, algorithm: Algorithm, span: ElementRange) -> list[list[Round]]:
         """Returns the rounds of a lane, or, for two trees, of two."""
         if algorithm == "hierarchical":
-            return [hierarchical_all_reduce(self.rank, self.topology, span)]
+            return [rounds.hierarchical_all_reduce(self.rank, self.topology, span)]
         if algorithm == "tree":
             halves = zip(double_tree(self.size), cut(span, 2), strict=True)
-            return [tree_reduce(self.rank, t, half) + tree_broadcast(self.rank, t, half) for t, half in halves]
+            both = (rounds.tree_reduce, rounds.tree_broadcast)
+            return [[each for form in both for each in form(self.rank, tree, half)] for tree, half in halves]
         slices = cut(span, self.size)
         if algorithm == "ring":
-            return [ring_reduce_scatter(self.rank, slices) + ring_all_gather(self.rank, slices)]
-        return [halving_reduce_scatter(self.rank, slices) + doubling_all_gather(self.rank, slices)]
+            return [rounds.ring_reduce_scatter(self.rank, slices) + rounds.ring_all_gather(self.rank, slices)]
+        return [rounds.halving_reduce_scatter(self.rank, slices) + rounds.doubling_all_gather(self.rank, slices)]
 
     def _scatters(self, algorithm: Algorithm) -> bool:
         """Says whether an algorithm has a reduce-scatter and an all-gather for these ranks."""
@@ -210,21 +203,14 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return min(max(flat.nbytes // (pieces * self._chunk_bytes), 1), most)
 
     def _slice_lanes(
-        self,
-        algorithm: Algorithm,
-        flat: torch.Tensor,
-        slices: Sequence[ElementRange],
-        ring: Callable[[int, Sequence[ElementRange]], list[Round]],
-        hierarchical: Callable[[int, Topology, Sequence[ElementRange]], list[Round]],
-        halving: Callable[[int, Sequence[ElementRange]], list[Round]],
+        self, forms: Mapping[Algorithm, _Form], algorithm: Algorithm, flat: torch.Tensor, slices: list[ElementRange]
     ) -> list[list[Round]]:
-        """Returns the rounds of each lane by one of three forms; in two of them a lane has a part of every slice."""
-        if algorithm not in ("ring", "hierarchical"):
-            return [halving(self.rank, slices)]
+        """Returns the rounds of each lane; unless by halving, a lane has a part of every slice."""
+        if algorithm == "halving_doubling":
+            return [forms[algorithm](self.rank, slices)]
+        place = (self.rank, self.topology) if algorithm == "hierarchical" else (self.rank,)
         parts = zip(*(cut(each, self._num_lanes("ring", flat)) for each in slices), strict=True)
-        if algorithm == "ring":
-            return [ring(self.rank, part) for part in parts]
-        return [hierarchical(self.rank, self.topology, part) for part in parts]
+        return [forms[algorithm](*place, part) for part in parts]
 
     def _issue(
         self,
@@ -238,7 +224,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         first = _FIRST_TAG + (self._num_issued % _MOST_OPERATIONS) * _MOST_LANES
         self._num_issued += 1
         comm = self._messages(kind, algorithm, flat, lanes)
-        made = [MessageLane(comm, flat, rounds, op, first + number) for number, rounds in enumerate(lanes)]
+        made = [MessageLane(comm, flat, lane, op, first + number) for number, lane in enumerate(lanes)]
         # NCCL carries out what is posted in the order of posting: there, all lanes receive at once.
         is_held_back = kind == "all_reduce" and algorithm == "tree" and self.device.type == "cpu"
         return self._in_flight.issue(made, deliver, _TREE_WINDOW if is_held_back else None)
@@ -256,7 +242,8 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return work if before is None else WorkBehind(work, self._in_flight, before)
 
 
-def _check(inner: Communicator, algorithm: str, topology: Topology | None, chunk_bytes: int) -> None:
+def _check(inner: Communicator, algorithm: str, topology: Topology | None, chunk_bytes: int, *, is_whole: bool) -> None:
+    """Raises UsageError for what cannot be; hosts are asked for where the group is whole, and no subgroup."""
     if algorithm not in _NAMES:
         near = difflib.get_close_matches(algorithm, _NAMES, n=1)
         hint = f"\n  did you mean {near[0]}?" if near else ""
@@ -265,10 +252,8 @@ def _check(inner: Communicator, algorithm: str, topology: Topology | None, chunk
         raise UsageError(f"chunk_bytes = {chunk_bytes}: a chunk has at least one byte")
     if topology is not None and sorted(r for host in topology.hosts for r in host) != list(range(inner.size)):
         raise UsageError(f"topology {topology.hosts} on {inner.size} ranks: it names each of them once")
-
-
-def _check_hosts(inner: Communicator, algorithm: str, topology: Topology | None) -> None:
-    if algorithm == "hierarchical" and inner.size > 1 and (topology is None or len(topology.hosts) < 2):
+    has_hosts = topology is not None and len(topology.hosts) > 1
+    if is_whole and algorithm == "hierarchical" and inner.size > 1 and not has_hosts:
         known = "no topology" if topology is None else f"all {inner.size} ranks on one host"
         raise UsageError(
             f"algorithm 'hierarchical' with {known}: it reduces inside hosts and then across them\n"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -189,30 +190,24 @@ class RoundsWork:
             lane.post(number + 1, receives=place < self._window)
 
 
+@dataclass(slots=True, eq=False)
 class WorkBehind:
     """A work of the inner communicator that was issued behind operations in flight.
 
     Another rank may wait for those first: they are finished here too before this rank waits for anything else.
     """
 
-    __slots__ = ("_before", "_in_flight", "_work")
-
-    def __init__(self, work: Work, in_flight: InFlight, before: RoundsWork) -> None:
-        self._work = work
-        self._in_flight = in_flight
-        self._before = before
+    work: Work
+    in_flight: InFlight
+    before: RoundsWork
 
     def wait(self) -> None:
-        """Finishes what was issued before, and waits."""
-        self._in_flight.finish_through(self._before)
-        self._work.wait()
+        self.in_flight.finish_through(self.before)
+        self.work.wait()
 
 
 def combine(target: torch.Tensor, pieces: Sequence[torch.Tensor], op: ReduceOp, divisor: int = 1) -> None:
-    """Reduces ``pieces`` into ``target``, in order, and divides.
-
-    Floats of 8 and 16 bits are added in float32 and rounded once, that is, once in every round that they go through.
-    """
+    """Reduces ``pieces`` into ``target``, in order, and divides; narrow floats in float32, rounded once a round."""
     is_one_addition = target.element_size() == 2 and len(pieces) == 1 and divisor == 1  # torch adds these in float32
     if target.is_floating_point() and target.element_size() < 4 and not is_one_addition:
         wide = target.float()

@@ -14,7 +14,7 @@ end with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -91,7 +91,7 @@ def halving_reduce_scatter(rank: int, slices: Sequence[ElementRange]) -> list[Ro
 
 def doubling_all_gather(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
     """Spreads slice r of rank r: halving backwards, with everything copied that was added there."""
-    return [Round(sends=each.sums, copies=each.sends) for each in reversed(halving_reduce_scatter(rank, slices))]
+    return _spread(reversed(halving_reduce_scatter(rank, slices)))
 
 
 def tree_reduce(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
@@ -137,7 +137,7 @@ def hierarchical_all_reduce(rank: int, topology: Topology, span: ElementRange) -
     else:
         owners = [each[place] for each in topology.hosts]
         across = _among(owners, _all_reduce_across(owners.index(rank), len(owners), slices[place]))
-    return [inside, *across, Round(sends=inside.sums, copies=inside.sends)]
+    return [inside, *across, *_spread([inside])]
 
 
 def hierarchical_reduce_scatter(rank: int, topology: Topology, slices: Sequence[ElementRange]) -> list[Round]:
@@ -145,36 +145,41 @@ def hierarchical_reduce_scatter(rank: int, topology: Topology, slices: Sequence[
 
     These then add up theirs in a ring. Every host has as many ranks.
     """
-    host, place, owners = _counterparts(rank, topology)
-    inside = [
-        Round(
-            sends=tuple(Message(mate, *slices[there[number]]) for number, mate in enumerate(host) if mate != rank),
-            sums=tuple(Message(mate, *slices[there[place]]) for mate in host if mate != rank),
-            is_total=len(owners) == 1,
-        )
-        for there in topology.hosts
-    ]
-    return inside + _among(owners, ring_reduce_scatter(owners.index(rank), [slices[each] for each in owners]))
+    owners = _counterparts(rank, topology)
+    across = ring_reduce_scatter(owners.index(rank), [slices[each] for each in owners])
+    return _inside(rank, topology, slices) + _among(owners, across)
 
 
 def hierarchical_all_gather(rank: int, topology: Topology, slices: Sequence[ElementRange]) -> list[Round]:
     """Spreads slice r of rank r: across hosts, among their j-th ranks, then inside. Hosts have as many ranks each."""
-    host, place, owners = _counterparts(rank, topology)
-    inside = [
+    owners = _counterparts(rank, topology)
+    across = ring_all_gather(owners.index(rank), [slices[each] for each in owners])
+    return _among(owners, across) + _spread(_inside(rank, topology, slices))
+
+
+def _inside(rank: int, topology: Topology, slices: Sequence[ElementRange]) -> list[Round]:
+    """Sums the slices of one host after another inside the rank's own, each on the rank that has its owner's place."""
+    host = next(each for each in topology.hosts if rank in each)
+    place = host.index(rank)
+    return [
         Round(
-            sends=tuple(Message(mate, *slices[there[place]]) for mate in host if mate != rank),
-            copies=tuple(Message(mate, *slices[there[number]]) for number, mate in enumerate(host) if mate != rank),
+            sends=tuple(Message(mate, *slices[there[number]]) for number, mate in enumerate(host) if mate != rank),
+            sums=tuple(Message(mate, *slices[there[place]]) for mate in host if mate != rank),
+            is_total=len(topology.hosts) == 1,
         )
         for there in topology.hosts
     ]
-    return _among(owners, ring_all_gather(owners.index(rank), [slices[each] for each in owners])) + inside
 
 
-def _counterparts(rank: int, topology: Topology) -> tuple[tuple[int, ...], int, list[int]]:
-    """Returns a rank's host, its place there, and who has that place on each host."""
-    host = next(each for each in topology.hosts if rank in each)
-    place = host.index(rank)
-    return host, place, [each[place] for each in topology.hosts]
+def _spread(rounds: Iterable[Round]) -> list[Round]:
+    """Turns rounds that add up into rounds that copy the sums the other way."""
+    return [Round(sends=each.sums, copies=each.sends) for each in rounds]
+
+
+def _counterparts(rank: int, topology: Topology) -> list[int]:
+    """Returns who has a rank's place on each host."""
+    place = next(each.index(rank) for each in topology.hosts if rank in each)
+    return [each[place] for each in topology.hosts]
 
 
 def _all_reduce_across(rank: int, size: int, span: ElementRange) -> list[Round]:

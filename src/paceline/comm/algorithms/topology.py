@@ -21,14 +21,9 @@ class Topology:
     hosts: tuple[tuple[int, ...], ...]
 
     @property
-    def num_ranks(self) -> int:
-        """How many ranks there are on all hosts."""
-        return sum(len(host) for host in self.hosts)
-
-    @property
     def placement(self) -> Placement:
         """The topology as the cost formulas know it; hosts of different sizes count as one."""
-        ranks, hosts = self.num_ranks, len(self.hosts)
+        ranks, hosts = sum(len(host) for host in self.hosts), len(self.hosts)
         return Placement(ranks=ranks, hosts=hosts if ranks % hosts == 0 else 1)
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
@@ -46,10 +41,7 @@ def from_names(names: Sequence[object]) -> Topology:
 
 
 def state_topology(num_ranks: int, node_ranks: int) -> Topology:
-    """Returns the topology of hosts with ``node_ranks`` ranks each, one after another.
-
-    Raises UsageError unless the ranks fill whole hosts.
-    """
+    """Returns the topology of equal hosts, one after another; raises UsageError unless the ranks fill whole ones."""
     if node_ranks < 1 or num_ranks % node_ranks:
         raise UsageError(
             f"{num_ranks} ranks on hosts of {node_ranks}: every host runs as many ranks\n"

@@ -57,7 +57,6 @@ class TwoLevelCommunicator(AlgorithmCommunicator):
         self._across = AlgorithmCommunicator(inner.split(peers), "ring")
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Replaces ``tensor`` by the reduction over all ranks."""
         check_reduction("all_reduce", tensor.dtype, op)
         if not tensor.numel():
             return DONE

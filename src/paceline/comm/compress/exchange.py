@@ -37,7 +37,6 @@ class VectorPart:
 
     @property
     def stop(self) -> int:
-        """One past its last element."""
         return self.start + self.size
 
     @property
@@ -48,10 +47,7 @@ class VectorPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
-    """What a policy needs to know beside the vector.
-
-    ``factors`` is what it kept of the last step, by tensor; ``new_factors`` takes what it keeps of this one.
-    """
+    """What a policy needs beside the vector. ``new_factors`` takes what the next step gets as ``factors``."""
 
     parts: tuple[VectorPart, ...]
     step: int
@@ -95,7 +91,6 @@ class GradientExchange:
             self._work = next(self._rounds)
 
     def finish(self) -> torch.Tensor:
-        """Returns the average."""
         self.advance()
         self._work.wait()
         try:

@@ -22,16 +22,9 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm.base import BucketShape, Communicator, Work
+from paceline.comm.compress import state
 from paceline.comm.compress.exchange import ExchangeContext, GradientExchange, VectorPart
 from paceline.comm.compress.policies import make_policy
-from paceline.comm.compress.state import (
-    TensorPiece,
-    TensorSource,
-    factor_shards,
-    read_factors,
-    read_residuals,
-    residual_shards,
-)
 from paceline.plan.layout import Compression
 from paceline.shards import Shard, Slot
 
@@ -45,7 +38,7 @@ class Compressor:
         self.step = 0
         self.factors: dict[str, torch.Tensor] = {}
         self.residuals: dict[str, torch.Tensor] = {}  # by tensor, so that they outlive the buckets
-        self._pieces: dict[str, TensorPiece] = {}
+        self._pieces: dict[str, state.TensorPiece] = {}
         self._is_sharded = False
         self._replicas: Communicator | None = None
         self._pass = _GradientPass()
@@ -53,7 +46,6 @@ class Compressor:
     # What engines call.
 
     def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> list[_Bucket]:
-        """Makes the reductions of an engine's buckets; ``replicas`` average, where these are not all ranks."""
         bound = [_Bucket(self, shape) for shape in buckets]
         self._pieces = {name: piece for bucket in bound for name, piece in bucket.pieces.items()}
         self._is_sharded = any(shape.shard is not None for shape in buckets)
@@ -73,12 +65,10 @@ class Compressor:
             self._pass.is_finite = None if known is None else flag[0] > 0
 
     def abandon_pass(self) -> None:
-        """Forgets a pass that was broken off."""
         if not self._pass.is_ended:
             self._pass = _GradientPass()
 
     def roll_back(self) -> None:
-        """Forgets the last pass."""
         self._pass = _GradientPass()
 
     def withhold(self, names: Sequence[str]) -> None:
@@ -94,10 +84,6 @@ class Compressor:
         found = [residual.double().square().sum() for residual in self.residuals.values()]
         return float(torch.stack(found).sum().sqrt()) if found else 0.0
 
-    def held_bytes(self) -> int:
-        """Returns the bytes of what is kept between two passes."""
-        return sum(tensor.nbytes for tensor in self.held())
-
     def held(self) -> list[torch.Tensor]:
         """Returns what is kept between two passes: residuals and factors, of the last pass and of the one before."""
         kept = [self.residuals, self._pass.residuals, self.factors, self._pass.factors]
@@ -106,19 +92,19 @@ class Compressor:
     def shards(self, comm: Communicator) -> Iterator[Shard]:
         """Yields what this rank owes, and its factors, to be saved. ``comm`` has all ranks."""
         self.settle()
-        yield from residual_shards(self.residuals, self._pieces, self._replica(comm))
-        yield from factor_shards(self.factors, self._pieces, self._replica(comm))
+        yield from state.residual_shards(self.residuals, self._pieces, self._replica(comm))
+        yield from state.factor_shards(self.factors, self._pieces, self._replica(comm))
 
-    def load(self, source: TensorSource, step: int, comm: Communicator) -> None:
+    def load(self, source: state.TensorSource, step: int, comm: Communicator) -> None:
         """Goes on from what ``shards`` of any ranks gave: each replica with its own row, or with the mean of all.
 
         Raises CheckpointError where a tensor has another size now; nothing is loaded then.
         """
         held = None if not self._is_sharded else self._pieces.keys()
-        residuals = (
-            read_residuals(source, self._pieces, held, self._replica(comm)) if self.settings.error_feedback else {}
-        )
-        factors = read_factors(source, self._pieces, held)
+        residuals = {}
+        if self.settings.error_feedback:
+            residuals = state.read_residuals(source, self._pieces, held, self._replica(comm))
+        factors = state.read_factors(source, self._pieces, held)
         self._pass = _GradientPass()
         self.step = step
         self.residuals = {name: each.to(comm.device) for name, each in residuals.items()}
@@ -131,13 +117,7 @@ class Compressor:
 
     # One pass.
 
-    def begin(self) -> None:
-        """Runs as each bucket leaves: the first one of a pass brings the last pass into force."""
-        if self._pass.is_ended:
-            self.settle()
-
     def add_work(self, work: _BucketWork) -> None:
-        """Notes a bucket under way."""
         self._pass.works.append(work)
 
     def advance(self) -> None:
@@ -156,7 +136,10 @@ class Compressor:
         self._pass.factors |= factors
 
     def settle(self) -> None:
-        """Brings an ended pass into force, unless a gradient was not finite: then its step was left out."""
+        """Brings an ended pass into force, unless a gradient was not finite: then its step was left out.
+
+        The first bucket of a pass that leaves does this for the pass before.
+        """
         if not self._pass.is_ended:
             return
         done, self._pass = self._pass, _GradientPass()
@@ -164,12 +147,12 @@ class Compressor:
         is_finite = done.is_finite
         if is_finite is None or (is_finite.device.type == "cpu" and not is_finite):
             return
-        for name, new in done.residuals.items():
-            old = self.residuals.get(name)
-            self.residuals[name] = _kept(is_finite, new, torch.zeros_like(new) if old is None else old)
-        for name, factor in done.factors.items():
-            old = self.factors.get(name)
-            self.factors[name] = _kept(is_finite, factor, torch.ones_like(factor) if old is None else old)
+        changes = ((self.residuals, done.residuals, torch.zeros_like), (self.factors, done.factors, torch.ones_like))
+        for kept, changed, first in changes:
+            for name, new in changed.items():
+                if new.device.type != "cpu":  # a GPU decides without the host
+                    new = torch.where(is_finite, new, kept[name] if name in kept else first(new))
+                kept[name] = new
 
 
 @dataclass(slots=True)
@@ -191,7 +174,7 @@ class _Bucket:
         self.compressed: list[slice] = []  # of the bucket's buffer, one for each part
         self.whole: list[slice] = []
         self.whole_names: list[str] = []
-        self.pieces: dict[str, TensorPiece] = {}
+        self.pieces: dict[str, state.TensorPiece] = {}
         parts, length = [], 0
         first, last = shape.shard or (0, shape.layout.length)
         for name, slot in zip(shape.names, shape.layout.slots, strict=True):
@@ -199,7 +182,7 @@ class _Bucket:
             if begin >= end:
                 continue
             place = slice(begin - first, end - first)
-            self.pieces[name] = TensorPiece(begin=begin - slot.offset, size=end - begin, whole=slot.numel)
+            self.pieces[name] = state.TensorPiece(begin=begin - slot.offset, size=end - begin, whole=slot.numel)
             part = _part(name, slot, self.pieces[name], length)
             if owner.settings.takes(name, slot.shape) and owner.policy.takes(part.rows, part.columns):
                 parts.append(part)
@@ -213,8 +196,7 @@ class _Bucket:
         self.parts = tuple(parts)
 
     def start(self, buffer: torch.Tensor, comm: Communicator) -> Work:
-        """Compresses a bucket, and sends it on its way."""
-        self.owner.begin()
+        self.owner.settle()
         work = _BucketWork(self, buffer)
         if self.parts and self.owner.step >= self.owner.settings.plain_steps:
             work.send_compressed(comm)
@@ -222,12 +204,6 @@ class _Bucket:
             work.send_whole(comm)
         self.owner.add_work(work)
         return work
-
-    def owed(self, vector: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the pieces of a vector that the last step owes something to, and what it owes them."""
-        known = self.owner.residuals
-        pairs = [(vector[p.start : p.stop], known[p.name]) for p in self.parts if p.name in known]
-        return [piece for piece, _ in pairs], [residual for _, residual in pairs]
 
     def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns a vector's pieces by the names of their tensors."""
@@ -249,7 +225,6 @@ class _BucketWork:
         self._is_done = False
 
     def send_whole(self, comm: Communicator) -> None:
-        """Averages the bucket as it is."""
         self._whole = self._buffer
         self._whole_work = comm.all_reduce(self._buffer, "avg")
 
@@ -263,9 +238,9 @@ class _BucketWork:
             self._whole_work = comm.all_reduce(self._whole, "avg")
         narrow = buffer.dtype in (torch.float16, torch.bfloat16)
         vector = torch.cat([buffer[place] for place in bucket.compressed]).to(torch.float32 if narrow else buffer.dtype)
-        pieces, owed = bucket.owed(vector)
-        if pieces:
-            torch._foreach_add_(pieces, owed)
+        pieces, owed = bucket.split(vector), owner.residuals
+        if names := [name for name in pieces if name in owed]:
+            torch._foreach_add_([pieces[name] for name in names], [owed[name] for name in names])
         context = ExchangeContext(
             parts=bucket.parts, step=owner.step, factors=owner.factors, new_factors=self.new_factors
         )
@@ -282,7 +257,6 @@ class _BucketWork:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Issues the second round, where there is one."""
         if self._exchange is not None:
             self._exchange.advance()
 
@@ -309,19 +283,11 @@ class _BucketWork:
 
 def _put(buffer: torch.Tensor, places: Sequence[slice], values: torch.Tensor) -> None:
     """Copies consecutive pieces of ``values`` to their places."""
-    start = 0
-    for place in places:
-        target = buffer[place]
-        target.copy_(values[start : start + target.numel()])
-        start += target.numel()
+    for place, piece in zip(places, torch.split(values, [place.stop - place.start for place in places]), strict=True):
+        buffer[place].copy_(piece)
 
 
-def _kept(is_finite: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Returns the new values if the pass counts. On a CPU that is known here; a GPU decides without the host."""
-    return new if is_finite.device.type == "cpu" else torch.where(is_finite, new, old)
-
-
-def _part(name: str, slot: Slot, piece: TensorPiece, start: int) -> VectorPart:
+def _part(name: str, slot: Slot, piece: state.TensorPiece, start: int) -> VectorPart:
     """Returns the part of the vector that a piece of a tensor is."""
     columns = slot.numel // _rows(slot)
     lead = piece.begin % columns

@@ -31,11 +31,9 @@ class PowerSGD(Policy):
     rank: int
 
     def takes(self, rows: int, columns: int) -> bool:
-        """Takes matrices whose factors are smaller than they are."""
         return self.rank * (rows + columns) < rows * columns
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Averages the left factors of all matrices, then the right ones."""
         parts, rank = context.parts, self.rank
         matrices = [_matrix(vector[part.start : part.stop], part) for part in parts]
         starts = [_first_factor(part, context, rank, vector) for part in parts]

@@ -17,13 +17,7 @@ from typing import ClassVar
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.compress.exchange import (
-    ExchangeContext,
-    ExchangeRounds,
-    Policy,
-    VectorPart,
-    as_bytes,
-)
+from paceline.comm.compress.exchange import ExchangeContext, ExchangeRounds, Policy, VectorPart, as_bytes
 
 BLOCK = 256  # elements that share a scale
 _LEVELS = 127
@@ -49,7 +43,6 @@ class Sign(Policy):
     """Sends the signs, and for each tensor the mean magnitude of its elements. A zero counts as positive."""
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Packs eight signs into a byte, gathers, and averages in rank order."""
         parts = context.parts
         scales = torch.stack([vector[part.start : part.stop].abs().mean() for part in parts])
         bits = pack_bits(vector >= 0)
@@ -100,7 +93,6 @@ class Int8(Policy):
     num_rounds: ClassVar[int] = 2
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Sends each slice to its owner, and its average back to all."""
         del context
         per_rank = -(-vector.numel() // (comm.size * BLOCK))
         padded = vector.new_zeros(comm.size, per_rank * BLOCK)
@@ -111,7 +103,10 @@ class Int8(Policy):
         del padded, sent
         received = torch.empty_like(message)
         yield comm.all_to_all(received, message)
-        answer = quantise(total := _average(received, vector.dtype))
+        total = dequantise(received[0], vector.dtype)
+        for each in received[1:]:
+            total += dequantise(each, vector.dtype)
+        answer = quantise(total.div_(comm.size))
         error = total.sub_(dequantise(answer, total.dtype))
         # What the second rounding lost of the average, this rank alone owes: so it owes it for all.
         mine = vector[comm.rank * error.numel() :][: error.numel()]
@@ -120,13 +115,6 @@ class Int8(Policy):
         yield comm.all_gather(answers, answer)
         whole = torch.stack([dequantise(each, vector.dtype) for each in answers])
         return whole.view(-1)[: vector.numel()]
-
-
-def _average(messages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    total = dequantise(messages[0], dtype)
-    for message in messages[1:]:
-        total += dequantise(message, dtype)
-    return total.div_(len(messages))
 
 
 def quantise(values: torch.Tensor) -> torch.Tensor:
@@ -140,7 +128,6 @@ def quantise(values: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Reads what ``quantise`` wrote."""
     num_blocks = message.numel() // (BLOCK + 4)
     scales = message[: 4 * num_blocks].view(torch.float32)
     numbers = message[4 * num_blocks :].view(torch.int8).view(num_blocks, BLOCK)

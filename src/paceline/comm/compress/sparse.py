@@ -21,13 +21,8 @@ from typing import ClassVar
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.compress.exchange import (
-    ExchangeContext,
-    ExchangeRounds,
-    Policy,
-    as_bytes,
-    seed_of,
-)
+from paceline.comm.compress.exchange import ExchangeContext, ExchangeRounds, Policy, as_bytes, seed_of
+from paceline.shards import round_up
 
 _BLOCK = 2**16  # elements whose place in a block fits into 16 bits
 _ALIGN = 8  # bytes: so that every message of a gathered row can be read as numbers of any dtype
@@ -40,7 +35,6 @@ class TopK(Policy):
     ratio: float
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Selects, packs, and gathers."""
         del context
         chosen = torch.topk(vector.abs(), num_kept(self.ratio, vector.numel()), sorted=False).indices
         return _gather(vector, chosen.sort().values, chosen.numel(), comm)
@@ -54,7 +48,6 @@ class Threshold(Policy):
     threshold: float
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Agrees on the largest number of elements, then gathers messages of that size."""
         del context
         chosen = (vector.abs() < self.threshold).logical_not_().nonzero().view(-1)  # sync point; takes NaN along
         most = torch.tensor([chosen.numel()], device=vector.device)
@@ -73,7 +66,6 @@ class RandomK(Policy):
     ratio: float
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Draws the indices, and reduces the values there."""
         length = vector.numel()
         kept = num_kept(self.ratio, length)
         drawn = _draw(kept, seed_of(context.step, context.parts[0].name), vector.device)
@@ -124,7 +116,8 @@ def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: in
     counts.scatter_add_(0, blocks, torch.ones_like(blocks, dtype=torch.int32))
     counts[-1] += num_slots - values.numel()  # what fills the message up: zeros, added to the last block
     low = (indices % _BLOCK).to(torch.int16)  # wraps around; read back as if unsigned
-    message = torch.zeros(_message_bytes(values.dtype, length, num_slots), dtype=torch.uint8, device=values.device)
+    num_bytes = round_up(num_slots * (values.element_size() + 2) + 4 * counts.numel(), _ALIGN)
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=values.device)
     place = 0
     for piece, slots in ((values, num_slots), (counts, counts.numel()), (low, num_slots)):
         data = as_bytes(piece)
@@ -134,23 +127,13 @@ def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: in
 
 
 def unpack(message: torch.Tensor, dtype: torch.dtype, length: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the elements of a message and their indices."""
     num_blocks = _num_blocks(length)
-    ends = [num_slots * dtype.itemsize]
-    ends += [ends[0] + 4 * num_blocks]
-    ends += [ends[1] + 2 * num_slots]
-    values = message[: ends[0]].view(dtype)
-    counts = message[ends[0] : ends[1]].view(torch.int32)
-    low = message[ends[1] : ends[2]].view(torch.int16).long() & (_BLOCK - 1)
+    sizes = [num_slots * dtype.itemsize, 4 * num_blocks, 2 * num_slots]
+    values, counts, low = torch.split(message[: sum(sizes)], sizes)
     numbers = torch.arange(num_blocks, device=message.device)
-    blocks = torch.repeat_interleave(numbers, counts.long(), output_size=num_slots)
-    return values, blocks * _BLOCK + low
+    blocks = torch.repeat_interleave(numbers, counts.view(torch.int32).long(), output_size=num_slots)
+    return values.view(dtype), blocks * _BLOCK + (low.view(torch.int16).long() & (_BLOCK - 1))
 
 
 def _num_blocks(length: int) -> int:
     return max(1, -(-length // _BLOCK))
-
-
-def _message_bytes(dtype: torch.dtype, length: int, num_slots: int) -> int:
-    exact = num_slots * (dtype.itemsize + 2) + 4 * _num_blocks(length)
-    return -(-exact // _ALIGN) * _ALIGN

@@ -13,7 +13,7 @@ Cost: a checkpoint holds N times the compressed gradients; nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -81,8 +81,9 @@ def read_residuals(
                 "  what compression owes belongs to one model\n  resume with the config of the run"
             )
         rows = [replica[0]] if num_rows == replica[1] else list(range(num_rows))
-        region = Region(shape=(num_rows, whole), begin=piece.begin, end=piece.begin + piece.size)
-        read = [source.read(_RESIDUAL + name, _moved(region, row * whole)) for row in rows]
+        begins = [row * whole + piece.begin for row in rows]
+        regions = [Region(shape=(num_rows, whole), begin=begin, end=begin + piece.size) for begin in begins]
+        read = [source.read(_RESIDUAL + name, region) for region in regions]
         found[name] = read[0] if len(read) == 1 else torch.stack(read).mean(dim=0)
     return found
 
@@ -102,7 +103,3 @@ def read_factors(
         nearest = max((each for each in known if each <= begin), default=min(known))
         found[name] = source.read(f"{_FACTOR}{name}/{nearest}")
     return found
-
-
-def _moved(region: Region, by: int) -> Region:
-    return replace(region, begin=region.begin + by, end=region.end + by)

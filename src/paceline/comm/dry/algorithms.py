@@ -30,27 +30,22 @@ class DryAlgorithmCommunicator(AlgorithmCommunicator):
     inner: DryCommunicator
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Records an all-reduce."""
         self._set_values(self.inner.all_reduce, tensor, op)
         return super().all_reduce(_shape(tensor), op)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Records a reduce-scatter."""
         self._set_values(self.inner.reduce_scatter, output, tensor, op)
         return super().reduce_scatter(_shape(output), _shape(tensor), op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Records an all-gather."""
         self._set_values(self.inner.all_gather, output, tensor)
         return super().all_gather(_shape(output), _shape(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Records a broadcast."""
         self._set_values(self.inner.broadcast, tensor, source)
         return super().broadcast(_shape(tensor), source)
 
     def split(self, ranks: Sequence[int]) -> DryAlgorithmCommunicator:
-        """Makes a subgroup with the same algorithm, on what is left of the topology."""
         inner, topology = self.inner.split(ranks), self.topology.restrict(ranks)
         return DryAlgorithmCommunicator(inner, self.algorithm, topology, in_flight=self._in_flight, table=self._table)
 
@@ -85,17 +80,14 @@ class _DryMessages(WrappedCommunicator):
         self._record_rest = record_rest
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Drops a message."""
         del tensor, to, tag
         return self
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Receives nothing."""
         del tensor, source, tag
         return self
 
     def split(self, ranks: Sequence[int]) -> DryCommunicator:
-        """Makes a subgroup of the dry communicator."""
         return self.inner.split(ranks)
 
     def wait(self) -> None:
@@ -109,15 +101,11 @@ class _DryMessages(WrappedCommunicator):
 
 def _count_messages(lanes: Sequence[Sequence[Round]], element_size: int) -> Messages:
     """Counts what a rank sends and receives in rounds: kind, number and bytes."""
-    found = []
     rounds = [each for lane in lanes for each in lane]
     sent = [m.stop - m.start for each in rounds for m in each.sends]
     received = [m.stop - m.start for each in rounds for m in (*each.copies, *each.sums)]
-    for kind, lengths in (("send", sent), ("recv", received)):
-        full = [length for length in lengths if length]
-        if full:
-            found.append((kind, len(full), sum(full) * element_size))
-    return tuple(found)
+    counted = [(kind, [each for each in lengths if each]) for kind, lengths in (("send", sent), ("recv", received))]
+    return tuple((kind, len(full), sum(full) * element_size) for kind, full in counted if full)
 
 
 def _shape(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,11 +51,9 @@ class KeptJournal:
     waits: list[int] = field(default_factory=list)
 
     def issue(self, operation: Issue) -> None:
-        """Keeps an operation."""
         self.operations.append(operation)
 
     def wait(self, number: int) -> None:
-        """Keeps a wait."""
         self.waits.append(number)
 
 
@@ -72,7 +70,6 @@ class DryWorld:
         self.board: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}  # broadcasts, by group and number
 
     def rank(self, rank: int, journal: Journal | None = None) -> DryCommunicator:
-        """Returns the communicator of one rank."""
         check_peer("a dry run of", rank, self.size)
         own = _DryRank(world=self, number=rank, journal=KeptJournal() if journal is None else journal)
         return DryCommunicator(own, tuple(range(self.size)), "world")
@@ -92,20 +89,17 @@ class _DryRank:
     is_recording: bool = True
 
 
+@dataclass(slots=True, eq=False)
 class _DryWork:
     """An operation whose first wait is recorded."""
 
-    __slots__ = ("_journal", "_number")
-
-    def __init__(self, journal: Journal, number: int) -> None:
-        self._journal: Journal | None = journal
-        self._number = number
+    journal: Journal | None
+    number: int
 
     def wait(self) -> None:
-        """Records that the result is needed."""
-        if self._journal is not None:
-            self._journal.wait(self._number)
-            self._journal = None
+        if self.journal is not None:
+            self.journal.wait(self.number)
+            self.journal = None
 
 
 class DryCommunicator(GroupMember):
@@ -116,13 +110,9 @@ class DryCommunicator(GroupMember):
     def __init__(self, own: _DryRank, ranks: tuple[int, ...], lane: str) -> None:
         super().__init__(ranks.index(own.number), ranks, META, backend="virtual")
         self.device_kind = own.world.device_kind
+        self.journal = own.journal  # where this rank's operations are recorded
         self._own = own
         self._lane = lane
-
-    @property
-    def journal(self) -> Journal:
-        """Where this rank's operations are recorded."""
-        return self._own.journal
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Records an all-reduce of the tensor's bytes; a real tensor becomes what equal ranks would make of it."""
@@ -131,7 +121,6 @@ class DryCommunicator(GroupMember):
         return self.record("all_reduce", tensor.nbytes)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Records a reduce-scatter of the whole input's bytes."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         if not tensor.is_meta:
             piece = tensor.detach().reshape(self.size, -1)[self.rank].clone()
@@ -139,7 +128,6 @@ class DryCommunicator(GroupMember):
         return self.record("reduce_scatter", tensor.nbytes)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Records an all-gather of the whole output's bytes."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         if not output.is_meta:
             output.detach().view(self.size, -1).copy_(tensor.detach().reshape(1, -1).clone().expand(self.size, -1))
@@ -182,11 +170,9 @@ class DryCommunicator(GroupMember):
         return self._record_message("recv", tensor, self.ranks[source], self._own.number, tag)
 
     def barrier(self) -> None:
-        """Records a barrier, which is waited for."""
         self.record("barrier", 0).wait()
 
     def split(self, ranks: Sequence[int]) -> DryCommunicator:
-        """Makes a subgroup with a lane of its own."""
         check_split(ranks, self.rank, self.size)
         self._own.num_groups += 1
         return DryCommunicator(self._own, tuple(self.ranks[r] for r in ranks), f"group {self._own.num_groups}")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from paceline.comm.base import Communicator, Work
+from paceline.comm.base import DONE, Communicator, Work
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.ledger.file import WAITING
 from paceline.comm.ledger.ledger import Ledger, Peer, make_writer
@@ -31,10 +31,9 @@ class LedgerCommunicator(WrappedCommunicator):
         self._group = ledger.add_group(inner.ranks) if group is None else group
         self._messages: Counter[tuple[str, Peer]] = Counter()
         self._cells = ledger.cells
-        self._write = make_writer(ledger, self._group, 0 if group is None else 1, ledger.find_place)
+        self._write = make_writer(ledger, self._group, 0 if group is None else 1)
 
     def barrier(self) -> None:
-        """Writes down a barrier."""
         self._complete(self.inner.barrier, "barrier")
 
     def split(self, ranks: Sequence[int]) -> Communicator:
@@ -56,7 +55,9 @@ class LedgerCommunicator(WrappedCommunicator):
             work = self._write(kind, shape, dtype, arguments[-1])
         elif kind in _MESSAGES:
             peer = (self._peer(arguments[1]), arguments[2])
-            work = self._write(kind, shape, dtype, "", peer, self._count_message(kind, peer))
+            sequence = self._messages[kind, peer]  # a message goes by its kind, peer and tag
+            self._messages[kind, peer] = sequence + 1
+            work = self._write(kind, shape, dtype, "", peer, sequence)
         else:
             work = self._write(kind, shape, dtype, "", (self._peer(arguments[1]), 0) if kind == "broadcast" else None)
         try:
@@ -67,24 +68,18 @@ class LedgerCommunicator(WrappedCommunicator):
 
     def _complete(self, call: Callable[[], T], kind: str, *written: Any) -> T:
         """Writes down an operation that is over when ``call`` returns."""
-        number = self._write(kind, (), None, *written).number
+        work = self._write(kind, (), None, *written)
+        work.inner = DONE
         try:
             found = call()
         finally:
             self._cells[WAITING] = 0
-        self.ledger.note_end(number)
+        work.wait()
         return found
 
     def _peer(self, rank: int) -> int:
         """Returns a member's rank in the world; one that is not there is left to ``inner`` to refuse."""
         return self.ranks[rank] if 0 <= rank < self.size else rank
-
-    def _count_message(self, kind: str, peer: Peer) -> int:
-        """Returns the number of a message, which goes by its kind, peer and tag."""
-        pair = (kind, peer)
-        sequence = self._messages[pair]
-        self._messages[pair] = sequence + 1
-        return sequence
 
 
 def ledger_clock(comm: Communicator) -> Callable[[], float]:

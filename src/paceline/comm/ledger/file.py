@@ -80,7 +80,6 @@ _LAST = 96  # records that a look takes
 
 
 def ledger_path(folder: Path, rank: int) -> Path:
-    """Returns where a rank of a run keeps its ledger."""
     return folder / "health" / f"rank-{rank}.ledger"
 
 
@@ -124,6 +123,9 @@ class LedgerReader:
         self._buffer = buffer
         self._cells = memoryview(buffer)[:COUNTS_AT].cast("Q")
         self._counts = memoryview(buffer)[COUNTS_AT:RECORDS_AT].cast("Q")
+        self.rank, self.pid = self._cells[RANK], self._cells[PID]  # of the writer
+        self.thread = self._cells[THREAD]  # in which the rank runs
+        self.born_ns = self._cells[BORN_NS]  # tells the ledgers of two attempts apart
         self._read_bytes = 0
         self._tables: dict[str, dict[int, Any]] = {"g": {}, "c": {}, "s": {}}
 
@@ -138,26 +140,6 @@ class LedgerReader:
         if len(buffer) != FILE_BYTES or int.from_bytes(buffer[:8], "little") != MAGIC:
             return None
         return cls(buffer)
-
-    @property
-    def rank(self) -> int:
-        """Whose it is."""
-        return self._cells[RANK]
-
-    @property
-    def pid(self) -> int:
-        """The writer's process."""
-        return self._cells[PID]
-
-    @property
-    def thread(self) -> int:
-        """The thread in which the rank runs."""
-        return self._cells[THREAD]
-
-    @property
-    def born_ns(self) -> int:
-        """When it was made: tells the ledgers of two attempts apart."""
-        return self._cells[BORN_NS]
 
     @property
     def heartbeat(self) -> int:
@@ -208,20 +190,21 @@ class LedgerReader:
             if raw[0] == number:
                 found.append(raw)
         self._read_table()
-        return tuple(self._entry(raw) for raw in found if raw[2] in self._tables["g"])
-
-    def _entry(self, raw: tuple[Any, ...]) -> LedgerEntry:
-        number, sequence, group, phase, _, call, site, issued_s, done_s, step = raw
-        return LedgerEntry(
-            number=number,
-            group=self._tables["g"][group],
-            sequence=sequence,
-            call=self._tables["c"].get(call, _UNKNOWN),
-            site=self._tables["s"].get(site, ""),
-            phase=_phase(phase),
-            step=step,
-            issued_s=issued_s,
-            done_s=done_s or None,
+        groups, calls, sites = self._tables["g"], self._tables["c"], self._tables["s"]
+        return tuple(
+            LedgerEntry(
+                number=number,
+                group=groups[group],
+                sequence=sequence,
+                call=calls.get(call, _UNKNOWN),
+                site=sites.get(site, ""),
+                phase=_phase(phase),
+                step=step,
+                issued_s=issued_s,
+                done_s=done_s or None,
+            )
+            for number, sequence, group, phase, _, call, site, issued_s, done_s, step in found
+            if group in groups
         )
 
     def _read_table(self) -> None:
@@ -240,14 +223,9 @@ def _phase(number: int) -> str:
 _UNKNOWN = LedgerCall(kind="an operation")  # of a table that is full
 
 
-def _decode_group(value: Any) -> GroupName:
-    ranks, number = value
-    return GroupName(tuple(ranks), number)
-
-
-def _decode_call(value: Any) -> LedgerCall:
-    kind, shape, dtype, op, peer, tag = value
-    return LedgerCall(kind=kind, shape=tuple(shape), dtype=dtype, op=op, peer=peer, tag=tag)
-
-
-_DECODE: dict[str, Callable[[Any], Any]] = {"g": _decode_group, "c": _decode_call, "s": str}
+_CALL_FIELDS = ("kind", "shape", "dtype", "op", "peer", "tag")
+_DECODE: dict[str, Callable[[Any], Any]] = {
+    "g": lambda value: GroupName(tuple(value[0]), value[1]),
+    "c": lambda value: LedgerCall(**dict(zip(_CALL_FIELDS, (value[0], tuple(value[1]), *value[2:]), strict=True))),
+    "s": str,
+}

@@ -74,10 +74,7 @@ class NotedWork(Protocol):
 
 
 class Ledger:
-    """What one rank has issued, and how far it has come. Without a path it lies in this process's own memory.
-
-    ``now`` gives the times of operations: seconds of any clock of which only differences matter.
-    """
+    """What one rank has issued, and how far it has come; ``now`` is its clock. Without a path it lies in memory."""
 
     def __init__(
         self, *, rank: int, world: int, path: Path | None = None, now: Callable[[], float] = time.perf_counter
@@ -110,7 +107,6 @@ class Ledger:
             self.cells[place] = value
 
     def reader(self) -> layout.LedgerReader:
-        """Returns a reader of this very memory."""
         return layout.LedgerReader(self.buffer)
 
     def enter(self, phase: str) -> None:
@@ -125,11 +121,6 @@ class Ledger:
     def finish(self) -> None:
         """Notes that the rank leaves as it should: nobody is to wait for it."""
         self.cells[layout.IS_FINISHED] = 1
-
-    def note_end(self, number: int) -> None:
-        """Notes when the wait for an operation returned, unless its place is another's by now."""
-        if self.cells[ISSUED] - number < NUM_RECORDS - 1:
-            self.times[DONE_WORD + number % NUM_RECORDS * RECORD_WORDS] = self.now()
 
     def add_group(self, ranks: tuple[int, ...]) -> int:
         """Names a group; those of the same members are told apart by the order in which a rank makes them."""
@@ -196,7 +187,6 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
         number: int
 
         def wait(self) -> None:
-            """Waits, and notes that it does, and that it is over."""
             number = self.number
             if not number:  # noted before
                 self.inner.wait()  # from another stream, perhaps
@@ -213,9 +203,7 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
     return LedgerWork
 
 
-def make_writer(
-    ledger: Ledger, group: int, first: int, find_place: Callable[[FrameType, LocatedCall, int | None], int]
-) -> Callable[..., NotedWork]:
+def make_writer(ledger: Ledger, group: int, first: int) -> Callable[..., NotedWork]:
     """Makes the function that writes a group's operations down, two calls below the line that it names.
 
     ``first`` is the number of the next collective. The counters come after the record: see ``file.py``. What is made
@@ -224,7 +212,7 @@ def make_writer(
     """
     cells, counts, buffer, known_at = ledger.cells, ledger.counts, ledger.buffer, ledger.known.get
     now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, PUT_RECORD
-    frame_at = sys._getframe
+    frame_at, find_place = sys._getframe, ledger.find_place
     count = first
 
     def write(

@@ -18,8 +18,7 @@ A rank says in counters which round's data it has put in (``ARRIVED``), reduced 
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -51,20 +50,10 @@ class Board:
         self.size = len(areas)
         self.slot_bytes = areas[0][0].numel()
         self._fence = fence
-        self._words = words
+        self.words = words
         self._areas = {torch.uint8: [list(slots) for slots in areas]}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._ticket = 0
-
-    @property
-    def words_address(self) -> int:
-        """Where the counters are in this process."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._words))
-
-    @property
-    def slots_address(self) -> int:
-        """Where the first slot of the first rank is in this process; the others follow it."""
-        return self._areas[torch.uint8][0][0].data_ptr()
 
     def take(self, rounds: int) -> int:
         """Returns the number of the first of the next ``rounds``."""
@@ -74,7 +63,7 @@ class Board:
 
     def behind(self, counter: int, ticket: int) -> tuple[int, ...]:
         """Returns the ranks whose counter has not come to ``ticket``; if there are none, their data may be read."""
-        words = self._words
+        words = self.words
         missing = tuple([rank for rank in range(self.size) if words[rank * WORDS + counter] < ticket])
         if not missing:
             self._fence()
@@ -83,13 +72,13 @@ class Board:
     def publish(self, counter: int, ticket: int) -> None:
         """Says that this rank has come to ``ticket``, after everything that it wrote and read before."""
         self._fence()
-        self._words[self.rank * WORDS + counter] = ticket
+        self.words[self.rank * WORDS + counter] = ticket
 
     def enter(self, ticket: int, stamp: int) -> Steps:
         """Waits until this rank's slot of the round is free, and signs it."""
         while missing := self.behind(_DONE, ticket - SLOTS):
             yield missing
-        self._words[self.rank * WORDS + _STAMPS + ticket % SLOTS] = stamp
+        self.words[self.rank * WORDS + _STAMPS + ticket % SLOTS] = stamp
 
     def meet(self, ticket: int, stamp: int, ranks: Sequence[int] | None = None) -> Steps:
         """Waits until ``ranks`` (all) have put in their data, and sees that they called the same."""
@@ -98,12 +87,12 @@ class Board:
             yield missing
         self._fence()
         for rank in others:
-            if self._words[rank * WORDS + _STAMPS + ticket % SLOTS] != stamp:
+            if self.words[rank * WORDS + _STAMPS + ticket % SLOTS] != stamp:
                 raise self.mismatch(stamp, rank, ticket)
 
     def mismatch(self, stamp: int, rank: int, ticket: int) -> CollectiveMismatchError:
         """Returns the error of a round in which ``rank`` called something else."""
-        theirs = self._words[rank * WORDS + _STAMPS + ticket % SLOTS]
+        theirs = self.words[rank * WORDS + _STAMPS + ticket % SLOTS]
         return CollectiveMismatchError(
             f"this rank called {describe(stamp)}, rank {rank} of the group {describe(theirs)}\n"
             "  every rank of a group issues the same operations in the same order, with the same shapes"
@@ -151,32 +140,41 @@ class Collectives:
         self.board = board
 
     def barrier(self) -> Steps:
-        """Waits for every rank."""
-        board = self.board
-        stamp, ticket = stamp_of("barrier"), board.take(1)
-        yield from board.enter(ticket, stamp)
-        board.publish(ARRIVED, ticket)
-        yield from board.meet(ticket, stamp)
-        board.publish(_DONE, ticket)
+        return self._in_rounds(1, stamp_of("barrier"), lambda _number, _ticket: None, lambda _number, _ticket: None)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        """Reduces a flat tensor in place."""
-        board = self.board
         stamp = stamp_of("all_reduce", tensor, OPS.index(op))
-        if tensor.numel() * tensor.element_size() <= min(_SMALL_BYTES, board.slot_bytes):
+        if tensor.numel() * tensor.element_size() <= min(_SMALL_BYTES, self.board.slot_bytes):
             return self._all_reduce_small(tensor, op, stamp)
         return self._all_reduce_large(tensor, op, stamp)
 
-    def _all_reduce_small(self, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
+    def _in_rounds(
+        self, count: int, stamp: int, put: Callable[[int, int], None], take: Callable[[int, int], None]
+    ) -> Steps:
+        """Puts chunks in and takes them out, one round later; both are told a chunk's number and its ticket."""
         board = self.board
-        ticket, length = board.take(1), tensor.numel()
-        yield from board.enter(ticket, stamp)
-        pieces = [board.slot(rank, ticket, tensor.dtype)[:length] for rank in range(board.size)]
-        pieces[board.rank].copy_(tensor)
-        board.publish(ARRIVED, ticket)
-        yield from board.meet(ticket, stamp)
-        _combine(board, pieces, op, tensor)
-        board.publish(_DONE, ticket)
+        first = board.take(count)
+        for step in range(count + 1):
+            if step < count:
+                yield from board.enter(first + step, stamp)
+                put(step, first + step)
+                board.publish(ARRIVED, first + step)
+            if step >= 1:
+                yield from board.meet(first + step - 1, stamp)
+                take(step - 1, first + step - 1)
+                board.publish(_DONE, first + step - 1)
+
+    def _all_reduce_small(self, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
+        board, length = self.board, tensor.numel()
+
+        def put(_: int, ticket: int) -> None:
+            board.slot(board.rank, ticket, tensor.dtype)[:length].copy_(tensor)
+
+        def take(_: int, ticket: int) -> None:
+            pieces = [board.slot(rank, ticket, tensor.dtype)[:length] for rank in range(board.size)]
+            _combine(board, pieces, op, tensor)
+
+        return self._in_rounds(1, stamp, put, take)
 
     def _all_reduce_large(self, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
         """Three things are done with every chunk, each a round behind the one before: others are rarely waited for."""
@@ -224,52 +222,43 @@ class Collectives:
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
         """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
         board = self.board
-        stamp = stamp_of("reduce_scatter", tensor, OPS.index(op))
         size, me, dtype = board.size, board.rank, tensor.dtype
         cell = cell_of(board, tensor.element_size())
         targets = torch.split(output, cell)
-        first = board.take(len(targets))
         whole = tensor.view(size, output.numel())
-        for step in range(len(targets) + 1):
-            if step < len(targets):
-                yield from board.enter(first + step, stamp)
-                low, length = step * cell, targets[step].numel()
-                own = board.slot(me, first + step, dtype)
-                for rank in range(size):
-                    if rank != me:
-                        own[rank * cell : rank * cell + length].copy_(whole[rank, low : low + length])
-                board.publish(ARRIVED, first + step)
-            if step >= 1:
-                number = step - 1
-                yield from board.meet(first + number, stamp)
-                low, length = number * cell, targets[number].numel()
-                pieces = [
-                    board.slot(rank, first + number, dtype)[me * cell : me * cell + length] for rank in range(size)
-                ]
-                pieces[me] = whole[me, low : low + length]
-                _combine(board, pieces, op, targets[number])
-                board.publish(_DONE, first + number)
+
+        def put(number: int, ticket: int) -> None:
+            low, length = number * cell, targets[number].numel()
+            own = board.slot(me, ticket, dtype)
+            for rank in range(size):
+                if rank != me:
+                    own[rank * cell : rank * cell + length].copy_(whole[rank, low : low + length])
+
+        def take(number: int, ticket: int) -> None:
+            low, length = number * cell, targets[number].numel()
+            pieces = [board.slot(rank, ticket, dtype)[me * cell : me * cell + length] for rank in range(size)]
+            pieces[me] = whole[me, low : low + length]
+            _combine(board, pieces, op, targets[number])
+
+        return self._in_rounds(len(targets), stamp_of("reduce_scatter", tensor, OPS.index(op)), put, take)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
         """Fills ``output`` with every rank's ``tensor``, which may be its own place in it; both are flat bytes."""
         board = self.board
         places = output.view(board.size, tensor.numel())
         own = torch.split(tensor, board.slot_bytes)
-        first = board.take(len(own))
-        if places[board.rank].data_ptr() != tensor.data_ptr():
-            places[board.rank].copy_(tensor)
-        for step in range(len(own) + 1):
-            if step < len(own):
-                yield from board.enter(first + step, stamp)
-                board.slot(board.rank, first + step, torch.uint8)[: own[step].numel()].copy_(own[step])
-                board.publish(ARRIVED, first + step)
-            if step >= 1:
-                ticket, low, length = first + step - 1, (step - 1) * board.slot_bytes, own[step - 1].numel()
-                yield from board.meet(ticket, stamp)
-                for rank in range(board.size):
-                    if rank != board.rank:
-                        places[rank, low : low + length].copy_(board.slot(rank, ticket, torch.uint8)[:length])
-                board.publish(_DONE, ticket)
+        is_in_place = places[board.rank].data_ptr() == tensor.data_ptr()
+        taken = [rank for rank in range(board.size) if rank != board.rank or not is_in_place]
+
+        def put(number: int, ticket: int) -> None:
+            board.slot(board.rank, ticket, torch.uint8)[: own[number].numel()].copy_(own[number])
+
+        def take(number: int, ticket: int) -> None:
+            low, length = number * board.slot_bytes, own[number].numel()
+            for rank in taken:
+                places[rank, low : low + length].copy_(board.slot(rank, ticket, torch.uint8)[:length])
+
+        return self._in_rounds(len(own), stamp, put, take)
 
     def broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
         """Replaces flat bytes by those of rank ``source``, which does not wait for the others to take them."""

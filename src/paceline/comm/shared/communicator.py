@@ -73,44 +73,40 @@ class _GroupResources:
     timeout_s: float
 
     def layout(self, size: int) -> SegmentLayout:
-        """Returns where everything is in the segment of a group."""
         return SegmentLayout(size, is_quick=self.code is not None and self.progress.may_spin)
 
 
+@dataclass(slots=True, eq=False)
 class _SharedWork:
     """An operation in flight."""
 
-    __slots__ = ("_comm", "_lane", "_operation")
-
-    def __init__(self, comm: SharedMemoryCommunicator, operation: PendingOperation, lane: OperationLane) -> None:
-        self._comm = comm
-        self._operation = operation
-        self._lane = lane
+    comm: SharedMemoryCommunicator
+    operation: PendingOperation
+    lane: OperationLane
 
     def wait(self) -> None:
-        """Returns when the result may be used. Safe to call twice."""
-        if not self._operation.is_done:
-            self._comm._wait(self._operation, self._lane)
-        if self._operation.error is not None:
-            raise type(self._operation.error)(str(self._operation.error))  # a new one: each has its own traceback
+        if not self.operation.is_done:
+            self.comm._resources.progress.wait(
+                self.operation, lambda waited_s: self.comm._watch(self.operation, self.lane, waited_s)
+            )
+        if self.operation.error is not None:
+            raise type(self.operation.error)(str(self.operation.error))  # a new one: each has its own traceback
 
 
+@dataclass(slots=True, eq=False)
 class _JointWork:
     """Several works, and what is done when all are."""
 
-    __slots__ = ("_finish", "_works")
-
-    def __init__(self, works: list[Work], finish: Callable[[], object] | None) -> None:
-        self._works = works
-        self._finish = finish
+    works: list[Work]
+    finish: Callable[[], object] | None
 
     def wait(self) -> None:
         """Waits for each of them. Safe to call twice."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
-        if self._finish is not None:
-            self._finish()
-        self._works, self._finish = [], None
+        if self.finish is not None:
+            self.finish()
+        self.works, self.finish = [], None
 
 
 class SharedMemoryCommunicator(GroupMember):
@@ -128,6 +124,7 @@ class SharedMemoryCommunicator(GroupMember):
         super().__init__(rank, ranks, torch.device("cpu"), backend="shared_memory")
         self._processes = processes
         self._resources = resources
+        self.is_compiled = resources.code is not None
         self._failures = layout.failures(segment)
         self._broken: CommunicationError | None = None
         self._calls = _collectives(resources, layout.make_board(segment, rank, progress.fence))
@@ -158,26 +155,18 @@ class SharedMemoryCommunicator(GroupMember):
         resources = _GroupResources(progress=progress, code=code, timeout_s=timeout_s)
         return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, resources)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether collectives run as compiled code."""
-        return self._resources.code is not None
-
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
         _check_reduction("all_reduce", tensor, op)
         flat, finish = _flat_output(tensor)
         return self._meet("all_reduce", self._calls.all_reduce(flat, op), finish)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         _check_reduction("reduce_scatter", tensor, op)
         flat, finish = _flat_output(output)
         return self._meet("reduce_scatter", self._calls.reduce_scatter(flat, _flat(tensor), op), finish)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         flat, finish = _flat_output(output)
         stamp = board.stamp_of("all_gather", output)
@@ -185,7 +174,6 @@ class SharedMemoryCommunicator(GroupMember):
         return self._meet("all_gather", steps, finish)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
         flat, finish = _flat_output(tensor)
         stamp = board.stamp_of("broadcast", tensor, source)
@@ -218,13 +206,11 @@ class SharedMemoryCommunicator(GroupMember):
         return self._send(f"send to rank {self.ranks[to]}", _bytes(_flat(tensor)), to, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
         flat, finish = _flat_output(tensor)
         return self._receive(f"recv from rank {self.ranks[source]}", _bytes(flat), source, tag, finish)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         self._meet("barrier", self._calls.barrier(), None).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator:
@@ -257,26 +243,22 @@ class SharedMemoryCommunicator(GroupMember):
         return segment.bytes(self.rank * area, numel * dtype.itemsize).view(dtype)
 
     def _meet(self, kind: str, steps: Steps, finish: Callable[[], object] | None) -> Work:
-        operation = PendingOperation(kind, finish)
-        return self._issue(operation, self._collectives, lambda: self._collectives.add(operation, steps))
+        return self._issue(PendingOperation(kind, finish), self._collectives, steps)
 
     def _send(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
-        operation, lane = PendingOperation(kind), self._outboxes[to]
-        return self._issue(
-            operation, lane, lambda: lane.add(operation, messages.send(self._outgoing[to], message, to, tag))
-        )
+        steps = messages.send(self._outgoing[to], message, to, tag)
+        return self._issue(PendingOperation(kind), self._outboxes[to], steps)
 
     def _receive(
         self, kind: str, target: torch.Tensor, source: int, tag: int, finish: Callable[[], object] | None
     ) -> Work:
-        operation, lane = PendingOperation(kind, finish), self._inboxes[source]
-        return self._issue(operation, lane, lambda: lane.add(operation, target, tag))
+        return self._issue(PendingOperation(kind, finish), self._inboxes[source], target, tag)
 
-    def _issue(self, operation: PendingOperation, lane: OperationLane, add: Callable[[], None]) -> Work:
+    def _issue(self, operation: PendingOperation, lane: OperationLane, *what: Any) -> Work:
         if self._broken is not None:
             earlier = str(self._broken).replace("\n", "\n  ")
             raise CommunicationError(f"{self._head(operation.kind)}: the group is broken since\n  {earlier}")
-        self._resources.progress.issue(lane, add)
+        self._resources.progress.issue(lane, operation, *what)
         return _SharedWork(self, operation, lane)
 
     def _exchange(self, value: T, ranks: Sequence[int], tag: int) -> list[T]:
@@ -288,9 +270,6 @@ class SharedMemoryCommunicator(GroupMember):
         return found
 
     # Failures.
-
-    def _wait(self, operation: PendingOperation, lane: OperationLane) -> None:
-        self._resources.progress.wait(operation, lambda waited_s: self._watch(operation, lane, waited_s))
 
     def _watch(self, operation: PendingOperation, lane: OperationLane, waited_s: float) -> None:
         """Ends a operation whose ranks will not come: they are gone, have given up, or are too late."""
@@ -350,10 +329,7 @@ def _collectives(resources: _GroupResources, made: board.Board) -> board.Collect
 
 
 def _establish(
-    exchange: Callable[[Any], list[Any]],
-    rank: int,
-    ranks: tuple[int, ...],
-    resources: _GroupResources,
+    exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], resources: _GroupResources
 ) -> SharedMemoryCommunicator:
     """Makes a group and its segment. All ranks succeed, or all raise."""
     num_bytes = resources.layout(len(ranks)).num_bytes

@@ -23,62 +23,54 @@ COUNTER_WORDS = 16  # of a ring: the sender's line and the receiver's
 _SENT, _TAKEN = 0, 8
 
 
+@dataclass(slots=True, eq=False)
 class Ring:
-    """The cells of one sender and one receiver."""
+    """The cells of one sender and one receiver, and the words before each."""
 
-    def __init__(
-        self, counters: memoryview, headers: list[memoryview], cells: list[torch.Tensor], fence: Fence
-    ) -> None:
-        self.cell_bytes = cells[0].numel()
-        self._counters = counters
-        self._headers = headers
-        self._cells = cells
-        self._fence = fence
+    counters: memoryview
+    headers: list[memoryview]
+    cells: list[torch.Tensor]
+    fence: Fence
+
+    @property
+    def cell_bytes(self) -> int:
+        return self.cells[0].numel()
 
     def free(self) -> int | None:
         """Returns the place of the next free cell, for the sender."""
-        sent = self._counters[_SENT]
-        if sent - self._counters[_TAKEN] >= CELLS:
+        sent = self.counters[_SENT]
+        if sent - self.counters[_TAKEN] >= CELLS:
             return None
-        self._fence()
+        self.fence()
         return sent % CELLS
 
     def full(self) -> int | None:
         """Returns the place of the next full cell, for the receiver."""
-        taken = self._counters[_TAKEN]
-        if self._counters[_SENT] <= taken:
+        taken = self.counters[_TAKEN]
+        if self.counters[_SENT] <= taken:
             return None
-        self._fence()
+        self.fence()
         return taken % CELLS
 
     def push(self) -> None:
         """Hands the free cell to the receiver."""
-        self._fence()
-        self._counters[_SENT] += 1
+        self.fence()
+        self.counters[_SENT] += 1
 
     def pop(self) -> None:
         """Gives the full cell back to the sender."""
-        self._fence()
-        self._counters[_TAKEN] += 1
-
-    def header(self, place: int) -> memoryview:
-        """Returns the words before a cell."""
-        return self._headers[place]
-
-    def cell(self, place: int, count: int) -> torch.Tensor:
-        """Returns the first bytes of a cell."""
-        return self._cells[place][:count]
+        self.fence()
+        self.counters[_TAKEN] += 1
 
 
 def send(ring: Ring, message: torch.Tensor, to: int, tag: int) -> Steps:
-    """Sends flat bytes."""
     for number, piece in enumerate(torch.split(message, ring.cell_bytes)):  # one empty piece of an empty message
         while (place := ring.free()) is None:
             yield (to,)
         if not number:
-            header = ring.header(place)
+            header = ring.headers[place]
             header[0], header[1] = tag, message.numel()
-        ring.cell(place, piece.numel()).copy_(piece)
+        ring.cells[place][: piece.numel()].copy_(piece)
         ring.push()
 
 
@@ -104,7 +96,6 @@ class Inbox:
         self._arriving: _ArrivingMessage | None = None
 
     def add(self, operation: PendingOperation, target: torch.Tensor, tag: int) -> None:
-        """Posts a receive into flat bytes."""
         self._posted.append((operation, target, tag))
 
     def pump(self) -> bool:
@@ -123,11 +114,9 @@ class Inbox:
         return True
 
     def missing(self) -> tuple[int, ...]:
-        """Returns the sender."""
         return (self._source,)
 
     def fail(self, error: CommunicationError) -> None:
-        """Ends all receives with an error."""
         if self._arriving is not None and self._arriving.operation is not None:
             self._arriving.operation.end(error)
         while self._posted:
@@ -136,10 +125,10 @@ class Inbox:
     def _empty(self, place: int) -> None:
         letter = self._arriving
         if letter is None:
-            tag, num_bytes = self._ring.header(place)[:2]
+            tag, num_bytes = self._ring.headers[place][:2]
             letter = self._arriving = self._open(tag, num_bytes)
         piece = letter.content[letter.num_taken : letter.num_taken + self._ring.cell_bytes]
-        piece.copy_(self._ring.cell(place, piece.numel()))
+        piece.copy_(self._ring.cells[place][: piece.numel()])
         letter.num_taken += piece.numel()
         self._ring.pop()
         if letter.num_taken == letter.content.numel():
@@ -151,29 +140,30 @@ class Inbox:
                 self._hand_out()
 
     def _open(self, tag: int, num_bytes: int) -> _ArrivingMessage:
-        for entry in self._posted:
-            operation, target, wanted = entry
-            if wanted == tag:
-                self._check(num_bytes, target, tag)
-                self._posted.remove(entry)
-                return _ArrivingMessage(tag, target, operation)
-        return _ArrivingMessage(tag, torch.empty(num_bytes, dtype=torch.uint8), None)
+        posted = self._take_posted(tag, num_bytes)
+        if posted is None:
+            return _ArrivingMessage(tag, torch.empty(num_bytes, dtype=torch.uint8), None)
+        return _ArrivingMessage(tag, posted[1], posted[0])
 
     def _hand_out(self) -> None:
         for letter in tuple(self._kept):
-            for entry in self._posted:
-                operation, target, wanted = entry
-                if wanted == letter.tag:
-                    self._check(letter.content.numel(), target, letter.tag)
-                    target.copy_(letter.content)
-                    self._posted.remove(entry)
-                    self._kept.remove(letter)
-                    operation.end()
-                    break
+            posted = self._take_posted(letter.tag, letter.content.numel())
+            if posted is not None:
+                posted[1].copy_(letter.content)
+                self._kept.remove(letter)
+                posted[0].end()
 
-    def _check(self, num_bytes: int, target: torch.Tensor, tag: int) -> None:
-        if num_bytes != target.numel():
-            raise CollectiveMismatchError(
-                f"rank {self._source} of the group sends {num_bytes} bytes (tag {tag}), "
-                f"this rank receives {target.numel()}\n  a send and its receive have the same shape and dtype"
-            )
+    def _take_posted(self, tag: int, num_bytes: int) -> tuple[PendingOperation, torch.Tensor] | None:
+        """Takes the oldest receive of a tag, and where it puts what comes."""
+        for entry in self._posted:
+            operation, target, wanted = entry
+            if wanted != tag:
+                continue
+            if num_bytes != target.numel():
+                raise CollectiveMismatchError(
+                    f"rank {self._source} of the group sends {num_bytes} bytes (tag {tag}), "
+                    f"this rank receives {target.numel()}\n  a send and its receive have the same shape and dtype"
+                )
+            self._posted.remove(entry)
+            return operation, target
+        return None

@@ -19,7 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from paceline.errors import CommunicationError
 
@@ -50,35 +51,35 @@ class Fence:
         self._take = lock.acquire
 
     def __call__(self) -> None:
-        """Orders what came before and what comes after."""
         self.crossings += 1
         self._give()
         self._take(False)
 
 
+@dataclass(slots=True, eq=False)
 class PendingOperation:
     """One operation of this rank: done, failed, or waiting for others."""
 
-    __slots__ = ("_finish", "error", "is_done", "kind", "missing")
-
-    def __init__(self, kind: str, finish: Callable[[], object] | None = None) -> None:
-        self.kind = kind
-        self._finish = finish
-        self.is_done = False
-        self.error: CommunicationError | None = None
-        self.missing: tuple[int, ...] = ()
+    kind: str
+    finish: Callable[[], object] | None = None
+    is_done: bool = False
+    error: CommunicationError | None = None
+    missing: tuple[int, ...] = ()
 
     def end(self, error: CommunicationError | None = None) -> None:
-        """Marks it as done, or as failed."""
         if not self.is_done:
-            if error is None and self._finish is not None:
-                self._finish()
+            if error is None and self.finish is not None:
+                self.finish()
             self.error = error
             self.is_done = True
 
 
 class OperationLane(Protocol):
     """Operations that wait for one another."""
+
+    @property
+    def add(self) -> Callable[..., None]:
+        """Takes an operation, and what it does."""
 
     def pump(self) -> bool:
         """Does what can be done now; True when nothing is left."""
@@ -98,7 +99,6 @@ class OperationQueue:
         self._on_error = on_error
 
     def add(self, operation: PendingOperation, steps: Steps) -> None:
-        """Puts an operation at the end."""
         self._operations.append((operation, steps))
 
     def pump(self) -> bool:
@@ -120,11 +120,9 @@ class OperationQueue:
         return True
 
     def missing(self) -> tuple[int, ...]:
-        """Returns the ranks that the first operation waits for."""
         return self._operations[0][0].missing if self._operations else ()
 
     def fail(self, error: CommunicationError) -> None:
-        """Ends all operations with an error."""
         while self._operations:
             self._operations.popleft()[0].end(error)
 
@@ -140,10 +138,10 @@ class ProgressLoop:
         self._lanes: list[OperationLane] = []
         self._lock = threading.Lock()
 
-    def issue(self, lane: OperationLane, add: Callable[[], None]) -> None:
+    def issue(self, lane: OperationLane, operation: PendingOperation, *what: Any) -> None:
         """Adds an operation to a lane and does what can be done now."""
         with self._lock:
-            add()
+            lane.add(operation, *what)
             if lane not in self._lanes:
                 self._lanes.append(lane)
             self._pump()

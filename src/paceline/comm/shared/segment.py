@@ -50,7 +50,6 @@ class Process:
 
     @staticmethod
     def this() -> Process:
-        """Returns the process that calls."""
         return Process(pid=os.getpid(), started=_state_of(os.getpid())[1])
 
     def is_alive(self) -> bool:
@@ -77,7 +76,6 @@ class Whereabouts:
 
     @staticmethod
     def here() -> Whereabouts:
-        """Returns those of the process that calls."""
         boot = _read(_PROCESSES / "sys/kernel/random/boot_id")
         return Whereabouts(host=(socket.gethostname(), boot, _namespace()), process=Process.this())
 
@@ -108,6 +106,7 @@ class SharedSegment:
         self.name = name
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = self._bytes.data_ptr()  # in this process
 
     @staticmethod
     def create(num_bytes: int) -> SharedSegment:
@@ -153,11 +152,6 @@ class SharedSegment:
         """Takes the name away; the memory stays until nobody maps it. Safe to call twice."""
         (FOLDER / self.name).unlink(missing_ok=True)
 
-    @property
-    def address(self) -> int:
-        """Where it is mapped in this process."""
-        return self._bytes.data_ptr()
-
     def when_freed(self, act: Callable[[], object]) -> None:
         """Calls ``act`` when nothing in this process uses the memory any more: no tensor lies in it."""
         weakref.finalize(self._memory, act).atexit = False
@@ -193,7 +187,6 @@ class SegmentLayout:
         self.num_bytes = self._cells + num_cells * self.cell_bytes
 
     def make_board(self, segment: SharedSegment, rank: int, fence: Fence) -> board.Board:
-        """Returns the collectives' side of a segment."""
         starts = [
             [self._areas + (owner * board.SLOTS + slot) * self.slot_bytes for slot in range(board.SLOTS)]
             for owner in range(self.size)
@@ -206,7 +199,6 @@ class SegmentLayout:
         return segment.words(self._failures, self.size * LINE_BYTES // 8)
 
     def make_ring(self, segment: SharedSegment, source: int, to: int, fence: Fence) -> messages.Ring:
-        """Returns the ring of a pair."""
         pair = source * self.size + to
         counters = segment.words(self._counters + 8 * messages.COUNTER_WORDS * pair, messages.COUNTER_WORDS)
         places = range(pair * messages.CELLS, (pair + 1) * messages.CELLS)
@@ -223,13 +215,9 @@ def _bytes_each(total: int, count: int, low: int, high: int) -> int:
 
 def remove_stale_segments() -> None:
     """Removes the files of creators that are gone; those of other users and containers are left alone."""
-    namespace = _namespace()
-    for path in FOLDER.glob(f"{_STEM}-{namespace}-*-*-*"):
-        pid, _, rest = path.name.removeprefix(f"{_STEM}-{namespace}-").partition("-")
-        started = rest.partition("-")[0]
-        if not (pid.isdigit() and started.isdigit()):
-            continue
-        if not Process(pid=int(pid), started=int(started)).is_alive():
+    for path in FOLDER.glob(f"{_STEM}-{_namespace()}-*-*-*"):
+        pid, started, _ = path.name.split("-")[-3:]
+        if pid.isdigit() and started.isdigit() and not Process(pid=int(pid), started=int(started)).is_alive():
             with contextlib.suppress(PermissionError, FileNotFoundError):  # another user's, or another start was faster
                 path.unlink()
 

@@ -76,8 +76,6 @@ _NUMPY = _NumpyState()
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """The random states that a process would have to itself."""
-
     torch_cpu: torch.Tensor
     torch_cuda: torch.Tensor | None
     numpy: Any
@@ -85,7 +83,6 @@ class RandomStates:
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomStates:
-        """Reads the states as they are now."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, _NUMPY.capture(), random.getstate())
 
@@ -103,7 +100,6 @@ class RandomStates:
         return states
 
     def restore(self, device: torch.device) -> None:
-        """Makes these the process's states."""
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda, device)
@@ -156,7 +152,7 @@ class Baton:
         self._error: BaseException | None = None
         self._states: list[RandomStates] = []
         self._threads: list[threading.Thread] = []
-        self.explain: Callable[[Mapping[int, LedgerEntry], set[int]], str] | None = None
+        self.explain: Callable[[Mapping[int, LedgerEntry], set[int]], str]  # why no rank can go on; set by the world
 
     # What the communicator calls, always from the thread of the rank that holds the baton.
 
@@ -255,25 +251,18 @@ class Baton:
         if len(self._finished) == self.num_ranks:
             self._ended.set()
             return
-        self.fail(StuckRankError(f"no rank can go on{self._verdict()}\n{self.describe_ranks()}"))
-
-    def _verdict(self) -> str:
-        """Returns why, in the words that ranks of processes get; nothing where nobody knows the operations."""
-        if self.explain is None:
-            return ""
-        return f": {self.explain({rank: wait.entry() for rank, wait in self._waits.items()}, self._finished)}"
+        why = self.explain({rank: wait.entry() for rank, wait in self._waits.items()}, self._finished)
+        self.fail(StuckRankError(f"no rank can go on: {why}\n{self.describe_ranks()}"))
 
     def _watch(self) -> None:
         """Waits for the end; raises when the holder has given no sign of life within the limit."""
         while not self._ended.wait(timeout=min(1.0, self._timeout_s / 4)):
             silent_s = time.monotonic() - self._last_sign
             if silent_s > self._timeout_s:
-                where = self._line_of(self._holder)
-                verdict = (
+                raise StuckRankError(
                     f"rank {self._holder} has given no sign of life for {silent_s:.1f} s (limit {self._timeout_s:g} s)"
-                    f"; it stands at {where}\n{self.describe_ranks()}"
+                    f"; it stands at {self._line_of(self._holder)}\n{self.describe_ranks()}"
                 )
-                raise StuckRankError(verdict)
 
     def describe_ranks(self) -> str:
         """Says for each rank what it does: one line each."""
@@ -291,8 +280,7 @@ class Baton:
         return "\n".join(lines)
 
     def _line_of(self, rank: int) -> str:
-        frame = sys._current_frames().get(self._threads[rank].ident or -1)
-        return call_site(frame)
+        return call_site(sys._current_frames().get(self._threads[rank].ident or -1))
 
     def _end(self, error: BaseException) -> None:
         if self._error is None:
@@ -315,6 +303,6 @@ def call_site(frame: Any) -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
         frame = frame.f_back
     frame = frame or innermost
-    return (
-        "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    )
+    if frame is None:
+        return "an unknown line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -51,15 +51,6 @@ class ClockSpan:
     ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClockTotals:
-    """The seconds of one rank's clock: it computed, it waited, and operations it took part in were on their way."""
-
-    compute_s: float
-    wait_s: float
-    communication_s: float
-
-
 class VirtualClock:
     """The time of one virtual rank, in seconds since all of them began. Its own thread moves it."""
 
@@ -75,12 +66,8 @@ class VirtualClock:
         self._since: float | None = None  # reading at which the rank went on computing; None: it does not
         self._segment_s = 0.0  # where the compute that no span tells of yet began
         self._unnamed: list[tuple[float, float]] = []
-        self._compute_s = self._wait_s = self._communication_s = 0.0
-
-    @property
-    def totals(self) -> ClockTotals:
-        """The seconds so far."""
-        return ClockTotals(compute_s=self._compute_s, wait_s=self._wait_s, communication_s=self._communication_s)
+        self.compute_s = self.wait_s = 0.0
+        self.communication_s = 0.0  # that operations it took part in were on their way
 
     def take(self) -> float:
         """Returns the time now; on CUDA waits for the device."""
@@ -90,7 +77,6 @@ class VirtualClock:
         return self.now_s
 
     def mark(self) -> HostMark:
-        """Takes a mark now."""
         return HostMark(self.take())
 
     def spend(self, seconds: float) -> None:
@@ -137,12 +123,11 @@ class VirtualClock:
             return
         self._close_segment()
         self.spans.append(ClockSpan("wait", what, self.now_s, moment_s))
-        self._wait_s += moment_s - self.now_s
+        self.wait_s += moment_s - self.now_s
         self.now_s = self._segment_s = moment_s
 
     def note_operation(self, span: ClockSpan) -> None:
-        """Notes an operation that this rank takes part in."""
-        self._communication_s += span.end_s - span.start_s
+        self.communication_s += span.end_s - span.start_s
         self.spans.append(span)
 
     def _resume(self) -> None:
@@ -158,7 +143,7 @@ class VirtualClock:
     def _add(self, seconds: float) -> None:
         seconds *= self._factor
         self.now_s += seconds
-        self._compute_s += seconds
+        self.compute_s += seconds
 
     def _close_segment(self) -> None:
         if self.now_s > self._segment_s:
@@ -194,11 +179,6 @@ class VirtualTime:
             VirtualClock(rank, device, measures=self.measures, factor=self.slow.get(rank, 1.0), keep=self.keep)
             for rank in range(ranks)
         ]
-
-    @property
-    def makespan_s(self) -> float:
-        """The time of the rank that is farthest."""
-        return max((clock.now_s for clock in self.clocks), default=0.0)
 
     def carry_out(self, kind: str, num_bytes: int, ranks: tuple[int, ...], start_s: float) -> float:
         """Prices an operation that starts then, and notes it on the clocks of its ranks; returns its end."""

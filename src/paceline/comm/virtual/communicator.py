@@ -31,7 +31,7 @@ from paceline.comm.group import (
 )
 from paceline.comm.virtual.baton import Baton, call_site
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
-from paceline.comm.virtual.group import Contribution, PostedMessage, VirtualCall, VirtualGroup, VirtualWorld
+from paceline.comm.virtual.group import Contribution, VirtualCall, VirtualGroup, VirtualWorld
 from paceline.errors import CollectiveMismatchError, UsageError
 
 T = TypeVar("T")
@@ -63,10 +63,9 @@ def run_virtual(
     if timing is not None:
         timing.start(ranks, where)
     world = VirtualWorld(baton, timing)
-    group = world.group(tuple(range(ranks)))
 
     def live(rank: int) -> T:
-        comm = VirtualCommunicator(group, rank)
+        comm = VirtualCommunicator(world.join(tuple(range(ranks)), rank), rank)
         with contextlib.nullcontext() if comm.clock is None else comm.clock.running():
             return work(comm)
 
@@ -85,8 +84,6 @@ class VirtualCommunicator(GroupMember):
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Replaces ``tensor`` by the reduction over all ranks, taken in rank order."""
-
         def carry_out(contributions: list[Contribution]) -> None:
             result = _reduce([a.tensors[0] for a in contributions], op)
             for each in contributions:
@@ -95,7 +92,6 @@ class VirtualCommunicator(GroupMember):
         return self._meet("all_reduce", op, carry_out, tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Puts this rank's slice of the reduction into ``output``."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
 
         def carry_out(contributions: list[Contribution]) -> None:
@@ -106,7 +102,6 @@ class VirtualCommunicator(GroupMember):
         return self._meet("reduce_scatter", op, carry_out, output, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
 
         def carry_out(contributions: list[Contribution]) -> None:
@@ -117,7 +112,6 @@ class VirtualCommunicator(GroupMember):
         return self._meet("all_gather", "", carry_out, output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
 
         def carry_out(contributions: list[Contribution]) -> None:
@@ -141,24 +135,16 @@ class VirtualCommunicator(GroupMember):
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; done when the receive is there, so that an unmatched send is found."""
         check_peer("send to", to, self.size)
-        call = VirtualCall(
-            "send", f"rank {self.ranks[self.rank]} to {self.ranks[to]}, {_shape(tensor)}, tag={tag}", _caller()
-        )
-        return self._group.post(PostedMessage(call, tensor), (self.rank, to, tag), is_send=True)
+        return self._post("send", f"to {self.ranks[to]}", tensor, (self.rank, to, tag))
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
-        names = f"rank {self.ranks[self.rank]} from {self.ranks[source]}"
-        call = VirtualCall("recv", f"{names}, {_shape(tensor)}, tag={tag}", _caller())
-        return self._group.post(PostedMessage(call, tensor), (source, self.rank, tag), is_send=False)
+        return self._post("recv", f"from {self.ranks[source]}", tensor, (source, self.rank, tag))
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         self._meet("barrier", "", lambda _: None).wait()
 
     def split(self, ranks: Sequence[int]) -> VirtualCommunicator:
-        """Makes the subgroup of ``ranks``, of which this rank is a member."""
         check_split(ranks, self.rank, self.size)
         members = tuple(self.ranks[r] for r in ranks)
         group = self._group.world.join(members, self.ranks[self.rank])
@@ -170,6 +156,11 @@ class VirtualCommunicator(GroupMember):
         parts = [detail, *(_shape(t) for t in tensors)]
         call = VirtualCall(kind, ", ".join(part for part in parts if part), _caller())
         return self._group.meet(self.rank, Contribution(call, tensors), carry_out)
+
+    def _post(self, kind: str, peer: str, tensor: torch.Tensor, key: tuple[int, int, int]) -> Work:
+        detail = f"rank {self.ranks[self.rank]} {peer}, {_shape(tensor)}, tag={key[2]}"
+        message = Contribution(VirtualCall(kind, detail, _caller()), (tensor,))
+        return self._group.post(message, key, is_send=kind == "send")
 
     def _exchange(self, contributions: list[Contribution]) -> None:
         pieces = [torch.split(a.tensors[1].clone(), a.splits[1]) for a in contributions if a.splits is not None]

@@ -9,7 +9,7 @@ free. A rank that asks for something else than the others ends the run with what
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ class StreamPoint:
 
 @dataclass(slots=True)
 class Contribution:
-    """What one rank brings to a collective: its tensors, and when they are ready."""
+    """What one rank brings to an operation: its tensors, and when they are ready, on its stream and on its clock."""
 
     call: VirtualCall
     tensors: tuple[torch.Tensor, ...]
@@ -59,26 +59,13 @@ class Contribution:
     at_s: float = 0.0
 
 
-class _Collective:
-    """One collective: what each rank that has arrived contributes, and whether it is done."""
-
-    def __init__(self) -> None:
-        self.contributions: dict[int, Contribution] = {}
-        self.is_done = False
-        self.done: StreamPoint | None = None
-        self.end_s = 0.0
-
-
 @dataclass(slots=True)
-class PostedMessage:
-    """One side of a send and receive."""
+class _Operation:
+    """A collective, by rank, or a message, by whether it is the send: what has arrived for it, and how it ended."""
 
-    call: VirtualCall
-    tensor: torch.Tensor
+    contributions: dict[int, Contribution] = field(default_factory=dict)
     is_done: bool = False
-    ready: StreamPoint | None = None
     done: StreamPoint | None = None
-    at_s: float = 0.0
     end_s: float = 0.0
 
 
@@ -90,27 +77,17 @@ class VirtualWorld:
         self.timing = timing
         baton.explain = self._explain
         self._groups: dict[tuple[int, ...], list[VirtualGroup]] = {}
-        self._asked: dict[tuple[tuple[int, ...], int], int] = {}
-
-    def group(self, ranks: tuple[int, ...]) -> VirtualGroup:
-        """Makes a group."""
-        made = VirtualGroup(self, ranks)
-        self._groups.setdefault(ranks, []).append(made)
-        return made
+        self._joined: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def join(self, ranks: tuple[int, ...], world_rank: int) -> VirtualGroup:
         """Gives a member its n-th group of these ranks: the same object to all of them."""
-        count = self._asked.get((ranks, world_rank), 0)
-        self._asked[ranks, world_rank] = count + 1
-        made = [group for group in self._groups.get(ranks, []) if group.is_split]
-        if count < len(made):
-            return made[count]
-        group = self.group(ranks)
-        group.is_split = True
-        return group
+        made, number = self._groups.setdefault(ranks, []), self._joined[ranks, world_rank]
+        self._joined[ranks, world_rank] += 1
+        if number == len(made):
+            made.append(VirtualGroup(self, ranks))
+        return made[number]
 
     def name(self, group: VirtualGroup) -> GroupName:
-        """Names a group for a verdict."""
         return GroupName(group.ranks, self._groups[group.ranks].index(group))
 
     def _explain(self, waits: Mapping[int, LedgerEntry], finished: set[int]) -> str:
@@ -132,11 +109,9 @@ class VirtualWorld:
         return find_hang(views, 0.0).sentence
 
     def clock(self, world_rank: int) -> VirtualClock | None:
-        """Returns a rank's clock, if the ranks have any."""
         return None if self.timing is None else self.timing.clocks[world_rank]
 
     def paused(self, world_rank: int) -> contextlib.AbstractContextManager[None]:
-        """Stops a rank's clock."""
         clock = self.clock(world_rank)
         return contextlib.nullcontext() if clock is None else clock.paused()
 
@@ -147,123 +122,104 @@ class VirtualGroup:
     def __init__(self, world: VirtualWorld, ranks: tuple[int, ...]) -> None:
         self.world = world
         self.ranks = ranks
-        self.is_split = False
         self.issued = [0] * len(ranks)
-        self._collectives: dict[int, _Collective] = {}
-        self._sends: dict[tuple[int, int, int], deque[PostedMessage]] = {}
-        self._receives: dict[tuple[int, int, int], deque[PostedMessage]] = {}
-        self._free_s = 0.0  # when the last collective ends, on the clocks
-        self._pair_free_s: dict[tuple[int, int], float] = {}  # and the last message of a sender to a receiver
+        self._collectives: dict[int, _Operation] = {}
+        self._messages: dict[tuple[int, int, int, bool], deque[_Operation]] = {}  # sends and receives without a match
+        self._free_s: dict[tuple[int, ...], float] = {}  # when the last one ends, of collectives () or of a pair
 
     def meet(self, rank: int, contribution: Contribution, carry_out: Callable[[list[Contribution]], None]) -> Work:
         """Adds a rank to its next collective; the last one to arrive carries it out."""
-        with self.world.paused(self.ranks[rank]):
-            baton, clock = self.world.baton, self.world.clock(self.ranks[rank])
-            if clock is not None:
-                contribution.at_s = clock.now_s
-            baton.sign_of_life()
+        world_rank = self.ranks[rank]
+        with self.world.paused(world_rank):
+            self._arrive(world_rank, contribution)
             number = self.issued[rank]
             self.issued[rank] += 1
-            collective = self._collectives.setdefault(number, _Collective())
+            collective = self._collectives.setdefault(number, _Operation())
             collective.contributions[rank] = contribution
-            is_cuda = baton.device.type == "cuda"
-            if is_cuda:
-                contribution.ready = StreamPoint()
             first = next(iter(collective.contributions.values())).call
             if contribution.call != first:
-                baton.fail(CollectiveMismatchError(self._describe_mismatch(number, collective)))
+                self.world.baton.fail(CollectiveMismatchError(self._describe_mismatch(number, collective)))
             if len(collective.contributions) == len(self.ranks):
                 del self._collectives[number]
-                for each in collective.contributions.values():
-                    if each.ready is not None:
-                        each.ready.order()
-                with torch.no_grad():
-                    carry_out([collective.contributions[r] for r in range(len(self.ranks))])
-                self._time_collective(collective)
-                collective.is_done = True
-                collective.done = StreamPoint() if is_cuda else None
-                collective.contributions = {}  # lets go of the tensors
+                arrived = [collective.contributions[r] for r in range(len(self.ranks))]
+                self._end(collective, lambda: carry_out(arrived), self.ranks, contribution.call.kind)
             wait = BatonWait(
                 lambda: collective.is_done,
                 lambda: self._describe(number, collective),
                 lambda: self._entry(contribution.call, number),
             )
-            kind = contribution.call.kind
-            return _VirtualWork(self.world, self.ranks[rank], wait, lambda: (collective.done, collective.end_s, kind))
+            return _VirtualWork(self.world, world_rank, wait, collective, contribution.call.kind)
 
-    def post(self, message: PostedMessage, key: tuple[int, int, int], *, is_send: bool) -> Work:
+    def post(self, message: Contribution, key: tuple[int, int, int], *, is_send: bool) -> Work:
         """Matches a send with the oldest receive of the same two ranks and tag, or the other way round."""
-        rank = self.ranks[key[0] if is_send else key[1]]
+        source, to, tag = self.ranks[key[0]], self.ranks[key[1]], key[2]
+        rank, peer = (source, to) if is_send else (to, source)
         with self.world.paused(rank):
-            baton = self.world.baton
-            baton.sign_of_life()
-            if baton.device.type == "cuda":
-                message.ready = StreamPoint()
-            clock = self.world.clock(rank)
-            if clock is not None:
-                message.at_s = clock.now_s
-            own, other = (self._sends, self._receives) if is_send else (self._receives, self._sends)
-            waiting = other.get(key)
-            if waiting:
-                match = waiting.popleft()
-                self._deliver(message, match, is_send=is_send)
-                self._time_messages(message, match, key[:2])
+            self._arrive(rank, message)
+            waiting = self._messages.get((*key, not is_send))
+            operation = waiting.popleft() if waiting else _Operation()
+            operation.contributions[is_send] = message
+            if len(operation.contributions) == 2:
+                self._end(operation, lambda: self._deliver(operation), (source, to), "send")
             else:
-                own.setdefault(key, deque()).append(message)
-            peer = self.ranks[key[1] if is_send else key[0]]
+                self._messages.setdefault((*key, is_send), deque()).append(operation)
             wait = BatonWait(
-                lambda: message.is_done,
+                lambda: operation.is_done,
                 lambda: f"rank {peer} to match {message.call}",
-                lambda: self._entry(message.call, 0, peer=peer, tag=key[2]),
+                lambda: self._entry(message.call, 0, peer=peer, tag=tag),
             )
-            return _VirtualWork(self.world, rank, wait, lambda: (message.done, message.end_s, message.call.kind))
+            return _VirtualWork(self.world, rank, wait, operation, message.call.kind)
 
-    def _time_collective(self, collective: _Collective) -> None:
-        """Prices a collective: from the latest arrival on, or from the end of the one before it."""
+    def _arrive(self, rank: int, contribution: Contribution) -> None:
+        clock = self.world.clock(rank)
+        if clock is not None:
+            contribution.at_s = clock.now_s
+        self.world.baton.sign_of_life()
+        if self.world.baton.device.type == "cuda":
+            contribution.ready = StreamPoint()
+
+    def _end(self, operation: _Operation, carry_out: Callable[[], None], ranks: tuple[int, ...], kind: str) -> None:
+        """Carries out an operation that all have come to, and prices it.
+
+        It takes its time from the latest arrival on, or from the end of the one before it: of this group, or of the
+        messages from the same sender to the same receiver.
+        """
+        contributions = operation.contributions.values()
+        for each in contributions:
+            if each.ready is not None:
+                each.ready.order()
+        with torch.no_grad():
+            carry_out()
         timing = self.world.timing
-        if timing is None:
-            return
-        contributions = collective.contributions.values()
-        start_s = max(self._free_s, *(contribution.at_s for contribution in contributions))
-        # Of output and input the larger is the whole; ranks exchange different amounts in an all-to-all at most.
-        num_bytes = max(max((t.nbytes for t in contribution.tensors), default=0) for contribution in contributions)
-        kind = next(iter(contributions)).call.kind
-        collective.end_s = self._free_s = timing.carry_out(kind, num_bytes, self.ranks, start_s)
+        if timing is not None:
+            lane = ranks if kind == "send" else ()
+            start_s = max(self._free_s.get(lane, 0.0), *(each.at_s for each in contributions))
+            # Of output and input the larger is the whole; ranks exchange different amounts in an all-to-all at most.
+            num_bytes = max((tensor.nbytes for each in contributions for tensor in each.tensors), default=0)
+            operation.end_s = self._free_s[lane] = timing.carry_out(kind, num_bytes, ranks, start_s)
+        operation.is_done = True
+        operation.done = StreamPoint() if self.world.baton.device.type == "cuda" else None
+        operation.contributions = {}  # lets go of the tensors
 
-    def _time_messages(self, message: PostedMessage, match: PostedMessage, pair: tuple[int, int]) -> None:
-        """Prices a message: from when both sides are there, and the one before it has arrived."""
-        timing = self.world.timing
-        if timing is None:
-            return
-        start_s = max(message.at_s, match.at_s, self._pair_free_s.get(pair, 0.0))
-        ranks = (self.ranks[pair[0]], self.ranks[pair[1]])
-        end_s = timing.carry_out("send", message.tensor.nbytes, ranks, start_s)
-        message.end_s = match.end_s = self._pair_free_s[pair] = end_s
-
-    def _deliver(self, message: PostedMessage, match: PostedMessage, *, is_send: bool) -> None:
-        sent, received = (message, match) if is_send else (match, message)
-        if sent.tensor.shape != received.tensor.shape or sent.tensor.dtype != received.tensor.dtype:
+    def _deliver(self, operation: _Operation) -> None:
+        sent, received = operation.contributions[True], operation.contributions[False]
+        (source,), (target,) = sent.tensors, received.tensors
+        if source.shape != target.shape or source.dtype != target.dtype:
             self.world.baton.fail(
                 CollectiveMismatchError(f"a send and its receive differ\n  {sent.call}\n  {received.call}")
             )
-        for each in (sent, received):
-            if each.ready is not None:
-                each.ready.order()
-        received.tensor.data.copy_(sent.tensor.data)
-        sent.is_done = received.is_done = True
-        if sent.ready is not None:
-            sent.done = received.done = StreamPoint()
+        target.data.copy_(source.data)
 
     def _entry(self, call: VirtualCall, number: int, *, peer: int | None = None, tag: int = 0) -> LedgerEntry:
         asked = LedgerCall(kind=call.kind, op="" if peer is not None else call.detail, peer=peer, tag=tag)
         return LedgerEntry(number=1, group=self.world.name(self), sequence=number, call=asked, site=call.where)
 
-    def _describe(self, number: int, collective: _Collective) -> str:
+    def _describe(self, number: int, collective: _Operation) -> str:
         call = next(iter(collective.contributions.values())).call
         missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in collective.contributions]
         return f"{_ranks(missing)} in operation {number} of group {list(self.ranks)}: {call}"
 
-    def _describe_mismatch(self, number: int, collective: _Collective) -> str:
+    def _describe_mismatch(self, number: int, collective: _Operation) -> str:
         by_call: dict[VirtualCall, list[int]] = {}
         for rank, contribution in sorted(collective.contributions.items()):
             by_call.setdefault(contribution.call, []).append(self.ranks[rank])
@@ -276,34 +232,24 @@ class VirtualGroup:
         return "\n".join([head, *lines, rule])
 
 
+@dataclass(slots=True)
 class _VirtualWork:
     """An operation of a virtual rank; waiting for it passes the baton on."""
 
-    __slots__ = ("_outcome", "_rank", "_wait", "_world")
-
-    def __init__(
-        self,
-        world: VirtualWorld,
-        rank: int,
-        wait: BatonWait,
-        outcome: Callable[[], tuple[StreamPoint | None, float, str]],
-    ) -> None:
-        """Takes what to wait for, and what tells how it ended: on the device, on the clocks, and what it was."""
-        self._world = world
-        self._rank = rank
-        self._wait = wait
-        self._outcome = outcome
+    world: VirtualWorld
+    rank: int
+    until: BatonWait
+    operation: _Operation
+    kind: str
 
     def wait(self) -> None:
-        """Lets the other ranks run until the operation is done."""
-        with self._world.paused(self._rank):
-            self._world.baton.wait(self._rank, self._wait)
-            moment, end_s, kind = self._outcome()
-            if moment is not None:
-                moment.order()
-            clock = self._world.clock(self._rank)
+        with self.world.paused(self.rank):
+            self.world.baton.wait(self.rank, self.until)
+            if self.operation.done is not None:
+                self.operation.done.order()
+            clock = self.world.clock(self.rank)
             if clock is not None:
-                clock.wait_until(end_s, kind)
+                clock.wait_until(self.operation.end_s, self.kind)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from paceline.cluster.devices import Cluster, link_named
+from paceline.cluster.devices import Catalog, Cluster
 from paceline.cluster.nccl import Collective, collective_seconds, group_of
 from paceline.plan.layout import Offload
 from paceline.plan.workload import ModelShape, Recompute, Workload, stage_layers
@@ -190,7 +190,7 @@ def _walked(step: StepParts, workload: Workload, cluster: Cluster) -> Offloaded:
 def bus_bytes_per_s(cluster: Cluster) -> float:
     """Returns what a device's bus to its host carries one way."""
     inside = cluster.node.inside
-    link = inside if inside.kind == "pcie" else link_named(_BUSES.get(cluster.device.generation, _OTHER_BUS))
+    link = inside if inside.kind == "pcie" else Catalog().link(_BUSES.get(cluster.device.generation, _OTHER_BUS))
     return link.bandwidth * link.efficiency
 
 

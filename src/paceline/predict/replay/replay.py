@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from paceline.cluster.devices import Cluster
-from paceline.cluster.wires import AlgorithmCost, WireCost, wire_cost
+from paceline.cluster.wires import WireCost, algorithm_cost, wire_cost
 from paceline.errors import UsageError
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, ConstantSets, constants_for, fitted_constants
@@ -374,7 +375,7 @@ class _Actors:
     def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
         self._actors = actors
         self._wires = wires
-        self._algorithms = AlgorithmCost(cluster=cluster)
+        self._algorithms = partial(algorithm_cost, cluster)
         self._extra = 0.0 if cluster.device.is_cpu else CALL_S
         self._slowdown = constants.slowdown
         self._bus = bus_bytes_per_s(cluster)

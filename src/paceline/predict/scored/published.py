@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from paceline.cluster.devices import Cluster, build_cluster
+from paceline.cluster.devices import Catalog, Cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.workload import Compute, Framework, ModelShape, Running, SampleModel, Scaling, Workload
@@ -179,7 +179,7 @@ def _cluster(row: Row) -> Cluster:
         # A tray of a larger NVLink domain: racks hold 72, of which jobs use 64.
         node_devices = 64
     try:
-        cluster = build_cluster(row.text["gpu"], devices, node_devices=min(node_devices, devices))
+        cluster = Catalog().of_devices(row.text["gpu"], devices, node_devices=min(node_devices, devices))
     except UsageError as error:
         raise RowError(f"columns gpu, n_gpus: {str(error).splitlines()[0]}") from None
     return _with_interconnect(cluster, row.text["interconnect"], node_devices)

@@ -64,8 +64,8 @@ class CompiledCollectives(plain.Collectives):
         self._num_buffers = 0
         self._owned: dict[int, range] = {}  # by the number of a common buffer, the addresses of this rank's area
         self._group = _CompiledGroup(
-            words=board.words_address,
-            slots=board.slots_address,
+            words=ctypes.addressof(ctypes.c_char.from_buffer(board.words)),
+            slots=board.slot(0, 0, torch.uint8).data_ptr(),  # those of all rounds and ranks follow it
             common=ctypes.cast(self._common, ctypes.POINTER(ctypes.c_void_p)),
             common_bytes=ctypes.cast(self._common_bytes, ctypes.POINTER(ctypes.c_int64)),
             size=board.size,
@@ -74,7 +74,6 @@ class CompiledCollectives(plain.Collectives):
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        """Replaces the flat ``tensor`` by the reduction over all ranks."""
         if tensor.dtype not in self._types or tensor.numel() == 0:
             return super().all_reduce(tensor, op)
         stamp = plain.stamp_of("all_reduce", tensor, plain.OPS.index(op))
@@ -84,14 +83,12 @@ class CompiledCollectives(plain.Collectives):
         return self._steps("all_reduce", tensor, tensor, tensor.numel(), stamp, op=op, meets=meets)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
         if tensor.dtype not in self._types or tensor.numel() == 0:
             return super().reduce_scatter(output, tensor, op)
         stamp = plain.stamp_of("reduce_scatter", tensor, plain.OPS.index(op))
         return self._steps("reduce_scatter", output, tensor, output.numel(), stamp, op=op)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
-        """Fills ``output`` with every rank's ``tensor``, which may be its own place in it; both are flat bytes."""
         if tensor.numel() == 0:
             return super().all_gather(output, tensor, stamp)
         own = output.view(self.board.size, tensor.numel())[self.board.rank]
@@ -100,7 +97,6 @@ class CompiledCollectives(plain.Collectives):
         return self._steps("all_gather", output, tensor, tensor.numel(), stamp)
 
     def broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
-        """Replaces flat bytes by those of rank ``source``, which does not wait for the others to take them."""
         if tensor.numel() == 0:
             return super().broadcast(tensor, source, stamp)
         return self._steps("broadcast", tensor, tensor, tensor.numel(), stamp, source=source)
