@@ -96,7 +96,11 @@ class _Walker:
             self._backward(number, is_last=is_last)
         if is_last:
             if self._layout.strategy == "hybrid" and self._is_hosted:
-                self._send_sums()
+                # The sums go to the device, where groups average them, and back.
+                seconds = _WIDE * self._step.params / self._step.bus
+                clock.work_on_host(0.0, self._leaving)
+                clock.wait(clock.issue("to_device", seconds))
+                clock.work_on_host(0.0, (clock.issue("to_host", seconds),))
             clock.work_on_host(0.0, self._leaving)
         return clock.now
 
@@ -127,10 +131,8 @@ class _Walker:
 
     def _forward_of_units(self) -> None:
         clock, units = self._clock, self._step.pieces
-        here, ahead = (self._fetch(unit, has_changed=True) for unit in units[:2])
-        clock.wait(here)
-        clock.compute_for(units[0].forward)
-        for place, unit in enumerate(units[1:], 1):
+        ahead = self._fetch(units[0], has_changed=True)
+        for place, unit in enumerate(units):
             here = ahead
             if place + 1 < len(units):
                 ahead = self._fetch(units[place + 1], has_changed=True)
@@ -187,9 +189,3 @@ class _Walker:
             clock.work_on_host(_SUM * piece.params / step.host, (*before, copied))
         else:
             self._leaving.append(copied)
-
-    def _send_sums(self) -> None:
-        clock, seconds = self._clock, _WIDE * self._step.params / self._step.bus
-        clock.work_on_host(0.0, self._leaving)
-        clock.wait(clock.issue("to_device", seconds))
-        clock.work_on_host(0.0, (clock.issue("to_host", seconds),))
