@@ -257,7 +257,6 @@ def _text_of(base: Path | None, config: Config) -> str:
 
 
 def to_json(found: Refit) -> Mapping[str, Any]:
-    """Returns the figures as plain data."""
     return {
         "measured_s": found.measured_s,
         "before_s": found.before_s,

@@ -113,7 +113,6 @@ class BlockModel:
         self.other: Compute = "bf16" if self.linear in ("fp8", "fp4") else self.linear
 
     def costs(self) -> BlockCosts:
-        """Returns what a block and the ends take."""
         matmul_f, matmul_b, last = self._matmuls()
         attention_f, attention_b = self._attention()
         memory_f = self._memory()

@@ -53,16 +53,12 @@ class Offloaded:
     def params(self) -> float:
         return sum(piece.params for piece in self.pieces)
 
-    @property
-    def update(self) -> float:
-        """Seconds of the norm and the update, where the host does them."""
-        return _UPDATE * self.params / self.host if self.layout.offload.optimizer else 0.0
-
     def added(self) -> tuple[float, float]:
         """Returns the seconds that copies over the bus add to a step, and those that the host's work adds."""
         usual = _walk(replace(self, layout=replace(self.layout, offload=Offload())))
         copied = _walk(replace(self, host=float("inf")))
-        return max(0.0, copied - usual), max(0.0, _walk(self) - copied) + self.update
+        update = _UPDATE * self.params / self.host if self.layout.offload.optimizer else 0.0
+        return max(0.0, copied - usual), max(0.0, _walk(self) - copied) + update
 
 
 def _walk(step: Offloaded) -> float:

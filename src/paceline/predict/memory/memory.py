@@ -59,7 +59,6 @@ class StateFacts:
 
     @classmethod
     def of(cls, config: Config, device: str) -> StateFacts:
-        """Reads them from a config."""
         return cls(
             itemsize=8 if config.train.dtype == "float64" else 4,
             optimizer_slots=optimizer_slots(config.optim) + (config.train.ema_decay is not None),
@@ -218,7 +217,7 @@ class _Estimate:
         bucket, model = self.layout.bucket_bytes, self.model
         if self.layout.strategy == "ddp":
             return min(2 * bucket, self.full)
-        block = max(bucket, *(self.itemsize * each.largest_parameter for each in model.blocks), 0)
+        block = max([bucket, *(self.itemsize * each.largest_parameter for each in model.blocks)])
         root = max(bucket, self.itemsize * model.root.largest_parameter)
         both = min(block + max(block, root), self.full)  # the root's tensors are at the two ends
         is_cut = self.layout.strategy == "zero2" and self.offload.updates_on_host

@@ -93,11 +93,11 @@ def stage_bounds(model: ModelFacts, stages: int) -> tuple[int, ...]:
         [
             LayerCost(
                 name=str(number),
-                forward=each.operations,
-                backward=2 * each.operations,
-                state_bytes=16 * each.parameters,
+                forward=layer.operations,
+                backward=2 * layer.operations,
+                state_bytes=16 * layer.parameters,
             )
-            for number, each in enumerate(model.layers)
+            for number, layer in enumerate(model.layers)
         ],
         stages,
     )

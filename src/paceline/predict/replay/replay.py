@@ -343,7 +343,6 @@ class _Actor:
         return self.contention * max(0.0, beside)
 
     def times(self) -> ReplayedRank:
-        """Returns what this rank's step took."""
         self.found.seconds = self.clock.now
         self.found.spans = tuple(self.spans or ())
         return self.found

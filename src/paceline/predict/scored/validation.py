@@ -55,6 +55,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scores:
+    """What is scored of all rows and of each family alike; None where no row tells it."""
+
     time: ErrorScores | None
     memory: ErrorScores | None
     ranking: Ranking | None
