@@ -22,7 +22,6 @@ from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import (
     StateFacts,
-    activation_bytes,
     estimate_memory,
     largest_microbatch,
     optimizer_slots,
@@ -162,7 +161,8 @@ def test_offload_moves_to_the_host() -> None:
     ],
 )
 def test_checkpointing(checkpoint: str, expected: float) -> None:
-    assert activation_bytes(MODEL, Layout(microbatch=8, checkpoint_activations=checkpoint)) == expected
+    layout = Layout(microbatch=8, checkpoint_activations=checkpoint)
+    assert estimate_memory(MODEL, layout, StateFacts()).activations == expected
 
 
 @given(

@@ -60,9 +60,7 @@ def make_entry(name: str, machine: Machine, measured: MachineFigures, best: dict
     links = {
         f"{name}-{_LINK_NAMES[kind]}": _link(kind, found, measured.ranks) for kind, found in measured.links.items()
     }
-    content: dict[str, Any] = {"devices": {name: _device(name, machine, measured, best, known)}}
-    if origin.time:
-        content["devices"][name]["measured"] = _measured(machine, measured, origin)
+    content: dict[str, Any] = {"devices": {name: _device(name, machine, measured, best, known, origin)}}
     if links:
         content["links"] = links
     content["nodes"] = _nodes(name, measured.ranks, list(links))
@@ -70,7 +68,10 @@ def make_entry(name: str, machine: Machine, measured: MachineFigures, best: dict
         _add_alone(content, name, machine, measured.alone, origin)
     if not links:
         # One rank: nothing was measured between ranks, and a node names a link all the same.
-        content["links"] = {f"{name}-alone": _lone_link(measured)}
+        # A copy reads and writes, so that it has half of the memory's rate.
+        rate = rounded(measured.kernels.memory_bandwidth / 2e9)
+        lone = {"kind": "shared_memory", "gb_per_s": rate, "efficiency": 1.0, "latency_us": 20.0}
+        content["links"] = {f"{name}-alone": lone}
     written = yaml.safe_dump(content, sort_keys=False, width=110, default_flow_style=None)
     text = f"{_header(machine, measured, origin)}\n{written}"
     parse_catalog(text, "the new entry")
@@ -80,9 +81,7 @@ def make_entry(name: str, machine: Machine, measured: MachineFigures, best: dict
 def _add_alone(content: dict[str, Any], name: str, machine: Machine, alone: MachineFigures, origin: Origin) -> None:
     """Adds one rank that has all cores, as a device and a node of its own, behind those of several ranks."""
     whole = f"{name}-alone"
-    content["devices"][whole] = _device(whole, machine, alone, best_rates(alone.kernels.rates), None)
-    if origin.time:
-        content["devices"][whole]["measured"] = _measured(machine, alone, origin)
+    content["devices"][whole] = _device(whole, machine, alone, best_rates(alone.kernels.rates), None, origin)
     content["nodes"][whole] = {"device": whole, "devices": 1, "inside": next(iter(content["links"]))}
 
 
@@ -109,7 +108,7 @@ def _header(machine: Machine, measured: MachineFigures, origin: Origin) -> str:
 
 
 def _device(
-    name: str, machine: Machine, measured: MachineFigures, best: dict[str, float], known: Device | None
+    name: str, machine: Machine, measured: MachineFigures, best: dict[str, float], known: Device | None, origin: Origin
 ) -> dict[str, Any]:
     kernels = measured.kernels
     bandwidth = known.memory_bandwidth if known else kernels.memory_bandwidth
@@ -143,19 +142,17 @@ def _device(
         found["memory_rates"] = {
             family: {size: rounded(rate / 1e9) for size, rate in points} for family, points in families.rates.items()
         }
+    if origin.time:
+        found["measured"] = {
+            "time": origin.time,
+            "torch": origin.versions.removeprefix("torch "),
+            "python": origin.python,
+            "processor": _what(machine, measured),
+            "threads": measured.threads,
+            "ranks": measured.ranks,
+            "spread": rounded(origin.spread),
+        }
     return found
-
-
-def _measured(machine: Machine, measured: MachineFigures, origin: Origin) -> dict[str, Any]:
-    return {
-        "time": origin.time,
-        "torch": origin.versions.removeprefix("torch "),
-        "python": origin.python,
-        "processor": _what(machine, measured),
-        "threads": measured.threads,
-        "ranks": measured.ranks,
-        "spread": rounded(origin.spread),
-    }
 
 
 def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
@@ -171,12 +168,6 @@ def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
         },
         "busy": rounded(found.busy),
     }
-
-
-def _lone_link(measured: MachineFigures) -> dict[str, Any]:
-    """Returns a link for a rank that is alone. A copy reads and writes, so it has half of the memory's rate."""
-    rate = rounded(measured.kernels.memory_bandwidth / 2e9)
-    return {"kind": "shared_memory", "gb_per_s": rate, "efficiency": 1.0, "latency_us": 20.0}
 
 
 def _nodes(name: str, ranks: int, links: list[str]) -> dict[str, Any]:

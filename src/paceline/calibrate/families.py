@@ -63,20 +63,20 @@ def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwa
         rates[family] = tuple(points)
     tensor = _tensor(device, watch)
     spreads["tensors of a list"] = tensor.spread
-    if device.type == "cpu":
-        watch.meet()
-        loop = measure_loop(tensor.seconds, rounds=3 * watch.samples)
-        return FamilyFigures(
-            rates=rates,
-            operation_s=loop.operation_s,
-            tensor_s=tensor.seconds,
-            step_s=loop.step_s,
-            loop_s=loop.loop_s,
-            spreads=spreads | {"operations": loop.spread},
-        )
-    operation = _operation(device, watch, tensor.seconds)
-    spreads["operations"] = operation.spread
-    return FamilyFigures(rates=rates, operation_s=operation.seconds, tensor_s=tensor.seconds, spreads=spreads)
+    if device.type != "cpu":
+        operation = _operation(device, watch, tensor.seconds)
+        spreads["operations"] = operation.spread
+        return FamilyFigures(rates=rates, operation_s=operation.seconds, tensor_s=tensor.seconds, spreads=spreads)
+    watch.meet()
+    loop = measure_loop(tensor.seconds, rounds=3 * watch.samples)
+    return FamilyFigures(
+        rates=rates,
+        operation_s=loop.operation_s,
+        tensor_s=tensor.seconds,
+        step_s=loop.step_s,
+        loop_s=loop.loop_s,
+        spreads=spreads | {"operations": loop.spread},
+    )
 
 
 def make_call(family: MemoryFamily, device: torch.device, num_bytes: int) -> Call:

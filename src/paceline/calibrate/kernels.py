@@ -9,15 +9,17 @@ tensors far larger than any cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 
 import torch
 import torch.nn.functional as F
 
 from paceline.calibrate.families import ON_CPU_BYTES, ON_CUDA_BYTES, FamilyFigures, measure_families
-from paceline.calibrate.sampling import Stopwatch, Timed
+from paceline.calibrate.sampling import Stopwatch
 from paceline.cluster.devices import ShapeRate
 from paceline.units import MIB
 
@@ -112,19 +114,17 @@ class KernelFigures:
 def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, with_compiled: bool) -> KernelFigures:
     """Measures one device. Where several ranks do so at once, each gets what is left to it, as in a run."""
     spreads: dict[str, float] = {}
-    rates = [
-        *_products(device, shapes, watch, spreads),
-        *_linears(device, shapes, watch, spreads),
-        *_attention(device, shapes, watch, spreads),
-    ]
-    stream = _stream(device, shapes.stream_bytes, watch)
+    timer = _Timer(device, watch, spreads)
+    rates = (*_products(timer, shapes), *_linears(timer, shapes), *_attention(timer, shapes))
+    first, second, out = (torch.ones(shapes.stream_bytes // 4, device=device) for _ in range(3))
+    stream = watch.time(partial(torch.add, first, second, out=out))
     launch = watch.time_host(_eager_chain(device))
     spreads |= {"memory": stream.spread, "launches": launch.spread}
     families = measure_families(device, shapes.family_bytes, watch) if shapes.family_bytes else None
     spreads |= families.spreads if families else {}
     compiled = _compiled_launch(device, watch) if with_compiled else None
     return KernelFigures(
-        rates=tuple(rates),
+        rates=rates,
         memory_bandwidth=3 * shapes.stream_bytes / stream.seconds,
         launch_s=launch.seconds / (2 * _CHAIN),
         compiled_launch_s=compiled,
@@ -133,38 +133,49 @@ def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, w
     )
 
 
-def _products(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[ShapeRate]:
-    found = []
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    """Times calls on one device, and keeps how far their samples spread."""
+
+    device: torch.device
+    watch: Stopwatch
+    spreads: dict[str, float]
+
+    def random(self, dtype: str, *sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, device=self.device).to(_DTYPES[dtype])
+
+    def rate(self, name: str, call: Callable[[], object], flops: float) -> float:
+        """Returns FLOPs per second of a call that has so many."""
+        timed = self.watch.time(call)
+        self.spreads[name] = timed.spread
+        return flops / timed.seconds
+
+
+def _products(timer: _Timer, shapes: Shapes) -> Iterator[ShapeRate]:
     for dtype, products in shapes.products.items():
         for rows, inner, columns in products:
-            left = torch.randn(rows, inner, device=device).to(_DTYPES[dtype])
-            right = torch.randn(inner, columns, device=device).to(_DTYPES[dtype])
-            out = torch.empty(rows, columns, device=device, dtype=left.dtype)
-            with _Tf32(dtype == "tf32"):
-                timed = watch.time(lambda a=left, b=right, c=out: torch.mm(a, b, out=c))  # type: ignore[misc]
-            spreads[f"{dtype} {rows}x{inner}x{columns}"] = timed.spread
-            flops = 2.0 * rows * inner * columns / timed.seconds
-            found.append(ShapeRate(kind="matmul", dtype=dtype, sizes=(rows, inner, columns), flops=flops))
-    return found
+            left, right = timer.random(dtype, rows, inner), timer.random(dtype, inner, columns)
+            out = torch.empty(rows, columns, device=timer.device, dtype=left.dtype)
+            name, call = f"{dtype} {rows}x{inner}x{columns}", partial(torch.mm, left, right, out=out)
+            with _tf32(dtype == "tf32"):
+                flops = timer.rate(name, call, 2.0 * rows * inner * columns)
+            yield ShapeRate(kind="matmul", dtype=dtype, sizes=(rows, inner, columns), flops=flops)
 
 
-def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[ShapeRate]:
+def _linears(timer: _Timer, shapes: Shapes) -> Iterator[ShapeRate]:
     """Measures the three products of each linear layer, with operands as a training step has them."""
-    found, dtype = [], shapes.linear_dtype
+    dtype = shapes.linear_dtype
     for rows, inner, outer in shapes.linears:
-        inputs = torch.randn(rows, inner, device=device).to(_DTYPES[dtype])
-        weight = torch.randn(outer, inner, device=device).to(_DTYPES[dtype])
-        gradient = torch.randn(rows, outer, device=device).to(_DTYPES[dtype])
+        inputs, weight = timer.random(dtype, rows, inner), timer.random(dtype, outer, inner)
+        gradient = timer.random(dtype, rows, outer)
         for layout, sizes, left, right in (
             ("nt", (rows, inner, outer), inputs, weight.t()),
             ("nn", (rows, outer, inner), gradient, weight),
             ("tn", (outer, rows, inner), gradient.t(), inputs),
         ):
-            timed = watch.time(_by_turns(left, right))
-            spreads[f"{dtype} {'x'.join(map(str, sizes))} {layout}"] = timed.spread
-            flops = 2.0 * rows * inner * outer / timed.seconds
-            found.append(ShapeRate(kind="matmul", dtype=dtype, sizes=sizes, flops=flops, layout=layout))
-    return found
+            name = f"{dtype} {'x'.join(map(str, sizes))} {layout}"
+            flops = timer.rate(name, _by_turns(left, right), 2.0 * rows * inner * outer)
+            yield ShapeRate(kind="matmul", dtype=dtype, sizes=sizes, flops=flops, layout=layout)
 
 
 def _by_turns(left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
@@ -177,34 +188,27 @@ def _by_turns(left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
     return lambda: torch.mm(left, next(turns))
 
 
-class _Tf32:
-    """Allows TF32 in products for a while; no-op on a CPU."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
-
-    def __enter__(self) -> None:
-        self._before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self._wanted
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self._before
+@contextmanager
+def _tf32(is_allowed: bool) -> Iterator[None]:
+    """Allows or forbids TF32 in products for a while; no-op on a CPU."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _attention(device: torch.device, shapes: Shapes, watch: Stopwatch, spreads: dict[str, float]) -> list[ShapeRate]:
-    found = []
-    dtype = "bf16" if device.type == "cuda" else "fp32"
-    for batch, heads, length, size in shapes.attention:
-        parts = [torch.randn(batch, heads, length, size, device=device).to(_DTYPES[dtype]) for _ in range(3)]
-        timed = watch.time(lambda p=parts: F.scaled_dot_product_attention(*p, is_causal=True))  # type: ignore[misc]
-        spreads[f"attention {batch}x{heads}x{length}x{size}"] = timed.spread
-        flops = 2.0 * batch * heads * length**2 * size / timed.seconds
-        found.append(ShapeRate(kind="attention", dtype=dtype, sizes=(batch, heads, length, size), flops=flops))
-        backward = watch.time(_attention_backward(parts))
-        spreads[f"attention {batch}x{heads}x{length}x{size} backward"] = backward.spread
-        flops = 2.5 * 2.0 * batch * heads * length**2 * size / backward.seconds
-        found.append(ShapeRate(kind="attention_backward", dtype=dtype, sizes=(batch, heads, length, size), flops=flops))
-    return found
+def _attention(timer: _Timer, shapes: Shapes) -> Iterator[ShapeRate]:
+    dtype = "bf16" if timer.device.type == "cuda" else "fp32"
+    for sizes in shapes.attention:
+        batch, heads, length, size = sizes
+        query, key, value = parts = [timer.random(dtype, *sizes) for _ in range(3)]
+        name, flops = f"attention {'x'.join(map(str, sizes))}", 2.0 * batch * heads * length**2 * size
+        forward = timer.rate(name, partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), flops)
+        yield ShapeRate(kind="attention", dtype=dtype, sizes=sizes, flops=forward)
+        backward = timer.rate(f"{name} backward", _attention_backward(parts), 2.5 * flops)
+        yield ShapeRate(kind="attention_backward", dtype=dtype, sizes=sizes, flops=backward)
 
 
 def _attention_backward(parts: list[torch.Tensor]) -> Callable[[], object]:
@@ -212,11 +216,6 @@ def _attention_backward(parts: list[torch.Tensor]) -> Callable[[], object]:
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     gradient = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, needed, gradient, retain_graph=True)
-
-
-def _stream(device: torch.device, num_bytes: int, watch: Stopwatch) -> Timed:
-    first, second, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
-    return watch.time(lambda: torch.add(first, second, out=out))
 
 
 def _eager_chain(device: torch.device) -> Callable[[], None]:

@@ -147,8 +147,6 @@ def recorded(call: Callable[[], object]) -> list[Operation]:
 
 
 class _KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the kernels of what runs inside."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []

@@ -7,7 +7,8 @@ is the median of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -118,32 +119,28 @@ def combine_ranks(found: Sequence[RankFigures], wanted: Wanted, threads: int) ->
 
 def median_figures(found: Sequence[KernelFigures]) -> KernelFigures:
     """Returns the median rank's figures, and the worst spreads of all."""
-    first = found[0]
-    rates = tuple(
-        replace(rate, flops=statistics.median(each.rates[place].flops for each in found))
-        for place, rate in enumerate(first.rates)
-    )
     compiled = [each.compiled_launch_s for each in found if each.compiled_launch_s is not None]
     families = [each.families for each in found if each.families is not None]
     return KernelFigures(
-        rates=rates,
+        rates=tuple(
+            replace(rate, flops=statistics.median(each.rates[place].flops for each in found))
+            for place, rate in enumerate(found[0].rates)
+        ),
         families=median_families(families) if families else None,
         memory_bandwidth=statistics.median(each.memory_bandwidth for each in found),
         launch_s=statistics.median(each.launch_s for each in found),
         compiled_launch_s=statistics.median(compiled) if compiled else None,
-        spreads={name: max(each.spreads[name] for each in found) for name in first.spreads},
+        spreads={name: max(each.spreads[name] for each in found) for name in found[0].spreads},
     )
 
 
 def median_families(found: Sequence[FamilyFigures]) -> FamilyFigures:
-    """Returns the median rank's families."""
-    first = found[0]
     rates = {
         family: tuple(
             (size, statistics.median(each.rates[family][place][1] for each in found))
             for place, (size, _) in enumerate(points)
         )
-        for family, points in first.rates.items()
+        for family, points in found[0].rates.items()
     }
     loops = [each.loop_s for each in found if each.loop_s is not None]
     return FamilyFigures(
@@ -184,10 +181,9 @@ def measure_rank(comm: Communicator, wanted: Wanted) -> RankFigures:
     share = _least_share(comm)
     if share < LEAST_SHARE and not wanted.accepts_noise:
         return RankFigures(share=share)
-    finish: Callable[[], None] = torch.cuda.synchronize if is_cuda else _nothing
-    watch = Stopwatch(
-        samples=wanted.samples, meet=comm.barrier, finish=finish, shortest_s=_GPU_SAMPLE_S if is_cuda else 1e-3
-    )
+    watch = Stopwatch(samples=wanted.samples, meet=comm.barrier)
+    if is_cuda:
+        watch = replace(watch, finish=torch.cuda.synchronize, shortest_s=_GPU_SAMPLE_S)
     shapes = wanted.shapes or (ON_CUDA if is_cuda else ON_CPU)
     kernels = measure_kernels(device, shapes, watch, with_compiled=wanted.with_compiled and comm.rank == 0)
     comm.barrier()
@@ -218,14 +214,8 @@ def _links(comm: Communicator, device: torch.device, wanted: Wanted, watch: Stop
         watch = Stopwatch(samples=watch.samples, meet=over.barrier, finish=watch.finish)
         return {"nvlink": measure_link(over, wanted.sizes, watch, "nccl")}
     found = {}
-    try:
+    with suppress(CommunicationError):  # too little of it on this host, on all ranks alike
         shared = SharedMemoryCommunicator.join(comm)
         found["shared_memory"] = measure_link(shared, wanted.sizes, watch, "shared memory")
-    except CommunicationError:  # too little of it on this host, on all ranks alike
-        pass
     found["loopback"] = measure_link(comm, wanted.sizes, watch, "gloo")
     return found
-
-
-def _nothing() -> None:
-    """Does nothing: a CPU has done its work when a call returns."""

@@ -61,7 +61,6 @@ class Refit:
     compute: float
     communication: float
     text: str
-
     ranks: int = 1
     cores: int = 0  # that ranks on CPUs shared
 
@@ -222,11 +221,10 @@ def _predict(programs: tuple[Program, ...], cluster: Cluster) -> tuple[float, fl
 
 
 def _cluster(config: Config, machine: Machine, text: str) -> Cluster:
-    ranks = config.parallel.decided_ranks
     with TemporaryDirectory() as folder:
         path = Path(folder) / "entry.yaml"
         path.write_text(text, encoding="utf-8")
-        return present_cluster(config, machine, ranks, None, path)[0]
+        return present_cluster(config, machine, config.parallel.decided_ranks, None, path)[0]
 
 
 def _config(run_folder: Path) -> Config:
@@ -259,7 +257,6 @@ def _text_of(base: Path | None, config: Config) -> str:
 
 
 def to_json(found: Refit) -> Mapping[str, Any]:
-    """Returns the figures as plain data."""
     return {
         "measured_s": found.measured_s,
         "before_s": found.before_s,

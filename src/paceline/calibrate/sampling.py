@@ -74,7 +74,6 @@ class Stopwatch:
 
 
 def summarize(samples: list[float]) -> Timed:
-    """Returns the median of samples and their spread."""
     middle = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [middle] * 3
     return Timed(seconds=middle, spread=(high - low) / middle)

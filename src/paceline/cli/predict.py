@@ -96,14 +96,15 @@ def _check_options(slow_links: dict[int, float], price: float | None) -> None:
 
 def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None) -> list[str]:
     """Returns what there is to say about a step, line by line."""
-    low, high = found.band
+    program, cluster, (low, high) = found.program, found.cluster, found.band
+    devices = f"{program.ranks} x {cluster.device.name}"
     kind = ", the band of runs outside what was calibrated" if found.outside else " in nine of ten runs of this kind"
     lines = [
-        f"{found.name} on {found.cluster}: {found.ranks} x {found.device}, {found.strategy}, {found.framework}",
+        f"{program.name} on {cluster.name}: {devices}, {program.strategy}, {found.framework}",
         "",
         f"step          {format_seconds(found.seconds)}, between {format_seconds(low)} and "
         f"{format_seconds(high)}{kind}",
-        f"{found.element:<13} {found.elements_per_s:,.0f} per second",
+        f"{program.element:<13} {found.elements_per_s:,.0f} per second",
         f"MFU           {found.mfu:.1%}",
         f"batch         {batch.global_batch} samples: microbatch {batch.microbatch} x accumulate {batch.accumulate} x "
         f"{batch.ranks} data rank{'' if batch.ranks == 1 else 's'}",
@@ -149,7 +150,8 @@ def _memory(found: ReplayedStep) -> list[str]:
         if size:
             lines.append(f"  {name:<11} {size / 2**30:>10.3f}")
     verdict = "fits" if found.fits else "OUT OF MEMORY"
-    lines.append(f"  {'all':<11} {found.total_memory / 2**30:>10.3f}  of {found.memory_bytes / 2**30:.1f}: {verdict}")
+    room = found.cluster.device.memory_bytes / 2**30
+    lines.append(f"  {'all':<11} {found.total_memory / 2**30:>10.3f}  of {room:.1f}: {verdict}")
     return lines
 
 

@@ -153,6 +153,11 @@ class Running:
     names_precision: bool = False
     shown: Shown = "all"
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether numbers take four bytes."""
+        return self.compute in ("fp32", "tf32")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -161,6 +166,17 @@ class Workload:
     model: ModelShape | SampleModel
     layout: Layout
     run: Running
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model, where the formulas of transformers are asked."""
+        assert isinstance(self.model, ModelShape)
+        return self.model
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a microbatch that a rank computes."""
+        return self.micro_batch * self.run.seq_len / self.layout.context
 
     @property
     def micro_batch(self) -> float:

@@ -187,11 +187,10 @@ def _check_deadlock(schedule: Schedule, cells: _Cells) -> None:
         return tuple(found)
 
     done = walk(orders, needs)
-    if not done.is_stuck(orders):
+    if not done.stuck:
         return
     lines = []
-    stuck = [order[position] for order, position in zip(orders, done.positions, strict=True) if position < len(order)]
-    for action in stuck:
+    for action in done.stuck:
         missing = next(each for each in needs(action) if each not in done.times)
         lines.append(
             f"rank {cells[action][0]}, slot {cells[action][1]}: {action} waits for {missing} "

@@ -99,7 +99,6 @@ class RankClock(StreamClock):
         return max(self.host, self.compute)
 
     def compute_for(self, seconds: float) -> None:
-        """Computes on the device."""
         self.compute = self.now + seconds
 
     def issue(self, lane: str, seconds: float) -> float:

@@ -136,13 +136,10 @@ def compute_needs(orders: Iterable[Iterable[Action]], stages: int) -> Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """When each action of a program ran, and where each rank stands: at its end, unless the ranks are stuck."""
+    """When each action of a program ran, and the next action of each rank that is stuck."""
 
     times: Times
-    positions: tuple[int, ...]
-
-    def is_stuck(self, orders: Sequence[Sequence[Action]]) -> bool:
-        return any(position < len(order) for position, order in zip(self.positions, orders, strict=True))
+    stuck: tuple[Action, ...]
 
 
 def walk(
@@ -173,7 +170,8 @@ def walk(
             times[action] = clock.run(rank, duration(action), ends)
             positions[rank] += 1
             ready += waiting.pop(action, [])
-    return Walk(times=times, positions=tuple(positions))
+    stuck = (order[position] for order, position in zip(orders, positions, strict=True) if position < len(order))
+    return Walk(times=times, stuck=tuple(stuck))
 
 
 def align(name: str, orders: Sequence[Sequence[Action]], placement: Sequence[int], microbatches: int) -> Schedule:

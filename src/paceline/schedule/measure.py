@@ -1,19 +1,11 @@
 """How long a schedule takes, how much of that is idle, and how much it holds: a small event simulation.
 
-Each rank runs its actions in order, each as soon as what it needs is there. With p ranks, v chunks a rank, m
-microbatches and equal stages (a rank's share of the model takes 1 forward and 2 backward, in parts 1 and 1; a chunk
-takes a v-th of that):
+Each rank runs its actions in order, each as soon as what it needs is there.
 
-    makespan = work + idle            bubble = idle / makespan        overhead = idle / work
+    makespan = work + idle            overhead = idle / work          bubble = idle / makespan
 
-                                      bubble                          overhead
-    gpipe, 1f1b                       (p-1) / (m + p-1)               (p-1) / m
-    interleaved, m >= p               (p-1) / (v m + p-1)             (p-1) / (v m)
-    zb-h1, m >= p                     (p-1) / (3 m + p-1)             (p-1) / (3 m)
-    zb-v, m >= 1.5 p                  (p-1) / (6 m + p-1)             (p-1) / (6 m)
-
-So it is the overhead that the chunks divide by v; ``bubble``, the idle share of the makespan over all ranks, is what a
-user sees as time lost.
+``schedules.py`` has a table of the overhead o, which v chunks divide by v. The bubble, o / (1 + o), is what a user sees
+as time lost.
 """
 
 from __future__ import annotations

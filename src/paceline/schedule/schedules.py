@@ -30,7 +30,6 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.schedule.check import check_schedule
@@ -190,27 +189,19 @@ def _ready(rank: int, placement: Sequence[int], microbatches: int, done: _Progre
             yield Action("W", stage, weights)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _KnownSchedule:
-    """A schedule by name: how it is made, and how many chunks of the model a rank may hold."""
-
-    make: Callable[[int, int, int], Schedule]
-    chunks: int  # what it takes when nothing is said
-    most_chunks: int | None
-
-
-_SCHEDULES = {
-    "gpipe": _KnownSchedule(make=lambda p, m, _: gpipe(p, m), chunks=1, most_chunks=1),
-    "1f1b": _KnownSchedule(make=lambda p, m, _: one_f_one_b(p, m), chunks=1, most_chunks=1),
-    "interleaved": _KnownSchedule(make=interleaved, chunks=2, most_chunks=None),
-    "zb-h1": _KnownSchedule(make=lambda p, m, _: zb_h1(p, m), chunks=1, most_chunks=1),
-    "zb-v": _KnownSchedule(make=lambda p, m, _: zb_v(p, m), chunks=2, most_chunks=2),
+_SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": lambda p, m, _: gpipe(p, m),
+    "1f1b": lambda p, m, _: one_f_one_b(p, m),
+    "interleaved": interleaved,
+    "zb-h1": lambda p, m, _: zb_h1(p, m),
+    "zb-v": lambda p, m, _: zb_v(p, m),
 }
-
-
 SCHEDULE_NAMES = tuple(_SCHEDULES)
 # The fewest and the most stages of a rank, by schedule; None: as many as one likes.
-CHUNKS = {name: (entry.chunks, entry.most_chunks) for name, entry in _SCHEDULES.items()}
+CHUNKS: dict[str, tuple[int, int | None]] = dict.fromkeys(_SCHEDULES, (1, 1)) | {
+    "interleaved": (2, None),
+    "zb-v": (2, 2),
+}
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
@@ -225,12 +216,12 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if number < 1:
             raise UsageError(f"schedule {name!r} with {what} = {number}\n  there must be at least one")
-    entry = _SCHEDULES[name]
-    chunks = entry.chunks if chunks is None else chunks
-    if chunks < entry.chunks or (entry.most_chunks is not None and chunks > entry.most_chunks):
-        rule = f"exactly {entry.chunks}" if entry.chunks == entry.most_chunks else f"at least {entry.chunks}"
+    fewest, most = CHUNKS[name]
+    chunks = fewest if chunks is None else chunks
+    if chunks < fewest or (most is not None and chunks > most):
+        rule = f"exactly {fewest}" if fewest == most else f"at least {fewest}"
         raise UsageError(
             f"schedule {name!r} with chunks = {chunks}\n  it takes {rule} a rank\n"
             "  for several chunks take interleaved (2 or more) or zb-v (2), for one any other"
         )
-    return entry.make(ranks, microbatches, chunks)
+    return _SCHEDULES[name](ranks, microbatches, chunks)

@@ -99,11 +99,11 @@ def _read_header(lines: Sequence[str], source: str) -> dict[str, str]:
 
 
 def _numbers(header: dict[str, str], what: str, source: str) -> tuple[int, ...]:
-    if what not in header:
+    text = header.get(what)
+    if text is None:
         return ()
-    text = header[what]
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(map(int, text.split(",")))
     except ValueError as error:
         raise UsageError(f"{source}: {what}={text} is not made of whole numbers\n  write {what}=0,1,2, say") from error
 
@@ -146,8 +146,13 @@ def render_text(schedule: Schedule, measure: ScheduleMeasure | None = None, *, w
     """
     measure = measure or measure_schedule(schedule)
     unit, spans = _columns(schedule, measure)
-    blocks = [_heading(schedule, unit), "", *_grid(schedule, spans, width), *_table(schedule, measure)]
-    return "\n".join([*blocks, _verdict(measure)])
+    work = sum(measure.busy) / len(measure.busy)
+    verdict = (
+        f"makespan {measure.makespan:g} for {work:g} of work a rank\n"
+        f"bubble   {measure.bubble:.1%} of the makespan is idle, {measure.overhead:.1%} relative to the work"
+    )
+    grid, table = _grid(schedule, spans, width), _table(schedule, measure)
+    return "\n".join([_heading(schedule, unit), "", *grid, *table, verdict])
 
 
 def _heading(schedule: Schedule, unit: float | None) -> str:
@@ -214,14 +219,6 @@ def _table(schedule: Schedule, measure: ScheduleMeasure) -> list[str]:
     return [*lines, ""]
 
 
-def _verdict(measure: ScheduleMeasure) -> str:
-    work = sum(measure.busy) / len(measure.busy)
-    return (
-        f"makespan {measure.makespan:g} for {work:g} of work a rank\n"
-        f"bubble   {measure.bubble:.1%} of the makespan is idle, {measure.overhead:.1%} relative to the work"
-    )
-
-
 def draw(schedule: Schedule, path: Path, measure: ScheduleMeasure | None = None) -> None:
     """Draws the schedule into a file; the ending (.png, .svg, .pdf) is its format. Raises UsageError for others."""
     from matplotlib.figure import Figure
@@ -243,21 +240,18 @@ def draw(schedule: Schedule, path: Path, measure: ScheduleMeasure | None = None)
     axes.set_ylim(schedule.ranks - 0.5, -0.5)
     axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
     axes.set_xlabel("time")
-    axes.set_title(_title(schedule, measure), loc="left", fontsize=10)
+    legends = [legend for kind, legend in _LEGEND.items() if any(action.kind == kind for action in measure.times)]
+    title = (
+        f"{schedule.name}, {schedule.microbatches} microbatches: bubble {measure.bubble:.1%}, "
+        f"at most {max(measure.in_flight_share):g} microbatches in flight\n" + ", ".join(legends)
+    )
+    axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     try:
         figure.savefig(path)
     except OSError as error:
         raise UsageError(f"the picture cannot be written to {path}: {error}") from error
-
-
-def _title(schedule: Schedule, measure: ScheduleMeasure) -> str:
-    legends = [legend for kind, legend in _LEGEND.items() if any(action.kind == kind for action in measure.times)]
-    return (
-        f"{schedule.name}, {schedule.microbatches} microbatches: bubble {measure.bubble:.1%}, "
-        f"at most {max(measure.in_flight_share):g} microbatches in flight\n" + ", ".join(legends)
-    )
 
 
 def _draw_bars(axes: Axes, schedule: Schedule, measure: ScheduleMeasure) -> None:

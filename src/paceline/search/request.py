@@ -12,9 +12,9 @@ from paceline.cluster.entries import near_names
 from paceline.config import Config, load_config
 from paceline.errors import UsageError
 from paceline.plan.workload import ModelShape
-from paceline.predict.memory.engine_memory import EngineMemory
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts
+from paceline.predict.memory.planned import EngineMemory
 from paceline.search.candidates import TrainingTask
 from paceline.search.from_config import PRECISIONS, assumed_of, task_of
 from paceline.search.hugging_face import read_hugging_face

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.cluster.devices import Cluster, Device
+from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import attention_seconds, matmul_seconds, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.plan.workload import Compute, Framework, ModelShape, Workload
+from paceline.plan.workload import Compute, Framework, Workload
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.measured_blocks import factors_for
 
@@ -100,21 +100,19 @@ class BlockModel:
     """Prices a block for one workload on one cluster."""
 
     def __init__(self, workload: Workload, cluster: Cluster, constants: Constants) -> None:
-        assert isinstance(workload.model, ModelShape)
         self.workload = workload
-        self.model: ModelShape = workload.model
+        self.model = workload.shape
         self.layout, self.run = workload.layout, workload.run
         self.cluster, self.constants = cluster, constants
-        self.device: Device = cluster.device
+        self.device = cluster.device
         self.rates = constants.rates
         self.passes = PASSES[self.run.framework]
-        self.tokens = workload.micro_batch * self.run.seq_len / self.layout.context
-        self.width = 4 if self.run.compute in ("fp32", "tf32") else 2
+        self.tokens = workload.tokens
+        self.width = 4 if self.run.is_wide else 2
         self.linear: Compute = self.run.compute
         self.other: Compute = "bf16" if self.linear in ("fp8", "fp4") else self.linear
 
     def costs(self) -> BlockCosts:
-        """Returns what a block and the ends take."""
         matmul_f, matmul_b, last = self._matmuls()
         attention_f, attention_b = self._attention()
         memory_f = self._memory()
@@ -176,8 +174,7 @@ class BlockModel:
         ]
         rows, copies = tokens, 1.0
         if model.experts:
-            local = max(1.0, model.experts / self.layout.expert)
-            copies = local
+            copies = max(1.0, model.experts / self.layout.expert)
             rows = tokens * self.layout.expert * model.active_experts / model.experts
         up = self._product(rows, (model.matrices - 1) * model.ffn / tensor, model.hidden, self.linear)
         down = self._product(rows, model.hidden, model.ffn / tensor, self.linear)

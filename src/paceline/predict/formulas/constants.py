@@ -54,23 +54,12 @@ class Constants:
     @property
     def rates(self) -> KernelRates:
         return KernelRates(
-            matmul=self.matmul,
-            k_half=self.k_half,
-            attention=self.attention,
-            attention_half=self.attention_half,
+            matmul=self.matmul, k_half=self.k_half, attention=self.attention, attention_half=self.attention_half
         )
 
 
 _NAMES = tuple(each.name for each in fields(Constants) if each.name not in ("blocks", "rows"))
-DEVICE_FIELDS = (
-    "matmul",
-    "k_half",
-    "attention",
-    "attention_half",
-    "eight_bit",
-    "convolution",
-    "convolution_wide",
-)
+DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "convolution", "convolution_wide")
 FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown", "contention")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
 CUDNN_ATTENTION = 0.40
@@ -134,16 +123,12 @@ def fitted_constants() -> ConstantSets:
 
 def parse_constants(text: str) -> ConstantSets:
     """Reads sets from YAML: generation, then framework, then values."""
-    return {
-        (generation, framework): _constants(values)
-        for generation, frameworks in (yaml.safe_load(text) or {}).items()
-        for framework, values in frameworks.items()
-    }
-
-
-def _constants(values: Mapping[str, Any]) -> Constants:
-    found: dict[str, Any] = {name: float(values[name]) for name in _NAMES if name in values}
-    return Constants(**found, rows=int(values.get("rows", 1)))
+    found = {}
+    for generation, frameworks in (yaml.safe_load(text) or {}).items():
+        for framework, values in frameworks.items():
+            known: dict[str, Any] = {name: float(values[name]) for name in _NAMES if name in values}
+            found[generation, framework] = Constants(**known, rows=int(values.get("rows", 1)))
+    return found
 
 
 def format_constants(sets: ConstantSets) -> str:

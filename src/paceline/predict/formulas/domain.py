@@ -47,11 +47,10 @@ def kind_of(workload: Workload) -> str:
 
 def sizes_of(workload: Workload) -> dict[str, float]:
     """Returns the sizes by which a workload is compared to those rows."""
-    model, run = workload.model, workload.run
+    model = workload.model
     if isinstance(model, SampleModel):
         return {"samples": workload.micro_batch}
-    tokens = workload.micro_batch * run.seq_len / workload.layout.context
-    return {"width": float(model.hidden), "length": float(run.seq_len), "tokens": tokens}
+    return {"width": float(model.hidden), "length": float(workload.run.seq_len), "tokens": workload.tokens}
 
 
 def outside_of(workload: Workload, cluster: Cluster, *, is_fitted: bool) -> tuple[str, ...]:

@@ -63,15 +63,13 @@ def price_untuned(workload: Workload, cluster: Cluster) -> Prediction:
 def with_tuning(found: Prediction, workload: Workload, cluster: Cluster) -> Prediction:
     """Returns an untuned prediction with the schedule and tuning of a workload's layout."""
     memory = engine_footprint(workload)
-    outside = (*found.outside, *_never_published(workload.layout, cluster))
     return replace(
         found,
         workload=workload,
         step=tuned_step(found.step, workload, cluster),
         memory=memory,
         fits=memory.total <= cluster.device.memory_bytes,
-        fitted=found.fitted and not outside,
-        outside=outside,
+        outside=(*found.outside, *_never_published(workload.layout, cluster)),
     )
 
 

@@ -45,6 +45,7 @@ class Factors:
     head: float = 1.0
 
 
+_NAMES = tuple(each.name for each in fields(BlockShape))
 MeasuredBlocks = Mapping[BlockShape, Factors]
 UNKNOWN = Factors()
 
@@ -94,15 +95,7 @@ def format_blocks(known: Mapping[tuple[str, str], MeasuredBlocks]) -> str:
     """Writes factors as CSV that ``parse_blocks`` reads, the same bytes for the same factors."""
     lines = [",".join(("generation", "framework", *_NAMES, "block", "head"))]
     for key in sorted(known):
-        for shape in sorted(known[key], key=_order):
-            factors = known[key][shape]
-            told = (str(getattr(shape, name)) for name in _NAMES)
-            lines.append(",".join((*key, *told, f"{factors.block:.4g}", f"{factors.head:.4g}")))
+        rows = [([str(getattr(shape, name)) for name in _NAMES], factors) for shape, factors in known[key].items()]
+        for row, factors in sorted(rows, key=lambda each: [f"{text:>12}" for text in each[0]]):
+            lines.append(",".join((*key, *row, f"{factors.block:.4g}", f"{factors.head:.4g}")))
     return "\n".join(lines) + "\n"
-
-
-_NAMES = tuple(each.name for each in fields(BlockShape))
-
-
-def _order(shape: BlockShape) -> tuple[str, ...]:
-    return tuple(f"{getattr(shape, name)!s:>12}" for name in _NAMES)

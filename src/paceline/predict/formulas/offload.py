@@ -53,16 +53,12 @@ class Offloaded:
     def params(self) -> float:
         return sum(piece.params for piece in self.pieces)
 
-    @property
-    def update(self) -> float:
-        """Seconds of the norm and the update, where the host does them."""
-        return _UPDATE * self.params / self.host if self.layout.offload.optimizer else 0.0
-
     def added(self) -> tuple[float, float]:
         """Returns the seconds that copies over the bus add to a step, and those that the host's work adds."""
         usual = _walk(replace(self, layout=replace(self.layout, offload=Offload())))
         copied = _walk(replace(self, host=float("inf")))
-        return max(0.0, copied - usual), max(0.0, _walk(self) - copied) + self.update
+        update = _UPDATE * self.params / self.host if self.layout.offload.optimizer else 0.0
+        return max(0.0, copied - usual), max(0.0, _walk(self) - copied) + update
 
 
 def _walk(step: Offloaded) -> float:
@@ -96,7 +92,11 @@ class _Walker:
             self._backward(number, is_last=is_last)
         if is_last:
             if self._layout.strategy == "hybrid" and self._is_hosted:
-                self._send_sums()
+                # The sums go to the device, where groups average them, and back.
+                seconds = _WIDE * self._step.params / self._step.bus
+                clock.work_on_host(0.0, self._leaving)
+                clock.wait(clock.issue("to_device", seconds))
+                clock.work_on_host(0.0, (clock.issue("to_host", seconds),))
             clock.work_on_host(0.0, self._leaving)
         return clock.now
 
@@ -127,10 +127,8 @@ class _Walker:
 
     def _forward_of_units(self) -> None:
         clock, units = self._clock, self._step.pieces
-        here, ahead = (self._fetch(unit, has_changed=True) for unit in units[:2])
-        clock.wait(here)
-        clock.compute_for(units[0].forward)
-        for place, unit in enumerate(units[1:], 1):
+        ahead = self._fetch(units[0], has_changed=True)
+        for place, unit in enumerate(units):
             here = ahead
             if place + 1 < len(units):
                 ahead = self._fetch(units[place + 1], has_changed=True)
@@ -187,9 +185,3 @@ class _Walker:
             clock.work_on_host(_SUM * piece.params / step.host, (*before, copied))
         else:
             self._leaving.append(copied)
-
-    def _send_sums(self) -> None:
-        clock, seconds = self._clock, _WIDE * self._step.params / self._step.bus
-        clock.work_on_host(0.0, self._leaving)
-        clock.wait(clock.issue("to_device", seconds))
-        clock.work_on_host(0.0, (clock.issue("to_host", seconds),))

@@ -20,17 +20,18 @@ COMPOSED_P90 = 0.29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (predict/formulas/domain.py).
-
-    ``fitted``: whether it lies inside, with constants that were fitted for this generation and framework.
-    """
+    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (domain.py)."""
 
     workload: Workload
     step: StepParts
     memory: Footprint
     fits: bool
-    fitted: bool
     outside: tuple[str, ...] = ()
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it lies inside that domain, with constants fitted for this generation and framework."""
+        return not self.outside
 
     @property
     def seconds(self) -> float:
@@ -53,14 +54,12 @@ def predict(workload: Workload, cluster: Cluster, sets: ConstantSets | None = No
     constants, fitted = _constants(workload, cluster, sets)
     price = sample_step if isinstance(workload.model, SampleModel) else transformer_step
     memory = footprint(workload)
-    outside = outside_of(workload, cluster, is_fitted=fitted)
     return Prediction(
         workload=workload,
         step=price(workload, cluster, constants),
         memory=memory,
         fits=memory.total <= cluster.device.memory_bytes,
-        fitted=not outside,
-        outside=outside,
+        outside=outside_of(workload, cluster, is_fitted=fitted),
     )
 
 

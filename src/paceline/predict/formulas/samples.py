@@ -18,8 +18,7 @@ from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.workload import SampleModel, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.step import StepParts, expected_most
-from paceline.schedule.clock import Timeline
+from paceline.predict.formulas.step import StepParts, expected_most, reduce_behind
 
 _BUCKETS = 8
 _OPTIMIZER_BYTES = 40
@@ -49,12 +48,11 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     model, run, layout = workload.model, workload.run, workload.layout
     assert isinstance(model, SampleModel)
     kind = _KINDS[model.kind]
-    is_wide = run.compute in ("fp32", "tf32")
     share = constants.matmul
     if kind.convolves:
-        share = constants.convolution_wide if is_wide else constants.convolution
+        share = constants.convolution_wide if run.is_wide else constants.convolution
     rate = ceiling(cluster.device, run.compute) * share * kind.rate
-    moved = _moved_bytes(model, workload.micro_batch, kind, is_wide=is_wide)
+    moved = _moved_bytes(model, workload.micro_batch, kind, is_wide=run.is_wide)
     device = 3 * workload.micro_batch * model.flops / rate + memory_seconds(cluster.device, constants.rates, moved)
     host = 3 * model.kernels * constants.launch_us * 1e-6
     each = max(device, host)
@@ -89,12 +87,6 @@ def _gradients(
 ) -> tuple[float, float]:
     if ranks == 1:
         return 0.0, 0.0
-    group = group_of(cluster, ranks)
-    num_bytes = model.params * 4 / _BUCKETS
-    each = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * constants.slowdown
-    timeline = Timeline()
-    for _ in range(_BUCKETS):
-        last = timeline.add("compute", backward / _BUCKETS)
-        timeline.add("link", each, after=(last,))
-    exposed = timeline.end - timeline.busy("compute")
-    return exposed, timeline.busy("link") - exposed
+    alone = collective_seconds("all_reduce", model.params * 4 / _BUCKETS, group_of(cluster, ranks), cluster)
+    each = (alone + CALL_S) * constants.slowdown
+    return reduce_behind(_BUCKETS, backward / _BUCKETS, each)

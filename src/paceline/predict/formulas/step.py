@@ -31,7 +31,7 @@ from paceline.cluster.devices import Cluster, Device
 from paceline.cluster.kernels import memory_seconds
 from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
 from paceline.plan.layout import Layout
-from paceline.plan.workload import ModelShape, Workload, stage_layers
+from paceline.plan.workload import Workload, stage_layers
 from paceline.predict.formulas.block import CALL_S, PASSES, BlockCosts, BlockModel
 from paceline.predict.formulas.constants import Constants
 from paceline.schedule.clock import Timeline
@@ -57,32 +57,22 @@ class StepParts:
     @property
     def total(self) -> float:
         """Seconds of the step; hidden communication costs nothing but its contention."""
-        return (
-            self.compute
-            + self.tensor_wait
-            + self.launch_wait
-            + self.bubble
-            + self.exposed
-            + self.contention
-            + self.slowest
-            + self.optimizer
-        )
+        busy = self.compute + self.tensor_wait + self.launch_wait + self.bubble
+        return busy + self.exposed + self.contention + self.slowest + self.optimizer
 
 
 def transformer_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
     """Returns what a step takes."""
-    model, layout = workload.model, workload.layout
-    assert isinstance(model, ModelShape)
+    layout = workload.layout
     costs = BlockModel(workload, cluster, constants).costs()
-    layers = stage_layers(model.layers, layout.pipeline)
+    layers = stage_layers(workload.shape.layers, layout.pipeline)
     message = _message_seconds(workload, cluster, constants)
     waits = message if _leaves_node(layout, cluster) else 0.0
     stages = [_stage(costs, count, place, layout.pipeline, waits) for place, count in enumerate(layers)]
     busiest = max(range(len(stages)), key=lambda place: (stages[place].both, place))
     microbatches = workload.microbatches
     piped = pipeline_seconds(stages, microbatches, layout.chunks, message - waits)
-    moved = _DataParallelTime(workload, cluster, constants, costs, layers[busiest])
-    exposed, hidden = moved.seconds()
+    exposed, hidden = _DataParallelTime(workload, cluster, constants, costs, layers[busiest]).seconds()
     device, wait = _spent(costs, layers[busiest], busiest, layout.pipeline)
     alone = microbatches * stages[busiest].both
     return StepParts(
@@ -116,10 +106,8 @@ def pipeline_seconds(stages: Sequence[StageSeconds], microbatches: int, chunks: 
     ``message`` is what a rank waits for a neighbour's tensor; it is paid on the way in and out, once for each chunk.
     """
     slowest = max(stage.both for stage in stages)
-    whole = sum(stage.both for stage in stages)
-    ranks = len(stages)
-    fill = (whole - slowest) / chunks
-    return microbatches * slowest + fill + 2 * (ranks - 1) * message
+    fill = (sum(stage.both for stage in stages) - slowest) / chunks
+    return microbatches * slowest + fill + 2 * (len(stages) - 1) * message
 
 
 def slowest_share(devices: int) -> float:
@@ -160,13 +148,11 @@ def _spent(costs: BlockCosts, layers: int, place: int, stages: int) -> tuple[flo
 def _message_seconds(workload: Workload, cluster: Cluster, constants: Constants) -> float:
     """Of one tensor between neighbours. Inside a node it hides behind compute but while the pipeline fills and drains;
     across nodes, a rank waits for each."""
-    layout, model, run = workload.layout, workload.model, workload.run
+    layout = workload.layout
     if layout.pipeline == 1:
         return 0.0
-    assert isinstance(model, ModelShape)
-    tokens = workload.micro_batch * run.seq_len / layout.context
     # Tensor ranks send a part each, and gather behind the link.
-    num_bytes = tokens * model.hidden * 2 / layout.tensor
+    num_bytes = workload.tokens * workload.shape.hidden * 2 / layout.tensor
     group = Group(2, 2 if _leaves_node(layout, cluster) else 1)
     return (collective_seconds("send", num_bytes, group, cluster) + CALL_S) * constants.slowdown
 
@@ -176,45 +162,37 @@ def _leaves_node(layout: Layout, cluster: Cluster) -> bool:
     return layout.tensor * layout.context * layout.data >= cluster.node.devices
 
 
-def data_group(layout: Layout, cluster: Cluster, ranks: int) -> Group:
-    """Returns the group of so many data-parallel ranks, neighbours on that axis."""
-    return group_of(cluster, ranks, layout.tensor)
-
-
 class _DataParallelTime:
     """The communication of data-parallel ranks, and what of it is left over."""
 
     def __init__(
         self, workload: Workload, cluster: Cluster, constants: Constants, costs: BlockCosts, layers: int
     ) -> None:
-        assert isinstance(workload.model, ModelShape)
         self.workload, self.cluster, self.constants, self.costs = workload, cluster, constants, costs
         self.layers = layers
-        self.model: ModelShape = workload.model
-        self.ranks = workload.layout.data * workload.layout.context
-        self.block_params = self.model.attention_params / workload.layout.tensor
-        self.block_params += self.model.mlp_params / workload.layout.tensor / workload.layout.expert
-        self.end_params = self.model.end_params / workload.layout.tensor
+        model, layout = workload.shape, workload.layout
+        self.ranks = layout.data * layout.context
+        self.block_params = model.attention_params / layout.tensor + model.mlp_params / layout.tensor / layout.expert
+        self.end_params = model.end_params / layout.tensor
 
     def seconds(self) -> tuple[float, float]:
         """Returns exposed and hidden seconds of a step."""
         if self.ranks == 1:
             return 0.0, 0.0
-        if self.workload.layout.is_fully_sharded:
-            return self._sharded()
-        return self._reduced()
+        return self._sharded() if self.workload.layout.is_fully_sharded else self._reduced()
+
+    def _group(self, ranks: int) -> Group:
+        """Returns so many data-parallel ranks, neighbours on that axis."""
+        return group_of(self.cluster, ranks, self.workload.layout.tensor)
 
     def _collective(self, kind: Collective, num_bytes: float, ranks: int) -> float:
-        group = data_group(self.workload.layout, self.cluster, ranks)
-        alone = collective_seconds(kind, num_bytes, group, self.cluster)
+        alone = collective_seconds(kind, num_bytes, self._group(ranks), self.cluster)
         return (alone + CALL_S) * self.constants.slowdown if alone else 0.0
 
     def _sharded(self) -> tuple[float, float]:
         run, shards = self.workload.run, self.workload.layout.shards
-        gather_bytes = 1 if run.fp8_gather else 4 if run.compute in ("fp32", "tf32") else 2
-        reduce_bytes = 2 if run.pure else 4
-        if run.framework == "megatron":
-            reduce_bytes = 2
+        gather_bytes = 1 if run.fp8_gather else 4 if run.is_wide else 2
+        reduce_bytes = 2 if run.pure or run.framework == "megatron" else 4
         gather = self._collective("all_gather", self.block_params * gather_bytes, shards)
         reduce = self._collective("reduce_scatter", self.block_params * reduce_bytes, shards)
         ends = self._collective("all_gather", self.end_params * gather_bytes, shards)
@@ -254,23 +232,15 @@ class _DataParallelTime:
         layout, run = self.workload.layout, self.workload.run
         # Megatron sums bf16 gradients in fp32 (accumulate_allreduce_grads_in_fp32, which bf16 turns on), others as they
         # are.
-        wide = run.framework == "megatron" and run.compute == "bf16"
-        width = 4 if wide or run.compute in ("fp32", "tf32") else 2
+        width = 4 if run.is_wide or (run.framework == "megatron" and run.compute == "bf16") else 2
         sharded = layout.strategy in ("zero1", "zero2")
         across = self.ranks // layout.shards if sharded else 1
         if not layout.overlap and run.framework == "megatron":
             return self._reduced_at_once(width), 0.0
-        timeline = Timeline()
-        each = self._collective("all_reduce", self.block_params * width, self.ranks)
-        if sharded and across == 1:
-            each = self._collective("reduce_scatter", self.block_params * width, self.ranks)
+        kind: Collective = "reduce_scatter" if sharded and across == 1 else "all_reduce"
+        each = self._collective(kind, self.block_params * width, self.ranks)
         ends = each * self.end_params / self.block_params
-        for _ in range(self.layers):
-            last = timeline.add("compute", self.costs.backward.seconds)
-            timeline.add("link", each, after=(last,))
-        timeline.add("link", ends, after=(last,))
-        exposed = timeline.end - timeline.busy("compute")
-        hidden = timeline.busy("link") - exposed
+        exposed, hidden = reduce_behind(self.layers, self.costs.backward.seconds, each, ends)
         if sharded:
             gathered, beside = self._gathered(layout.shards)
             exposed, hidden = exposed + gathered, hidden + beside
@@ -280,8 +250,7 @@ class _DataParallelTime:
         """Seconds of one all-reduce after the backward. Inside a node, nothing is in its way."""
         whole = (self.layers * self.block_params + self.end_params) * width
         seconds = self._collective("all_reduce", whole, self.ranks)
-        alone = data_group(self.workload.layout, self.cluster, self.ranks).nodes == 1
-        return seconds / self.constants.slowdown if alone else seconds
+        return seconds / self.constants.slowdown if self._group(self.ranks).nodes == 1 else seconds
 
     def _gathered(self, shards: int) -> tuple[float, float]:
         """Exposed and hidden seconds of the updated parameters' way back, after the optimizer.
@@ -302,9 +271,19 @@ class _DataParallelTime:
         return exposed, timeline.busy("link") - exposed
 
 
+def reduce_behind(pieces: int, backward: float, reduce: float, ends: float = 0.0) -> tuple[float, float]:
+    """Returns exposed and hidden seconds of reductions: one behind each piece of a backward, and one of the ends."""
+    timeline = Timeline()
+    for _ in range(pieces):
+        last = timeline.add("compute", backward)
+        timeline.add("link", reduce, after=(last,))
+    timeline.add("link", ends, after=(last,))
+    exposed = timeline.idle("compute")
+    return exposed, timeline.busy("link") - exposed
+
+
 def _optimizer_seconds(workload: Workload, cluster: Cluster, constants: Constants, layers: int) -> float:
-    model, layout = workload.model, workload.layout
-    assert isinstance(model, ModelShape)
+    model, layout = workload.shape, workload.layout
     dense = layers * model.attention_params + model.end_params / min(layout.pipeline, 2)
     # The same experts are on fewer ranks, which cut their states.
     experts = layers * model.mlp_params / max(layout.expert, layout.shards)

@@ -66,7 +66,7 @@ def tuned_footprint(found: Footprint, workload: Workload) -> Footprint:
     if not offload.optimizer:  # gradients alone: those of the last microbatch come as its activations go
         temporary = found.temporary + max(0.0, found.gradients - found.activations)
         return replace(found, gradients=0.0, temporary=temporary)
-    whole = (4 if _is_wide(workload) else 2) * part_params(workload)
+    whole = (4 if workload.run.is_wide else 2) * part_params(workload)
     resident = 0.0 if offload.parameters else whole / layout.shards
     return replace(
         found,
@@ -105,9 +105,9 @@ def collective_of(kind: Collective, num_bytes: float, workload: Workload, cluste
 
 def _bucketed(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     """The difference that buckets make against the pieces of which ``step`` is: blocks, or eighths of a model."""
-    model, layout, width = workload.model, workload.layout, _gradient_bytes(workload)
+    model, layout = workload.model, workload.layout
     pieces = stage_layers(model.layers, layout.pipeline)[0] if isinstance(model, ModelShape) else PIECES
-    num_bytes = part_params(workload) * width
+    num_bytes = part_params(workload) * _gradient_bytes(workload)
     exposed, hidden = _in_pieces(step, workload, cluster, math.ceil(num_bytes / (layout.bucket_mb * MIB)))
     before, hidden_before = _in_pieces(step, workload, cluster, pieces)
     times = workload.microbatches if layout.strategy == "zero2" else 1
@@ -126,12 +126,7 @@ def _in_pieces(step: StepParts, workload: Workload, cluster: Cluster, number: in
 
 
 def _gradient_bytes(workload: Workload) -> int:
-    is_sample = not isinstance(workload.model, ModelShape)
-    return 4 if is_sample or _is_wide(workload) else 2
-
-
-def _is_wide(workload: Workload) -> bool:
-    return workload.run.compute in ("fp32", "tf32")
+    return 4 if workload.run.is_wide or not isinstance(workload.model, ModelShape) else 2
 
 
 def _gathered_once(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
@@ -149,7 +144,7 @@ def _gathered_once(step: StepParts, workload: Workload, cluster: Cluster) -> Ste
 def _offload_of(workload: Workload) -> Offload:
     """What moves: gradients alone stay on one rank that keeps no masters, where they are those of the parameters."""
     offload = workload.layout.offload
-    is_plain = workload.layout.shards == 1 and _is_wide(workload) and not offload.optimizer
+    is_plain = workload.layout.shards == 1 and workload.run.is_wide and not offload.optimizer
     return Offload() if is_plain else offload
 
 
@@ -163,7 +158,7 @@ def _offloaded(step: StepParts, workload: Workload, cluster: Cluster) -> StepPar
 def _walked(step: StepParts, workload: Workload, cluster: Cluster) -> Offloaded:
     """Returns a step in pieces: its blocks and, under full sharding, the ends, or eighths of a model."""
     model, layout, ranks = workload.model, workload.layout, workload.layout.shards
-    is_wide = _is_wide(workload)
+    width = 4 if workload.run.is_wide else 2
     count = min(model.layers, _MOST_PIECES) if isinstance(model, ModelShape) else PIECES
     params = part_params(workload)
     ends = model.end_params if isinstance(model, ModelShape) else 0.0
@@ -171,17 +166,20 @@ def _walked(step: StepParts, workload: Workload, cluster: Cluster) -> Offloaded:
     forward = busy / (3 + _AGAIN[workload.recompute])
 
     def piece(share: float, seconds: float) -> OffloadedUnit:
-        kinds: tuple[tuple[Collective, int], ...] = (("all_gather", 4 if is_wide else 2), ("reduce_scatter", 4))
-        gather, reduce = (collective_of(kind, width * share, workload, cluster, ranks) for kind, width in kinds)
-        backward = seconds * (busy / forward - 1)
-        return OffloadedUnit(params=share / ranks, forward=seconds, backward=backward, gather=gather, reduce=reduce)
+        return OffloadedUnit(
+            params=share / ranks,
+            forward=seconds,
+            backward=seconds * (busy / forward - 1),
+            gather=collective_of("all_gather", width * share, workload, cluster, ranks),
+            reduce=collective_of("reduce_scatter", 4 * share, workload, cluster, ranks),
+        )
 
     is_fully = layout.is_fully_sharded
     each = piece((params - ends if is_fully else params) / count, forward)
     return Offloaded(
         layout=layout,
         pieces=(*((piece(ends, 0.0),) if is_fully else ()), *[each] * count),
-        width=4 if is_wide else 2,
+        width=width,
         bus=bus_bytes_per_s(cluster),
         host=host_bytes_per_s(cluster),
     )

@@ -102,8 +102,7 @@ def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths)
 def _gpt_block(shape: GPTShape, tokens: int, widths: Widths) -> BlockFacts:
     width, matrices = shape.width, _gpt_matrices(shape)
     inside = _gpt_inner_bytes(shape, tokens, widths)
-    readers = 2 if shape.mlp == "swiglu" else 1
-    norms = [_norm_bytes(shape, widths, readers=each) for each in (3, readers)]
+    norms = [_norm_bytes(shape, widths, readers=each) for each in (3, 2 if shape.mlp == "swiglu" else 1)]
     between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
     products = _gpt_product_features(shape)
     rotary = 2 * 4 * (shape.context or tokens) * (width // shape.heads // 2) if shape.positions == "rotary" else 0
@@ -207,9 +206,7 @@ def _norm_bytes(shape: GPTShape, widths: Widths, *, readers: int) -> tuple[float
 
 def _dropout_bytes(dropout: float, features: int, itemsize: int, widths: Widths) -> float:
     """A mask of bytes in CUDA's fused kernel, of numbers on a CPU."""
-    if not dropout:
-        return 0.0
-    return features * (1 if widths.device == "cuda" else itemsize)
+    return features * (1 if widths.device == "cuda" else itemsize) if dropout else 0.0
 
 
 # Residual networks
@@ -284,7 +281,6 @@ class Convolution:
 
     @property
     def weights(self) -> int:
-        """Weights of the convolution."""
         return self.inputs * self.channels * self.kernel**2
 
     @property
@@ -330,18 +326,19 @@ def _bottleneck(channels: int, inner: int, before: int, size: int) -> Iterator[C
 
 
 def _residual_block(layers: list[Convolution], shortcut: list[Convolution], inputs: int, widths: Widths) -> BlockFacts:
-    products = sum(layer.outputs for layer in [*layers, *shortcut])
+    every = [*layers, *shortcut]
+    products = sum(layer.outputs for layer in every)
     inner = sum(layer.outputs for layer in layers[:-1])  # ReLUs between the convolutions
     return BlockFacts(
-        parameters=sum(layer.parameters for layer in [*layers, *shortcut]),
+        parameters=sum(layer.parameters for layer in every),
         saved_bytes=widths.compute * (inputs + products + inner),
         input_bytes=widths.compute * inputs,
         product_bytes=widths.compute * products,
-        cast_bytes=2 * sum(layer.weights for layer in [*layers, *shortcut]) if widths.is_autocast else 0,
-        columns=sum(layer.columns for layer in [*layers, *shortcut]),
-        buffer_bytes=sum(layer.buffer_bytes for layer in [*layers, *shortcut]),
+        cast_bytes=2 * sum(layer.weights for layer in every) if widths.is_autocast else 0,
+        columns=sum(layer.columns for layer in every),
+        buffer_bytes=sum(layer.buffer_bytes for layer in every),
         temporary_bytes=2 * widths.compute * max(layer.outputs for layer in layers),
-        operations=sum(layer.operations for layer in [*layers, *shortcut]),
+        operations=sum(layer.operations for layer in every),
     )
 
 
@@ -376,9 +373,8 @@ def _linear(number: int, sizes: tuple[int, ...], dropout: float, widths: Widths)
     if number == 2:
         after = float(outputs * max(widths.stream, 4) + _INDEX_BYTES)
     else:  # the ReLU's output, and what dropout makes of it
-        after = outputs * (2 if dropout else 1) * widths.compute + _dropout_bytes(
-            dropout, outputs, widths.compute, widths
-        )
+        after = outputs * (2 if dropout else 1) * widths.compute
+        after += _dropout_bytes(dropout, outputs, widths.compute, widths)
     return BlockFacts(
         parameters=inputs * outputs + outputs,
         saved_bytes=after + (inputs * widths.compute if number == 0 else 0),

@@ -36,7 +36,6 @@ class LayerCost:
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
         return self.forward + self.backward
 
 
@@ -52,7 +51,12 @@ def choose_bounds(
     ``in_flight``: how many microbatches each stage keeps at once (1F1B: stages - s); None: one. Raises UsageError where
     there are fewer layers than stages, or no cut fits.
     """
-    _check_enough(len(costs), stages)
+    if stages < 1 or len(costs) < stages:
+        raise UsageError(
+            f"{stages} stages of a model with {len(costs)} layers\n"
+            "  every stage runs at least one whole layer\n"
+            f"  take {len(costs)} stages or fewer, or a deeper model"
+        )
     in_flight = in_flight or [1] * stages
     times = [0.0, *accumulate(cost.total for cost in costs)]
     states = [0, *accumulate(cost.state_bytes for cost in costs)]
@@ -85,22 +89,13 @@ def stage_totals(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[flo
     return tuple(sum(cost.total for cost in costs[begin:end]) for begin, end in pairwise(bounds))
 
 
-def _check_enough(num_layers: int, stages: int) -> None:
-    if stages < 1 or num_layers < stages:
-        raise UsageError(
-            f"{stages} stages of a model with {num_layers} layers\n"
-            "  every stage runs at least one whole layer\n"
-            f"  take {num_layers} stages or fewer, or a deeper model"
-        )
-
-
 def _too_large(costs: Sequence[LayerCost], stages: int, memory_bytes: float, in_flight: Sequence[int]) -> str:
-    largest = max(costs, key=lambda cost: cost.state_bytes + min(in_flight) * cost.activation_bytes)
-    need = sum(cost.state_bytes for cost in costs) / stages
+    needs = {cost.name: cost.state_bytes + min(in_flight) * cost.activation_bytes for cost in costs}
+    largest = max(needs, key=lambda name: needs[name])
+    states = sum(cost.state_bytes for cost in costs) / stages
     return (
         f"no cut into {stages} stages fits into {memory_bytes / MIB:.0f} MiB a rank\n"
-        f"  the largest layer, {largest.name}, needs "
-        f"{(largest.state_bytes + min(in_flight) * largest.activation_bytes) / MIB:.0f} MiB by itself, and parameters "
-        f"with their states {need / MIB:.0f} MiB a stage on average\n"
+        f"  the largest layer, {largest}, needs {needs[largest] / MIB:.0f} MiB by itself, and parameters with their "
+        f"states {states / MIB:.0f} MiB a stage on average\n"
         "  take more stages, a smaller microbatch, activation checkpointing, or a strategy that shards"
     )

@@ -81,7 +81,6 @@ class ModelFacts:
 
     @property
     def columns(self) -> int:
-        """Columns of all matrices."""
         return self.root.columns + sum(block.columns for block in self.blocks)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.plan.workload import ModelShape, SampleModel, Shown, Workload, stage_layers
+from paceline.plan.workload import SampleModel, Shown, Workload, stage_layers
 from paceline.units import GIB
 
 _CONTEXT_BYTES = 1.5 * GIB
@@ -78,7 +78,7 @@ def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
     and moments (12). Compiled: bf16 throughout, with gradients in fp32 where they are reduced so.
     """
     run, layout = workload.run, workload.layout
-    if run.compute in ("fp32", "tf32"):
+    if run.is_wide:
         return 4, 4, 8
     match run.framework:
         case "megatron":
@@ -91,36 +91,30 @@ def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
 
 
 def _activations(workload: Workload, layers: int) -> float:
-    model, layout, run = workload.model, workload.layout, workload.run
-    assert isinstance(model, ModelShape)
-    tokens = workload.micro_batch * run.seq_len / layout.context
-    block = _block_bytes(workload, tokens)
+    model, layout = workload.shape, workload.layout
     # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
     flight = min(workload.microbatches, layout.pipeline)
     more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
     across = layout.tensor if layout.sequence_parallel else 1
     if workload.recompute == "full":
-        return layers * flight * more * tokens * model.hidden * 2 / across + _recomputed_bytes(workload)
-    return layers * flight * more * block
+        return layers * flight * more * workload.tokens * model.hidden * 2 / across + _recomputed_bytes(workload)
+    return layers * flight * more * _block_bytes(workload)
 
 
 def _recomputed_bytes(workload: Workload) -> float:
     """A block that is computed again. torch holds its gradients beside it; Megatron frees one as it makes the other."""
-    run = workload.run
     if workload.recompute != "full":
         return 0.0
-    block = _block_bytes(workload, workload.micro_batch * run.seq_len / workload.layout.context)
-    return block * (1 if run.framework == "megatron" else 2)
+    return _block_bytes(workload) * (1 if workload.run.framework == "megatron" else 2)
 
 
-def _block_bytes(workload: Workload, tokens: float) -> float:
+def _block_bytes(workload: Workload) -> float:
     """Of one block: the count of Korthikanti and others (arXiv 2205.05198), 34 h + 5 a s bytes a token for a GPT."""
-    model, layout, run = workload.model, workload.layout, workload.run
-    assert isinstance(model, ModelShape)
+    model, layout, run = workload.shape, workload.layout, workload.run
     tensor = layout.tensor
     across = tensor if layout.sequence_parallel else 1
     hidden = model.hidden
-    width = 2 if run.compute in ("fp32", "tf32") else 1
+    width = 2 if run.is_wide else 1
     # Two inputs of norms, two of products; Megatron's GPTs keep two masks of dropout as well, others have none.
     norms = (10 if run.framework == "megatron" else 8) * hidden / across
     # Queries and what goes into the output's product; keys and values.
@@ -135,17 +129,13 @@ def _block_bytes(workload: Workload, tokens: float) -> float:
         norms = 4 * hidden / across
         inner = (4 * model.query_width + model.kv_width) / tensor
         wide = 2 * model.ffn / tensor * (model.active_experts or 1)
-    return tokens * width * (norms + inner + wide + scores)
+    return workload.tokens * width * (norms + inner + wide + scores)
 
 
 def _temporary(workload: Workload) -> float:
-    model, layout, run = workload.model, workload.layout, workload.run
-    assert isinstance(model, ModelShape)
-    tokens = workload.micro_batch * run.seq_len / layout.context
-    logits = tokens * model.vocab * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
-    units = 0.0
-    if layout.is_fully_sharded:
-        units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor
+    model, layout = workload.shape, workload.layout
+    logits = workload.tokens * model.vocab * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
+    units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
     return max(0.0, logits - _recomputed_bytes(workload)) + units
 
 
@@ -167,8 +157,7 @@ def _logit_bytes(workload: Workload) -> float:
 
 
 def _of_samples(model: SampleModel, workload: Workload) -> Footprint:
-    run = workload.run
-    width = 4 if run.compute in ("fp32", "tf32") else 2
+    width = 4 if workload.run.is_wide else 2
     return Footprint(
         parameters=model.params * 4,
         gradients=model.params * 4,

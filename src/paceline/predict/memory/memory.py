@@ -43,12 +43,10 @@ from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.parts import RankPart, parts_of
 from paceline.units import MIB
 
-_FRAMEWORK_BYTES = {"cpu": 350 * MIB, "cuda": 1000 * MIB}  # the process itself; the context, libraries and workspaces
-
 
 def framework_bytes(device: str) -> int:
-    """Returns what a process takes by itself, on "cpu" or "cuda"."""
-    return _FRAMEWORK_BYTES[device]
+    """Returns what a process takes by itself on "cpu"; on "cuda" the context, libraries and workspaces."""
+    return {"cpu": 350 * MIB, "cuda": 1000 * MIB}[device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,6 @@ class StateFacts:
 
     @classmethod
     def of(cls, config: Config, device: str) -> StateFacts:
-        """Reads them from a config."""
         return cls(
             itemsize=8 if config.train.dtype == "float64" else 4,
             optimizer_slots=optimizer_slots(config.optim) + (config.train.ema_decay is not None),
@@ -71,9 +68,7 @@ class StateFacts:
 
 def optimizer_slots(optim: OptimConfig) -> int:
     """Returns how many numbers an optimizer keeps for each parameter; one of unknown code counts as Adam."""
-    if optim.kind == "sgd":
-        return 1 if optim.momentum else 0
-    return 2
+    return int(bool(optim.momentum)) if optim.kind == "sgd" else 2
 
 
 def is_known(model: ModelFacts, layout: Layout) -> bool:
@@ -102,11 +97,6 @@ def largest_microbatch(model: ModelFacts, layout: Layout, states: StateFacts, bu
     return max(1, 1 + (budget_bytes - one) // max(two - one, 1))
 
 
-def activation_bytes(model: ModelFacts, layout: Layout) -> float:
-    """Returns what forward leaves for backward, and what is computed again beside it, for one microbatch."""
-    return sum(_activations(model, layout))
-
-
 def _activations(model: ModelFacts, layout: Layout) -> tuple[float, float]:
     """Returns what stays of a microbatch until backward, and what is computed again beside it, a block at a time."""
     kept = recomputed = 0.0
@@ -133,9 +123,9 @@ class _Estimate:
     """The bytes of one rank, category by category."""
 
     def __init__(self, part: RankPart, layout: Layout, states: StateFacts) -> None:
-        self.part, self.model, self.layout = part, part.model, layout
+        self.part, self.model, self.layout, self.states = part, part.model, layout, states
         self.offload = layout.offload if states.device == "cuda" else Offload()
-        self.itemsize, self.slots, self.device = states.itemsize, states.optimizer_slots, states.device
+        self.itemsize = states.itemsize
         # All parameters in bytes: as they were built, a rank's slice of that, and as the module computes with them.
         self.full = self.model.parameters * self.itemsize
         self.slice = self._slice_of(self.full)
@@ -160,11 +150,16 @@ class _Estimate:
         temporary = round(layout.microbatch * (model.temporary_bytes + 2 * self.part.edge_bytes))
         temporary += self._moving() + self._compressed()
         whole = 0 if layout.is_fully_sharded else self.computed
-        masters, gradients, optimizer, host = self._masters(), self._gradients(), self._optimizer(), 0
+        # The parameters that are updated, where they are not those of the module; slices, where ranks share them.
+        is_cut = layout.is_fully_sharded or (self.computed_apart and layout.strategy != "ddp")
+        masters = self.slice if is_cut else self.full if self.computed_apart else 0
+        slots, host = self.states.optimizer_slots, 0
+        gradients = self.full if layout.strategy in ("ddp", "zero1") else self.slice
+        optimizer = slots * (self.full if layout.strategy == "ddp" else self.slice)
         if offload.updates_on_host:
             low_slice = self._slice_of(self.computed)
             staged = low_slice if self.computed != self.full else 0
-            host = (2 + self.slots) * self.slice + staged  # masters and gradients, and what is copied from
+            host = (2 + slots) * self.slice + staged  # masters and gradients, and what is copied from
             masters, optimizer = 0 if offload.parameters else low_slice, 0
             gradients = gradients if layout.strategy == "zero1" else 0
         elif offload.gradients and self.has_copy:
@@ -179,23 +174,10 @@ class _Estimate:
             activations=activations,
             buffers=model.buffer_bytes,
             temporary=temporary,
-            framework=_FRAMEWORK_BYTES[self.device],
+            framework=framework_bytes(self.states.device),
             host=host,
             compression=self._owed(),
         )
-
-    # What lasts from step to step.
-
-    def _masters(self) -> int:
-        """The parameters that are updated, where they are not those of the module; slices, where ranks share them."""
-        is_cut = self.layout.is_fully_sharded or (self.computed_apart and self.layout.strategy != "ddp")
-        return self.slice if is_cut else self.full if self.computed_apart else 0
-
-    def _gradients(self) -> int:
-        return self.full if self.layout.strategy in ("ddp", "zero1") else self.slice
-
-    def _optimizer(self) -> int:
-        return self.slots * (self.full if self.layout.strategy == "ddp" else self.slice)
 
     def _owed(self) -> int:
         """Returns what compression keeps between steps. Norms and biases, which travel whole, are counted in."""
@@ -235,10 +217,8 @@ class _Estimate:
         bucket, model = self.layout.bucket_bytes, self.model
         if self.layout.strategy == "ddp":
             return min(2 * bucket, self.full)
-        block, root = (
-            max(bucket, self.itemsize * largest)
-            for largest in (max((b.largest_parameter for b in model.blocks), default=0), model.root.largest_parameter)
-        )
+        block = max([bucket, *(self.itemsize * each.largest_parameter for each in model.blocks)])
+        root = max(bucket, self.itemsize * model.root.largest_parameter)
         both = min(block + max(block, root), self.full)  # the root's tensors are at the two ends
         is_cut = self.layout.strategy == "zero2" and self.offload.updates_on_host
         return both + (both // self.layout.shards if is_cut else 0)

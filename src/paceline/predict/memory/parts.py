@@ -4,15 +4,8 @@ For T tensor ranks, a layer whose parameters are p, of which s are split, has p 
 saved for backward is in three parts: inside attention and MLP (1 / T), the stream between (whole; 1 / T under sequence
 parallelism), and what split layers read (whole).
 
-How many microbatches a rank of a pipeline has in flight, for m of them, p ranks, and v chunks of the model on each; a
-chunk's microbatch is a v-th of one:
-
-    gpipe         m
-    1f1b          p - rank
-    interleaved   ((v - 1) p + 2 (p - rank) - 1) / v       where p divides m
-    zb-h1, zb-v   p
-
-and never more than m. Beside what autograd saves, a stage keeps the output of each, from which backward begins.
+How many microbatches a rank of a pipeline has in flight: the table in ``schedule/schedules.py``, and never more than
+there are. Beside what autograd saves, a stage keeps the output of each, from which backward begins.
 """
 
 from __future__ import annotations
@@ -43,8 +36,7 @@ def parts_of(model: ModelFacts, layout: Layout) -> Iterator[RankPart]:
     """
     tensor, is_sequence = layout.tensor, layout.sequence_parallel
     if layout.pipeline == 1:
-        everything = range(len(model.layers))
-        yield RankPart(model=part_of(model, everything, tensor=tensor, is_sequence=is_sequence))
+        yield RankPart(model=part_of(model, range(len(model.layers)), tensor=tensor, is_sequence=is_sequence))
         return
     ranges = [range(*ends) for ends in pairwise(bounds_of(model, layout))]
     for rank in range(layout.pipeline):

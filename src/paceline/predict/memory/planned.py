@@ -1,11 +1,12 @@
-"""The memory of a run that is planned: of a config whose ranks are decided, and of a plan."""
+"""The memory of a run that is planned: of a config whose ranks are decided, of a plan, and of layouts in a search."""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, field, replace
 
 from paceline.config import Config, layout_of
 from paceline.errors import ConfigError, UsageError
+from paceline.plan.layout import Layout
 from paceline.plan.memory import MemoryEstimate
 from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
@@ -36,4 +37,34 @@ def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: st
     """Returns the plan with an estimate of what a rank will hold, if the model is known: the rank with the most."""
     if model is None or not is_known(model, plan.layout):
         return plan
-    return dataclasses.replace(plan, memory=estimate_memory(model, plan.layout, StateFacts.of(config, device)))
+    return replace(plan, memory=estimate_memory(model, plan.layout, StateFacts.of(config, device)))
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes of a rank by layout, for the model, dtype and optimizer of one config; each layout is estimated once."""
+
+    facts: ModelFacts
+    states: StateFacts
+    _known: dict[Layout, MemoryEstimate | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Config, device: str = "cuda") -> EngineMemory | None:
+        """Returns the estimate of a config; None where only the model's own code could tell."""
+        facts = describe_model(config, device)
+        return None if facts is None else cls(facts=facts, states=StateFacts.of(config, device))
+
+    def __call__(self, layout: Layout) -> float:
+        found = self.estimate(layout)
+        return float("inf") if found is None else float(found.device_bytes)
+
+    def estimate(self, layout: Layout) -> MemoryEstimate | None:
+        """Returns bytes by category; None where the model cannot be cut so."""
+        flight = min(layout.accumulate, 2 * layout.pipeline * layout.chunks)  # more are never in flight
+        layout = replace(layout, accumulate=flight)
+        if layout not in self._known:
+            try:
+                self._known[layout] = estimate_memory(self.facts, layout, self.states)
+            except UsageError:
+                self._known[layout] = None
+        return self._known[layout]

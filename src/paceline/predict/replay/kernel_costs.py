@@ -17,7 +17,7 @@ from paceline.cluster.devices import Device
 from paceline.cluster.kernels import attention_seconds, ceiling, matmul_seconds, memory_seconds
 from paceline.cluster.operations import FUSED, Operation, host_seconds, work_seconds
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.events import Event, Hold, Run
+from paceline.predict.replay.events import Event, Hold, Issue, Run, Wait
 
 _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution")
 
@@ -187,7 +187,7 @@ def _groups(events: Sequence[Event]) -> dict[int, int]:
     last: Run | None = None
     for place, event in enumerate(events):
         if not isinstance(event, Run):
-            if type(event).__name__ in ("Issue", "Wait"):
+            if isinstance(event, Issue | Wait):
                 first = None
             continue
         if not event.block or event.operation.family not in FUSED:

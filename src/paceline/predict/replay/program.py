@@ -21,8 +21,6 @@ from paceline.predict.replay.events import Drop, Event, EventMark, Hold, Issue, 
 from paceline.predict.replay.repeat import memory_alone, play
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
-
-
 _KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop, EventMark, OnHost)}
 
 
@@ -58,23 +56,21 @@ class Program:
 
     @property
     def kernels(self) -> Iterator[Operation]:
-        """Iterates over the kernels."""
         return (event.operation for event in self.all_events if isinstance(event, Run))
 
     def count_operations(self) -> Counter[str]:
         """Counts what is handed to the backend by kind: messages, of a collective that is made of them."""
-        found: Counter[str] = Counter()
-        for event in self.all_events:
-            for kind, number, _ in event.travels if isinstance(event, Issue) else ():
-                found[kind] += number
-        return found
+        return self._count_travels(1)
 
     def count_bytes(self) -> Counter[str]:
         """Adds up what is communicated by kind."""
+        return self._count_travels(2)
+
+    def _count_travels(self, place: int) -> Counter[str]:
         found: Counter[str] = Counter()
         for event in self.all_events:
-            for kind, _, num_bytes in event.travels if isinstance(event, Issue) else ():
-                found[kind] += num_bytes
+            for travel in event.travels if isinstance(event, Issue) else ():
+                found[travel[0]] += int(travel[place])
         return found
 
     def peak_memory(self) -> dict[str, int]:
@@ -108,30 +104,21 @@ class Program:
         try:
             values: Any = json.loads(text)
             events = tuple(_event(row) for row in values.pop("events"))
-            order = tuple(_turn(*turn) for turn in values.pop("order"))
+            order = tuple(Turn(*_frozen(turn)) for turn in values.pop("order"))
             return cls(**values, events=events, order=order)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"this is not a program of a dry run: {error}") from error
 
 
-def _turn(kind: str, stage: int, microbatch: int, like: int, arrived: list[list[Any]]) -> Turn:
-    return Turn(kind, stage, microbatch, like, tuple((name, where, number) for name, where, number in arrived))
-
-
 def _event(row: list[Any]) -> Event:
-    kind, *rest = row
+    kind, *values = row
     if kind == "Run":
-        operation, block = rest
-        for name in ("sizes",):
-            operation[name] = tuple(operation[name])
-        for name in ("reads", "writes"):
-            operation[name] = tuple((number, size) for number, size in operation[name])
-        return Run(Operation(**operation), block)
-    if kind in ("Issue", "Hold"):
-        rest[3] = tuple(rest[3])
-    if kind == "OnHost":
-        rest[2] = tuple(rest[2])
-    if kind == "Issue":
-        rest[9] = tuple((name, number, size) for name, number, size in rest[9])
-    event: Event = _KINDS[kind](*rest)
+        operation, block = values
+        return Run(Operation(**{name: _frozen(value) for name, value in operation.items()}), block)
+    event: Event = _KINDS[kind](*_frozen(values))
     return event
+
+
+def _frozen(value: Any) -> Any:
+    """JSON has lists where events have tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -31,7 +31,7 @@ _Key: TypeAlias = tuple[str, int, int]  # kind, stage and microbatch of an actio
 
 
 def play(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[Event]:
-    """Iterates over the events of the whole step."""
+    """Iterates over the events of the whole step, of which ``events`` were recorded."""
     return _Player(events, order).run()
 
 
@@ -136,11 +136,16 @@ class _Player:
         arrived = list(turn.arrived)
         for event in self._pieces[turn.kind, turn.stage, turn.like]:
             if isinstance(event, Issue):
-                yield self._issue(event, turn)
+                number = self._number("", event.number, turn.microbatch)
+                if event.kind == "send":
+                    self._sent.setdefault((turn.kind, turn.stage, turn.microbatch), []).append(number)
+                yield replace(event, number=number)
             elif isinstance(event, Wait):
                 if event.number in self._is_send:
                     continue
-                yield self._wait(event, turn)
+                if event.number in self._issuers:  # else it was issued before the step
+                    event = replace(event, number=self._number("", event.number, turn.microbatch))
+                yield event
                 for key in arrived:  # what has come tells so
                     yield from (Wait(number, event.phase) for number in self._sent.pop(key, ()))
                 arrived = []
@@ -149,25 +154,11 @@ class _Player:
             else:
                 yield event
 
-    def _issue(self, event: Issue, turn: Turn) -> Issue:
-        number = self._number("", event.number, turn.microbatch)
-        if event.kind == "send":
-            self._sent.setdefault((turn.kind, turn.stage, turn.microbatch), []).append(number)
-        return replace(event, number=number)
-
-    def _wait(self, event: Wait, turn: Turn) -> Wait:
-        if event.number not in self._issuers:  # it was issued before the step
-            return event
-        return replace(event, number=self._number("", event.number, turn.microbatch))
-
     def _memory(self, event: Hold | Drop, turn: Turn) -> Iterator[Event]:
         holder = self._holders.get(event.number)
-        if holder is None:  # there before the step
+        if holder != turn.like:
             if turn.microbatch == self._first[turn.like]:
-                yield event
-        elif holder != turn.like:
-            if turn.microbatch == self._first[turn.like]:
-                yield _renumbered(event, self._number("held", event.number, self._last.get(holder, holder)))
+                yield event if holder is None else self._of_last(event, holder)  # None: there before the step
         elif self._droppers.get(event.number) == holder or turn.microbatch == self._last[turn.like]:
             yield _renumbered(event, self._number("held", event.number, turn.microbatch))
 
@@ -188,10 +179,13 @@ class _Player:
     def _once(self, events: Sequence[Event]) -> Iterator[Event]:
         for event in events:
             if isinstance(event, Drop) and event.number in self._holders:
-                holder = self._holders[event.number]
-                yield replace(event, number=self._number("held", event.number, self._last.get(holder, holder)))
+                yield self._of_last(event, self._holders[event.number])
             elif not (isinstance(event, Wait) and event.number in self._is_send):
                 yield event
+
+    def _of_last(self, event: Hold | Drop, holder: int) -> Event:
+        """Returns the event for the memory of the last microbatch that is like its holder."""
+        return _renumbered(event, self._number("held", event.number, self._last.get(holder, holder)))
 
     def _number(self, kind: str, number: int, microbatch: int) -> int:
         key = (kind, number, microbatch)
@@ -223,24 +217,17 @@ def _pieces(events: Sequence[Event]) -> dict[_Key, list[Event]]:
 
 def _readings(piece: Sequence[Event], makers: Mapping[int, int]) -> list[tuple[int, int, int]]:
     """Returns which stretches of events read what one microbatch alone has made: microbatch, begin and end."""
-    known = dict(makers)
+    makers = dict(makers)
     found: dict[int, tuple[int, int, int]] = {}
     for place, event in enumerate(piece):
-        maker = _maker(event, known) if isinstance(event, Run) else None
-        if maker is not None:
+        if not isinstance(event, Run):
+            continue
+        sources = {makers[tensor] for tensor, _ in event.operation.reads if tensor in makers}
+        if len(sources) == 1:  # what the kernel writes is then that microbatch's too
+            maker = sources.pop()
+            makers |= {tensor: maker for tensor, _ in event.operation.writes}
             found[maker] = (maker, found[maker][1] if maker in found else place, place + 1)
     return sorted(found.values(), key=lambda each: each[1])
-
-
-def _maker(run: Run, makers: dict[int, int]) -> int | None:
-    """Returns the one microbatch whose results a kernel reads; what it writes is then that microbatch's too."""
-    sources = {makers[tensor] for tensor, _ in run.operation.reads if tensor in makers}
-    if len(sources) != 1:
-        return None
-    maker = sources.pop()
-    for tensor, _ in run.operation.writes:
-        makers[tensor] = maker
-    return maker
 
 
 def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[Event, ...]:
@@ -265,7 +252,7 @@ class _Middle:
         self._events = events[start:stop]
         issued = [event.number for event in self._events if isinstance(event, Issue)]
         self._first_issue = min(issued, default=0)
-        self._end_issue = max(issued, default=-1) + 1
+        self._num_issues = max(issued, default=-1) + 1 - self._first_issue
         self._held = {event.number for event in self._events if isinstance(event, Hold)}
         self._dropped = {event.number for event in self._events if isinstance(event, Drop)}
         before = {tensor for event in events[:start] if isinstance(event, Run) for tensor in _tensors(event)}
@@ -283,13 +270,14 @@ class _Middle:
         for event in self._events:
             if isinstance(event, Hold):
                 if event.number in self._dropped or is_last:  # what lives on does so once
-                    tensors = tuple(self._tensor(tensor, number) for tensor in event.tensors)
+                    further = self._tensor_step * number
+                    tensors = tuple(each + further if each in self._fresh else each for each in event.tensors)
                     found.append(replace(event, number=self._memory(event.number, number), tensors=tensors))
             elif isinstance(event, Drop):
                 if event.number in self._held or number == 0:
                     found.append(Drop(self._memory(event.number, number)))
             elif not isinstance(event, EventMark):
-                found.append(self._moved(event, number))
+                found.append(self._moved(event, number, first=0))
         return found
 
     def follow(self, events: Sequence[Event], last: int) -> list[Event]:
@@ -301,32 +289,21 @@ class _Middle:
                 found.append(Drop(self._memory(event.number, last)) if is_own else event)
             elif isinstance(event, Hold | EventMark):
                 found.append(event)
-            elif isinstance(event, Run):
-                found.append(self._renamed(event, last))
-            elif isinstance(event, OnHost):
-                found.append(self._waiting(event, last))
             else:
-                is_before = event.number < self._first_issue
-                found.append(event if is_before else replace(event, number=event.number + self._issues * last))
+                found.append(self._moved(event, last, first=self._first_issue))
         return found
 
-    @property
-    def _issues(self) -> int:
-        return max(0, self._end_issue - self._first_issue)
+    def _moved(self, event: Run | Issue | Wait | OnHost, copy: int, *, first: int) -> Event:
+        """Gives an event the numbers of a copy; operations before ``first`` keep theirs.
 
-    def _waiting(self, event: OnHost, copy: int) -> OnHost:
-        if not event.waits:
-            return event
-        moved = (each + self._issues * copy if each >= self._first_issue else each for each in event.waits)
-        return replace(event, waits=tuple(moved))
-
-    def _moved(self, event: Run | Issue | Wait | OnHost, copy: int) -> Event:
+        What a copy waits for was issued by itself or, as long before its beginning, by the one before.
+        """
         if isinstance(event, Run):
             return self._renamed(event, copy)
+        further = self._num_issues * copy
         if isinstance(event, OnHost):
-            return replace(event, waits=tuple(each + self._issues * copy for each in event.waits))
-        # What a copy waits for was issued by itself or, as long before its beginning, by the one before.
-        return replace(event, number=event.number + self._issues * copy)
+            return replace(event, waits=tuple(each + further if each >= first else each for each in event.waits))
+        return replace(event, number=event.number + further) if event.number >= first else event
 
     def _renamed(self, event: Run, copy: int) -> Run:
         if copy == 0:
@@ -335,9 +312,6 @@ class _Middle:
         reads = tuple([(each + further if each in fresh else each, size) for each, size in kernel.reads])
         writes = tuple([(each + further if each in fresh else each, size) for each, size in kernel.writes])
         return Run(replace(kernel, reads=reads, writes=writes), event.block)
-
-    def _tensor(self, tensor: int, copy: int) -> int:
-        return tensor + self._tensor_step * copy if tensor in self._fresh else tensor
 
     def _memory(self, number: int, copy: int) -> int:
         return number + self._memory_step * copy if number in self._held else number

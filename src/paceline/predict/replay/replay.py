@@ -18,16 +18,16 @@ programs give the same times, to the bit.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.wires import WireCost, algorithm_cost, wire_cost
 from paceline.errors import UsageError
 from paceline.predict.formulas.block import CALL_S
-from paceline.predict.formulas.constants import Constants, ConstantSets, constants_for, fitted_constants
+from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.step import slowest_device
 from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.memory.memory import framework_bytes
@@ -45,7 +45,6 @@ def replay(
     *,
     slow: Mapping[int, float] | None = None,
     constants: Constants | None = None,
-    sets: ConstantSets | None = None,
     keeps_spans: bool = False,
     with_loop: bool = False,
 ) -> ReplayedStep:
@@ -58,39 +57,25 @@ def replay(
     """
     rows = [programs] if isinstance(programs, Program) else list(programs)
     _check(rows)
-    check_slow(slow or {}, rows[0].ranks)
+    slow = slow or {}
+    check_slow(slow, rows[0].ranks)
     framework = "compiled" if rows[0].is_compiled else "eager"
-    known = fitted_constants() if sets is None else sets
-    fitted, is_fitted = constants_for(known, cluster.device.generation, framework)
+    fitted, is_fitted = constants_for(fitted_constants(), cluster.device.generation, framework)
     used = constants or fitted
-    wires = wire_cost(cluster, rows[0].ranks)
     actors = [
         _Actor(program, cluster, used, rank, factor, keeps_spans=keeps_spans)
-        for program, rank, factor in _cast(rows, slow or {})
+        for program, rank, factor in _cast(rows, slow)
     ]
     for actor in actors:
         actor.begin(cluster.device.step_s, cluster.device.loop_s if with_loop else 0.0)
-    _Actors(actors, wires, cluster, used).run()
-    times = [actor.times() for actor in actors]
+    _Actors(actors, wire_cost(cluster, rows[0].ranks), cluster, used).run()
     return ReplayedStep(
-        name=rows[0].name,
-        cluster=cluster.name,
-        device=cluster.device.name,
-        ranks=rows[0].ranks,
-        strategy=rows[0].strategy,
-        times=tuple(times),
+        programs=tuple(rows),
+        cluster=cluster,
+        times=tuple(actor.times() for actor in actors),
         memory=_memory(rows, cluster),
-        memory_bytes=int(cluster.device.memory_bytes),
-        samples=rows[0].samples,
-        elements=rows[0].elements,
-        element=rows[0].element,
-        model_flops=max(row.model_flops for row in rows),
-        mean_flops=sum(row.model_flops for row in rows) / len(rows),
-        peak_flops=cluster.device.peak(rows[0].dtype),
         is_fitted=is_fitted or bool(cluster.device.memory_rates),
-        framework=framework,
-        generation=cluster.device.generation,
-        slow=dict(slow or {}),
+        slow=dict(slow),
     )
 
 
@@ -169,19 +154,17 @@ class _Stretch:
             self.late = max(self.late, self.launch) + work
 
 
-@dataclass(slots=True)
-class _ReplayedOperation:
-    """An operation that several ranks take part in."""
+class _Meeting:
+    """An operation that several ranks take part in, as the first of them issued it."""
 
-    kind: str
-    num_bytes: int
-    ranks: tuple[int, ...]
-    wanted: int
-    ready: list[float] = field(default_factory=list)
-    start: float = 0.0
-    end: float | None = None
-    algorithm: str = ""
-    share: float = 1.0
+    __slots__ = ("end", "event", "members", "ready", "start")
+
+    def __init__(self, event: Issue) -> None:
+        self.event = event
+        self.members: list[tuple[_Actor, str]] = []  # who has come, and on which lane
+        self.ready: list[float] = []
+        self.start = 0.0
+        self.end: float | None = None
 
 
 class _Actor:
@@ -204,8 +187,9 @@ class _Actor:
         self.host_rate = host_bytes_per_s(cluster) / factor
         self.place = 0
         self.clock = RankClock()
-        self.meetings: dict[int, _ReplayedOperation] = {}
-        self.busy_lanes: list[_ReplayedOperation] = []
+        self.issued: Counter[tuple[object, ...]] = Counter()
+        self.meetings: dict[int, _Meeting] = {}
+        self.busy_lanes: list[_Meeting] = []
         self.found = ReplayedRank(rank=rank, stage=program.stage, slowed=factor)
         self.spans: list[Span] | None = [] if keeps_spans else None
 
@@ -243,12 +227,11 @@ class _Actor:
         key = tuple(map(id, runs))
         found = known.get(key)
         if found is None:
-            found = known[key] = _Stretch(tuple((run, *self._price(run)) for run in runs))
+            priced = ((run, *self.costs(run)) for run in runs)
+            found = known[key] = _Stretch(
+                tuple((run, work * self.factor, launch * self.factor) for run, work, launch in priced)
+            )
         return found
-
-    def _price(self, run: Run) -> tuple[float, float]:
-        work, launch = self.costs(run)
-        return work * self.factor, launch * self.factor
 
     def run_stretch(self, stretch: _Stretch) -> None:
         """Runs kernels: all at once where nothing comes between them, else one by one."""
@@ -270,9 +253,7 @@ class _Actor:
         found.compute += stretch.work
 
     def run(self, kernel: Run, work: float, launch: float) -> None:
-        """Runs a kernel."""
-        clock = self.clock
-        found, phase = self.found, kernel.operation.phase
+        clock, found, phase = self.clock, self.found, kernel.operation.phase
         clock.host += launch
         if self.is_cpu:
             start = clock.compute = clock.host = max(clock.host, clock.compute + launch)
@@ -299,29 +280,30 @@ class _Actor:
             clock.compute = clock.host = clock.now
         return max(clock.now, clock.free(event.lane))
 
-    def settle(self, meeting: _ReplayedOperation, lane: str) -> None:
+    def settle(self, meeting: _Meeting, lane: str) -> None:
         """Notes when an operation of a lane is done."""
+        event = meeting.event
         assert meeting.end is not None
         self.clock.occupy(lane, meeting.end)
-        if meeting.kind not in _COPIES:  # the bus has engines of its own
+        if event.kind not in _COPIES:  # the bus has engines of its own
             self.busy_lanes.append(meeting)
-        moved = round(meeting.num_bytes * meeting.share)
-        self.found.add_communication(meeting.kind, meeting.end - meeting.start, moved)
+        moved = round(event.num_bytes * event.share)
+        self.found.add_communication(event.kind, meeting.end - meeting.start, moved)
         if self.spans is not None:
-            size = f"{moved / 1e6:.1f} MB on {len(meeting.ranks)}"
-            self.spans.append(Span(f"lane {lane}", f"{meeting.kind} {size}", meeting.start, meeting.end))
+            size = f"{moved / 1e6:.1f} MB on {len(event.ranks)}"
+            self.spans.append(Span(f"lane {lane}", f"{event.kind} {size}", meeting.start, meeting.end))
 
-    def wait(self, event: Wait, meeting: _ReplayedOperation) -> None:
+    def wait(self, event: Wait, meeting: _Meeting) -> None:
         """Holds compute until an operation is done."""
-        clock = self.clock
+        clock, now = self.clock, self.clock.now
         assert meeting.end is not None
-        now = clock.now
         stood = meeting.end - now
         if stood <= 0:
             return
         self.found.add_phase(event.phase, meeting.end - clock.compute)
         self.found.launch_wait += now - clock.compute
-        if meeting.kind in ("send", "recv"):
+        kind = meeting.event.kind
+        if kind in ("send", "recv"):
             self.found.bubble += stood
         else:
             self.found.exposed += stood
@@ -329,7 +311,7 @@ class _Actor:
         if self.is_cpu:
             clock.host = meeting.end
         if self.spans is not None:
-            self.spans.append(Span("waits", f"{meeting.kind} is not there", now, meeting.end))
+            self.spans.append(Span("waits", f"{kind} is not there", now, meeting.end))
 
     def work_on_host(self, event: OnHost) -> None:
         """Lets the host work itself; the device has nothing to do once it has come to the end of what was launched."""
@@ -362,9 +344,7 @@ class _Actor:
         return self.contention * max(0.0, beside)
 
     def times(self) -> ReplayedRank:
-        """Returns what this rank's step took."""
-        clock = self.clock
-        self.found.seconds = clock.now
+        self.found.seconds = self.clock.now
         self.found.spans = tuple(self.spans or ())
         return self.found
 
@@ -379,25 +359,19 @@ class _Actors:
         self._extra = 0.0 if cluster.device.is_cpu else CALL_S
         self._slowdown = constants.slowdown
         self._bus = bus_bytes_per_s(cluster)
-        self._open: dict[tuple[object, ...], deque[tuple[_ReplayedOperation, list[tuple[_Actor, str]]]]] = {}
-        self._numbers: dict[tuple[int, str], int] = {}
+        self._open: dict[tuple[object, ...], _Meeting] = {}
 
     def run(self) -> None:
         """Lets each actor go on until it must wait for another, round and round."""
-        while True:
-            moved = False
-            for actor in self._actors:
-                moved |= self._advance(actor)
-            if all(actor.place == len(actor.events) for actor in self._actors):
-                return
-            if not moved:
+        while any(actor.place < len(actor.events) for actor in self._actors):
+            moved = [self._advance(actor) for actor in self._actors]
+            if not any(moved):
                 raise UsageError(self._explain())
 
     def _advance(self, actor: _Actor) -> bool:
         before = actor.place
-        events = actor.events
-        while actor.place < len(events):
-            event = events[actor.place]
+        while actor.place < len(actor.events):
+            event = actor.events[actor.place]
             if isinstance(event, _Stretch):
                 actor.run_stretch(event)
             elif isinstance(event, Issue):
@@ -414,30 +388,23 @@ class _Actors:
         return actor.place > before
 
     def _meet(self, actor: _Actor, event: Issue) -> None:
-        """Adds a rank to an operation; the last one to come settles when it runs."""
+        """Adds a rank to an operation; the last one to come settles when it runs.
+
+        The n-th collective of a group on a lane is the same on all ranks; so is the n-th message of a tag between two.
+        """
         ready = actor.issue(event)
-        if event.kind in ("send", "recv"):
-            self._pass_on(actor, event, ready)
-            return
-        others = [each for each in self._actors if each is not actor and self._shares(each, actor, event)]
-        meeting = _ReplayedOperation(event.kind, event.num_bytes, event.ranks, 1 + len(others))
-        meeting.algorithm, meeting.share = event.algorithm, event.share
+        others = sum(each is not actor and self._shares(each, actor, event) for each in self._actors)
+        is_message = event.kind in ("send", "recv")
+        channel = (event.ranks, event.tag if is_message else event.lane)
+        actor.issued[event.kind, channel] += 1
+        key = ("message" if is_message else event.kind, channel, actor.issued[event.kind, channel])
+        meeting = self._open.setdefault(key, _Meeting(event)) if others else _Meeting(event)
         actor.meetings[event.number] = meeting
-        if not others:
-            meeting.ready = [ready]
-            self._settle(meeting, [(actor, event.lane)])
-            return
-        count = self._numbers.get((id(actor), event.lane), 0)
-        self._numbers[id(actor), event.lane] = count + 1
-        waiting = self._open.setdefault((event.ranks, event.lane, count), deque())
-        if waiting:
-            meeting = actor.meetings[event.number] = waiting[0][0]
-        else:
-            waiting.append((meeting, []))
         meeting.ready.append(ready)
-        waiting[0][1].append((actor, event.lane))
-        if len(meeting.ready) == meeting.wanted:
-            self._settle(meeting, waiting.popleft()[1])
+        meeting.members.append((actor, event.lane))
+        if len(meeting.ready) == 1 + others:
+            self._open.pop(key, None)
+            self._settle(meeting)
 
     def _shares(self, other: _Actor, actor: _Actor, event: Issue) -> bool:
         """Whether another actor takes part: the slow copy of a rank stands for one that all its groups have."""
@@ -445,41 +412,22 @@ class _Actors:
             return len(event.ranks) > 1
         return other.program.rank in event.ranks
 
-    def _pass_on(self, actor: _Actor, event: Issue, ready: float) -> None:
-        """Matches the two sides of a message, in order."""
-        key = (*event.ranks, event.tag)
-        side, opposite = ("send", "recv") if event.kind == "send" else ("recv", "send")
-        if not any(each.program.rank in event.ranks for each in self._actors if each is not actor):
-            meeting = _ReplayedOperation(event.kind, event.num_bytes, event.ranks, 1, [ready])
-            actor.meetings[event.number] = meeting
-            self._settle(meeting, [(actor, event.lane)])
-            return
-        waiting = self._open.setdefault((opposite, *key), deque())
-        if waiting:
-            meeting, who = waiting.popleft()
-            actor.meetings[event.number] = meeting
-            meeting.ready.append(ready)
-            self._settle(meeting, [*who, (actor, event.lane)])
-            return
-        meeting = _ReplayedOperation(event.kind, event.num_bytes, event.ranks, 2, [ready])
-        actor.meetings[event.number] = meeting
-        self._open.setdefault((side, *key), deque()).append((meeting, [(actor, event.lane)]))
-
-    def _settle(self, meeting: _ReplayedOperation, who: Sequence[tuple[_Actor, str]]) -> None:
+    def _settle(self, meeting: _Meeting) -> None:
+        event = meeting.event
         meeting.start = max(meeting.ready)
         seconds = 0.0
-        if len(meeting.ranks) > 1:
-            seconds = (self._wire_seconds(meeting) + self._extra) * self._slowdown * meeting.share
-        elif meeting.kind in _COPIES:
-            seconds = meeting.num_bytes / self._bus
+        if len(event.ranks) > 1:
+            seconds = (self._wire_seconds(event) + self._extra) * self._slowdown * event.share
+        elif event.kind in _COPIES:
+            seconds = event.num_bytes / self._bus
         meeting.end = meeting.start + seconds
-        for actor, lane in who:
+        for actor, lane in meeting.members:
             actor.settle(meeting, lane)
 
-    def _wire_seconds(self, meeting: _ReplayedOperation) -> float:
-        if meeting.algorithm:
-            return self._algorithms(meeting.algorithm, meeting.kind, meeting.num_bytes, meeting.ranks)
-        return self._wires(meeting.kind, meeting.num_bytes, meeting.ranks)
+    def _wire_seconds(self, event: Issue) -> float:
+        if event.algorithm:
+            return self._algorithms(event.algorithm, event.kind, event.num_bytes, event.ranks)
+        return self._wires(event.kind, event.num_bytes, event.ranks)
 
     def _explain(self) -> str:
         stuck = []
@@ -487,8 +435,8 @@ class _Actors:
             if actor.place < len(actor.events):
                 event = actor.events[actor.place]
                 assert isinstance(event, Wait)
-                meeting = actor.meetings[event.number]
-                stuck.append(f"  rank {actor.program.rank} waits for {meeting.kind} of ranks {list(meeting.ranks)[:8]}")
+                other = actor.meetings[event.number].event
+                stuck.append(f"  rank {actor.program.rank} waits for {other.kind} of ranks {list(other.ranks)[:8]}")
         return "\n".join(
             ["the programs wait for one another for ever", *stuck, "  record them together: record_stages(config)"]
         )

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.predict.formulas.predict import COMPOSED_P90, FITTED_P90
+from paceline.predict.replay.program import Program
 from paceline.schedule.clock import Span
 
 
@@ -43,11 +45,9 @@ class ReplayedRank:
     spans: tuple[Span, ...] = ()
 
     def add_phase(self, phase: str, seconds: float) -> None:
-        """Adds to a phase."""
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
     def add_communication(self, kind: str, seconds: float, num_bytes: int) -> None:
-        """Adds an operation."""
         self.communication[kind] = self.communication.get(kind, 0.0) + seconds
         self.moved[kind] = self.moved.get(kind, 0) + num_bytes
 
@@ -67,25 +67,22 @@ class ReplayedRank:
 class ReplayedStep:
     """A step on a cluster, replayed."""
 
-    name: str
-    cluster: str
-    device: str
-    ranks: int
-    strategy: str
+    programs: tuple[Program, ...]  # one for each stage of a pipeline
+    cluster: Cluster
     times: tuple[ReplayedRank, ...]
     memory: Mapping[str, int]
-    memory_bytes: int
-    samples: int
-    elements: float
-    element: str
-    model_flops: float
-    mean_flops: float
-    peak_flops: float
     is_fitted: bool
-    framework: str
-    generation: str
     slow: Mapping[int, float]
-    shown: int | None = None  # the rank that is told of
+    shown: int | None = None  # the rank that the report describes
+
+    @property
+    def program(self) -> Program:
+        """The first stage's program, which names the run, its strategy and its batch as all stages do."""
+        return self.programs[0]
+
+    @property
+    def framework(self) -> str:
+        return "compiled" if self.program.is_compiled else "eager"
 
     @property
     def seconds(self) -> float:
@@ -94,12 +91,12 @@ class ReplayedStep:
 
     @property
     def longest(self) -> ReplayedRank:
-        """The rank that is told of: what was asked for, else the one that computes most, which others wait for.
+        """The rank that the report describes: ``shown``, else the one that computes most, which others wait for.
 
-        Of a stage with a slow rank that one is told of, whichever of its ranks was asked for.
+        Of a stage with a slow rank only that one was replayed; it stands for whichever of its ranks is ``shown``.
         """
         if self.shown is not None:
-            stage = self.shown // (self.ranks // (1 + max(each.stage for each in self.times)))
+            stage = self.shown // (self.program.ranks // (1 + max(each.stage for each in self.times)))
             own = [each for each in self.times if each.rank == self.shown]
             return (own or [each for each in self.times if each.stage == stage])[0]
         return max(self.times, key=lambda each: (each.compute, each.seconds))
@@ -113,12 +110,13 @@ class ReplayedStep:
     @property
     def elements_per_s(self) -> float:
         """Tokens (or samples) per second, of all ranks."""
-        return self.elements / self.seconds
+        return self.program.elements / self.seconds
 
     @property
     def mfu(self) -> float:
         """The share of the device's peak that the model's own FLOPs come to, over all stages."""
-        return self.mean_flops / (self.seconds * self.peak_flops)
+        mean_flops = sum(each.model_flops for each in self.programs) / len(self.programs)
+        return mean_flops / (self.seconds * self.cluster.device.peak(self.program.dtype))
 
     @property
     def total_memory(self) -> int:
@@ -127,12 +125,11 @@ class ReplayedStep:
 
     @property
     def fits(self) -> bool:
-        """Whether that is there."""
-        return self.total_memory <= self.memory_bytes
+        return self.total_memory <= int(self.cluster.device.memory_bytes)
 
     def usd_per_step(self, usd_per_device_hour: float) -> float:
         """Returns what a step costs at a price for each device."""
-        return self.ranks * self.seconds / 3600 * usd_per_device_hour
+        return self.program.ranks * self.seconds / 3600 * usd_per_device_hour
 
     @property
     def binds(self) -> str:
@@ -159,12 +156,11 @@ class ReplayedStep:
         """Says where the replay goes beyond what was calibrated."""
         found = []
         if not self.is_fitted:
-            found.append(
-                f"no published run fitted {self.framework} code on {self.generation}: rates are composed of others"
-            )
+            generation = self.cluster.device.generation
+            found.append(f"no published run fitted {self.framework} code on {generation}: rates are composed of others")
         if any(each.on_host for each in self.times):
             found.append("offloaded states: no published run has them")
-        if self.element != "tokens":
+        if self.program.element != "tokens":
             found.append("the error band was earned on language models")
         if not self.fits:
             found.append("it does not fit into memory, so that it would not run")
@@ -172,18 +168,18 @@ class ReplayedStep:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data, without the spans."""
-        rank, (low, high) = self.longest, self.band
+        program, rank, (low, high) = self.program, self.longest, self.band
         return {
-            "name": self.name,
-            "cluster": self.cluster,
-            "device": self.device,
-            "ranks": self.ranks,
-            "strategy": self.strategy,
+            "name": program.name,
+            "cluster": self.cluster.name,
+            "device": self.cluster.device.name,
+            "ranks": program.ranks,
+            "strategy": program.strategy,
             "step_s": self.seconds,
             "step_s_low": low,
             "step_s_high": high,
-            f"{self.element}_per_s": self.elements_per_s,
-            "samples_per_s": self.samples / self.seconds,
+            f"{program.element}_per_s": self.elements_per_s,
+            "samples_per_s": program.samples / self.seconds,
             "mfu": self.mfu,
             "parts_s": {
                 "compute": rank.compute,
@@ -205,7 +201,7 @@ class ReplayedStep:
                 for each in self.times
             ],
             "memory_bytes": dict(self.memory) | {"total": self.total_memory},
-            "device_memory_bytes": self.memory_bytes,
+            "device_memory_bytes": int(self.cluster.device.memory_bytes),
             "fits": self.fits,
             "fitted": self.is_fitted,
             "binds": self.binds,
@@ -218,15 +214,19 @@ def trace_text(replay: ReplayedStep) -> str:
     if not any(each.spans for each in replay.times):
         raise UsageError("this replay kept no spans\n  a trace shows them\n  replay(..., keeps_spans=True)")
     events = [event for process, times in enumerate(replay.times) for event in _events(process, times)]
-    about = {"name": replay.name, "cluster": replay.cluster, "step_s": replay.seconds, "binds": replay.binds}
+    about = {
+        "name": replay.program.name,
+        "cluster": replay.cluster.name,
+        "step_s": replay.seconds,
+        "binds": replay.binds,
+    }
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
 
 
 def write_trace(replay: ReplayedStep, path: Path) -> None:
     """Writes the trace. Raises UsageError where it cannot be written."""
-    text = trace_text(replay)
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(trace_text(replay), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the trace cannot be written to {path}: {error.strerror}") from error
 

@@ -18,14 +18,14 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from paceline.cluster.devices import Catalog, Cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Strategy
-from paceline.plan.workload import Compute, Framework, ModelShape, Running, SampleModel, Scaling, Workload
+from paceline.plan.workload import Compute, Framework, ModelShape, Running, SampleModel, Workload
 from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
 
 METRICS = {
@@ -38,10 +38,7 @@ METRICS = {
 _DOCUMENT_TOKENS = 400
 
 _NUMBERS = ("params_b", "global_batch")
-_COUNTS = (
-    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"),
-    *("n_gpus", "dp", "tp", "pp", "cp"),
-)
+_COUNTS = (*("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"), *("n_gpus", "dp", "tp", "pp", "cp"))
 _NO_RECOMPUTE = re.compile(r"(none|no|any|n/a|not stated)\b")
 _NOT_COMPILED = re.compile(r"(no|none|false|n/a|not stated|eager)\b")
 _COMPILED = re.compile(r"(yes|true|compiled?|torch\.?compile|inductor|nvfuser|xla|jit|torchscript|dynamo)\b")
@@ -69,16 +66,21 @@ def read_case(row: Row) -> PublishedRun:
     """Turns a row into a workload and a cluster. Raises RowError, naming the column, where that cannot be."""
     if row.metric not in METRICS:
         raise RowError(f"column metric_name: {row.metric!r} is none of {', '.join(sorted(METRICS))}")
-    _check_numbers(row)
+    for column in _NUMBERS:  # also those that this row's model does not need
+        row.number(column)
+    for column in _COUNTS:
+        row.whole(column, 0)
     model = _model(row)
     cluster = _cluster(row)
     layout = _layout(row, cluster, model)
     framework = _framework(row)
     micro_batch = _micro_batch(row, model, layout)
     chunks = _chunks(row)
-    compute = _compute(row)
-    volta = cluster.device.generation in ("volta", "turing")
-    sharing = row.text["zero_stage_or_fsdp"].lower()
+    compute, generation = _compute(row), cluster.device.generation
+    has_fused_attention = not (
+        generation in ("volta", "turing") or (framework == "megatron" and compute == "fp16") or _is_encoder(row)
+    )
+    sharing, precision = row.text["zero_stage_or_fsdp"].lower(), row.text["precision"].lower()
     is_plain = layout.strategy == "ddp" and layout.overlap
     run = Running(
         global_batch=row.number("global_batch") or (micro_batch or 1) * layout.data,
@@ -87,11 +89,11 @@ def read_case(row: Row) -> PublishedRun:
         compute=compute,
         recomputes_attention="attention" in row.text["activation_recompute"].lower(),
         framework=framework,
-        fused_attention=not (volta or (framework == "megatron" and compute == "fp16") or _is_encoder(row)),
-        pure="pure" in row.text["precision"].lower(),
-        autocast="amp" in row.text["precision"].lower(),
-        fused_loss=framework == "megatron" and _has_fused_loss(compute, cluster),
-        scaling=_scaling(row.text["precision"]),
+        fused_attention=has_fused_attention,
+        pure="pure" in precision,
+        autocast="amp" in precision,
+        fused_loss=framework == "megatron" and (compute in ("fp8", "fp4") or generation == "blackwell"),
+        scaling="row" if "rowwise" in precision else "block" if "mxfp8" in precision or "fp4" in precision else "",
         fp8_gather="fp8" in sharing,
         is_flat=not is_plain and "fsdp2" not in sharing,
         overlaps_tensor=framework == "megatron" and layout.overlap,
@@ -108,18 +110,6 @@ def read_case(row: Row) -> PublishedRun:
 
 
 # What a row says, column by column.
-
-
-def _check_numbers(row: Row) -> None:
-    """Looks at all columns of numbers, also those that this row's model does not need."""
-    for column in _NUMBERS:
-        row.number(column)
-    for column in _COUNTS:
-        row.whole(column, 0)
-
-
-def _has_fused_loss(compute: Compute, cluster: Cluster) -> bool:
-    return compute in ("fp8", "fp4") or cluster.device.generation == "blackwell"
 
 
 def _seq_len(row: Row, model: ModelShape | SampleModel, framework: Framework) -> int:
@@ -175,8 +165,7 @@ def _fit_shape(shape: ModelShape, billions: float | None, name: str) -> ModelSha
 def _cluster(row: Row) -> Cluster:
     devices = row.whole("n_gpus")
     node_devices = _node_devices(row)
-    if node_devices > 16:
-        # A tray of a larger NVLink domain: racks hold 72, of which jobs use 64.
+    if node_devices > 16:  # a tray of a larger NVLink domain: racks hold 72, of which jobs use 64
         node_devices = 64
     try:
         cluster = Catalog().of_devices(row.text["gpu"], devices, node_devices=min(node_devices, devices))
@@ -319,18 +308,11 @@ def _is_word(text: str) -> bool:
 
 def _compute(row: Row) -> Compute:
     low = row.text["precision"].lower()
-    names: tuple[Compute, ...] = ("fp8", "fp16", "bf16", "tf32", "fp32")
-    if "fp4" in low:
-        return "fp4"
+    names: tuple[Compute, ...] = ("fp4", "fp8", "fp16", "bf16", "tf32", "fp32")
     for name in names:
         if name in low:
             return name
     raise RowError(f"column precision: {row.text['precision']!r} names none of fp32, tf32, fp16, bf16, fp8")
-
-
-def _scaling(text: str) -> Scaling:
-    low = text.lower()
-    return "row" if "rowwise" in low else "block" if "mxfp8" in low or "fp4" in low else ""
 
 
 def _micro_batch(row: Row, model: ModelShape | SampleModel, layout: Layout) -> float | None:
@@ -357,7 +339,7 @@ def _micro_batch(row: Row, model: ModelShape | SampleModel, layout: Layout) -> f
 
 def known_transformer(name: str) -> ModelShape | None:
     """Returns a transformer's shape by the name that a table gives it; None where it is not known."""
-    entry = _find(name, "transformers")
+    entry = _catalog()["transformers"].get(_key(name))
     if entry is None:
         return None
     fields = {key: value for key, value in entry.items() if key != "total"}
@@ -366,7 +348,7 @@ def known_transformer(name: str) -> ModelShape | None:
 
 def known_samples(name: str) -> SampleModel | None:
     """Returns a convolutional, recurrent or translation model by name; None where it is not known."""
-    entry = _find(name, "samples")
+    entry = _catalog()["samples"].get(_key(name))
     if entry is None:
         return None
     return SampleModel(
@@ -385,13 +367,7 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)", "", name.lower()))
 
 
-def _find(name: str, section: str) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = _catalog()[section].get(_key(name))
-    return found
-
-
 @cache
-def _catalog() -> dict[str, Any]:
+def _catalog() -> dict[str, dict[str, dict[str, Any]]]:
     text = resources.files("paceline.predict.scored").joinpath("known_models.yaml").read_text()
-    loaded: dict[str, Any] = yaml.safe_load(text)
-    return loaded
+    return cast(dict[str, dict[str, dict[str, Any]]], yaml.safe_load(text))

@@ -54,19 +54,29 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyScores:
-    """The scores of one family. ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows."""
+class _Scores:
+    """What is scored of all rows and of each family alike; None where no row tells it."""
 
-    family: str
     time: ErrorScores | None
     memory: ErrorScores | None
-    baseline: float | None
     ranking: Ranking | None
     scaling: Scaling | None
 
+    def scores_json(self) -> dict[str, Any]:
+        scores = {"time": self.time, "memory": self.memory, "ranking": self.ranking, "scaling": self.scaling}
+        return {name: _plain(each) for name, each in scores.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
+class FamilyScores(_Scores):
+    """The scores of one family. ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows."""
+
+    family: str
+    baseline: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation(_Scores):
     """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere.
 
     ``ran_out``: predicted runs that ran out of memory; ``false_fits``: those of them that were said to fit;
@@ -77,16 +87,12 @@ class Validation:
     split: str | None
     rows: tuple[Scored, ...]
     families: tuple[FamilyScores, ...]
-    time: ErrorScores | None
     inside: ErrorScores | None
     outside: ErrorScores | None
     mean_over_families: float | None
-    memory: ErrorScores | None
     ran_out: int
     false_fits: int
     false_misfits: int
-    ranking: Ranking | None
-    scaling: Scaling | None
 
     @property
     def skipped(self) -> tuple[Scored, ...]:
@@ -105,7 +111,11 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
     rows = tuple(_with_result(each, text) for each, text in zip(predicted, chosen.measured, strict=True))
     references = _references(table, rows, sets)
     families = tuple(
-        _family_scores(name, group, [each for each in references if each.row.family == name])
+        FamilyScores(
+            family=name,
+            baseline=_baseline(group),
+            **_scores(group, [each for each in references if each.row.family == name]),
+        )
         for name, group in _grouped(rows, lambda each: each.row.family)
     )
     means = [each.time.mean for each in families if each.time is not None]
@@ -115,17 +125,23 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
         split=split,
         rows=rows,
         families=families,
-        time=errors_of(_pairs(rows, memory=False)),
         inside=errors_of(_pairs((each for each in rows if not each.outside), memory=False)),
         outside=errors_of(_pairs((each for each in rows if each.outside), memory=False)),
         mean_over_families=statistics.fmean(means) if means else None,
-        memory=errors_of(_pairs(rows, memory=True)),
         ran_out=sum(each.ran_out for each in told),
         false_fits=sum(each.ran_out and each.fits for each in told),
         false_misfits=sum(not each.fits and each.measured is not None and not each.is_memory for each in rows),
-        ranking=ranking_of(_alternatives(rows)),
-        scaling=scaling_of(_scaled(rows, references)),
+        **_scores(rows, references),
     )
+
+
+def _scores(rows: Sequence[Scored], references: Sequence[Scored]) -> dict[str, Any]:
+    return {
+        "time": errors_of(_pairs(rows, memory=False)),
+        "memory": errors_of(_pairs(rows, memory=True)),
+        "ranking": ranking_of(_alternatives(rows)),
+        "scaling": scaling_of(_scaled(rows, references)),
+    }
 
 
 def _references(table: Table, rows: Sequence[Scored], sets: ConstantSets | None) -> list[Scored]:
@@ -134,8 +150,7 @@ def _references(table: Table, rows: Sequence[Scored], sets: ConstantSets | None)
     wanted = {_key(each, _SCALED) for each in rows}
     found = []
     for row, text in zip(table.rows, table.measured, strict=True):
-        each = Scored(row=row)
-        if row.id not in have and row.metric != MEMORY and _key(each, _SCALED) in wanted:
+        if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted:
             found.append(_with_result(_predict(row, "all", sets), text))
     return found
 
@@ -163,8 +178,7 @@ def _predict(row: Row, shown: Shown, sets: ConstantSets | None) -> Scored:
         case = read_case(row)
     except RowError as error:
         return Scored(row=row, skipped=f"line {row.line}, {error}")
-    workload = replace(case.workload, run=replace(case.workload.run, shown=shown))
-    case = replace(case, workload=workload)
+    case = replace(case, workload=replace(case.workload, run=replace(case.workload.run, shown=shown)))
     prediction = predict_case(case, sets)
     return Scored(
         row=row,
@@ -212,17 +226,6 @@ def _grouped(rows: Iterable[Scored], key: Any) -> list[tuple[Any, list[Scored]]]
     for row in rows:
         found[key(row)].append(row)
     return list(found.items())
-
-
-def _family_scores(family: str, rows: Sequence[Scored], references: Sequence[Scored]) -> FamilyScores:
-    return FamilyScores(
-        family=family,
-        time=errors_of(_pairs(rows, memory=False)),
-        memory=errors_of(_pairs(rows, memory=True)),
-        baseline=_baseline(rows),
-        ranking=ranking_of(_alternatives(rows)),
-        scaling=scaling_of(_scaled(rows, references)),
-    )
 
 
 def _timed(rows: Iterable[Scored]) -> list[Scored]:
@@ -284,9 +287,6 @@ def _per_device(each: Scored) -> tuple[int, float, float]:
     return devices, measured, predicted
 
 
-# What is written.
-
-
 def rows_csv(validation: Validation) -> str:
     """Returns every row as ``id,metric_name,measured,predicted,skipped``."""
     file = io.StringIO()
@@ -307,26 +307,14 @@ def to_json(validation: Validation) -> dict[str, Any]:
         "rows": len(validation.rows),
         "overall": {
             "mean_over_families": validation.mean_over_families,
-            "time": _plain(validation.time),
+            **validation.scores_json(),
             "inside_calibrated_domain": _plain(validation.inside),
             "outside_calibrated_domain": _plain(validation.outside),
-            "memory": _plain(validation.memory),
             "ran_out_of_memory": validation.ran_out,
             "false_fits": validation.false_fits,
             "false_misfits": validation.false_misfits,
-            "ranking": _plain(validation.ranking),
-            "scaling": _plain(validation.scaling),
         },
-        "families": {
-            each.family: {
-                "time": _plain(each.time),
-                "memory": _plain(each.memory),
-                "baseline": each.baseline,
-                "ranking": _plain(each.ranking),
-                "scaling": _plain(each.scaling),
-            }
-            for each in validation.families
-        },
+        "families": {each.family: each.scores_json() | {"baseline": each.baseline} for each in validation.families},
         "skipped": [{"id": each.row.id, "reason": each.skipped} for each in validation.skipped],
     }
 
