@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from paceline.config import Config
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
-from paceline.plan.memory import MemoryEstimate
+from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory
