@@ -27,6 +27,11 @@ from dataclasses import dataclass
 class PacelineError(Exception):
     """Base of every error that Paceline raises on purpose."""
 
+    @property
+    def headline(self) -> str:
+        """What is wrong, in one line; of several problems the first."""
+        return str(self).partition("\n")[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -48,6 +53,10 @@ class ConfigError(PacelineError):
         self.source = source
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__(f"{source}: {count}\n\n" + "\n\n".join(str(problem) for problem in problems))
+
+    @property
+    def headline(self) -> str:
+        return self.problems[0].what.partition("\n")[0]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_config_error, (self.problems, self.source)

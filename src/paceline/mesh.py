@@ -75,3 +75,9 @@ class Mesh:
 
     def __str__(self) -> str:
         return "mesh(" + " x ".join(f"{name} {size}" for name, size in self.axes) + ")"
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors of a number, which are the sizes that an axis of so many ranks may have, smallest first."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})

@@ -217,6 +217,16 @@ def test_problems_tell_the_line(tmp_path: Path) -> None:
 # Overrides
 
 
+def test_a_length_on_the_command_line_takes_the_place_of_the_other_one_in_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "train: {epochs: 3}\n")
+    train = load_config(path, ["train.steps=5"]).train
+    assert (train.steps, train.epochs) == (5, None)
+    assert load_config(path, ["train.steps=null"]).train.epochs == 3
+    for both in (["train.steps=5", "train.epochs=2"], ["train.epochs=2", "train.steps=5"]):
+        with pytest.raises(ConfigError, match="are both given"):
+            load_config(path, both)
+
+
 def test_overrides_replace_and_add(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "train: {epochs: 3}\n")
     config = load_config(

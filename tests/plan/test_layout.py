@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import layout_of, load_config
+from paceline.config.layout import CONFIG_KEYS
 from paceline.config.schema import CommConfig, MemoryConfig, ParallelConfig, TrainConfig
 from paceline.errors import UsageError
 from paceline.plan.layout import STRATEGIES, Compression, Layout, Offload
 from paceline.plan.rule_case import ModelOutline
-from paceline.plan.rules import CONFIG_KEYS, RULES, check_layout, rules
+from paceline.plan.rules import RULES, check_layout, rules
 from paceline.schedule.schedules import make_schedule
 
 GPT = ["model={kind: gpt, layers: 4, heads: 4, width: 32, context: 16}", "data.kind=text"]
@@ -118,6 +119,7 @@ def test_context_and_experts_are_predicted_and_not_run() -> None:
         ({"strategy": "fdsp"}, "it is one of ddp, zero1, zero2, fsdp, hybrid\n  did you mean fsdp?"),
         ({"algorithm": "rng"}, "did you mean ring?"),
         ({"buffers": "brodcast"}, "did you mean broadcast?"),
+        ({"schedule": "1f1bb"}, "interleaved, zb-h1, zb-v\n  did you mean 1f1b?"),
         ({"bucket_mb": -1}, "bucket_mb = -1\n  it is a size in MiB"),
         ({"bucket_mb": "big"}, "bucket_mb = 'big'"),
         ({"prefetch": "two"}, "prefetch = 'two'\n  it is a whole number"),

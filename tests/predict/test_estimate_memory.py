@@ -17,7 +17,7 @@ from paceline.data.datasets import DataShape
 from paceline.engines.apply import parallelize
 from paceline.models.registry import build_model
 from paceline.plan.layout import Compression, Layout, Offload, Strategy
-from paceline.plan.memory import MemoryEstimate
+from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import (

@@ -19,7 +19,7 @@ from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout
-from paceline.plan.memory import MemoryEstimate
+from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known

@@ -46,7 +46,7 @@ def test_a_config_in_every_form(tmp_path: Path) -> None:
     assert first.explanations(3)[0].startswith(str(first.winner) if first.winner else "")
     assert len(first.explanations(3)) == 3
     assert paceline.plan(config, load_cluster("dgx-a100")).to_text() in texts
-    assert paceline.plan(VALUES, "dgx-a100", overrides=["train.global_batch=32"]).request.task.global_batch == 32
+    assert paceline.plan(VALUES, "dgx-a100", overrides=["train.global_batch=32"]).request.tasks[0].global_batch == 32
 
 
 def test_the_first_plan_is_a_config_that_trains(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_hugging_face_model_by_its_values() -> None:
 
 def test_a_function_that_makes_a_module() -> None:
     found = paceline.plan(make_own, "dgx-a100", overrides=DATA)
-    assert found.request.task.model.params == sum(each.numel() for each in make_own().parameters())
+    assert found.request.tasks[0].model.params == sum(each.numel() for each in make_own().parameters())
     assert {each.layout.strategy for each in found.plans} == {"ddp", "zero1", "zero2", "fsdp"}
     assert found.config.model.kind == "factory"
     assert f"{__name__}:make_own" in found.to_yaml()
@@ -147,7 +147,7 @@ def test_gradients_that_are_compressed_are_those_of_whole_models() -> None:
 
 def test_a_trillion_parameters_on_4096_devices() -> None:
     found = paceline.plan(ROOT / "configs" / "gpt_1t.yaml", "512x dgx-h100")
-    assert found.request.task.model.params == pytest.approx(1e12, rel=0.02)
+    assert found.request.tasks[0].model.params == pytest.approx(1e12, rel=0.02)
     assert found.winner is not None
     assert found.winner.layout.pipeline > 1
     assert found.winner.layout.tensor > 1

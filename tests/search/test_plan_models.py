@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def found(config: Config) -> Search:
-    return search(task_of(config, 32), CLUSTER, need=EngineMemory.of(config))
+    return search(replace(task_of(config, 32), need=EngineMemory.of(config)), CLUSTER)
 
 
 def read(folder: Path, values: object) -> HuggingFaceModel:
@@ -116,7 +117,7 @@ def test_models_that_are_no_transformers_have_data_parallel_plans(name: str) -> 
     config = load_config(CONFIG.parent / f"{name}.yaml")
     task = task_of(config, 8)
     assert isinstance(task.model, SampleModel)
-    found = search(task, load_cluster("dgx-h100"), need=EngineMemory.of(config))
+    found = search(replace(task, need=EngineMemory.of(config)), load_cluster("dgx-h100"))
     assert {each.layout.strategy for each in found.ranked} == {"ddp", "zero1", "zero2", "fsdp"}
     assert all(each.layout.data == 8 for each in found.ranked)
     recomputed = {each.workload.recompute for each in search(task, CLUSTER, order="memory").ranked}
@@ -232,7 +233,7 @@ def test_llama_is_read(tmp_path: Path) -> None:
     model = read(tmp_path, LLAMA)
     assert model.shape.params == pytest.approx(8.03e9, rel=0.01)
     assert model.no_config == ""
-    config = load_config(None, model.overrides)
+    config = config_from_dict(model.values)
     assert task_of(config, 8).model == model.shape
     assert config.train.global_batch == 1024
     told = "a step of 1024 sequences (train.global_batch), sequences of 4096 tokens (data.context), bf16_master"
@@ -281,7 +282,7 @@ def test_mixtures_of_experts_are_planned_without_a_config(
     assert model.shape.params == pytest.approx(billions * 1e9, rel=0.005)
     assert model.shape.active_matmul_params == pytest.approx(active * 1e9, rel=0.02)
     assert "experts" in model.no_config
-    config = load_config(None, [*model.overrides, "train.global_batch=16"])
+    config = config_from_dict(model.values, overrides=["train.global_batch=16"])
     found = search(task_of(config, 16, model.shape), load_cluster("2x dgx-h100"), host_memory=1e9)
     assert max(each.layout.expert for each in found.ranked) > 1
 
@@ -300,7 +301,8 @@ def test_what_differs_from_the_model_is_said() -> None:
 def test_processors_are_planned_in_fp32() -> None:
     found = request_for_hugging_face(LLAMA, load_cluster("cpu-host"))
     assert found.config.train.precision == "fp32"
-    assert request_for_hugging_face(LLAMA, load_cluster("cpu-host"), ["train.precision=bf16"]).task.compute == "bf16"
+    (task,) = request_for_hugging_face(LLAMA, load_cluster("cpu-host"), ["train.precision=bf16"]).tasks
+    assert task.compute == "bf16"
 
 
 def test_a_vocabulary_that_only_the_text_knows_is_assumed() -> None:
@@ -313,7 +315,7 @@ def test_a_vocabulary_that_only_the_text_knows_is_assumed() -> None:
 def test_gpt2_is_read(tmp_path: Path) -> None:
     model = read(tmp_path, GPT2)
     assert model.shape.params == pytest.approx(124e6, rel=0.02)
-    assert task_of(load_config(None, model.overrides), 8).model == model.shape
+    assert task_of(config_from_dict(model.values), 8).model == model.shape
 
 
 def test_what_a_config_cannot_say_is_known(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.errors import ConfigError, UsageError
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -162,7 +162,7 @@ def _load(name: str, overrides: list[str]) -> Config:
     if name in BUILT_IN and not Path(name).exists():
         values = {**BUILT_IN[name], "name": f"verify-{name}", "train": _EXACT}
         source = f"the built-in case {name}"
-        return config_from_dict(_with_overrides(values, overrides, source), source=source)
+        return config_from_dict(values, source, overrides)
     if not name.endswith((".yaml", ".yml")) and not Path(name).exists():
         import difflib
 
@@ -174,28 +174,6 @@ def _load(name: str, overrides: list[str]) -> Config:
             f"{name} is neither a file nor a built-in case\n  built in are {', '.join(BUILT_IN)}\n  {hint}"
         )
     return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
-
-
-def _with_overrides(values: dict[str, Any], overrides: list[str], source: str) -> dict[str, Any]:
-    """Puts overrides on a built-in case by way of a file, so that they are read and checked as everywhere.
-
-    Raises ConfigError with the problems of ``source``: the file is nobody's.
-    """
-    if not overrides:
-        return values
-    import tempfile
-
-    import yaml
-
-    from paceline.config import load_config
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "case.yaml"
-        path.write_text(yaml.safe_dump(values), encoding="utf-8")
-        try:
-            return load_config(path, overrides).model_dump(mode="json")
-        except ConfigError as error:
-            raise ConfigError(error.problems, source=source) from None
 
 
 def _show(certificate: Certificate, name: str) -> None:

@@ -11,11 +11,11 @@ number of ranks that does not fit is refused rather than met with another batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, Problem
+from paceline.mesh import divisors
 from paceline.plan.plan import BatchPlan
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: 
     problems = check_batch(global_batch, microbatch, accumulate, ranks)
     if problems:
         raise ConfigError(problems, source="batch")
-    asked = _AskedBatch.complete(global_batch, microbatch, accumulate, ranks)
-    microbatch = microbatch or asked.global_batch // ((accumulate or 1) * ranks)
-    accumulate = accumulate or asked.global_batch // (microbatch * ranks)
-    return BatchPlan(global_batch=asked.global_batch, microbatch=microbatch, accumulate=accumulate, ranks=ranks)
+    total = _AskedBatch(global_batch=global_batch, microbatch=microbatch, accumulate=accumulate, ranks=ranks).total
+    microbatch = microbatch or total // ((accumulate or 1) * ranks)
+    accumulate = accumulate or total // (microbatch * ranks)
+    return BatchPlan(global_batch=total, microbatch=microbatch, accumulate=accumulate, ranks=ranks)
 
 
 def batch_plan(train: TrainConfig, ranks: int, pipeline: int = 1) -> BatchPlan:
@@ -55,7 +55,7 @@ def batch_plan(train: TrainConfig, ranks: int, pipeline: int = 1) -> BatchPlan:
     accumulate = train.accumulate
     if pipeline > 1 and microbatch is None and accumulate is None:
         samples, rest = divmod(train.global_batch or DEFAULT_GLOBAL_BATCH, ranks)
-        accumulate = None if rest else min((n for n in _divisors(samples) if n >= pipeline), default=samples or None)
+        accumulate = None if rest else next((n for n in divisors(samples) if n >= pipeline), samples or None)
     return resolve_batch(train.global_batch, microbatch, accumulate, ranks)
 
 
@@ -89,7 +89,7 @@ def check_batch(
 
     ``ranks_key`` is what the messages call the ranks: where the model is split, only some of them share the batch.
     """
-    given = {"global_batch": global_batch, "microbatch": microbatch, "accumulate": accumulate, "ranks": ranks}
+    given: dict[str, Any] = dict(zip(_KEYS, (global_batch, microbatch, accumulate, ranks), strict=True))
     too_small = [
         Problem(what=f"{_KEYS[name]} = {value}", rule="it is a count, of at least 1", fix=f"try {_KEYS[name]} = 1")
         for name, value in given.items()
@@ -97,10 +97,10 @@ def check_batch(
     ]
     if too_small:
         return too_small
-    asked = replace(_AskedBatch.complete(global_batch, microbatch, accumulate, ranks), ranks_key=ranks_key)
+    asked = _AskedBatch(**given, ranks_key=ranks_key)
     if asked.fits():
         return []
-    if ranks is not None and ranks > asked.global_batch:
+    if ranks is not None and ranks > asked.total:
         what = f"{asked.text('ranks')} is more than {asked.text('global_batch')}"
         rule = "every rank needs at least one sample of each step"
     elif asked.is_complete:
@@ -115,31 +115,18 @@ def check_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AskedBatch:
-    """What was asked for, with the global batch filled in."""
+    """What was asked for; None: not given."""
 
-    global_batch: int
+    global_batch: int | None
     microbatch: int | None
     accumulate: int | None
     ranks: int | None
-    is_default_batch: bool = False
     ranks_key: str = _KEYS["ranks"]
 
-    @classmethod
-    def complete(
-        cls, global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int | None
-    ) -> _AskedBatch:
-        """Fills in the global batch: from the microbatch where there is one, else by default."""
-        is_default = global_batch is None and microbatch is None
-        if global_batch is None:
-            product = (microbatch or 1) * (accumulate or 1) * (ranks or 1)
-            global_batch = DEFAULT_GLOBAL_BATCH if microbatch is None else product
-        return cls(
-            global_batch=global_batch,
-            microbatch=microbatch,
-            accumulate=accumulate,
-            ranks=ranks,
-            is_default_batch=is_default,
-        )
+    @property
+    def total(self) -> int:
+        """The global batch: if it is not given, from the microbatch where there is one, else by default."""
+        return self.global_batch or (DEFAULT_GLOBAL_BATCH if self.microbatch is None else self.unit)
 
     @property
     def unit(self) -> int:
@@ -148,20 +135,25 @@ class _AskedBatch:
 
     @property
     def is_complete(self) -> bool:
-        """Says whether nothing is left to derive."""
         return None not in (self.microbatch, self.accumulate, self.ranks)
 
     def fits(self) -> bool:
         """Says whether whole numbers satisfy the algebra."""
-        return self.unit == self.global_batch if self.is_complete else self.global_batch % self.unit == 0
+        return self.unit == self.total if self.is_complete else self.total % self.unit == 0
 
     def text(self, name: str) -> str:
         """Writes one value as it stands in a config: ``train.global_batch = 64 (the default)``."""
-        is_default = name == "global_batch" and self.is_default_batch
-        return f"{self.key(name)} = {getattr(self, name)}" + (" (the default)" if is_default else "")
+        is_default = name == "global_batch" and self.global_batch is None
+        return f"{self.key(name)} = {self.value(name)}" + (" (the default)" if is_default else "")
+
+    def value(self, name: str) -> Any:
+        return self.total if name == "global_batch" else getattr(self, name)
+
+    def with_value(self, name: str, value: int) -> _AskedBatch:
+        changes: dict[str, Any] = {name: value}
+        return replace(self, **changes)
 
     def key(self, name: str) -> str:
-        """Returns what a value is called in a config."""
         return self.ranks_key if name == "ranks" else _KEYS[name]
 
     def product_text(self) -> str:
@@ -175,33 +167,22 @@ def _fix(asked: _AskedBatch) -> str:
     options = [
         f"{asked.key(name)} = {' or '.join(str(value) for value in values)}"
         for name in _KEYS
-        if getattr(asked, name) is not None and (values := _nearest_valid(asked, name))
+        if asked.value(name) is not None and (values := _nearest_valid(asked, name))
     ]
     return "try " + (", ".join(options[:-1]) + ", or " if len(options) > 1 else "") + options[-1]
 
 
 def _nearest_valid(asked: _AskedBatch, name: str) -> list[int]:
     """Returns the nearest value below and above that makes the batch fit when only this one changes, nearest first."""
-    value: int = getattr(asked, name)
-    fitting = sorted(
-        {each for each in _candidates(asked, name) if replace(asked, **dict[str, Any]({name: each})).fits()}
-    )
+    value: int = asked.value(name)
+    fitting = sorted({each for each in _candidates(asked, name) if asked.with_value(name, each).fits()})
     below = [each for each in fitting if each < value][-1:]
     above = [each for each in fitting if each > value][:1]
     return sorted(below + above, key=lambda each: abs(each - value))
 
 
-def _candidates(asked: _AskedBatch, name: str) -> Iterator[int]:
+def _candidates(asked: _AskedBatch, name: str) -> list[int]:
     if name != "global_batch":
-        yield from _divisors(asked.global_batch)
-        return
-    yield asked.unit
-    below = asked.global_batch // asked.unit * asked.unit
-    yield from (each for each in (below, below + asked.unit) if each)
-
-
-def _divisors(number: int) -> Iterator[int]:
-    for small in range(1, math.isqrt(number) + 1):
-        if number % small == 0:
-            yield small
-            yield number // small
+        return divisors(asked.total)
+    below = asked.total // asked.unit * asked.unit
+    return [each for each in (asked.unit, below, below + asked.unit) if each]

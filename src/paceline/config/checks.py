@@ -27,7 +27,7 @@ from paceline.config.sections import (
 from paceline.config.settings import check_backend_settings
 from paceline.config.suggest import near_files
 from paceline.errors import Problem
-from paceline.plan.rule_case import text_of
+from paceline.plan.rule_case import no_effect, text_of
 
 _FITTING_DATA = {
     "mlp": ("digits", "synthetic_classification", "synthetic_images", "factory"),
@@ -35,6 +35,7 @@ _FITTING_DATA = {
     "gpt": ("text", "synthetic_tokens", "factory"),
 }
 _LONGEST_NAME = 100
+_USUAL_BEST = (CheckpointConfig().best_mode, CheckpointConfig().best_metric)
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
 
 
@@ -67,9 +68,14 @@ def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> li
     return [*of_ranks, *_batch_problems(config, ranks)]
 
 
-def _no_effect(key: str, value: object, where: str, rule: str, instead: str) -> Problem:
-    """Returns the problem of a key that nothing reads."""
-    return Problem(what=f"{key} = {value} has no effect {where}", rule=rule, fix=f"remove {key}, or {instead}")
+def _refuse(needs: tuple[str, ...], *, when: Callable[[Config], bool], what: str, rule: str, fix: str) -> ConfigCheck:
+    """Makes a check of one condition. In its texts ``{c}`` is the config: ``train.steps = {c.train.steps}``."""
+
+    def run(config: Config) -> Iterator[Problem]:
+        if when(config):
+            yield Problem(what=what.format(c=config), rule=rule.format(c=config), fix=fix.format(c=config))
+
+    return ConfigCheck(needs=needs, run=run)
 
 
 def check_name(config: Config) -> Iterator[Problem]:
@@ -82,17 +88,6 @@ def check_name(config: Config) -> Iterator[Problem]:
             what=f"name = {name!r} is not a plain folder name",
             rule="the run is kept in monitor.folder/name, so a name has no path separators and is short",
             fix=f"try name = {plain}, and set monitor.folder for the place",
-        )
-
-
-def check_length(config: Config) -> Iterator[Problem]:
-    """Checks that the run's length is given once: as steps or as epochs."""
-    train = config.train
-    if train.steps is not None and train.epochs is not None:
-        yield Problem(
-            what=f"train.steps = {train.steps} and train.epochs = {train.epochs:g} are both given",
-            rule="a run has one length: steps or epochs",
-            fix="remove one of them; on the command line, add train.epochs=null or train.steps=null",
         )
 
 
@@ -123,7 +118,6 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
 
 
 def check_model_reads_data(config: Config) -> Iterator[Problem]:
-    """Checks that the model can read this kind of data."""
     model, data = config.model.kind, config.data.kind
     fitting = _FITTING_DATA.get(model, (data,))
     if data not in fitting:
@@ -201,65 +195,25 @@ def check_context(config: Config) -> Iterator[Problem]:
 
 
 def check_text_file(config: Config) -> Iterator[Problem]:
-    """Checks that the text file exists."""
     if config.data.kind != "text" or config.data.path is None or Path(config.data.path).is_file():
         return
-    path = Path(config.data.path)
-    near = near_files(path)
-    yield Problem(
-        what=f"data.path = {config.data.path!r} {'is a folder' if path.is_dir() else 'does not exist'}",
-        rule=f"it is a text file, and a relative path starts at {Path.cwd()}",
-        fix=f"did you mean {' or '.join(near)}?" if near else "leave it out to train on Python's documentation",
+    otherwise = "leave it out to train on Python's documentation"
+    yield _no_file("data.path", config.data.path, "a text file", otherwise)
+
+
+def _no_file(key: str, path: str, kind: str, otherwise: str) -> Problem:
+    near = near_files(Path(path))
+    return Problem(
+        what=f"{key} = {path!r} {'is a folder' if Path(path).is_dir() else 'does not exist'}",
+        rule=f"it is {kind}, and a relative path starts at {Path.cwd()}",
+        fix=f"did you mean {' or '.join(near)}?" if near else otherwise,
     )
 
 
-def check_backend(config: Config) -> Iterator[Problem]:
-    """Checks that NCCL is asked for GPUs only, and shared memory for CPUs only."""
-    backend, device = config.comm.backend, config.parallel.device
-    if (backend, device) == ("nccl", "cpu"):
-        rule, other = "nccl moves bytes between GPUs only", "cuda"
-    elif (backend, device) == ("shared_memory", "cuda"):
-        rule, other = "ranks on GPUs talk through nccl", "cpu"
-    else:
-        return
-    what = f"comm.backend = {backend} with parallel.device = {device}"
-    yield Problem(what=what, rule=rule, fix=f"set comm.backend = auto, or parallel.device = {other}")
-
-
-def check_repeatable_buckets(config: Config) -> Iterator[Problem]:
-    """Checks that a deterministic run has buckets of a fixed size."""
-    if config.comm.bucket_mb == "auto" and config.train.deterministic:
-        yield Problem(
-            what="comm.bucket_mb = auto with train.deterministic = true",
-            rule="measured sizes differ from run to run, and with them the order in which some sums are rounded",
-            fix="set comm.bucket_mb = 25, or the size that an earlier run has found",
-        )
-
-
-def check_algorithm_table(config: Config) -> Iterator[Problem]:
-    """Checks that a table of measured all-reduces comes with ``comm.algorithm = auto``, which reads it."""
-    comm = config.comm
-    if comm.algorithm_table is not None and comm.algorithm != "auto":
-        yield Problem(
-            what=f"comm.algorithm_table = {comm.algorithm_table} with comm.algorithm = {comm.algorithm}",
-            rule="the table says which algorithm is fastest, and here one is chosen already",
-            fix="set comm.algorithm = auto, or leave comm.algorithm_table out",
-        )
-
-
 def check_auto_strategy(config: Config) -> Iterator[Problem]:
-    """Checks that ``parallel.strategy = auto`` has a whole model, and nothing that only some strategies take."""
-    parallel, policy = config.parallel, config.comm.compression.policy
-    if parallel.strategy != "auto":
-        return
-    if policy != "none":
-        yield Problem(
-            what=f"comm.compression.policy = {policy} with parallel.strategy = auto",
-            rule="compression works where replicas average the same gradients: auto may choose a strategy that has "
-            "none",
-            fix="set parallel.strategy = ddp or hybrid, or comm.compression.policy = none",
-        )
-    if _is_split(parallel) and parallel.sharding_strategy == "manual":
+    """Checks that ``parallel.strategy = auto`` has a whole model."""
+    parallel = config.parallel
+    if parallel.strategy == "auto" and parallel.sharding_strategy == "manual" and _is_split(parallel):
         yield Problem(
             what=f"parallel.strategy = auto with {_degrees(parallel)}",
             rule="it chooses for models that each rank, or all ranks together, hold whole",
@@ -290,7 +244,7 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
         return
     if parallel.pipeline == 1:
         rule, instead = "it belongs to pipeline parallelism", "set parallel.pipeline = 2"
-        yield _no_effect("parallel.schedule_file", file, "with parallel.pipeline = 1", rule, instead)
+        yield no_effect("parallel.schedule_file", file, "with parallel.pipeline = 1", rule, instead)
     for key, default in {"schedule": "1f1b", "chunks": None}.items():
         if getattr(parallel, key) != default:
             yield Problem(
@@ -299,12 +253,8 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
                 fix=f"remove parallel.{key}, or parallel.schedule_file",
             )
     if not Path(file).is_file():
-        near = near_files(Path(file))
-        yield Problem(
-            what=f"parallel.schedule_file = {file!r} does not exist",
-            rule=f"it is a CSV file as paceline schedule --csv writes, and a relative path starts at {Path.cwd()}",
-            fix=f"did you mean {' or '.join(near)}?" if near else "leave it out, and set parallel.schedule",
-        )
+        kind = "a CSV file as paceline schedule --csv writes"
+        yield _no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
 
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
@@ -352,34 +302,7 @@ def check_optimizer_keys(config: Config) -> Iterator[Problem]:
     for key in unread:
         if (value := getattr(optim, key)) != getattr(defaults, key):
             rule, where = f"it belongs to {owners.get(key, 'sgd')}", f"with optim.kind = {optim.kind}"
-            yield _no_effect(f"optim.{key}", value, where, rule, "change optim.kind")
-
-
-def check_nesterov(config: Config) -> Iterator[Problem]:
-    """Checks that Nesterov's method has momentum."""
-    if config.optim.kind == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
-        yield Problem(
-            what="optim.nesterov = true with optim.momentum = 0",
-            rule="Nesterov's method looks ahead along the momentum",
-            fix="try optim.momentum = 0.9, or optim.nesterov = false",
-        )
-
-
-def check_rate_scaling(config: Config) -> Iterator[Problem]:
-    """Checks that a learning rate that grows with the batch says for which batch it is meant."""
-    optim = config.optim
-    if optim.lr_scaling != "none" and optim.lr_batch is None:
-        yield Problem(
-            what=f"optim.lr_scaling = {optim.lr_scaling} without optim.lr_batch",
-            rule="the rate grows with train.global_batch / optim.lr_batch",
-            fix="set optim.lr_batch to the global batch that optim.lr is meant for",
-        )
-    if optim.lr_scaling == "none" and optim.lr_batch is not None:
-        yield Problem(
-            what=f"optim.lr_batch = {optim.lr_batch} has no effect with optim.lr_scaling = none",
-            rule="it says for which batch optim.lr is meant, for a rate that grows with the batch",
-            fix="set optim.lr_scaling = linear or sqrt, or remove optim.lr_batch",
-        )
+            yield no_effect(f"optim.{key}", value, where, rule, "change optim.kind")
 
 
 def check_precision(config: Config) -> Iterator[Problem]:
@@ -392,39 +315,9 @@ def check_precision(config: Config) -> Iterator[Problem]:
             fix="set train.dtype = float32, or train.precision = fp32",
         )
     if train.precision != "fp16" and train.loss_scale != TrainConfig().loss_scale:
-        where, rule = (
-            f"with train.precision = {train.precision}",
-            "only fp16 scales the loss: its small gradients would vanish",
-        )
+        rule = "only fp16 scales the loss: its small gradients would vanish"
         where, instead = f"with train.precision = {train.precision}", "set train.precision = fp16"
-        yield _no_effect("train.loss_scale", f"{train.loss_scale:g}", where, rule, instead)
-
-
-def check_average(config: Config) -> Iterator[Problem]:
-    """Checks that an average of the parameters is kept where one is evaluated."""
-    if config.train.ema_eval and config.train.ema_decay is None:
-        yield Problem(
-            what="train.ema_eval = true without train.ema_decay",
-            rule="the average of the parameters is evaluated where one is kept",
-            fix="set train.ema_decay = 0.999, or leave train.ema_eval out",
-        )
-
-
-def check_checkpoint_keys(config: Config) -> Iterator[Problem]:
-    """Checks that the keys of ``checkpoint`` have an effect, and can be followed."""
-    found, usual = config.checkpoint, CheckpointConfig()
-    if found.keep_best == 0 and (found.best_metric, found.best_mode) != (usual.best_metric, usual.best_mode):
-        yield Problem(
-            what="checkpoint.best_metric or best_mode with checkpoint.keep_best = 0",
-            rule="they say which are the best ones to keep",
-            fix="set checkpoint.keep_best = 1, or leave them out",
-        )
-    if found.keep_best and config.train.eval_every is None and found.every_steps is not None:
-        yield Problem(
-            what=f"checkpoint.keep_best = {found.keep_best} without train.eval_every",
-            rule="the best are told by evaluations at the steps that are saved",
-            fix=f"set train.eval_every = {found.every_steps}",
-        )
+        yield no_effect("train.loss_scale", f"{train.loss_scale:g}", where, rule, instead)
 
 
 def check_recovery_keys(config: Config) -> Iterator[Problem]:
@@ -447,7 +340,7 @@ def check_recovery_keys(config: Config) -> Iterator[Problem]:
     }
     for name, (is_read, rule, fix) in readers.items():
         if (value := getattr(given, name)) != getattr(defaults, name) and not is_read:
-            yield _no_effect(f"recovery.{name}", value, "here", rule, f"set {fix}")
+            yield no_effect(f"recovery.{name}", value, "here", rule, f"set {fix}")
 
 
 def check_roll_back(config: Config) -> Iterator[Problem]:
@@ -470,23 +363,101 @@ CHECKS: tuple[ConfigCheck, ...] = (
     ConfigCheck(needs=("model",), run=check_gpt_heads),
     ConfigCheck(needs=("model", "data"), run=check_context),
     ConfigCheck(needs=("data",), run=check_text_file),
-    ConfigCheck(needs=("parallel", "comm"), run=check_backend),
-    ConfigCheck(needs=("comm", "train"), run=check_repeatable_buckets),
-    ConfigCheck(needs=("comm",), run=check_algorithm_table),
+    _refuse(
+        ("parallel", "comm"),
+        when=lambda c: (c.comm.backend, c.parallel.device) == ("nccl", "cpu"),
+        what="comm.backend = nccl with parallel.device = cpu",
+        rule="nccl moves bytes between GPUs only",
+        fix="set comm.backend = auto, or parallel.device = cuda",
+    ),
+    _refuse(
+        ("parallel", "comm"),
+        when=lambda c: (c.comm.backend, c.parallel.device) == ("shared_memory", "cuda"),
+        what="comm.backend = shared_memory with parallel.device = cuda",
+        rule="ranks on GPUs talk through nccl",
+        fix="set comm.backend = auto, or parallel.device = cpu",
+    ),
+    _refuse(
+        ("comm", "train"),
+        when=lambda c: c.comm.bucket_mb == "auto" and c.train.deterministic,
+        what="comm.bucket_mb = auto with train.deterministic = true",
+        rule="measured sizes differ from run to run, and with them the order in which some sums are rounded",
+        fix="set comm.bucket_mb = 25, or the size that an earlier run has found",
+    ),
+    _refuse(
+        ("comm",),
+        when=lambda c: c.comm.algorithm_table is not None and c.comm.algorithm != "auto",
+        what="comm.algorithm_table = {c.comm.algorithm_table} with comm.algorithm = {c.comm.algorithm}",
+        rule="the table says which algorithm is fastest, and here one is chosen already",
+        fix="set comm.algorithm = auto, or leave comm.algorithm_table out",
+    ),
     ConfigCheck(needs=("comm",), run=check_backend_settings),
     ConfigCheck(needs=("optim", "train"), run=check_warmup),
     ConfigCheck(needs=("optim",), run=check_optimizer_keys),
-    ConfigCheck(needs=("optim",), run=check_nesterov),
-    ConfigCheck(needs=("optim",), run=check_rate_scaling),
+    _refuse(
+        ("optim",),
+        when=lambda c: c.optim.kind == "sgd" and c.optim.nesterov and c.optim.momentum == 0,
+        what="optim.nesterov = true with optim.momentum = 0",
+        rule="Nesterov's method looks ahead along the momentum",
+        fix="try optim.momentum = 0.9, or optim.nesterov = false",
+    ),
+    _refuse(
+        ("optim",),
+        when=lambda c: c.optim.lr_scaling != "none" and c.optim.lr_batch is None,
+        what="optim.lr_scaling = {c.optim.lr_scaling} without optim.lr_batch",
+        rule="the rate grows with train.global_batch / optim.lr_batch",
+        fix="set optim.lr_batch to the global batch that optim.lr is meant for",
+    ),
+    _refuse(
+        ("optim",),
+        when=lambda c: c.optim.lr_scaling == "none" and c.optim.lr_batch is not None,
+        what="optim.lr_batch = {c.optim.lr_batch} has no effect with optim.lr_scaling = none",
+        rule="it says for which batch optim.lr is meant, for a rate that grows with the batch",
+        fix="set optim.lr_scaling = linear or sqrt, or remove optim.lr_batch",
+    ),
     ConfigCheck(needs=("train",), run=check_precision),
-    ConfigCheck(needs=("parallel", "comm"), run=check_auto_strategy),
+    _refuse(
+        ("parallel", "comm"),
+        when=lambda c: c.parallel.strategy == "auto" and c.comm.compression.policy != "none",
+        what="comm.compression.policy = {c.comm.compression.policy} with parallel.strategy = auto",
+        rule="compression works where replicas average the same gradients: auto may choose a strategy that has none",
+        fix="set parallel.strategy = ddp or hybrid, or comm.compression.policy = none",
+    ),
+    ConfigCheck(needs=("parallel",), run=check_auto_strategy),
     ConfigCheck(needs=("parallel",), run=check_auto_sharding),
     ConfigCheck(needs=("parallel",), run=check_schedule_file),
     ConfigCheck(needs=("parallel", "train"), run=check_auto_microbatch),
-    ConfigCheck(needs=("checkpoint", "train"), run=check_checkpoint_keys),
-    ConfigCheck(needs=("train",), run=check_average),
+    _refuse(
+        ("checkpoint",),
+        when=lambda c: (
+            c.checkpoint.keep_best == 0 and (c.checkpoint.best_metric, c.checkpoint.best_mode) != ("eval_loss", None)
+        ),
+        what="checkpoint.best_metric or best_mode with checkpoint.keep_best = 0",
+        rule="they say which are the best ones to keep",
+        fix="set checkpoint.keep_best = 1, or leave them out",
+    ),
+    _refuse(
+        ("checkpoint", "train"),
+        when=lambda c: bool(c.checkpoint.keep_best and c.checkpoint.every_steps) and c.train.eval_every is None,
+        what="checkpoint.keep_best = {c.checkpoint.keep_best} without train.eval_every",
+        rule="the best are told by evaluations at the steps that are saved",
+        fix="set train.eval_every = {c.checkpoint.every_steps}",
+    ),
+    _refuse(
+        ("train",),
+        when=lambda c: c.train.ema_eval and c.train.ema_decay is None,
+        what="train.ema_eval = true without train.ema_decay",
+        rule="the average of the parameters is evaluated where one is kept",
+        fix="set train.ema_decay = 0.999, or leave train.ema_eval out",
+    ),
     ConfigCheck(needs=("recovery",), run=check_recovery_keys),
     ConfigCheck(needs=("recovery", "checkpoint"), run=check_roll_back),
-    ConfigCheck(needs=("train",), run=check_length),
+    _refuse(
+        ("train",),
+        when=lambda c: c.train.steps is not None and c.train.epochs is not None,
+        what="train.steps = {c.train.steps} and train.epochs = {c.train.epochs:g} are both given",
+        rule="a run has one length: steps or epochs",
+        fix="remove one of them",
+    ),
     ConfigCheck(needs=("train", "parallel"), run=check_batch_fits),
 )

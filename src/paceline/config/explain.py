@@ -10,6 +10,7 @@ from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.fields import known_fields
 from paceline.config.layout import config_batch, layout_of
 from paceline.config.load import LoadedConfig, leaf_values
+from paceline.config.problems import MISSING, value_at
 from paceline.config.schema import Config, TrainConfig
 from paceline.config.sections import GPTModelConfig, TextDataConfig, gpt_shape, known_shape
 from paceline.config.settings import config_settings
@@ -48,15 +49,8 @@ def explain(config: Config | LoadedConfig, ranks: int | None = None) -> list[Exp
 
 
 def _given(config: Config) -> dict[str, str]:
-    def is_given(path: str) -> bool:
-        content: Any = config
-        for part in path.split("."):
-            if part not in content.model_fields_set:
-                return False
-            content = getattr(content, part)
-        return True
-
-    return {path: "given" if is_given(path) else "default" for path in leaf_values(config)}
+    given = config.model_dump(mode="json", exclude_unset=True)
+    return {path: "default" if value_at(given, path) is MISSING else "given" for path in leaf_values(config)}
 
 
 def _derived(config: Config, ranks: int | None) -> Iterator[ExplainRow]:

@@ -28,12 +28,10 @@ class KnownField:
 
     @property
     def key(self) -> str:
-        """The last part of the path."""
         return self.path.rpartition(".")[2]
 
     @property
     def place(self) -> str:
-        """The section that holds the key; empty at the top."""
         return self.path.rpartition(".")[0]
 
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from paceline.config.batch import batch_plan
+from paceline.config.schema import Config
 from paceline.config.sections import gpt_shape, known_shape
 from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.plan import BatchPlan
 from paceline.plan.rule_case import ModelOutline, Rule
-from paceline.plan.rules import CONFIG_KEYS, rules
+from paceline.plan.rules import rules
 from paceline.schedule.text import read_csv
-
-if TYPE_CHECKING:
-    from paceline.config.schema import Config
 
 _RESNET_BLOCKS = {18: 8, 50: 16}  # by depth
 _LINEAR_LAYERS = 3  # of an mlp
-_SAME = ("pipeline", "tensor", "units", "unit_mb", "prefetch", "reshard_after_forward", "sync_batchnorm")
+# A key of these sections that has the name of a field of the layout is that field, and is copied.
+_FIELDS = {field.name for field in fields(Layout)}
+_SHARED = {
+    name: section
+    for section in ("parallel", "comm", "memory", "train")
+    for name in type(Config.model_fields[section].default).model_fields
+    if name in _FIELDS
+}
+_OTHERS = {"ranks": "parallel", "compile": "model", "heads": "model", "kv_heads": "model", "context": "data"}
+CONFIG_KEYS: Mapping[str, str] = {name: f"{section}." for name, section in (_SHARED | _OTHERS).items()}
 
 
 def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None = None) -> Layout:
@@ -33,31 +39,21 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
     """
     parallel, comm, train = config.parallel, config.comm, config.train
     own = None if parallel.pipeline == 1 else parallel.schedule_file
-    strategy: Any = {"zero3": "fsdp", "auto": "ddp"}.get(parallel.strategy, parallel.strategy)
-    layout = Layout(
-        strategy=strategy,
-        data=parallel.data or 0,
-        shard_ranks=parallel.shard_ranks or 0,
-        node_ranks=parallel.node_ranks or 0,
-        **{name: getattr(parallel, name) for name in _SAME},
-        bucket_mb=Layout().bucket_mb if comm.bucket_mb == "auto" else comm.bucket_mb,
-        first_bucket_mb=comm.first_bucket_mb,
-        tunes_buckets=comm.bucket_mb == "auto",
-        overlap=comm.overlap,
-        algorithm=comm.algorithm,
-        compression=Compression(**comm.compression.model_dump()),
-        schedule=parallel.schedule if own is None or not Path(own).is_file() else read_csv(Path(own)),
-        chunks=parallel.chunks or 0,
-        stages="estimated" if parallel.stages == "auto" else parallel.stages,
-        stage_layers=parallel.stage_layers,
-        sequence_parallel=parallel.sequence_parallel,
-        gathers_logits=train.loss != "auto",  # a loss of one's own expects whole logits
-        precision=train.precision,
-        checkpoint_activations=config.memory.checkpoint_activations,
-        offload=Offload.of(config.memory.offload),
-        compile=config.model.compile,
-        buffers=comm.buffers,
-    )
+    said = {name: getattr(getattr(config, section), name) for name, section in _SHARED.items()}
+    said |= {
+        "strategy": {"zero3": "fsdp", "auto": "ddp"}.get(parallel.strategy, parallel.strategy),
+        "bucket_mb": None if comm.bucket_mb == "auto" else comm.bucket_mb,
+        "tunes_buckets": comm.bucket_mb == "auto",
+        "compression": Compression(**comm.compression.model_dump()),
+        "schedule": parallel.schedule if own is None or not Path(own).is_file() else read_csv(Path(own)),
+        "stages": "estimated" if parallel.stages == "auto" else parallel.stages,
+        "gathers_logits": train.loss != "auto",  # a loss of one's own expects whole logits
+        "offload": Offload.of(config.memory.offload),
+        "compile": config.model.compile,
+        "microbatch": None,  # these two follow from the ranks
+        "accumulate": None,
+    }
+    layout = Layout(**{name: value for name, value in said.items() if value is not None})
     if ranks is None:
         return layout
     layout = layout.for_ranks(ranks, node_ranks)

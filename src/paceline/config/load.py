@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from paceline.config.checks import run_checks
 from paceline.config.fields import known_fields
-from paceline.config.problems import format_value, schema_problems
+from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
 from paceline.config.suggest import near_files
 from paceline.config.yaml_text import Document, dump_values, parse_document, parse_value
@@ -20,6 +20,8 @@ from paceline.errors import ConfigError, Problem
 
 # Stands in for a broken section while the others are checked; no rule that reads the section is run.
 _PLACEHOLDER = {"kind": "factory", "factory": "nothing:here"}
+# Two keys of one section for one thing: an override of the one takes the place of the other that stands in the file.
+_EXCLUSIVE = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +51,12 @@ def load_config_with_sources(path: str | Path | None, overrides: str | Sequence[
     return LoadedConfig(config=config, sources={key: asked.source(key, source) for key in leaf_values(config)})
 
 
-def config_from_dict(values: Mapping[str, Any], source: str = "config") -> Config:
+def config_from_dict(values: Mapping[str, Any], source: str = "config", overrides: Sequence[str] = ()) -> Config:
     """Checks plain values as a YAML file would be. Raises ConfigError with all problems at once."""
-    return _validate(_AskedValues(values=copy.deepcopy(dict(values))), source)
+    asked = _AskedValues(values=copy.deepcopy(dict(values)))
+    for text in overrides:
+        asked.override(text)
+    return _validate(asked, source)
 
 
 def dump_yaml(config: Config) -> str:
@@ -60,7 +65,6 @@ def dump_yaml(config: Config) -> str:
 
 
 def plain_values(config: Config) -> dict[str, Any]:
-    """Returns a config as nested dicts and lists."""
     return config.model_dump(mode="json")
 
 
@@ -116,7 +120,11 @@ class _AskedValues:
                 return
             content = inner
         content[parts[-1]] = value
-        self.overridden.add(".".join(parts))
+        path = ".".join(parts)
+        other = _EXCLUSIVE.get(path)
+        if other is not None and value is not None and other not in self.overridden:
+            content.pop(other.rpartition(".")[2], None)
+        self.overridden.add(path)
 
     def locate(self, path: str) -> str:
         """Returns where a key was given, for messages: `` (override)``, `` (line 4)``, or nothing."""
@@ -125,11 +133,8 @@ class _AskedValues:
 
     def source(self, path: str, name: str) -> str:
         """Returns where a key came from, for people who ask why it has its value."""
-        content: Any = self.values
-        for part in path.split("."):
-            if not isinstance(content, Mapping) or part not in content:
-                return "default"
-            content = content[part]
+        if value_at(self.values, path) is MISSING:
+            return "default"
         found = self._nearest(path)
         return found if found == "override" else f"file {name}" + (f":{found.removeprefix('line ')}" if found else "")
 

@@ -27,7 +27,7 @@ _OTHER_NAMES = {
     ("parallel.strategy", "no_shard"): "parallel.strategy = ddp",
 }
 _NO_SUCH_THING = (0, 0.0, False, "", "none", "None", "off", "never", "no")
-_MISSING = object()
+MISSING = object()
 
 
 def schema_problems(
@@ -43,7 +43,7 @@ def schema_problems(
         path = _path_of(each["loc"], kinds)
         if each["type"] in ("extra_forbidden", "invalid_key"):
             problem = _unknown_key(path, kinds, locate(path))
-        elif each["type"] == "missing" and _value_at(values, path) is _MISSING:
+        elif each["type"] == "missing" and value_at(values, path) is MISSING:
             problem = _missing_key(path, kinds)
         elif each["type"].startswith("union_tag"):
             problem = _wrong_kind(path, values, locate)
@@ -81,11 +81,12 @@ def _path_of(location: tuple[int | str, ...], kinds: Mapping[str, str | None]) -
     return ".".join(parts)
 
 
-def _value_at(values: Mapping[str, Any], path: str) -> Any:
+def value_at(values: Mapping[str, Any], path: str) -> Any:
+    """Returns what stands at a dotted key, or ``MISSING``."""
     content: Any = values
     for part in path.split("."):
         if not isinstance(content, Mapping) or part not in content:
-            return _MISSING
+            return MISSING
         content = content[part]
     return content
 
@@ -115,9 +116,9 @@ def _missing_key(path: str, kinds: Mapping[str, str | None]) -> Problem:
 
 def _wrong_kind(section: str, values: Mapping[str, Any], locate: Callable[[str], str]) -> Problem:
     path, kinds = f"{section}.kind", section_kinds(section)
-    value = _value_at(values, path)
+    value = value_at(values, path)
     rule = f"{path} must be one of {', '.join(kinds)}"
-    if value is _MISSING:
+    if value is MISSING:
         return Problem(
             what=f"{path} is missing{locate(section)}", rule=rule, fix=f"add for instance {path} = {kinds[0]}"
         )
@@ -144,11 +145,11 @@ def _suggest_kind(section: str, value: Any, kinds: tuple[str, ...]) -> str:
 def _wrong_value(
     path: str, kinds: Mapping[str, str | None], values: Mapping[str, Any], locate: Callable[[str], str]
 ) -> Problem:
-    value = _value_at(values, path)
+    value = value_at(values, path)
     shown = f"{path} = {format_value(value)}"
     known = find_field(path, kinds.get(path.partition(".")[0]))
     if known is None:  # a value below args, where any key may stand
-        what = f"the key {path} is not text" if value is _MISSING else f"{shown} is not a plain value"
+        what = f"the key {path} is not text" if value is MISSING else f"{shown} is not a plain value"
         rule = "arguments in a config are finite numbers, text, true, false, null, and lists and sections of these"
         return Problem(what=what + locate(path), rule=rule, fix="make other objects in the function that takes them")
     if known.is_section:

@@ -27,13 +27,12 @@ from paceline.config.sections import (
     Section,
     Seed,
 )
-from paceline.plan.layout import Compression, Layout
+from paceline.plan.layout import Algorithm, Buffers, Checkpointing, Compression, Layout, OffloadPart, Policy
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
 Decay: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 Counts: TypeAlias = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
-OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
 NcclAlgorithm: TypeAlias = Literal["Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"]
 NcclSubsystem: TypeAlias = Literal[
     "INIT",
@@ -148,7 +147,7 @@ class ParallelConfig(Section):
 class MemoryConfig(Section):
     """What is traded for memory: time, by computing again or by moving to the host."""
 
-    checkpoint_activations: Literal["none", "full", "matmuls", "every_2", "every_3", "every_4"] = Field(
+    checkpoint_activations: Checkpointing = Field(
         default="none",
         description="what backward computes again: nothing, blocks (all but their inputs), all but matrix products, or "
         "every n-th block",
@@ -161,7 +160,7 @@ class MemoryConfig(Section):
 class CompressionConfig(Section):
     """How gradients are made smaller on their way."""
 
-    policy: Literal["none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16"] = Field(
+    policy: Policy = Field(
         default="none",
         description="none; topk, randomk, threshold: few elements; powersgd: two thin factors of a matrix; sign, int8, "
         "fp16, bf16: few bits",
@@ -250,7 +249,7 @@ class CommConfig(Section):
         description="auto: nccl on GPUs; on CPUs shared memory if the ranks share a host, else gloo; virtual: all "
         "ranks take turns in one process, on one device",
     )
-    algorithm: Literal["native", "ring", "tree", "halving_doubling", "hierarchical", "auto"] = Field(
+    algorithm: Algorithm = Field(
         default="native",
         description="how collectives are made: by the backend; of messages, as a ring, two trees, by halving, or "
         "inside hosts and then across them; auto: the fastest of those by size and hosts",
@@ -267,7 +266,7 @@ class CommConfig(Section):
         default=_LAYOUT.first_bucket_mb, description="size of the first bucket, in MiB: small starts early"
     )
     timeout_s: Positive = Field(default=300.0, description="seconds until a rank that does not answer is an error")
-    buffers: Literal["broadcast", "local"] = Field(
+    buffers: Buffers = Field(
         default="broadcast", description="buffers such as batch-norm statistics: rank 0's for all, or each its own"
     )
     overlap: bool = Field(default=_LAYOUT.overlap, description="reduce gradients while backward still runs")
@@ -305,7 +304,6 @@ class OptimConfig(Section):
     )
     lr_batch: Count | None = Field(default=None, description="the global batch that lr is meant for")
     weight_decay: NotNegative = Field(default=0.01, description="weight decay")
-    # YAML has lists and no tuples, so this one type is converted; its two numbers are strict all the same.
     betas: Annotated[tuple[Probability, Probability], Strict(False)] = Field(
         default=(0.9, 0.999), description="adamw: decay of the two moments"
     )

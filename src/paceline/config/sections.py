@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -132,25 +132,16 @@ def gpt_shape(model: GPTModelConfig) -> GPTShape | None:
     """Decides every dimension of a GPT, or returns ``None`` where it has neither a size nor the dimensions."""
     given: dict[str, Any] = {name: value for name in GPTShape.__slots__ if (value := getattr(model, name)) is not None}
     if model.size is not None:
-        return GPTShape(**_follow_size(GPT_SIZES[model.size], given))
+        base = GPT_SIZES[model.size]
+        heads, width = model.heads or base.heads, model.width or base.width
+        follows = {"kv_heads": max(1, base.kv_heads * heads // base.heads)}
+        follows["mlp_width"] = base.mlp_width * width // base.width
+        return replace(base, **(follows | given))
     if model.layers is None or model.heads is None or model.width is None:
         return None
-    return GPTShape(**_follow_family(model.heads, model.width, given))
-
-
-def _follow_size(base: GPTShape, given: dict[str, Any]) -> dict[str, Any]:
-    settings = {name: getattr(base, name) for name in GPTShape.__slots__} | given
-    if "kv_heads" not in given:
-        settings["kv_heads"] = max(1, base.kv_heads * settings["heads"] // base.heads)
-    if "mlp_width" not in given:
-        settings["mlp_width"] = base.mlp_width * settings["width"] // base.width
-    return settings
-
-
-def _follow_family(heads: int, width: int, given: dict[str, Any]) -> dict[str, Any]:
     # Three matrices of 8/3 the width hold as many parameters as two of 4 times; a multiple of 64 suits matrix units.
-    mlp_width = 4 * width if given.get("mlp") == "gelu" else 64 * math.ceil(8 * width / 3 / 64)
-    return {"kv_heads": heads, "mlp_width": mlp_width, "context": None} | given
+    mlp_width = 4 * model.width if model.mlp == "gelu" else 64 * math.ceil(8 * model.width / 3 / 64)
+    return GPTShape(**({"kv_heads": model.heads, "mlp_width": mlp_width, "context": None} | given))
 
 
 def head_problems(*, width: int, heads: int, kv_heads: int, is_rotary: bool) -> Iterator[Problem]:

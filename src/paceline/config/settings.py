@@ -95,7 +95,6 @@ class BackendSetting:
 
     @property
     def removal(self) -> str:
-        """How to be rid of it."""
         return f"remove {self.key}" if self.key else f"unset {self.variable}"
 
 
@@ -222,15 +221,7 @@ def matching(wanted: str, present: Collection[str]) -> list[str]:
 
 def contradictions(settings: BackendSettings) -> list[Problem]:
     """Lists what does not go together, and what no library can read."""
-    rules = (
-        _check_readable,
-        _check_peers,
-        _check_channels,
-        _check_sockets,
-        _check_cards,
-        _check_algorithms,
-        _check_debug,
-    )
+    rules = (_check_readable, _check_peers, _check_counts, _check_cards, _check_algorithms, _check_debug)
     return [problem for rule in rules for problem in rule(settings)]
 
 
@@ -314,25 +305,20 @@ def _check_peers(settings: BackendSettings) -> Iterator[Problem]:
         yield Problem(what=f"{off} and {level}", rule=rule, fix=f"{level.removal}, or {off.removal}")
 
 
-def _check_channels(settings: BackendSettings) -> Iterator[Problem]:
-    least, most = settings.get("NCCL_MIN_NCHANNELS"), settings.get("NCCL_MAX_NCHANNELS")
-    low, high = _number(least), _number(most)
+def _check_counts(settings: BackendSettings) -> Iterator[Problem]:
+    numbers = {name: int(each.value) for name, each in settings.items() if re.fullmatch(r"\s*\d+\s*", each.value)}
+    low, high = numbers.get("NCCL_MIN_NCHANNELS"), numbers.get("NCCL_MAX_NCHANNELS")
     if low is not None and high is not None and low > high:
+        least, most = settings["NCCL_MIN_NCHANNELS"], settings["NCCL_MAX_NCHANNELS"]
+        rule = "NCCL takes at least the one and at most the other"
+        yield Problem(what=f"{least} is more than {most}", rule=rule, fix=f"set {least.name} to {high} or less")
+    count, each = numbers.get("NCCL_SOCKET_NTHREADS"), numbers.get("NCCL_NSOCKS_PERTHREAD")
+    if count is not None and each is not None and count * each > _MOST_SOCKETS:
+        threads, sockets = settings["NCCL_SOCKET_NTHREADS"], settings["NCCL_NSOCKS_PERTHREAD"]
         yield Problem(
-            what=f"{least} is more than {most}",
-            rule="NCCL takes at least the one and at most the other",
-            fix=f"set {least.name if least else ''} to {high} or less",
-        )
-
-
-def _check_sockets(settings: BackendSettings) -> Iterator[Problem]:
-    threads, each = settings.get("NCCL_SOCKET_NTHREADS"), settings.get("NCCL_NSOCKS_PERTHREAD")
-    first, second = _number(threads), _number(each)
-    if first is not None and second is not None and each is not None and first * second > _MOST_SOCKETS:
-        yield Problem(
-            what=f"{threads} and {each} make {first * second} sockets for a connection",
+            what=f"{threads} and {sockets} make {count * each} sockets for a connection",
             rule=f"NCCL opens {_MOST_SOCKETS} at most",
-            fix=f"set {each.name} to {max(1, _MOST_SOCKETS // first)} or less",
+            fix=f"set {sockets.name} to {max(1, _MOST_SOCKETS // count)} or less",
         )
 
 
@@ -369,12 +355,6 @@ def _check_debug(settings: BackendSettings) -> Iterator[Problem]:
     what = f"{parts} " + ("without a level" if level is None else f"with {level}")
     change = "set comm.nccl.debug = INFO" if parts.key else "export NCCL_DEBUG=INFO"
     yield Problem(what=what, rule="it chooses among what NCCL_DEBUG=INFO writes", fix=f"{change}, or {parts.removal}")
-
-
-def _number(setting: BackendSetting | None) -> int | None:
-    if setting is None or not re.fullmatch(r"\s*\d+\s*", setting.value):
-        return None
-    return int(setting.value)
 
 
 def _absent(setting: BackendSetting, what: str, wanted: str, present: Collection[str]) -> Problem:

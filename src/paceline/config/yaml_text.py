@@ -40,29 +40,17 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _construct_int(_loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(node.value.replace("_", ""))
-
-
-def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.SequenceNode:
-    return dumper.represent_sequence(_TAG + "seq", values, flow_style=True)
-
-
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     # Only double quotes keep every character: PyYAML folds some line breaks of Unicode in the other styles.
     return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
 
 
-def _teach() -> None:
-    for kind in (_Loader, _Dumper):
-        for name, pattern, first in _SCALARS:
-            kind.add_implicit_resolver(_TAG + name, re.compile(f"(?:{pattern})$"), list(first))
-    _Loader.add_constructor(_TAG + "int", _construct_int)
-    _Dumper.add_representer(list, _represent_list)
-    _Dumper.add_representer(str, _represent_text)
-
-
-_teach()
+for _name, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})$"), list(_first))
+    _Dumper.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})$"), list(_first))
+_Loader.add_constructor(_TAG + "int", lambda _, node: int(node.value.replace("_", "")))
+_Dumper.add_representer(list, lambda dumper, each: dumper.represent_sequence(_TAG + "seq", each, flow_style=True))
+_Dumper.add_representer(str, _represent_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ from paceline.engines.buckets.choice import BucketChoice
 from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
+from paceline.schedule.grid import Action
+from paceline.schedule.lowering import RankProgram
 from paceline.shards import Region, Shard, memory_order, whole_region
 
 T = TypeVar("T")
@@ -68,6 +70,21 @@ def ignore_phase(phase: str) -> None:
     """Ignores the end of a phase."""
 
 
+class StageRunner(Protocol):
+    """What runs the stages of a pipeline, for those who look at the order of its actions."""
+
+    pipe: Communicator
+    placement: tuple[int, ...]  # by stage, the rank that runs it
+    journal: list[Action]  # what the last step did, in order
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward runs in two parts."""
+
+    def program(self, microbatches: int) -> RankProgram:
+        """Returns what this rank does in a step of so many microbatches."""
+
+
 class Engine(ABC):
     """A model that trains on the ranks of ``comm``, which share out every batch among them."""
 
@@ -75,6 +92,7 @@ class Engine(ABC):
     comm: Communicator
     precision: Precision
     bucket_choice: BucketChoice | None = None  # set where the engine was asked to find the size of its buckets
+    pipeline: StageRunner | None = None  # what runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     holds_first_copy: bool = True  # whether no rank before this one holds the same gradients
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may sit out the rest of that pass

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
 from paceline.errors import Problem
-from paceline.plan.layout import CHECKPOINTS, STRATEGIES, Algorithm, Compression, Layout, Offload
+from paceline.plan.layout import CHECKPOINTS, STRATEGIES, Algorithm, Buffers, Compression, Layout, Offload
 from paceline.schedule.grid import Schedule
+from paceline.schedule.schedules import CHUNKS
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
     "algorithm": get_args(Algorithm),
     "checkpoint_activations": CHECKPOINTS,
-    "buffers": ("broadcast", "local"),
+    "buffers": get_args(Buffers),
 }
 _AT_LEAST = {  # whole numbers
     **dict.fromkeys(("pipeline", "tensor", "context", "expert", "microbatch", "accumulate"), 1),
@@ -32,14 +33,24 @@ def field_problems(layout: Layout) -> list[Problem]:
     return [problem for each in fields(layout) for problem in _problems(each.name, getattr(layout, each.name))]
 
 
+def unknown_word(name: str, value: Any, words: Sequence[str]) -> Iterator[Problem]:
+    """Yields a problem where a value is none of the words, with the one that is most like it."""
+    if value not in words:
+        near = difflib.get_close_matches(str(value), words, n=1)
+        fix = f"did you mean {near[0]}?" if near else ""
+        yield Problem(what=f"{name} = {value!r} is unknown", rule=f"it is one of {', '.join(words)}", fix=fix)
+
+
 def _problems(name: str, value: Any) -> Iterator[Problem]:
-    if name in _WORDS:
-        if value not in _WORDS[name]:
-            near = difflib.get_close_matches(str(value), _WORDS[name], n=1)
-            rule = f"it is one of {', '.join(_WORDS[name])}"
+    if name == "schedule" and isinstance(value, str):
+        if value not in CHUNKS:
+            near = difflib.get_close_matches(value, CHUNKS, n=1)
+            fix = f"did you mean {near[0]}?" if near else "take one of them, or a schedule of your own"
             yield Problem(
-                what=f"{name} = {value!r} is unknown", rule=rule, fix=f"did you mean {near[0]}?" if near else ""
+                what=f"there is no schedule {value!r}", rule=f"the schedules are {', '.join(CHUNKS)}", fix=fix
             )
+    elif name in _WORDS:
+        yield from unknown_word(name, value, _WORDS[name])
     elif name in _AT_LEAST:
         if type(value) is not int or value < _AT_LEAST[name]:
             least = _AT_LEAST[name]
@@ -63,7 +74,7 @@ def _mixed(name: str, value: Any) -> Iterator[Problem]:
     """Checks fields that may be of several types."""
     rules = {
         "reshard_after_forward": (isinstance(value, int), "True, False, or a number of ranks"),
-        "schedule": (isinstance(value, str | Schedule), "the name of a schedule, or a schedule"),
+        "schedule": (isinstance(value, Schedule), "the name of a schedule, or a schedule"),
         "stages": (value in ("estimated", "measured") or _holds(value, str), "estimated, measured, or names of layers"),
         "units": (value is None or _holds(value, str), "names of modules, or None"),
         "stage_layers": (value is None or _holds(value, int), "a count of blocks for each stage, or None"),

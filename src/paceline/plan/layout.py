@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
@@ -31,11 +31,16 @@ Strategy: TypeAlias = Literal["ddp", "zero1", "zero2", "fsdp", "hybrid"]
 Algorithm: TypeAlias = Literal["native", "ring", "tree", "halving_doubling", "hierarchical", "auto"]
 Stages: TypeAlias = Literal["estimated", "measured"] | tuple[str, ...]
 
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp", "hybrid")
+Checkpointing: TypeAlias = Literal["none", "full", "matmuls", "every_2", "every_3", "every_4"]
+OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
+Policy: TypeAlias = Literal["none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16"]
+Buffers: TypeAlias = Literal["broadcast", "local"]
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of a group
-CHECKPOINTS = ("none", "full", "matmuls", "every_2", "every_3", "every_4")
-OFFLOAD_PARTS = ("optimizer", "gradients", "parameters")
-COMPRESSIONS = ("none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16")
+CHECKPOINTS: tuple[str, ...] = get_args(Checkpointing)
+OFFLOAD_PARTS: tuple[str, ...] = get_args(OffloadPart)
+COMPRESSIONS: tuple[str, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +63,10 @@ class Offload:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of what is offloaded."""
         return tuple(name for name in OFFLOAD_PARTS if getattr(self, name))
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is offloaded."""
         return self.optimizer or self.gradients or self.parameters
 
     @property
@@ -114,7 +117,6 @@ class Compression:
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is compressed."""
         return self.policy != "none"
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -178,7 +180,7 @@ class Layout:
     checkpoint_activations: str = "none"
     offload: Offload = Offload()
     compile: bool = False
-    buffers: Literal["broadcast", "local"] = "broadcast"
+    buffers: Buffers = "broadcast"
     sync_batchnorm: bool = True
     # The batch.
     microbatch: int = 1
@@ -186,12 +188,10 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
         return self.pipeline * self.data * self.tensor * self.context
 
     @property
     def replicas(self) -> int:
-        """How many copies of the states there are."""
         return self.data * self.context // self.shards
 
     @property
@@ -235,7 +235,6 @@ class Layout:
 
     @property
     def schedule_name(self) -> str:
-        """The schedule's name, one's own too."""
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
     @property
@@ -247,7 +246,6 @@ class Layout:
 
     @property
     def bucket_bytes(self) -> int:
-        """Gradients that are reduced together."""
         return int(self.bucket_mb * MIB)
 
     @property
@@ -269,7 +267,6 @@ class Layout:
         return replace(self, data=data, shard_ranks=shards, node_ranks=local, chunks=chunks)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the layout as plain data."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values |= {name: dataclasses.asdict(values[name]) for name in ("compression", "offload")}
         if isinstance(self.schedule, Schedule):
@@ -278,7 +275,6 @@ class Layout:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Layout:
-        """Reads what ``to_json`` gave."""
         known = _with_tuples(values)
         if "\n" in known["schedule"]:
             known["schedule"] = parse_csv(known["schedule"])

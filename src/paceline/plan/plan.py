@@ -15,7 +15,6 @@ from typing import Any
 
 from paceline.mesh import Mesh
 from paceline.plan.layout import Layout
-from paceline.plan.memory import MemoryEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +30,29 @@ class BatchPlan:
     def samples_per_rank(self) -> int:
         """The samples of one step that each rank processes."""
         return self.microbatch * self.accumulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one rank, on its device by category, and on its host where something is offloaded."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    temporary: int
+    framework: int
+    host: int = 0
+    compression: int = 0  # what ranks owe one another
+
+    @property
+    def device_bytes(self) -> int:
+        states = self.parameters + self.gradients + self.optimizer + self.buffers + self.compression
+        return states + self.activations + self.temporary + self.framework
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"device_bytes": self.device_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +72,10 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """The axes of the ranks."""
         return self.layout.mesh
 
     @property
     def batch(self) -> BatchPlan:
-        """How one step's samples are spread."""
         layout = self.layout
         size = layout.microbatch * layout.accumulate * layout.data
         return BatchPlan(
@@ -85,7 +105,6 @@ class Plan:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Plan:
-        """Reads what ``to_json`` gave."""
         known = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         memory = known["memory"]
         if memory is not None:

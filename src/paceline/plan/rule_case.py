@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from paceline.errors import Problem
+from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Offload
 
 DEFAULT = Layout()
@@ -36,13 +37,18 @@ class RuleCase:
     strategy: str  # as it was written: zero3 is another name of fsdp
 
     def key(self, name: str) -> str:
-        """Returns what messages call a field."""
         return self.keys.get(name, "") + name
 
     def said(self, *names: str) -> str:
         """Writes fields with their values: ``parallel.pipeline = 2 x parallel.tensor = 4``."""
         values = {name: self.strategy if name == "strategy" else getattr(self.layout, name) for name in names}
         return " x ".join(f"{self.key(name)} = {text_of(value)}" for name, value in values.items())
+
+    def unread(self, name: str, owner: str, where: str, instead: str) -> Iterator[Problem]:
+        """Yields a problem where a field is changed that nothing reads; ``owner``: what it belongs to."""
+        if getattr(self.layout, name) != getattr(DEFAULT, name):
+            value = text_of(getattr(self.layout, name))
+            yield no_effect(self.key(name), value, f"with {where}", f"it belongs to {owner}", f"set {instead}")
 
     @property
     def degrees(self) -> str:
@@ -72,10 +78,14 @@ class Rule:
     find: Find
 
 
+def no_effect(key: str, value: object, where: str, rule: str, instead: str) -> Problem:
+    """Returns the problem of a key that nothing reads."""
+    return Problem(what=f"{key} = {value} has no effect {where}", rule=rule, fix=f"remove {key}, or {instead}")
+
+
 def nearest_divisor(number: int, wanted: int) -> int:
     """Returns the divisor of ``number`` that is nearest to ``wanted``, the larger of two."""
-    divisors = [each for each in range(1, number + 1) if number % each == 0]
-    return min(divisors, key=lambda each: (abs(each - wanted), -each))
+    return min(divisors(number), key=lambda each: (abs(each - wanted), -each))
 
 
 def named_twice(names: tuple[str, ...]) -> str:

@@ -1,6 +1,6 @@
 """What goes together in a layout, and what does not: the only place that knows.
 
-    problems = rules(layout, ranks=8, node_ranks=4, model=outline, keys=CONFIG_KEYS)
+    problems = rules(layout, ranks=8, node_ranks=4, model=outline)
 
 A rule is a pure function that yields problems: what is wrong, with the values; the rule; the fix. Messages name the
 fields of the layout, or the keys of a config where ``keys`` gives them. A rule that needs the number of ranks is silent
@@ -16,18 +16,12 @@ from paceline.errors import Problem, UsageError
 from paceline.plan import split_rules
 from paceline.plan.field_types import field_problems
 from paceline.plan.layout import Compression, Layout
-from paceline.plan.rule_case import DEFAULT, ModelOutline, Rule, RuleCase, named_twice, nearest_divisor
+from paceline.plan.rule_case import ModelOutline, Rule, RuleCase, named_twice, nearest_divisor, no_effect
 
-CONFIG_KEYS: Mapping[str, str] = {
-    **dict.fromkeys(("units", "unit_mb", "prefetch", "reshard_after_forward", "sync_batchnorm"), "parallel."),
-    **dict.fromkeys(("strategy", "ranks", "node_ranks", "shard_ranks", "data", "pipeline", "tensor"), "parallel."),
-    **dict.fromkeys(("schedule", "chunks", "stages", "stage_layers", "sequence_parallel"), "parallel."),
-    **dict.fromkeys(("bucket_mb", "first_bucket_mb", "overlap", "algorithm", "buffers", "compression"), "comm."),
-    **dict.fromkeys(("checkpoint_activations", "offload"), "memory."),
-    **dict.fromkeys(("precision", "microbatch", "accumulate"), "train."),
-    **dict.fromkeys(("compile", "heads", "kv_heads"), "model."),
-    **dict.fromkeys(("context",), "data."),
-}
+_COUNTS = (
+    *("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks"),
+    *("prefetch", "microbatch", "accumulate"),
+)
 _OF_FULL_SHARDING = ("reshard_after_forward", "units", "unit_mb", "prefetch")
 _OF_COMPRESSION = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
 
@@ -71,11 +65,10 @@ def check_layout(
 
 
 def _sizes_are_counts(case: RuleCase) -> Iterator[Problem]:
-    for name in ("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks", "microbatch", "accumulate"):
+    for name in _COUNTS:
         if getattr(case.layout, name) < 0:
-            yield Problem(
-                what=case.said(name), rule="it is a count", fix=f"leave {case.key(name)} out, or give 1 or more"
-            )
+            fix = f"leave {case.key(name)} out, or give 1 or more"
+            yield Problem(what=case.said(name), rule="it is a count", fix=fix)
 
 
 def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
@@ -178,12 +171,8 @@ def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
     if layout.data:  # filled in
         owners.pop("shard_ranks", None)
     for name, owner in owners.items():
-        if getattr(layout, name) != getattr(DEFAULT, name):
-            yield Problem(
-                what=f"{case.said(name)} has no effect with {case.said('strategy')}",
-                rule=f"it belongs to {owner}",
-                fix=f"remove {case.key(name)}, or set {case.key('strategy')} = {owner.partition(' ')[0]}",
-            )
+        other = f"{case.key('strategy')} = {owner.partition(' ')[0]}"
+        yield from case.unread(name, owner, case.said("strategy"), other)
 
 
 def _one_way_to_cut(case: RuleCase) -> Iterator[Problem]:
@@ -208,11 +197,6 @@ def _units_are_names(case: RuleCase) -> Iterator[Problem]:
             rule="each unit is a module of the model, such as layers.0; what is left makes a unit of its own",
             fix="name each once" if twice else "leave it out for the model's repeated blocks",
         )
-
-
-def _gathers_ahead(case: RuleCase) -> Iterator[Problem]:
-    if case.layout.prefetch < 0:
-        yield Problem(what=f"{case.said('prefetch')}", rule="units are gathered that many ahead", fix="give 0 or more")
 
 
 def _offload_has_shards(case: RuleCase) -> Iterator[Problem]:
@@ -251,11 +235,10 @@ def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
         owners = _OF_COMPRESSION.get(name, (given.policy,))
         is_read = given.policy != "none" and given.policy in owners
         if not is_read and getattr(given, name) != getattr(default, name):
-            yield Problem(
-                what=f"{place}.{name} = {getattr(given, name)} has no effect with {place}.policy = {given.policy}",
-                rule=f"it belongs to {' and '.join(_OF_COMPRESSION.get(name, ('a policy that compresses',)))}",
-                fix=f"remove {place}.{name}, or set {place}.policy = {_OF_COMPRESSION.get(name, ('topk',))[0]}",
-            )
+            rule = f"it belongs to {' and '.join(_OF_COMPRESSION.get(name, ('a policy that compresses',)))}"
+            other = f"set {place}.policy = {_OF_COMPRESSION.get(name, ('topk',))[0]}"
+            where = f"with {place}.policy = {given.policy}"
+            yield no_effect(f"{place}.{name}", getattr(given, name), where, rule, other)
 
 
 def _residuals_have_one_unit(case: RuleCase) -> Iterator[Problem]:
@@ -314,7 +297,6 @@ RULES: tuple[Rule, ...] = (
     Rule(reads=("strategy",), find=_sharding_is_read),
     Rule(reads=("units",), find=_one_way_to_cut),
     Rule(reads=("units",), find=_units_are_names),
-    Rule(reads=("prefetch",), find=_gathers_ahead),
     Rule(reads=("strategy", "offload"), find=_offload_has_shards),
     Rule(reads=("ranks",), find=_degrees_divide),
     Rule(reads=("pipeline", "tensor"), find=split_rules.split_is_read),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.errors import Problem
-from paceline.plan.rule_case import DEFAULT, RuleCase, named_twice, nearest_divisor, text_of
+from paceline.plan.rule_case import RuleCase, named_twice, nearest_divisor, text_of
 from paceline.schedule.schedules import CHUNKS
 
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers")
@@ -20,12 +20,7 @@ def split_is_read(case: RuleCase) -> Iterator[Problem]:
     if layout.data:  # filled in
         owners.pop("chunks", None)
     for name, owner in owners.items():
-        if getattr(layout, name) != getattr(DEFAULT, name):
-            yield Problem(
-                what=f"{case.said(name)} has no effect with {case.key(owner)} = 1",
-                rule=f"it belongs to {owner} parallelism",
-                fix=f"remove {case.key(name)}, or set {case.key(owner)} = 2",
-            )
+        yield from case.unread(name, f"{owner} parallelism", f"{case.key(owner)} = 1", f"{case.key(owner)} = 2")
 
 
 def schedule_fits(case: RuleCase) -> Iterator[Problem]:
@@ -33,13 +28,7 @@ def schedule_fits(case: RuleCase) -> Iterator[Problem]:
     layout = case.layout
     if layout.pipeline == 1:
         return
-    if isinstance(layout.schedule, str) and layout.schedule not in CHUNKS:
-        yield Problem(
-            what=f"there is no schedule {layout.schedule!r}",
-            rule=f"the schedules are {', '.join(CHUNKS)}",
-            fix="take one of them, or a schedule of your own",
-        )
-    elif isinstance(layout.schedule, str):
+    if isinstance(layout.schedule, str):
         least, most = CHUNKS[layout.schedule]
         chunks = layout.chunks or least
         if chunks < least or (most is not None and chunks > most):

@@ -60,7 +60,6 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Keys and values together."""
         return 2 * self.kv_heads * (self.head_dim or self.hidden // self.heads)
 
     @property
@@ -180,7 +179,6 @@ class Workload:
 
     @property
     def micro_batch(self) -> float:
-        """Samples that a rank computes at once."""
         return self.run.micro_batch or self.layout.microbatch
 
     @property
@@ -192,7 +190,6 @@ class Workload:
 
     @property
     def global_batch(self) -> float:
-        """Samples of a step."""
         return self.run.global_batch or self.micro_batch * self.layout.accumulate * self.layout.data
 
     @property

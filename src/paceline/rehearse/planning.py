@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import UsageError
+from paceline.search.plan_for import plan_for
 from paceline.search.request import PlanRequest, request_for, request_for_hugging_face
-from paceline.search.result import PlanResult, plan_for
+from paceline.search.result import PlanResult
 from paceline.units import GIB
 
 if TYPE_CHECKING:
@@ -112,21 +113,7 @@ def _config_of(model: Config | str | Path | Mapping[str, Any], overrides: Sequen
                 "  they replace values of a file\n  pass the path of the file, or a config with these values"
             )
         return model
-    if overrides:
-        return load_config(None, [*_as_overrides(model), *overrides])
-    return config_from_dict(dict(model), "plan")
-
-
-def _as_overrides(values: Mapping[str, Any]) -> list[str]:
-    import json
-
-    words = []
-    for section, content in values.items():
-        if isinstance(content, Mapping):
-            words += [f"{section}.{key}={json.dumps(value)}" for key, value in content.items()]
-        else:
-            words.append(f"{section}={json.dumps(content)}")
-    return words
+    return config_from_dict(model, "plan", overrides)
 
 
 def _of_factory(

@@ -72,7 +72,7 @@ def predict_decided(
     wire_cost(cluster, ranks)  # refuses ranks that the cluster has no devices for
     check_slow(slow_ranks, ranks)
     if rank is not None and rank >= ranks:
-        raise UsageError(f"--rank {rank} of {ranks} ranks\n  ranks are 0 to {ranks - 1}\n  try --rank {ranks - 1}")
+        raise UsageError(f"rank = {rank} of {ranks} ranks\n  ranks are 0 to {ranks - 1}\n  try rank = {ranks - 1}")
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
         config = config.with_values("parallel", device="cpu")
     config = with_fitting_microbatch(config, cluster, ranks=ranks, rank=rank or 0)

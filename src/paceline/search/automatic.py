@@ -10,18 +10,20 @@ With an open microbatch, a candidate is timed with the largest that the estimate
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster
 from paceline.config import Config, layout_of
 from paceline.errors import ConfigError, UsageError
+from paceline.mesh import divisors
 from paceline.plan.layout import Layout
 from paceline.plan.workload import RECOMPUTES, ModelShape
 from paceline.predict.formulas.engine_costs import price
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, largest_microbatch
-from paceline.search.candidates import TrainingTask, divisors
+from paceline.search.candidates import TrainingTask
 from paceline.search.choice import Choice, Judged
 from paceline.search.expect import present_cluster
 from paceline.search.from_config import task_of
@@ -42,8 +44,12 @@ def choose_by_time(choice: Choice, config: Config, model: ModelFacts, machine: M
             for each in choice.ladder
         )
     except (UsageError, ConfigError) as error:
-        return dataclasses.replace(choice, untimed=_first_line(error))
-    chosen = _fastest([each for each in ladder if not each.rejected])
+        return dataclasses.replace(choice, untimed=error.headline)
+    chosen: Judged | None = None
+    least = math.inf
+    for each in ladder:
+        if each.seconds is not None and each.seconds < ENOUGH * least:
+            chosen, least = each, each.seconds
     if chosen is None:
         return dataclasses.replace(choice, untimed="none of these ways is priced")
     return dataclasses.replace(choice, ladder=ladder, chosen=chosen, machine=cluster.name)
@@ -90,25 +96,18 @@ def _seconds(
     each: Judged, choice: Choice, config: Config, model: ModelFacts, task: TrainingTask, cluster: Cluster
 ) -> float | None:
     """Predicts a step of a candidate; None where that cannot be priced."""
-    layout = each.layout
+    layout, size = each.layout, each.layout.microbatch
     if layout.checkpoint_activations not in RECOMPUTES:
         return None
     if layout.is_split:
         if not isinstance(task.model, ModelShape):
             return None  # a model known by its samples is not priced in parts
         layout = dataclasses.replace(layout, sequence_parallel=config.parallel.sequence_parallel and layout.tensor > 1)
-        return _price(layout, layout.microbatch, task, cluster)
-    size = layout.microbatch
-    if config.train.microbatch == "auto":
-        size = _largest(layout, choice, config, model, task)
+    elif config.train.microbatch == "auto":  # the largest that divides a rank's samples and has room
+        most = largest_microbatch(model, layout, StateFacts.of(config, choice.room.device), choice.budget_bytes)
+        local = max(1, task.global_batch // choice.room.ranks)
+        size = max(size for size in divisors(local) if size <= max(1, most))
     return _price(layout, size, task, cluster)
-
-
-def _largest(layout: Layout, choice: Choice, config: Config, model: ModelFacts, task: TrainingTask) -> int:
-    """Returns the largest microbatch that divides a rank's samples and has room by the estimate."""
-    most = largest_microbatch(model, layout, StateFacts.of(config, choice.room.device), choice.budget_bytes)
-    local = max(1, task.global_batch // choice.room.ranks)
-    return max(size for size in divisors(local) if size <= max(1, most))
 
 
 def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster) -> float:
@@ -121,18 +120,3 @@ def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster
         accumulate=max(1, round(task.global_batch / (microbatch * layout.data))),
     )
     return price(task.workload(layout), cluster).seconds
-
-
-def _fastest(candidates: Sequence[Judged]) -> Judged | None:
-    best: Judged | None = None
-    for each in candidates:
-        if each.seconds is None:
-            continue
-        if best is None or best.seconds is None or each.seconds < ENOUGH * best.seconds:
-            best = each
-    return best
-
-
-def _first_line(error: Exception) -> str:
-    text = error.problems[0].what if isinstance(error, ConfigError) else str(error)
-    return text.partition("\n")[0]

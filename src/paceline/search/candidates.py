@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from paceline.cluster.devices import Cluster
+from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.workload import RECOMPUTES, Compute, Framework, ModelShape, Running, SampleModel, Workload
+from paceline.predict.memory.engine_memory import EngineMemory
 
 CHECKPOINTS = tuple(RECOMPUTES)
 _MOST_CHUNKS = 4
-_LARGEST_MICROBATCH = 64
+_MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,8 @@ class TrainingTask:
     """What is to be trained: a model, its batch in samples, their tokens, and how a rank computes.
 
     ``base`` has what is the same in all layouts: precision, and what is gathered ahead. ``names_precision``: the
-    precision is searched for. ``checkpoints``: what ``checkpoint_activations`` may be.
+    precision is searched for. ``checkpoints``: what ``checkpoint_activations`` may be. ``need``: bytes of a rank by
+    the estimate that the engines are checked against; None where that does not know the model.
     """
 
     model: ModelShape | SampleModel
@@ -43,6 +46,7 @@ class TrainingTask:
     base: Layout = field(default_factory=Layout)
     names_precision: bool = False
     checkpoints: tuple[str, ...] = CHECKPOINTS
+    need: EngineMemory | None = None
 
     def workload(self, layout: Layout) -> Workload:
         """Returns a step of it in a layout, as the engines here run it."""
@@ -87,7 +91,7 @@ def _of_mesh(
     local = task.global_batch // data
     layers = task.model.layers if isinstance(task.model, ModelShape) else 1
     of_node = max(1, cluster.node.devices // tensor)
-    for microbatch in _powers_of_two(local):
+    for microbatch in (size for size in _MICROBATCHES if local % size == 0):
         count = local // microbatch
         if count < pipeline:
             left_out["fewer microbatches than stages"] += 1
@@ -150,16 +154,3 @@ def _expert_degrees(model: ModelShape | SampleModel, data: int, local: int) -> I
     if isinstance(model, ModelShape) and model.experts:
         most = min(local, data)
         yield from (each for each in divisors(model.experts)[1:] if each <= most and data % each == 0)
-
-
-def _powers_of_two(number: int) -> Iterator[int]:
-    size = 1
-    while size <= min(number, _LARGEST_MICROBATCH) and number % size == 0:
-        yield size
-        size *= 2
-
-
-def divisors(number: int) -> list[int]:
-    """Returns all divisors of a number, the smallest first."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})

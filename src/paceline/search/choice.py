@@ -26,7 +26,7 @@ from paceline.config import Config, batch_plan, layout_of
 from paceline.errors import ConfigError, Problem
 from paceline.plan.describe import layout_label
 from paceline.plan.layout import Layout, Offload, Strategy
-from paceline.plan.memory import MemoryEstimate
+from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.units import format_bytes, format_count, format_seconds
@@ -63,22 +63,14 @@ class Judged:
         return layout_label(self.layout)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         layout = self.layout
         return {
-            "strategy": layout.strategy,
+            **{name: getattr(layout, name) for name in ("strategy", "microbatch", "pipeline", "tensor", "data")},
+            **{name: getattr(self, name) for name in ("overhead", "rejected", "seconds", "label")},
             "group": layout.shards,
             "checkpoint": layout.checkpoint_activations,
             "offload": layout.offload.parts,
             "memory": self.memory.to_json(),
-            "microbatch": layout.microbatch,
-            "pipeline": layout.pipeline,
-            "tensor": layout.tensor,
-            "data": layout.data,
-            "overhead": self.overhead,
-            "rejected": self.rejected,
-            "seconds": self.seconds,
-            "label": self.label,
         }
 
 
@@ -89,8 +81,6 @@ class Choice:
     chosen: Judged
     ladder: tuple[Judged, ...]
     room: Room
-    budget_bytes: int
-    microbatch: int
     parameters: int
     key: str = "parallel.strategy"  # what was auto
     left_out: tuple[str, ...] = ()  # what cannot be done here, and why
@@ -102,6 +92,10 @@ class Choice:
         """The candidates up to the one that was taken."""
         return self.ladder[: self.ladder.index(self.chosen) + 1]
 
+    @property
+    def budget_bytes(self) -> int:
+        return budget_of(self.room)
+
     def reason(self) -> str:
         """Says in one paragraph what was chosen and why."""
         need, room = format_bytes(self.chosen.memory.device_bytes), format_bytes(self.room.device_bytes)
@@ -109,7 +103,7 @@ class Choice:
         first = (
             f"{self.key} = auto: {self.chosen.label}, about {need} of {format_bytes(self.budget_bytes)} a rank "
             f"(all but {MARGIN:.0%} of {room}) for {format_count(self.parameters)} parameters on {ranks}, "
-            f"microbatch {self.microbatch}"
+            f"microbatch {self.chosen.layout.microbatch}"
         )
         rejected = [candidate for candidate in self.tried if candidate.rejected]
         impossible = f"; impossible: {'; '.join(self.left_out[:2])}" if self.left_out else ""
@@ -135,17 +129,13 @@ class Choice:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the choice as plain data, the whole ladder with it."""
+        plain = ("key", "budget_bytes", "parameters", "machine", "untimed")
         return {
-            "key": self.key,
+            **{name: getattr(self, name) for name in plain},
             "chosen": self.chosen.label,
-            "budget_bytes": self.budget_bytes,
-            "microbatch": self.microbatch,
-            "parameters": self.parameters,
+            "microbatch": self.chosen.layout.microbatch,
             "ladder": [each.to_json() for each in self.ladder],
             "left_out": list(self.left_out),
-            "machine": self.machine,
-            "untimed": self.untimed,
         }
 
 
@@ -154,7 +144,7 @@ def choose_for_config(config: Config, model: ModelFacts, room: Room) -> Choice:
 
     A microbatch that is to be found counts as one sample. Raises ConfigError where nothing fits.
     """
-    asked = layout_of(_whole_model(config))
+    asked = layout_of(config.with_values("parallel", pipeline=1, tensor=1, sequence_parallel=False))
     if config.train.microbatch != "auto":
         batch = batch_plan(config.train, room.ranks)
         asked = dataclasses.replace(asked, microbatch=batch.microbatch, accumulate=batch.accumulate)
@@ -190,8 +180,6 @@ def take_first(
         chosen=chosen,
         ladder=tuple(ladder),
         room=room,
-        budget_bytes=budget_of(room),
-        microbatch=chosen.layout.microbatch,
         parameters=model.parameters,
         key=key,
         left_out=left_out,
@@ -206,19 +194,17 @@ def budget_of(room: Room) -> int:
 def apply_choice(config: Config, choice: Choice) -> Config:
     """Returns the config with what was chosen in the place of ``auto``."""
     layout = choice.chosen.layout
-    parallel = config.parallel.model_copy(
-        update={
-            "strategy": layout.strategy,
-            "shard_ranks": layout.shards if layout.strategy == "hybrid" else None,
-            "pipeline": layout.pipeline,
-            "tensor": layout.tensor,
-            "sharding_strategy": "manual",
-        }
+    changed = config.with_values(
+        "memory", checkpoint_activations=layout.checkpoint_activations, offload=layout.offload.parts
     )
-    memory = config.memory.model_copy(
-        update={"checkpoint_activations": layout.checkpoint_activations, "offload": layout.offload.parts}
+    return changed.with_values(
+        "parallel",
+        strategy=layout.strategy,
+        shard_ranks=layout.shards if layout.strategy == "hybrid" else None,
+        pipeline=layout.pipeline,
+        tensor=layout.tensor,
+        sharding_strategy="manual",
     )
-    return config.model_copy(update={"parallel": parallel, "memory": memory})
 
 
 def judge(model: ModelFacts, layout: Layout, room: Room, states: StateFacts, overhead: float = 0.0) -> Judged:
@@ -253,11 +239,6 @@ def data_layouts(model: ModelFacts, asked: Layout, room: Room, keep: frozenset[s
                 checkpoint_activations=checkpoint,
                 offload=offload,
             )
-
-
-def _whole_model(config: Config) -> Config:
-    """Returns the config without what splits a model."""
-    return config.with_values("parallel", pipeline=1, tensor=1, sequence_parallel=False)
 
 
 def _can_offload(strategy: Strategy, offload: Offload) -> bool:

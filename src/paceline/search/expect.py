@@ -37,7 +37,9 @@ def expect_run(
     """
     ranks = config.parallel.decided_ranks
     memory = expected_memory(config, hosts)
-    reason = unpriced(config, hosts) or _not_by_formulas(config)
+    reason, policy = unpriced(config, hosts), config.comm.compression.policy
+    if not reason and policy != "none":
+        reason = f"comm.compression.policy = {policy} is priced kernel by kernel alone"
     if reason:
         return Expectation(ranks=ranks, memory_bytes=memory, reason=reason)
     try:
@@ -98,11 +100,6 @@ def unpriced(config: Config, hosts: int) -> str:
     return ""
 
 
-def _not_by_formulas(config: Config) -> str:
-    policy = config.comm.compression.policy
-    return "" if policy == "none" else f"comm.compression.policy = {policy} is priced kernel by kernel alone"
-
-
 def present_cluster(
     config: Config, machine: Machine, ranks: int, threads: int | None, entry: Path | None = None
 ) -> tuple[Cluster, tuple[str, ...]]:
@@ -118,22 +115,17 @@ def present_cluster(
     if on_cpu:
         cores = min(config.parallel.threads or threads or max(1, machine.cores // ranks), machine.cores / ranks)
         alone = alone_device(entry) if ranks == 1 and cores > 1 else None
-        is_known = alone is not None and alone.sm_count == cores
-        if alone is not None and is_known:
+        if alone is not None and alone.sm_count == cores:
             node = replace(node, device=replace(alone, memory_bytes=node.device.memory_bytes * machine.cores))
         else:
             node = replace(node, device=_with_cores(node.device, cores))
+            if cores != 1:
+                assumed += (f"a rank with {cores:g} cores computes {cores:g} times as fast as with one",)
         if config.comm.backend == "gloo":
             node = replace(node, inside=gloo_link(entry))
-        if cores != 1 and not is_known:
-            assumed = (*assumed, f"a rank with {cores:g} cores computes {cores:g} times as fast as with one")
         if cores < 1:
-            assumed = (
-                *assumed,
-                f"{ranks} ranks take turns on {machine.cores} cores: messages wait for turns, unpriced",
-            )
-    cluster = Cluster(name=f"{ranks}x {node.device.name}", node=node, nodes=1, between=None)
-    return cluster, assumed
+            assumed += (f"{ranks} ranks take turns on {machine.cores} cores: messages wait for turns, unpriced",)
+    return Cluster(name=f"{ranks}x {node.device.name}", node=node, nodes=1, between=None), assumed
 
 
 def _with_cores(device: Device, cores: float) -> Device:

@@ -35,7 +35,6 @@ class Expectation:
     reason: str = ""
 
     def to_text(self) -> str:
-        """Returns the content of the file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod

@@ -38,9 +38,23 @@ def task_of(
 
     Raises UsageError for a model whose shape is not known.
     """
-    model = config.model
-    if not isinstance(model, GPTModelConfig):
-        return _sample_task(config, devices, facts)
+    train, compiles = config.train, config.model.compile
+    own: ModelShape | SampleModel
+    if isinstance(config.model, GPTModelConfig):
+        own, details = _of_gpt(config, config.model)
+    else:
+        own, details = _of_samples(config, facts)
+    return TrainingTask(
+        model=shape or own,
+        global_batch=train.global_batch or config_batch(config, devices).global_batch,
+        compute=_COMPUTE[train.precision],
+        framework="compiled" if compiles else "eager",
+        base=Layout(precision=train.precision, prefetch=config.parallel.prefetch, compile=compiles),
+        **details,
+    )
+
+
+def _of_gpt(config: Config, model: GPTModelConfig) -> tuple[ModelShape, dict[str, Any]]:
     data, sizes = known_shape(config.data), gpt_shape(model)
     context = data.context or (sizes.context if sizes else None)
     if sizes is None or context is None:
@@ -48,7 +62,7 @@ def task_of(
             "the model's context is not known: data.context and model.context are not given\n"
             "  a plan needs the tokens of a sample\n  set model.context, or data.context"
         )
-    shape = shape or ModelShape(
+    shape = ModelShape(
         layers=sizes.layers,
         hidden=sizes.width,
         heads=sizes.heads,
@@ -58,29 +72,10 @@ def task_of(
         gated=sizes.mlp == "swiglu",
         tied=sizes.tied,
     )
-    return TrainingTask(
-        model=shape,
-        global_batch=_global_batch(config, devices),
-        seq_len=context,
-        compute=_COMPUTE[config.train.precision],
-        framework="compiled" if model.compile else "eager",
-        base=_base(config),
-    )
+    return shape, {"seq_len": context}
 
 
-def _base(config: Config) -> Layout:
-    """Returns what all layouts of a config have in common, and no search decides."""
-    return Layout(precision=config.train.precision, prefetch=config.parallel.prefetch, compile=config.model.compile)
-
-
-def assumed_of(config: Config) -> tuple[str, ...]:
-    """Returns in words what a task has that its config does not say."""
-    model = config.model
-    is_open = isinstance(model, GPTModelConfig) and not (model.vocab_size or known_shape(config.data).vocab_size)
-    return (f"a vocabulary of {ASSUMED_VOCABULARY}, as the text is not read (model.vocab_size)",) if is_open else ()
-
-
-def _sample_task(config: Config, devices: int, facts: ModelFacts | None) -> TrainingTask:
+def _of_samples(config: Config, facts: ModelFacts | None) -> tuple[SampleModel, dict[str, Any]]:
     """Reads a model that is known by what a sample of it costs: data-parallel meshes alone."""
     facts = facts or describe_model(config, "cuda")
     if facts is None or facts.work is None:
@@ -89,36 +84,22 @@ def _sample_task(config: Config, devices: int, facts: ModelFacts | None) -> Trai
             "  it follows from the sizes of the data, or from running the model's code on tensors without values\n"
             "  give the data's sizes, plan it with paceline.plan(...), or describe it as model.kind: gpt"
         )
-    return TrainingTask(
-        model=sample_model(facts),
-        global_batch=_global_batch(config, devices),
-        seq_len=1,
-        compute=_COMPUTE[config.train.precision],
-        framework="compiled" if config.model.compile else "eager",
-        base=_base(config),
-        checkpoints=CHECKPOINTS if facts.blocks else CHECKPOINTS[:1],
-    )
-
-
-def sample_model(facts: ModelFacts) -> SampleModel:
-    """Returns a model by what a sample of it costs. Raises UsageError where nobody has counted that."""
-    work = facts.work
-    if work is None:
-        raise UsageError(f"{facts.name}: the FLOPs of a sample are not known\n  a step's time follows from them")
-    return SampleModel(
+    model = SampleModel(
         name=facts.name,
         params=float(facts.parameters),
-        flops=work.flops,
-        activations=work.written,
-        kernels=work.kernels,
-        kind="convolution" if work.is_convolutional else "attention",
+        flops=facts.work.flops,
+        activations=facts.work.written,
+        kernels=facts.work.kernels,
+        kind="convolution" if facts.work.is_convolutional else "attention",
     )
+    return model, {"seq_len": 1, "checkpoints": CHECKPOINTS if facts.blocks else CHECKPOINTS[:1]}
 
 
-def _global_batch(config: Config, devices: int) -> int:
-    if config.train.global_batch is not None:
-        return config.train.global_batch
-    return config_batch(config, devices).global_batch
+def assumed_of(config: Config) -> tuple[str, ...]:
+    """Returns in words what a task has that its config does not say."""
+    model = config.model
+    is_open = isinstance(model, GPTModelConfig) and not (model.vocab_size or known_shape(config.data).vocab_size)
+    return (f"a vocabulary of {ASSUMED_VOCABULARY}, as the text is not read (model.vocab_size)",) if is_open else ()
 
 
 def workload_as_written(config: Config, task: TrainingTask, cluster: Cluster) -> Workload | None:

@@ -41,10 +41,11 @@ _GPT2_NAMES = {
     "vocab": "vocab_size",
     "context": "n_positions",
 }
+_QWEN_NAMES = {"experts": "num_experts", "active": "num_experts_per_tok", "expert": "moe_intermediate_size"}
 _MIXTURE_NAMES = {
     "mixtral": {"experts": "num_local_experts", "active": "num_experts_per_tok"},
-    "qwen2_moe": {"experts": "num_experts", "active": "num_experts_per_tok", "expert": "moe_intermediate_size"},
-    "qwen3_moe": {"experts": "num_experts", "active": "num_experts_per_tok", "expert": "moe_intermediate_size"},
+    "qwen2_moe": _QWEN_NAMES,
+    "qwen3_moe": _QWEN_NAMES,
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 _TOKENS_OF_A_BATCH = 2**22
@@ -54,26 +55,15 @@ _LONGEST = 4096  # of a sample, where nothing is said: many models allow more th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
-    """What a file says: the shape, the sections of a config for it, and why it has no YAML.
+    """What a file says: the shape, the values of a config for it, and why it has no YAML.
 
     ``window``: tokens that attention looks back; 0: all.
     """
 
-    name: str
     shape: ModelShape
-    sections: dict[str, dict[str, Any]]
+    values: dict[str, Any]
     window: int = 0
     no_config: str = ""
-
-    @property
-    def overrides(self) -> list[str]:
-        """The sections as ``section.key=value``, which overrides of the user's own may follow."""
-        values = [
-            f"{section}.{key}={json.dumps(value)}"
-            for section, content in self.sections.items()
-            for key, value in content.items()
-        ]
-        return [f"name={self.name}", *values]
 
     def assumed(self, config: Config, said: Iterable[str]) -> tuple[str, ...]:
         """Returns in words what a config of it has that neither the file nor ``said``, keys of the user's, tells."""
@@ -95,13 +85,14 @@ def read_hugging_face(source: Path | Mapping[str, Any]) -> HuggingFaceModel:
 
     Raises UsageError for what is no JSON or no transformer known here, and with all fields that are missing or odd.
     """
-    is_given = isinstance(source, Mapping)
-    name = "the config" if is_given else str(source)
-    values = _flat(dict(source) if isinstance(source, Mapping) else _read(source))
+    name = "the config" if isinstance(source, Mapping) else str(source)
+    values = dict(source) if isinstance(source, Mapping) else _read(source)
+    if isinstance(values.get("text_config"), dict):  # models of text and images keep the transformer in a part
+        values |= values["text_config"]
     kind = values.get("model_type")
     if kind is None and "hidden_size" in values and "num_hidden_layers" in values:
         raise UsageError(
-            f"{name} lacks model_type\n  it says how the other fields are read\n  add one of {_list(_KINDS)}"
+            f"{name} lacks model_type\n  it says how the other fields are read\n  add one of {', '.join(_KINDS)}"
         )
     if kind is None:
         raise UsageError(
@@ -114,7 +105,7 @@ def read_hugging_face(source: Path | Mapping[str, Any]) -> HuggingFaceModel:
         hint = f"did you mean {near[0]}?" if near else "describe it as model.kind: gpt in a config"
         raise UsageError(
             f"{name}: model_type {kind!r} is not known\n"
-            f"  plans are for transformers with the shapes of {_list(_KINDS)}\n  {hint}"
+            f"  plans are for transformers with the shapes of {', '.join(_KINDS)}\n  {hint}"
         )
     return _of_kind(name, kind, values)
 
@@ -130,12 +121,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"{path} holds a {type(values).__name__}\n  a config.json is an object with fields")
     return values
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Models of text and images keep the transformer in a part of its own."""
-    text = values.get("text_config")
-    return {**values, **text} if isinstance(text, dict) else values
 
 
 def _of_kind(source: str, kind: str, values: dict[str, Any]) -> HuggingFaceModel:
@@ -168,7 +153,9 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> HuggingFaceModel
     if kind in _MIXTURES:
         shape = _mixture(shape, sizes, fields)
         fields.check()
-    return _model(kind, shape, min(sizes["context"], _LONGEST), is_classic, _window(values))
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else 0
+    window = window if isinstance(window, int) else 0
+    return _model(kind, shape, min(sizes["context"], _LONGEST), is_classic, window)
 
 
 def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields) -> ModelShape:
@@ -192,13 +179,6 @@ def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields) -> Model
     )
 
 
-def _window(values: dict[str, Any]) -> int:
-    """Tokens that attention looks back; 0: all."""
-    window = values.get("sliding_window")
-    is_used = values.get("use_sliding_window", True)
-    return window if isinstance(window, int) and is_used else 0
-
-
 def _model(kind: str, shape: ModelShape, context: int, is_classic: bool, window: int) -> HuggingFaceModel:
     batch = max(1, _TOKENS_OF_A_BATCH // context)
     no_config = "its attention looks in both directions" if kind == "bert" else ""
@@ -209,28 +189,18 @@ def _model(kind: str, shape: ModelShape, context: int, is_classic: bool, window:
     samples = max(_SAMPLES, 4 * batch)
     # Of which as many are evaluated as a step has.
     data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab, "context": context, "samples": samples}
-    sections = {
-        "model": _model_section(shape, is_classic),
+    family = {"norm": "rms", "mlp": "swiglu", "positions": "rotary"}
+    if is_classic:
+        family = {"norm": "layer", "mlp": "gelu", "positions": "learned"}
+    sizes = {"layers": shape.layers, "heads": shape.heads, "kv_heads": shape.kv_heads, "width": shape.hidden}
+    sizes |= {"mlp_width": shape.ffn, "vocab_size": shape.vocab}
+    values = {
+        "name": kind,
+        "model": {"kind": "gpt", **sizes, **family, "tied": shape.tied},
         "data": data | {"eval_fraction": round(batch / samples, 4)},
         "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
     }
-    return HuggingFaceModel(name=kind, shape=shape, sections=sections, window=window, no_config=no_config)
-
-
-def _model_section(shape: ModelShape, is_classic: bool) -> dict[str, Any]:
-    return {
-        "kind": "gpt",
-        "layers": shape.layers,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "width": shape.hidden,
-        "mlp_width": shape.ffn,
-        "vocab_size": shape.vocab,
-        "norm": "layer" if is_classic else "rms",
-        "mlp": "gelu" if is_classic else "swiglu",
-        "positions": "learned" if is_classic else "rotary",
-        "tied": shape.tied,
-    }
+    return HuggingFaceModel(shape=shape, values=values, window=window, no_config=no_config)
 
 
 class _Fields:
@@ -244,7 +214,7 @@ class _Fields:
         """Returns those that must be there, by our names."""
         lacking = [name for name in names.values() if self.values.get(name) is None]
         if lacking:
-            self.problems.append(f"lacks {_list(lacking)}")
+            self.problems.append(f"lacks {', '.join(lacking)}")
         return {ours: self.optional(name) or 1 for ours, name in names.items()}
 
     def optional(self, name: str) -> int:
@@ -258,14 +228,9 @@ class _Fields:
         return value
 
     def check(self) -> None:
-        """Raises UsageError with all that is wrong."""
         if self.problems:
             told = "; ".join(dict.fromkeys(self.problems))
             raise UsageError(
                 f"{self.source}: {told}\n  the shape of a transformer is read from these fields\n"
                 "  take the whole config.json of the model"
             )
-
-
-def _list(names: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(names)

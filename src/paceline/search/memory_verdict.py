@@ -17,23 +17,24 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from paceline.cluster.detect import Machine
+from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.describe import config_values
-from paceline.plan.memory import MemoryEstimate
+from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
 from paceline.predict.memory.planned import rank_estimates
 from paceline.search.expect import present_cluster
+from paceline.search.from_config import planned_values
+from paceline.search.plan_for import plan_for
+from paceline.search.request import request_for
+from paceline.search.result import PlanResult
+from paceline.search.search import Change, Ranked, workload_text
 from paceline.units import format_bytes
-
-if TYPE_CHECKING:
-    from paceline.cluster.detect import Machine
-    from paceline.cluster.devices import Cluster
-    from paceline.search.result import PlanResult
-    from paceline.search.search import Change, Ranked
 
 NEAR = 0.9  # of the memory there is: allocators lose some, and estimates are estimates
 _WORKING = ("activations", "temporary")
@@ -52,7 +53,6 @@ class MemoryNeed:
         return sum(self.parts.values())
 
     def largest(self) -> str:
-        """Returns the categories that take most, in words."""
         ordered = sorted(self.parts.items(), key=lambda item: -item[1])
         return ", ".join(f"{name} {format_bytes(value)}" for name, value in ordered[:_TOLD] if value)
 
@@ -94,9 +94,8 @@ def needed(config: Config) -> MemoryNeed | None:
         return None
     if config.parallel.device == "cuda":
         most = max(stages, key=lambda each: each.device_bytes)
-        return MemoryNeed(who="a rank needs", parts=_parts([most]))
-    parts = _times(_parts(stages), ranks // len(stages)) | {"framework": stages[0].framework}
-    return MemoryNeed(who=_who(ranks, "rank"), parts=parts)
+        return MemoryNeed(who="a rank needs", parts=_of_all([most], 1))
+    return MemoryNeed(who=_who(ranks, "rank"), parts=_of_all(stages, ranks))
 
 
 def needed_in_turns(config: Config) -> MemoryNeed | None:
@@ -105,21 +104,18 @@ def needed_in_turns(config: Config) -> MemoryNeed | None:
     if not stages:
         return None
     working = max(({name: getattr(each, name) for name in _WORKING} for each in stages), key=lambda x: sum(x.values()))
-    parts = _times(_parts(stages), ranks // len(stages)) | {"framework": stages[0].framework} | working
-    return MemoryNeed(who=_who(ranks, "virtual rank"), parts=parts)
+    return MemoryNeed(who=_who(ranks, "virtual rank"), parts=_of_all(stages, ranks) | working)
 
 
 def _who(ranks: int, name: str) -> str:
     return f"1 {name} needs" if ranks == 1 else f"{ranks} {name}s need"
 
 
-def _parts(estimates: Sequence[MemoryEstimate]) -> dict[str, int]:
+def _of_all(stages: Sequence[MemoryEstimate], ranks: int) -> dict[str, int]:
+    """Returns what all ranks hold by category, as many of each stage; the framework is there once."""
     names = [field.name for field in dataclasses.fields(MemoryEstimate) if field.name != "host"]
-    return {name: sum(getattr(each, name) for each in estimates) for name in names}
-
-
-def _times(parts: dict[str, int], number: int) -> dict[str, int]:
-    return {name: number * value for name, value in parts.items()}
+    parts = {name: ranks // len(stages) * sum(getattr(each, name) for each in stages) for name in names}
+    return parts | {"framework": stages[0].framework}
 
 
 def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[Problem]:
@@ -127,16 +123,16 @@ def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[P
 
     Nothing is offloaded on CPU ranks. What a model of the user's own code needs, each rank finds when it is set up.
     """
-    parallel, ranks, offload = config.parallel, config.parallel.decided_ranks, config.memory.offload
-    if not offload or parallel.device != "cuda":
+    offload = config.memory.offload
+    if not offload or config.parallel.device != "cuda":
         return []
-    model, layout = describe_model(config, "cuda"), layout_of(config, ranks, node_ranks)
+    model, layout = describe_model(config, "cuda"), layout_of(config, config.parallel.decided_ranks, node_ranks)
     if model is None or not is_known(model, layout):
         return []
-    found = estimate_memory(model, layout, StateFacts.of(config, "cuda"))
-    if found.host * node_ranks <= free_bytes:
+    own = estimate_memory(model, layout, StateFacts.of(config, "cuda")).host
+    if own * node_ranks <= free_bytes:
         return []
-    needed, each = format_bytes(found.host * node_ranks), format_bytes(found.host)
+    needed, each = format_bytes(own * node_ranks), format_bytes(own)
     count = "1 rank keeps" if node_ranks == 1 else f"{node_ranks} ranks keep"
     return [
         Problem(
@@ -155,10 +151,6 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
     Where nothing fits, what comes nearest; where this machine cannot be priced, why. ``entry`` is a file that
     ``paceline calibrate`` wrote.
     """
-    from paceline.search.request import request_for
-    from paceline.search.result import plan_for
-    from paceline.search.search import workload_text
-
     ranks = config.parallel.decided_ranks
     try:
         cluster = _with_memory(present_cluster(config, machine, ranks, None, entry)[0], config, verdict)
@@ -167,9 +159,8 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
             request = dataclasses.replace(request, host_memory=machine.memory_bytes)
         found = plan_for(request)
     except (UsageError, ConfigError) as error:
-        why = error.problems[0].what if isinstance(error, ConfigError) else str(error)
         return [
-            f"which changes fit is not known: {why.splitlines()[0]}",
+            f"which changes fit is not known: {error.headline}",
             "parallel.strategy=auto takes the first way that fits, where one does",
         ]
     fitting = [each for each in _changes(found) if each.ranked and _has_room(config, each.ranked, cluster, verdict)]
@@ -196,8 +187,6 @@ def _with_memory(cluster: Cluster, config: Config, verdict: MemoryVerdict) -> Cl
 
 def _changes(found: PlanResult) -> list[Change]:
     """Returns the changes that a plan knows; for a config that is not priced as it is written, its first plan."""
-    from paceline.search.search import Change
-
     if found.winner is None or found.changes:
         return list(found.changes) if found.winner else []
     config, winner = found.request.config, found.winner
@@ -212,8 +201,6 @@ def _value(config: Config, key: str) -> object:
 
 def _has_room(config: Config, ranked: Ranked, cluster: Cluster, verdict: MemoryVerdict) -> bool:
     """Whether the changed config fits by the estimate that has refused this one, which counts all that it says."""
-    from paceline.search.from_config import planned_values
-
     try:
         changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")
     except ConfigError:

@@ -29,11 +29,11 @@ from typing import Any
 
 from paceline.config import Config, config_batch, layout_of, run_checks
 from paceline.errors import ConfigError, UsageError
+from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts
 from paceline.predict.memory.parts import stage_bounds
-from paceline.search.candidates import divisors
 from paceline.search.choice import Choice, Judged, Room, checkpoints_for, data_layouts, judge, take_first
 
 _KEY = "parallel.sharding_strategy"
@@ -81,7 +81,7 @@ def _whole(config: Config, model: ModelFacts, room: Room, left_out: list[str]) -
     try:
         asked = layout_of(_with_degrees(config, room, 1, 1), room.ranks, room.node_ranks)
     except ConfigError as error:
-        left_out.append(f"data {room.ranks}: {error.problems[0].what}")
+        left_out.append(f"data {room.ranks}: {error.headline}")
         return
     asked = dataclasses.replace(_smallest(asked, config), shard_ranks=config.parallel.shard_ranks or 0)
     for layout in data_layouts(model, asked, room, frozenset(config.memory.model_fields_set)):
@@ -125,8 +125,7 @@ def _of_degrees(
         if pipeline > 1:
             stage_bounds(model, pipeline)  # refuses more stages than layers
     except (ConfigError, UsageError) as error:
-        what = error.problems[0].what if isinstance(error, ConfigError) else str(error).partition("\n")[0]
-        left_out.append(f"pipeline {pipeline} x tensor {tensor}: {what}")
+        left_out.append(f"pipeline {pipeline} x tensor {tensor}: {error.headline}")
         return
     base = dataclasses.replace(_smallest(layout, config), **_PLAIN)
     states = StateFacts.of(config, room.device)
@@ -158,14 +157,5 @@ def overhead_of(model: ModelFacts, layout: Layout, room: Room, itemsize: int = 4
 
 def _with_degrees(config: Config, room: Room, pipeline: int, tensor: int) -> Config:
     """Returns the config as it would be with these degrees, and a strategy that goes with all of them."""
-    parallel = config.parallel.model_copy(
-        update={
-            "strategy": "ddp",
-            "sharding_strategy": "manual",
-            "shard_ranks": None,
-            "ranks": room.ranks,
-            "pipeline": pipeline,
-            "tensor": tensor,
-        }
-    )
-    return config.model_copy(update={"parallel": parallel})
+    degrees = {"ranks": room.ranks, "pipeline": pipeline, "tensor": tensor}
+    return config.with_values("parallel", strategy="ddp", sharding_strategy="manual", shard_ranks=None, **degrees)

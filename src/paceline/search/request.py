@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.entries import near_names
-from paceline.config import Config, load_config
+from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
 from paceline.plan.workload import ModelShape
 from paceline.predict.memory.facts import ModelFacts
@@ -24,30 +24,19 @@ _OPEN = ("bf16_master", "bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionWay:
-    """A task in one precision, and the estimate of memory that goes with it; None where there is no such."""
-
-    task: TrainingTask
-    need: EngineMemory | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is planned for, and what was assumed. ``no_config`` says why there can be no config of it.
+    """What is planned for, in each precision that may be, and what was assumed.
 
-    ``host_memory``: bytes of a node's host that its ranks may take together.
+    ``no_config`` says why there can be no config of it. ``host_memory``: bytes of a node's host that its
+    ranks may take together.
     """
 
     config: Config
     cluster: Cluster
-    ways: tuple[PrecisionWay, ...]
+    tasks: tuple[TrainingTask, ...]
     assumed: tuple[str, ...] = ()
     no_config: str = ""
     host_memory: float = float("inf")
-
-    @property
-    def task(self) -> TrainingTask:
-        return self.ways[0].task
 
 
 def request_for(
@@ -66,7 +55,7 @@ def request_for(
     return PlanRequest(
         config=config,
         cluster=cluster,
-        ways=tuple(_way(config, cluster, each, shape, facts) for each in _precisions(precision)),
+        tasks=tuple(_task(config, cluster, each, shape, facts) for each in _precisions(precision)),
         assumed=assumed_of(config) if shape is None and facts is None else (),
         no_config=no_config,
     )
@@ -78,27 +67,23 @@ def request_for_hugging_face(
     """Makes a request of a Hugging Face model, whose batch and tokens are assumed where ``overrides`` do not say."""
     model = read_hugging_face(source)
     own = ["train.precision=fp32"] if cluster.device.is_cpu else []  # processors have no faster one
-    config = load_config(None, [*model.overrides, *own, *overrides])
+    config = config_from_dict(model.values, overrides=[*own, *overrides])
     shape = model.shape if model.no_config else None
     said = {word.partition("=")[0] for word in overrides} | ({"train.precision"} if precision else set())
     made = request_for(config, cluster, precision=precision, shape=shape, no_config=model.no_config)
     return replace(made, assumed=model.assumed(config, said))
 
 
-def _way(
-    config: Config,
-    cluster: Cluster,
-    precision: str,
-    shape: ModelShape | None,
-    facts: ModelFacts | None,
-) -> PrecisionWay:
+def _task(
+    config: Config, cluster: Cluster, precision: str, shape: ModelShape | None, facts: ModelFacts | None
+) -> TrainingTask:
     if precision:
         config = config.with_values("train", precision=precision)
     device = "cpu" if cluster.device.is_cpu else "cuda"
-    task = replace(task_of(config, cluster.devices, shape, facts), names_precision=bool(precision))
+    need = None if shape is not None else EngineMemory.of(config, device)
     if facts is not None:
-        return PrecisionWay(task=task, need=EngineMemory(facts=facts, states=StateFacts.of(config, device)))
-    return PrecisionWay(task=task, need=None if shape is not None else EngineMemory.of(config, device))
+        need = EngineMemory(facts=facts, states=StateFacts.of(config, device))
+    return replace(task_of(config, cluster.devices, shape, facts), names_precision=bool(precision), need=need)
 
 
 def _precisions(asked: str | None) -> tuple[str, ...]:

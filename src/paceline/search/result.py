@@ -1,165 +1,375 @@
-"""The result of a search for the best layout, in every form: objects, a config, text, JSON."""
+"""The result of a search for the best layout, in every form: objects, a config, text, JSON.
+
+    cost of a step = seconds x devices x price of a device-hour / 3600
+
+Prices change from week to week and from contract to contract, so that the catalog has none: without one, costs are in
+device-hours.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.config import Config
+from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
-from paceline.search.findings import PlanFindings, fits
-from paceline.search.from_config import why_not_written, workload_as_written
+from paceline.plan.workload import ModelShape, Workload
+from paceline.search.candidates import TrainingTask
+from paceline.search.from_config import planned_values, planned_yaml
 from paceline.search.request import PlanRequest
-from paceline.search.result_json import result_json
-from paceline.search.result_text import result_text
-from paceline.search.scaling import ScalingRow, scaling_rows
-from paceline.search.search import (
-    ORDERS,
-    Change,
-    Order,
-    Ranked,
-    Search,
-    rank_one,
-    room_makers,
-    search,
-    smallest_changes,
-)
+from paceline.search.scaling import ScalingRow
+from paceline.search.search import Change, Ranked, Search, explain_against, explain_winner, node_bytes, workload_text
+from paceline.units import format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult(PlanFindings):
-    """The best layouts that were found for a model on a cluster, and what there is to say about them."""
+class PlanCost:
+    """Device-hours and, where a device-hour has a price, dollars: of a step, and of a billion tokens (or samples)."""
+
+    hours_per_step: float
+    hours_per_billion: float
+    per_step: float | None = None
+    per_billion: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """The best layouts that were found for a model on a cluster, and what there is to say about them.
+
+    ``as_written``: what the config itself asks for, and ``changes`` what would make that fit.
+    ``not_judged``: why the config itself is not judged, where ``as_written`` is None.
+    ``scaling``: the best plan for each number of devices, by ``strong`` and ``weak``; empty where none were named.
+    """
+
+    request: PlanRequest
+    found: Search
+    as_written: Ranked | None = None
+    not_judged: str = ""
+    changes: tuple[Change, ...] = ()
+    scaling: dict[str, tuple[ScalingRow, ...]] = field(default_factory=dict)
+    price: float | None = None
+
+    @property
+    def plans(self) -> tuple[Ranked, ...]:
+        return self.found.ranked
+
+    @property
+    def winner(self) -> Ranked | None:
+        return self.plans[0] if self.plans else None
+
+    @property
+    def as_written_fits(self) -> bool:
+        return self.as_written is not None and self.found.fits(self.as_written)
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What was assumed of the model, and of a device that has no units for what it is to compute in."""
+        device, kinds = self.request.cluster.device, {each.compute for each in self.request.tasks}
+        missing = sorted(kinds - {*device.peak_flops, "tf32"})  # without tf32 it is fp32, as on every device
+        return (
+            *self.request.assumed,
+            *(
+                f"{device.name} has no units for {each}, and emulates it, at {device.peak(each) / 1e12:.4g} TFLOP/s at "
+                f"best: its units are for {' and '.join(device.peak_flops)}"
+                for each in missing
+            ),
+        )
+
+    def explanations(self, top: int = 5) -> list[str]:
+        """Returns a sentence on the first plan, and one on what each of the next loses against it."""
+        if not self.plans:
+            return []
+        first = self.plans[0]
+        return [explain_winner(self.found), *(explain_against(first, each) for each in self.plans[1:top])]
+
+    @property
+    def config(self) -> Config:
+        """The config that trains the first plan. Raises UsageError where there is none."""
+        winner = self._to_train()
+        values = planned_values(self.request.config, winner.workload, self.request.cluster)
+        return config_from_dict(values, "plan")
+
+    def to_yaml(self) -> str:
+        """Returns the config of the first plan as ``paceline train`` takes it. Raises UsageError if there is none."""
+        return planned_yaml(self.request.config, self._to_train(), self.request.cluster)
 
     def to_json(self, top: int = 5) -> dict[str, Any]:
         """Returns all of it as plain data, of the plans the first few."""
-        return result_json(self, top)
+        return _json(self, top)
 
     def to_text(self, top: int = 5) -> str:
-        """Returns what a person wants to know."""
-        return result_text(self, top)
+        return "\n".join(_lines(self, top))
 
-
-def plan_for(
-    request: PlanRequest, *, by: str = "time", gpus: Sequence[int] | None = None, price: float | None = None
-) -> PlanResult:
-    """Searches, and judges the config as it is written. ``gpus``: numbers of devices for tables of scaling.
-
-    Raises UsageError for an order, a price or a number of devices that cannot be.
-    """
-    order = _order(by)
-    if price is not None and not (isinstance(price, int | float) and math.isfinite(price) and price > 0):
-        raise UsageError(
-            f"price {price} of a device-hour\n  it is in dollars, and above 0\n  leave it out for device-hours"
+    def cost_of(self, ranked: Ranked) -> PlanCost:
+        hours = ranked.seconds * ranked.layout.ranks / 3600
+        billions = ranked.tokens_per_s * ranked.seconds / 1e9
+        price = self.price
+        return PlanCost(
+            hours_per_step=hours,
+            hours_per_billion=hours / billions,
+            per_step=None if price is None else hours * price,
+            per_billion=None if price is None else hours * price / billions,
         )
-    found = _search(request, order)
-    as_written, not_judged, changes = _judge(request, found)
-    result = PlanResult(
-        request=request,
-        found=found,
-        as_written=as_written,
-        not_judged=not_judged,
-        changes=tuple(changes),
-        price=price,
-    )
-    return replace(result, scaling=_tables(request, result, gpus, order)) if gpus else result
 
-
-def _order(by: str) -> Order:
-    for order in ORDERS:
-        if by == order:
-            return order
-    raise UsageError(f"--by {by}\n  plans are ranked by {', '.join(ORDERS)}\n  try --by time")
-
-
-def _search(request: PlanRequest, order: Order) -> Search:
-    """Searches in all precisions that are asked for, as one."""
-    found = [
-        search(
-            way.task,
-            request.cluster,
-            order=order,
-            need=way.need,
-            host_memory=request.host_memory,
-            keep=_allows(request.config),
+    def cheapest_row(self) -> ScalingRow | None:
+        """Returns the number of devices of the table of strong scaling that a token costs least on."""
+        rows = [row for row in self.scaling.get("strong", ()) if row.best is not None]
+        return min(
+            rows, key=lambda row: self.cost_of(row.best).hours_per_billion if row.best else math.inf, default=None
         )
-        for way in request.ways
-    ]
-    if len(found) == 1:
-        return found[0]
-    ranked = [each for one in found for each in one.ranked]
-    ranked.sort(key=lambda each: each.memory_bytes if order == "memory" else each.seconds)  # stable: as they are asked
-    left_out: Counter[str] = Counter()
-    for one in found:
-        left_out.update(one.left_out)
-    nearest = min((one.nearest for one in found if one.nearest), key=lambda each: each[1], default=None)
-    return Search(
-        task=found[0].task,
-        cluster=request.cluster,
-        order=order,
-        ranked=tuple(ranked),
-        num_fit=sum(one.num_fit for one in found),
-        left_out=dict(left_out),
-        nearest=None if ranked else nearest,
-        host_memory=request.host_memory,
-    )
+
+    def task_for(self, ranked: Ranked) -> TrainingTask:
+        """Returns the task in the precision of a plan."""
+        precision, tasks = ranked.layout.precision, self.request.tasks
+        return next((task for task in tasks if task.base.precision == precision), tasks[0])
+
+    def _to_train(self) -> Ranked:
+        if self.request.no_config:
+            raise UsageError(f"there is no config: {self.request.no_config}\n  a config's model cannot say that")
+        if not self.plans:
+            raise UsageError("there is no config: nothing fits\n  a plan's memory is at most 90 % of the device's")
+        return self.plans[0]
 
 
-def _allows(config: Config) -> Callable[[Layout], bool]:
-    """Gradients that are compressed are those that replicas of a whole model average (plan/rules.py)."""
-    if config.comm.compression.policy == "none":
-        return lambda _: True
-    return lambda each: not each.is_split and each.strategy in ("ddp", "hybrid")
+# As plain data.
 
 
-def _judge(request: PlanRequest, found: Search) -> tuple[Ranked | None, str, list[Change]]:
-    """Judges the config as it is written, or says why it is not; and what would make it fit, or anything."""
-    task, way = request.task, request.ways[0]
-    if not found.ranked:
-        changes = room_makers(found, lambda each: way.need if each.seq_len == task.seq_len else None)
-        return None, "nothing fits", changes
-    if request.no_config:
-        return None, f"no config has this model: {request.no_config}", []
-    if task.names_precision:
-        return None, "its precision is not the one that is asked for", []
-    workload = workload_as_written(request.config, task, request.cluster)
-    if workload is None:
-        return None, why_not_written(request.config, request.cluster), []
-    ranked = rank_one(workload, request.cluster, way.need)
-    if fits(ranked, found):
-        return ranked, "", []
-    return ranked, "", smallest_changes(workload, found, named=_named(request.config))
-
-
-def _named(config: Config) -> tuple[str, ...]:
-    """Keys that a change of the mesh must name: a microbatch that follows from it, and what else the config fixes."""
-    train = config.train
-    return (
-        *(() if train.microbatch else ("train.microbatch",)),
-        *(("train.accumulate",) if train.accumulate else ()),
-        *(("parallel.data",) if config.parallel.data else ()),
-    )
-
-
-def _tables(
-    request: PlanRequest, result: PlanResult, gpus: Sequence[int], order: Order
-) -> dict[str, tuple[ScalingRow, ...]]:
-    winner = result.winner
-    way = request.ways[0] if winner is None else result.way_of(winner)
+def _json(result: PlanResult, top: int) -> dict[str, Any]:
+    """Returns all of a result, with so many of its plans."""
+    request, found, task = result.request, result.found, result.request.tasks[0]
     return {
-        name: tuple(
-            scaling_rows(
-                way.task,
-                request.cluster,
-                gpus,
-                weak=name == "weak",
-                need=way.need,
-                order=order,
-                host_memory=request.host_memory,
-            )
-        )
-        for name in ("strong", "weak")
+        "name": request.config.name,
+        "parameters": task.model.params,
+        "cluster": request.cluster.name,
+        "devices": request.cluster.devices,
+        "device": request.cluster.device.name,
+        "global_batch": task.global_batch,
+        "tokens_per_sample": task.seq_len,
+        "assumed": list(result.assumed),
+        "order": found.order,
+        "price_per_device_hour": result.price,
+        "looked_at": found.looked_at,
+        "fit": found.num_fit,
+        "left_out": found.left_out,
+        "budget_bytes": found.budget,
+        "plans": [_ranked(result, each) for each in found.ranked[:top]],
+        "explanations": result.explanations(top),
+        "nearest": None if found.nearest is None else {**_decided(found.nearest[0]), "memory_bytes": found.nearest[1]},
+        "as_written": None
+        if result.as_written is None
+        else {**_ranked(result, result.as_written), "fits": result.as_written_fits},
+        "as_written_not_judged": result.not_judged or None,
+        "changes_that_fit": [
+            {"keys": each.keys, "step_s": None if each.ranked is None else each.ranked.seconds}
+            for each in result.changes
+        ],
+        "scaling": {name: [_row_json(result, row) for row in rows] for name, rows in result.scaling.items()},
     }
+
+
+def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
+    step, (low, high) = ranked.prediction.step, ranked.prediction.band
+    return {
+        **_decided(ranked.workload),
+        "step_s": ranked.seconds,
+        "step_s_low": low,
+        "step_s_high": high,
+        "fitted": ranked.prediction.fitted,
+        "outside": list(ranked.prediction.outside),
+        "samples_per_s": ranked.samples_per_s,
+        f"{ranked.unit}_per_s": ranked.tokens_per_s,
+        "mfu": ranked.mfu,
+        "communication_share": ranked.communication,
+        "exposed_s": step.exposed + step.tensor_wait,
+        "hidden_s": step.hidden,
+        "bubble_s": step.bubble,
+        "parts_s": asdict(step),
+        "memory_bytes": ranked.memory_bytes,
+        "host_bytes": ranked.host_bytes,
+        "memory_by_category": _categories(result, ranked),
+        "memory_by_formula": asdict(ranked.prediction.memory),
+        "memory_by_estimate": _estimate(result, ranked),
+        "cost": asdict(result.cost_of(ranked)),
+    }
+
+
+def _categories(result: PlanResult, ranked: Ranked) -> dict[str, float]:
+    """Of what ``memory_bytes`` is: of the estimate that the engines are checked against, or of the formulas.
+
+    The larger of the two decides what fits.
+    """
+    found = _estimate(result, ranked)
+    is_larger = found is not None and sum(found.values()) >= ranked.memory_bytes * (1 - 1e-9)
+    return found if found is not None and is_larger else {**asdict(ranked.prediction.memory), "buffers": 0.0}
+
+
+def _estimate(result: PlanResult, ranked: Ranked) -> dict[str, float] | None:
+    """By the estimate; None for a model that it does not know."""
+    need = result.task_for(ranked).need
+    found = None if need is None else need.estimate(ranked.layout)
+    if found is None:
+        return None
+    return {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
+
+
+def _decided(workload: Workload) -> dict[str, Any]:
+    layout = workload.layout
+    return {
+        "plan": workload_text(workload),
+        "strategy": layout.strategy,
+        "mesh": {
+            "pipeline": layout.pipeline,
+            "replicate": layout.data // layout.shards,
+            "shard": layout.shards,
+            "tensor": layout.tensor,
+        },
+        "expert": layout.expert,
+        "schedule": layout.schedule_name if layout.pipeline > 1 else None,
+        "chunks": layout.chunks,
+        "microbatch": layout.microbatch,
+        "accumulate": layout.accumulate,
+        "recompute": workload.recompute,
+        "offload": list(layout.offload.parts),
+        "bucket_mb": None if layout.bucket_mb == Layout().bucket_mb else layout.bucket_mb,
+        "reshard_after_forward": layout.reshard_after_forward,
+        "precision": layout.precision if workload.run.names_precision else None,
+    }
+
+
+def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
+    start: dict[str, Any] = {"devices": row.devices, "global_batch": row.global_batch}
+    if row.best is None:
+        return {**start, "plan": None, "why": row.why}
+    return {**start, **_ranked(result, row.best), "efficiency": row.efficiency}
+
+
+# As text: a table of the first ways, sentences that tell them apart, a verdict on the config, scaling.
+
+
+def _lines(result: PlanResult, top: int) -> Iterator[str]:
+    """Iterates over what a person wants to know of a result, with so many of its plans."""
+    request = result.request
+    task, cluster = request.tasks[0], request.cluster
+    samples = (
+        f"{task.global_batch} sequences of {task.seq_len} tokens"
+        if isinstance(task.model, ModelShape)
+        else f"{task.global_batch} samples"
+    )
+    compute = "any precision" if len(request.tasks) > 1 else task.compute
+    yield (
+        f"{request.config.name}: {format_count(round(task.model.params))} parameters, {samples} a step, {compute}, "
+        f"{task.framework}"
+    )
+    yield f"{cluster.name}: {cluster.devices} x {cluster.device.name}, {_gib(cluster.device.memory_bytes)} each"
+    yield from (f"assumed: {line}" for line in result.assumed)
+    if result.winner is None:
+        yield from _nothing(result)
+    else:
+        yield from _plans(result, result.winner, top)
+        yield from _verdict(result, result.winner)
+    yield from _scaling(result)
+
+
+def _plans(result: PlanResult, winner: Ranked, top: int) -> Iterator[str]:
+    found, unit = result.found, winner.unit
+    yield f"\n{found.looked_at} ways looked at, {found.num_fit} fit{_reasons(found)}\n"
+    cost = f" {_cost_head(result, winner):>12}" if _shows_cost(result) else ""
+    yield f"{'':>3} {'step':>10} {f'{unit}/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}{cost}  plan"
+    for number, each in enumerate(result.plans[:top], 1):
+        yield f"{number:>3} {_figures(result, each)}  {each}"
+    yield ""
+    for number, sentence in enumerate(result.explanations(top), 1):
+        yield f"{number}: {sentence}."
+    yield f"\n{_domain(winner)}"
+    yield "memory is the larger of two estimates, to be safe; paceline predict counts what the engine takes, often less"
+    if winner.host_bytes:
+        yield f"the first has {_gib(winner.host_bytes)} of each rank in its host's memory, which is not in the catalog"
+
+
+def _nothing(result: PlanResult) -> Iterator[str]:
+    found = result.found
+    yield f"\nout of memory: none of {found.looked_at} ways fits{_reasons(found)}"
+    if found.nearest is not None:
+        workload, need = found.nearest
+        yield f"nearest: {workload_text(workload)} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
+    yield from (f"would fit with {change}" for change in result.changes)
+
+
+def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
+    ranked, found = result.as_written, result.found
+    if ranked is None:
+        yield f"as written: not judged, as {result.not_judged}"
+        return
+    if result.as_written_fits:
+        slower = ranked.seconds / winner.seconds
+        yield f"as written ({ranked}): fits, {slower:.2f} x the first plan's time"
+        return
+    needs, room, where = ranked.memory_bytes, found.budget, ""
+    if needs <= room:
+        needs, room, where = node_bytes(ranked.workload, found.cluster), found.host_memory, " of the host"
+    yield (f"as written ({ranked}): out of memory{where}, needs {_gib(needs)} and {_gib(room)} may be taken")
+    yield from (f"  fits with {change}" for change in result.changes)
+
+
+def _scaling(result: PlanResult) -> Iterator[str]:
+    unit = "tokens" if isinstance(result.request.tasks[0].model, ModelShape) else "samples"
+    for name, rows in result.scaling.items():
+        yield f"\n{name} scaling ({'same batch' if name == 'strong' else 'same samples a device'})"
+        best = next((row.best for row in rows if row.best is not None), None)
+        cost = f" {_cost_head(result, best):>12}" if _shows_cost(result) and best else ""
+        yield (
+            f"{'GPUs':>6} {'batch':>7} {'step':>10} {f'{unit}/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}{cost} "
+            f"{'eff.':>6}"
+        )
+        for row in rows:
+            start = f"{row.devices:>6} {row.global_batch:>7}"
+            if row.best is None:
+                yield f"{start} {row.why}"
+            else:
+                yield f"{start} {_figures(result, row.best)} {row.efficiency:>6.1%}  {row.best}"
+    cheapest = result.cheapest_row()
+    if result.found.order == "cost" and cheapest is not None:
+        yield f"\ncheapest of these, with the same batch: {cheapest.devices} devices"
+
+
+def _figures(result: PlanResult, ranked: Ranked) -> str:
+    cost = f" {_cost(result, ranked):>12}" if _shows_cost(result) else ""
+    return (
+        f"{format_seconds(ranked.seconds):>10} {ranked.tokens_per_s:>12,.0f} {ranked.mfu:>6.1%} "
+        f"{ranked.communication:>6.1%} {_gib(ranked.memory_bytes):>10}{cost}"
+    )
+
+
+def _shows_cost(result: PlanResult) -> bool:
+    return result.price is not None or result.found.order == "cost"
+
+
+def _cost_head(result: PlanResult, ranked: Ranked) -> str:
+    each = "G" if ranked.unit == "samples" else "B"
+    return f"{'h' if result.price is None else '$'}/{each} {ranked.unit[:7]}"
+
+
+def _cost(result: PlanResult, ranked: Ranked) -> str:
+    cost = result.cost_of(ranked)
+    return f"{cost.hours_per_billion if cost.per_billion is None else cost.per_billion:,.2f}"
+
+
+def _reasons(found: Search) -> str:
+    told = ", ".join(f"{count} {reason}" for reason, count in sorted(found.left_out.items(), key=lambda each: -each[1]))
+    return f"; left out: {told}" if told else ""
+
+
+def _domain(winner: Ranked) -> str:
+    low, high = winner.prediction.band
+    source = "constants were fitted on published runs of this generation, kind of framework and size"
+    if not winner.prediction.fitted:
+        reasons = "; ".join(winner.prediction.outside) or "nothing like it was fitted"
+        source = f"OUTSIDE the calibrated domain: {reasons}"
+    return f"step of the first between {format_seconds(low)} and {format_seconds(high)}; {source} (docs/prediction.md)"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.search.candidates import TrainingTask
-from paceline.search.search import Need, Order, Ranked, search
+from paceline.search.search import Order, Ranked, search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,6 @@ def scaling_rows(
     counts: Sequence[int],
     *,
     weak: bool,
-    need: Need | None = None,
     order: Order = "time",
     host_memory: float = float("inf"),
 ) -> list[ScalingRow]:
@@ -47,7 +46,7 @@ def scaling_rows(
             why = f"{task.global_batch} samples on {cluster.devices} devices are no whole number on {each.devices}"
             rows.append(ScalingRow(devices=each.devices, global_batch=batch, best=None, why=why))
         else:
-            rows.append(_row(replace(task, global_batch=batch), each, need, order, host_memory))
+            rows.append(_row(replace(task, global_batch=batch), each, order, host_memory))
     return list(_with_efficiency(rows))
 
 
@@ -68,15 +67,13 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, name=f"{devices // each}x {cluster.node.name}", nodes=devices // each)
 
 
-def _row(task: TrainingTask, cluster: Cluster, need: Need | None, order: Order, host_memory: float) -> ScalingRow:
-    row = ScalingRow(devices=cluster.devices, global_batch=task.global_batch, best=None)
+def _row(task: TrainingTask, cluster: Cluster, order: Order, host_memory: float) -> ScalingRow:
+    row = ScalingRow(devices=cluster.devices, global_batch=task.global_batch, best=None, why="out of memory")
     try:
-        found = search(task, cluster, need=need, order=order, host_memory=host_memory)
+        found = search(task, cluster, order=order, host_memory=host_memory)
     except UsageError as error:
-        return replace(row, why=str(error).partition("\n")[0])
-    if not found.ranked:
-        return replace(row, why="out of memory")
-    return replace(row, best=found.ranked[0])
+        return replace(row, why=error.headline)
+    return replace(row, best=found.ranked[0], why="") if found.ranked else row
 
 
 def _with_efficiency(rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:

@@ -35,11 +35,16 @@ def draw_scaling(tables: Mapping[str, Sequence[ScalingRow]], path: Path, title: 
             f"  try {path.with_suffix('.png')}"
         )
     throughput, efficiency = figure.subplots(1, 2)
-    planned = {name: [row for row in rows if row.best is not None] for name, rows in tables.items()}
-    planned = {name: rows for name, rows in planned.items() if rows}
+    planned = {name: found for name, rows in tables.items() if (found := [row for row in rows if row.best])}
     _draw_throughput(throughput, planned)
     _draw_efficiency(efficiency, planned)
-    _draw_counts((throughput, efficiency), planned)
+    counts = sorted({row.devices for rows in planned.values() for row in rows})
+    for axes in (throughput, efficiency):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.set_xlabel("GPUs")
+        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{title}: predicted, not measured", fontsize=10)
     figure.tight_layout()
     dates = {"svg": "Date", "pdf": "CreationDate"}  # left out, so that the same plan is the same file
@@ -53,18 +58,10 @@ def draw_scaling(tables: Mapping[str, Sequence[ScalingRow]], path: Path, title: 
 def _draw_throughput(axes: Axes, tables: Mapping[str, Sequence[ScalingRow]]) -> None:
     for name, rows in tables.items():
         colour, marker, words = _STYLES[name]
-        axes.plot(
-            [row.devices for row in rows],
-            [row.best.tokens_per_s for row in rows if row.best is not None],
-            color=colour,
-            marker=marker,
-            label=f"{name}: {words}",
-        )
-        first = rows[0].best
-        if first is not None:
-            each = first.tokens_per_s / rows[0].devices
-            ends = [rows[0].devices, rows[-1].devices]
-            axes.plot(ends, [each * end for end in ends], color=colour, linestyle="--", linewidth=0.8)
+        counts, rates = [row.devices for row in rows], [row.best.tokens_per_s for row in rows if row.best]
+        axes.plot(counts, rates, color=colour, marker=marker, label=f"{name}: {words}")
+        ends = (counts[0], counts[-1])
+        axes.plot(ends, [rates[0] / counts[0] * end for end in ends], color=colour, linestyle="--", linewidth=0.8)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value / 1000:,.0f} k")
     axes.set_ylabel("predicted tokens/s")
@@ -74,24 +71,9 @@ def _draw_throughput(axes: Axes, tables: Mapping[str, Sequence[ScalingRow]]) -> 
 def _draw_efficiency(axes: Axes, tables: Mapping[str, Sequence[ScalingRow]]) -> None:
     for name, rows in tables.items():
         colour, marker, _ = _STYLES[name]
-        axes.plot(
-            [row.devices for row in rows],
-            [100 * row.efficiency for row in rows],
-            color=colour,
-            marker=marker,
-            label=name,
-        )
+        shares = [100 * row.efficiency for row in rows]
+        axes.plot([row.devices for row in rows], shares, color=colour, marker=marker, label=name)
     axes.axhline(100, color="grey", linestyle="--", linewidth=0.8)
     most = max(row.efficiency for rows in tables.values() for row in rows)
     axes.set_ylim(0, 105 * max(1.0, most))
     axes.set_ylabel("predicted efficiency, %")
-
-
-def _draw_counts(both: Sequence[Axes], tables: Mapping[str, Sequence[ScalingRow]]) -> None:
-    counts = sorted({row.devices for rows in tables.values() for row in rows})
-    for axes in both:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.minorticks_off()
-        axes.set_xlabel("GPUs")
-        axes.spines[["top", "right"]].set_visible(False)

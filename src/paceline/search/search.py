@@ -25,12 +25,12 @@ from paceline.plan.workload import ModelShape, SampleModel, Workload
 from paceline.predict.formulas.engine_costs import engine_footprint, price_untuned, with_tuning
 from paceline.predict.formulas.predict import Prediction, model_flops
 from paceline.predict.formulas.tuning import BUCKETS_MB, part_params
+from paceline.predict.memory.engine_memory import EngineMemory
 from paceline.search.candidates import TrainingTask, candidates_for
 from paceline.search.choice import MARGIN
 from paceline.units import format_bytes, format_seconds
 
 Order: TypeAlias = Literal["time", "cost", "memory"]
-Need: TypeAlias = Callable[[Layout], float]
 ORDERS: tuple[Order, ...] = ("time", "cost", "memory")
 
 TOO_LARGE = "more memory than the device has"
@@ -85,13 +85,7 @@ class Ranked:
         return self.prediction.samples_per_s * self.workload.run.seq_len
 
     @property
-    def device_hours(self) -> float:
-        """Of one step."""
-        return self.seconds * self.layout.ranks / 3600
-
-    @property
     def host_bytes(self) -> float:
-        """What a rank has in its host's memory."""
         return host_bytes(self.workload)
 
     @property
@@ -138,12 +132,12 @@ class Search:
 
     @property
     def budget(self) -> float:
-        """Bytes that a rank may take."""
         return budget_of(self.cluster)
 
-    def host_holds(self, ranked: Ranked) -> bool:
-        """Whether the ranks of a node have room for what they offload."""
-        return node_bytes(ranked.workload, self.cluster) <= self.host_memory
+    def fits(self, ranked: Ranked) -> bool:
+        """Whether the device has room, and the host for what the ranks of a node offload."""
+        on_host = node_bytes(ranked.workload, self.cluster)
+        return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
 
 
 def budget_of(cluster: Cluster) -> float:
@@ -156,11 +150,10 @@ def search(
     cluster: Cluster,
     *,
     order: Order = "time",
-    need: Need | None = None,
     host_memory: float = float("inf"),
     keep: Callable[[Layout], bool] = lambda _: True,
 ) -> Search:
-    """Ranks all layouts that fit. ``need``: bytes of a rank by another estimate; the larger of both counts.
+    """Ranks all layouts that fit, by the formulas and by ``task.need``: the larger of both counts.
 
     ``host_memory``: bytes that all ranks of a node may take of it. ``keep``: which layouts are looked at. On one
     cluster the cheapest is the fastest. Raises UsageError where the batch can be shared by no mesh of these devices.
@@ -169,7 +162,7 @@ def search(
     fitting: list[Sized] = []
     nearest: Sized | None = None
     any_mesh = False
-    fitter = Fitter(task=task, cluster=cluster, need=need, host_memory=host_memory, every=order == "memory")
+    fitter = Fitter(task=task, cluster=cluster, host_memory=host_memory, every=order == "memory")
     for layout in candidates_for(task, cluster, left_out):
         any_mesh = True
         if not keep(layout):
@@ -202,7 +195,7 @@ def search(
     )
 
 
-def rank_one(workload: Workload, cluster: Cluster, need: Need | None = None) -> Ranked:
+def rank_one(workload: Workload, cluster: Cluster, need: EngineMemory | None = None) -> Ranked:
     """Prices one workload, whether it fits or not."""
     return _rank(workload, _bytes_of(workload, need), cluster)
 
@@ -213,7 +206,7 @@ def _rank(workload: Workload, num_bytes: float, cluster: Cluster, untuned: Predi
     return Ranked(prediction=with_tuning(untuned, workload, cluster), memory_bytes=num_bytes, peak_flops=peak)
 
 
-def _bytes_of(workload: Workload, need: Need | None, budget: float = float("inf")) -> float:
+def _bytes_of(workload: Workload, need: EngineMemory | None, budget: float = float("inf")) -> float:
     """Returns what a rank needs. The formula is asked first, which is cheaper: above a budget, it says enough."""
     # A sample's cost says less of memory than the layers do.
     if need is not None and isinstance(workload.model, SampleModel):
@@ -256,7 +249,6 @@ class Fitter:
 
     task: TrainingTask
     cluster: Cluster
-    need: Need | None = None
     host_memory: float = float("inf")
     every: bool = False
 
@@ -276,7 +268,7 @@ class Fitter:
             has_room = node_bytes(self.task.workload(moved), self.cluster) <= self.host_memory
             for checkpoint in self.task.checkpoints:
                 workload = self.task.workload(replace(moved, checkpoint_activations=checkpoint))
-                each = Sized(workload, _bytes_of(workload, self.need, self.budget))
+                each = Sized(workload, _bytes_of(workload, self.task.need, self.budget))
                 if not has_room:
                     lacks_host = lacks_host or each.num_bytes <= self.budget
                     continue
@@ -312,7 +304,7 @@ def _tuned(workload: Workload, num_bytes: float, fitter: Fitter) -> Ranked:
     for layout in _tunings(workload.layout):
         other = _rank(replace(workload, layout=layout), num_bytes, cluster, untuned)
         if other.seconds < min(best.seconds, _WORTH_TUNING * usual.seconds):
-            other = replace(other, memory_bytes=_bytes_of(other.workload, fitter.need))
+            other = replace(other, memory_bytes=_bytes_of(other.workload, fitter.task.need))
             best = other if other.memory_bytes <= fitter.budget else best
     return best
 
@@ -446,30 +438,26 @@ def _time(change: Change) -> float:
     return change.ranked.seconds if change.ranked else float("inf")
 
 
-def room_makers(found: Search, need_for: Callable[[TrainingTask], Need | None]) -> list[Change]:
-    """Returns what would make anything fit where nothing does: more devices, shorter sequences, fewer bytes."""
-    return [change for change in _makers(found, need_for) if change.keys]
-
-
-def _makers(found: Search, need_for: Callable[[TrainingTask], Need | None]) -> Iterator[Change]:
+def room_makers(found: Search) -> Iterator[Change]:
+    """Iterates over what would make anything fit where nothing does: more devices, shorter sequences."""
     task, cluster = found.task, found.cluster
     for factor in (2, 4, 8, 16, 32, 64):
         if cluster.between is None:
             break
         larger = replace(cluster, nodes=cluster.nodes * factor)
-        if _fits_at_all(found, task, larger, need_for(task)):
+        if _fits_at_all(found, task, larger):
             yield Change(keys={"devices": larger.devices})
             break
     if isinstance(task.model, SampleModel):
         return
     for factor in (2, 4, 8):
-        shorter = replace(task, seq_len=max(1, task.seq_len // factor))
-        if _fits_at_all(found, shorter, cluster, need_for(shorter)):
+        shorter = replace(task, seq_len=max(1, task.seq_len // factor), need=None)  # which is for the whole length
+        if _fits_at_all(found, shorter, cluster):
             yield Change(keys={"data.context": shorter.seq_len})
             break
 
 
-def _fits_at_all(found: Search, task: TrainingTask, cluster: Cluster, need: Need | None) -> bool:
-    ignored: Counter[str] = Counter()
-    fitter = Fitter(task=task, cluster=cluster, need=need, host_memory=found.host_memory)
-    return any(fitter.fitting(each).fitting for each in candidates_for(task, cluster, ignored) if each.microbatch == 1)
+def _fits_at_all(found: Search, task: TrainingTask, cluster: Cluster) -> bool:
+    fitter = Fitter(task=task, cluster=cluster, host_memory=found.host_memory)
+    layouts = candidates_for(task, cluster, Counter())
+    return any(fitter.fitting(each).fitting for each in layouts if each.microbatch == 1)

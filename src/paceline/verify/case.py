@@ -51,15 +51,12 @@ class FunctionCase:
         return self.model()
 
     def make_batch(self, step: int) -> Any:
-        """Returns the user's batch."""
         return self.batch(step)
 
     def make_loss(self) -> Loss:
-        """Wraps the user's ``loss(outputs, targets)``."""
         return _OutputLoss(self.loss)
 
     def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
-        """Makes the user's optimizer, or AdamW."""
         parameters = [parameter for _, parameter in named]
         make = self.optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1))
         return make(parameters)
@@ -108,7 +105,6 @@ class ConfigCase:
         return {**vars(self), "_work": None}
 
     def make_model(self) -> nn.Module:
-        """Builds the config's model."""
         model = build_workload(self._config).model
         if self._layers_as_blocks and not model_blocks(model):
             layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -116,19 +112,16 @@ class ConfigCase:
         return model
 
     def make_batch(self, step: int) -> Any:
-        """Fetches a batch of the training set."""
         train = self._workload().data.train
         seed = self._config.train.seed if self._config.data.seed is None else self._config.data.seed
         order = DataOrder(length=len(train), global_batch=self._batch, seed=seed, shuffle=self._config.data.shuffle)
         return fetch_batch(train, order.batch_at(order.position_of_step(step)).indices)
 
     def make_loss(self) -> Loss:
-        """Builds the config's loss."""
         config = self._config
         return build_loss(config.train.loss, self._workload().data.shape, may_ignore=config.data.kind == "factory")
 
     def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
-        """Builds the config's optimizer."""
         return build_optimizer(self._config.optim, named)
 
     def _workload(self) -> DataAndModel:
@@ -155,7 +148,5 @@ def cut(batch: Any, part: int, parts: int) -> Any:
 
 
 def _without_dropout(config: Config) -> Config:
-    model = config.model
-    if "dropout" in type(model).model_fields:
-        model = model.model_copy(update={"dropout": 0.0})
-    return config.model_copy(update={"model": model.model_copy(update={"compile": False})})
+    plain = {"dropout": 0.0} if "dropout" in type(config.model).model_fields else {}
+    return config.with_values("model", compile=False, **plain)

@@ -70,7 +70,6 @@ class Certificate:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the certificate as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -169,15 +168,9 @@ def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bo
         reference=what,
         strategy=settings.strategy or layout.strategy,
         shard_ranks=layout.shard_ranks or None,
-        ranks=settings.ranks,
-        pipeline=layout.pipeline,
-        tensor=layout.tensor,
         schedule=None if layout.pipeline == 1 else str(layout.schedule),
-        steps=settings.steps,
-        accumulate=settings.accumulate,
-        clip=settings.clip,
-        checkpoint_activations=layout.checkpoint_activations,
-        precision=layout.precision,
+        **{name: getattr(settings, name) for name in ("ranks", "steps", "clip", "accumulate")},
+        **{name: getattr(layout, name) for name in ("pipeline", "tensor", "checkpoint_activations", "precision")},
         num_parameters=sum(p.numel() for p in case.make_model().parameters()),
         batch=reference.samples,
         dtype=str(settings.dtype).removeprefix("torch."),

@@ -40,7 +40,6 @@ class Errors:
 
     @property
     def largest(self) -> float:
-        """The largest of all."""
         return max(self.loss, self.gradients, self.norm, self.parameters, self.buffers)
 
 
@@ -101,12 +100,10 @@ def compare(ours: StepValues, expected: StepValues, measure: Measure | None = No
 
 
 def worst(errors: Mapping[str, float]) -> float:
-    """Returns the largest error."""
     return max(errors.values(), default=0.0)
 
 
 def merge(errors: Iterable[Errors]) -> Errors:
-    """Returns the largest of each."""
     found = list(errors)
     names = [field.name for field in dataclasses.fields(Errors)]
     return Errors(**{name: max((getattr(error, name) for error in found), default=0.0) for name in names})

@@ -144,7 +144,6 @@ class _OneProcess:
         return total / count
 
     def gradients(self) -> Gradients:
-        """Returns copies of the gradients."""
         return {name: None if p.grad is None else p.grad.detach().clone() for name, p in self.updated.items()}
 
     def take_gradients(self, gradients: Gradients) -> None:

@@ -42,7 +42,7 @@ def casts_cached(is_cached: bool) -> Iterator[None]:
 def _train(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
     model = prepare(case, settings.dtype)
     names = parameter_names(model)
-    engine = _build(model, comm, settings)
+    engine = parallelize(model, comm, layout=settings.layout)
     loss = case.make_loss()
     optimizer = case.make_optimizer(engine.named_parameters())
     engine.check_optimizer(optimizer)
@@ -92,10 +92,6 @@ def share_of(batch: Any, comm: Communicator, accumulate: int) -> StepBatch:
     return StepBatch(
         position=0, next_position=total, epoch=0, global_samples=total, microbatches=pieces, local_samples=samples
     )
-
-
-def _build(model: nn.Module, comm: Communicator, settings: Settings) -> Engine:
-    return parallelize(model, comm, layout=settings.layout)
 
 
 def _state(engine: Engine, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

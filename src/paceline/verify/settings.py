@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from paceline.engines.apply import STRATEGY_NAMES
 from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
+from paceline.plan.field_types import unknown_word
 from paceline.plan.layout import CHECKPOINTS, Layout
 from paceline.plan.rules import rules
 
@@ -47,12 +47,10 @@ class Settings:
         return cls(layout=Layout(**{**SMALL_BUCKETS, **layout}), strategy=said, ranks=ranks, steps=steps, clip=clip)
 
     def with_layout(self, **changes: Any) -> Settings:
-        """Returns the settings with some fields of the layout changed."""
         return replace(self, layout=replace(self.layout, **changes))
 
     @property
     def accumulate(self) -> int:
-        """Microbatches of a step."""
         return self.layout.accumulate
 
     @property
@@ -62,7 +60,6 @@ class Settings:
 
     @property
     def policy(self) -> Precision:
-        """The precision policy."""
         return PRECISIONS[self.layout.precision]
 
     @property
@@ -89,8 +86,7 @@ def check_settings(
     """Raises UsageError with everything that is wrong with completed settings, before anything is started."""
     problems = [
         *_unknown_names(settings, backend),
-        *_numbers(settings, tolerance, batch),
-        *_layout(settings),
+        *_numbers_and_rules(settings, tolerance, batch),
         *_precision(settings),
     ]
     if problems:
@@ -102,42 +98,26 @@ def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
     if strategy == "auto":
         rule = "a run decides by its memory, and each strategy is verified by itself"
         yield Problem(what="strategy = 'auto'", rule=rule, fix=f"give one of {', '.join(VERIFIED)}")
-    known: list[tuple[str, str, Sequence[str]]] = [
-        ("strategy", strategy, (*VERIFIED, "auto")),
-        ("precision", layout.precision, tuple(PRECISIONS)),
-        ("checkpoint_activations", layout.checkpoint_activations, CHECKPOINTS),
-        ("backend", backend, BACKENDS),
-    ]
-    for name, value, choices in known:
-        if value in choices:
-            continue
-        rule = f"it is one of {', '.join(choices)}"
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        yield Problem(what=f"{name} = {value!r} is unknown", rule=rule, fix=f"did you mean {near[0]}?" if near else "")
+    yield from unknown_word("strategy", strategy, (*VERIFIED, "auto"))
+    yield from unknown_word("precision", layout.precision, tuple(PRECISIONS))
+    yield from unknown_word("checkpoint_activations", layout.checkpoint_activations, CHECKPOINTS)
+    yield from unknown_word("backend", backend, BACKENDS)
 
 
-def _numbers(settings: Settings, tolerance: float | None, batch: int | None) -> Iterator[Problem]:
-    counts = {"ranks": settings.ranks, "steps": settings.steps, "accumulate": settings.accumulate}
-    for name, value in {**counts, "batch": 1 if batch is None else batch}.items():
+def _numbers_and_rules(settings: Settings, tolerance: float | None, batch: int | None) -> Iterator[Problem]:
+    layout, batch = settings.layout, 1 if batch is None else batch
+    counts = {"ranks": settings.ranks, "steps": settings.steps, "accumulate": layout.accumulate, "batch": batch}
+    for name, value in {**counts, "pipeline": layout.pipeline, "tensor": layout.tensor}.items():
         if value < 1:
-            yield Problem(what=f"{name} = {value}", rule="there is at least one", fix=f"give {name} = 1 or more")
+            yield Problem(what=f"{name} = {value}", rule="there is at least one", fix="give 1 or more")
     if settings.clip is not None and not settings.clip > 0:
-        yield Problem(
-            what=f"clip = {settings.clip}", rule="a largest norm is above 0", fix="give a number above 0, or none"
-        )
+        rule = "a largest norm is above 0"
+        yield Problem(what=f"clip = {settings.clip}", rule=rule, fix="give a number above 0, or none")
     if tolerance is not None and not (tolerance > 0 and math.isfinite(tolerance)):
-        yield Problem(
-            what=f"tolerance = {tolerance}", rule="a difference is allowed up to a number above 0", fix="leave it out"
-        )
-
-
-def _layout(settings: Settings) -> Iterator[Problem]:
-    layout = settings.layout
-    for name in ("pipeline", "tensor"):
-        if getattr(layout, name) < 1:
-            yield Problem(what=f"{name} = {getattr(layout, name)}", rule="there is at least one", fix="give 1 or more")
-            return
-    yield from rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
+        rule = "a difference is allowed up to a number above 0"
+        yield Problem(what=f"tolerance = {tolerance}", rule=rule, fix="leave it out")
+    if layout.pipeline >= 1 and layout.tensor >= 1:
+        yield from rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
 
 
 def _precision(settings: Settings) -> Iterator[Problem]:

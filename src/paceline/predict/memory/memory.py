@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 
 from paceline.config import Config, OptimConfig
 from paceline.plan.layout import Layout, Offload
-from paceline.plan.memory import MemoryEstimate
+from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.parts import RankPart, parts_of
 from paceline.units import MIB

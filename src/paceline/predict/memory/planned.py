@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from paceline.config import Config, layout_of
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import Layout
-from paceline.plan.memory import MemoryEstimate
-from paceline.plan.plan import Plan
+from paceline.plan.plan import MemoryEstimate, Plan
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known

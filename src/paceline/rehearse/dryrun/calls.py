@@ -128,7 +128,6 @@ def updates(args: Any, kwargs: dict[str, Any]) -> OperatorCall:
 
 
 def _whole(result: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
-    """Returns a call of which nothing is known."""
     returned = list(tensors_of(result))
     return OperatorCall(result, returned, [*tensors_of((args, kwargs)), *returned], None)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,87 +18,37 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map
 
-
-class SeesAttention(Protocol):
-    """Is told of attention kernels."""
-
-    def attention(self, tensors: list[torch.Tensor], *, is_causal: bool, is_back: bool) -> None:
-        """A kernel runs: on query, key, value and all else that it reads; the last tensor is what it writes."""
+# Is told of an attention kernel: ``(tensors, *, is_causal, is_back)``. These are query, key, value and all else that it
+# reads; the last tensor is what it writes.
+SeesAttention: TypeAlias = Callable[..., None]
 
 
-_GIVES_VALUES = {
-    torch.Tensor.normal_,
-    torch.Tensor.uniform_,
-    torch.Tensor.fill_,
-    torch.Tensor.zero_,
-    nn.init.normal_,
-    nn.init.uniform_,
-    nn.init.trunc_normal_,
-    nn.init.kaiming_uniform_,
-    nn.init.kaiming_normal_,
-    nn.init.xavier_uniform_,
-    nn.init.xavier_normal_,
-    nn.init.constant_,
-    nn.init.ones_,
-    nn.init.zeros_,
-}
-_IN_HALF = {
-    F.linear,
-    F.bilinear,
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    F.scaled_dot_product_attention,
-    torch.conv1d,
-    torch.conv2d,
-    torch.conv3d,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
-    torch.einsum,
-    torch.Tensor.matmul,
-    torch.Tensor.__matmul__,
-    torch.Tensor.mm,
-    torch.Tensor.bmm,
-}
-_IN_FULL = {
-    F.layer_norm,
-    F.group_norm,
-    F.softmax,
-    F.log_softmax,
-    F.cross_entropy,
-    F.nll_loss,
-    F.mse_loss,
-    torch.softmax,
-    torch.log_softmax,
-    torch.layer_norm,
-    torch.exp,
-    torch.log,
-    torch.pow,
-    torch.rsqrt,
-    torch.cumsum,
-    torch.norm,
-    torch.Tensor.softmax,
-    torch.Tensor.log_softmax,
-    torch.Tensor.exp,
-    torch.Tensor.log,
-    torch.Tensor.pow,
-    torch.Tensor.rsqrt,
-    torch.Tensor.cumsum,
-    torch.Tensor.norm,
-}
+def _named(owner: Any, names: str) -> set[Callable[..., Any]]:
+    return {getattr(owner, name) for name in names.split()}
+
+
+_GIVES_VALUES = (
+    _named(torch.Tensor, "normal_ uniform_ fill_ zero_")
+    | _named(nn.init, "normal_ uniform_ trunc_normal_ constant_ ones_ zeros_")
+    | _named(nn.init, "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_")
+)
+_IN_HALF = (
+    _named(F, "linear bilinear conv1d conv2d conv3d scaled_dot_product_attention")
+    | _named(F, "conv_transpose1d conv_transpose2d conv_transpose3d")
+    | _named(torch, "conv1d conv2d conv3d matmul mm bmm addmm baddbmm einsum")
+    | _named(torch.Tensor, "matmul __matmul__ mm bmm")
+)
+_IN_FULL = (
+    _named(F, "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss")
+    | _named(torch, "softmax log_softmax layer_norm exp log pow rsqrt cumsum norm")
+    | _named(torch.Tensor, "softmax log_softmax exp log pow rsqrt cumsum norm")
+)
 
 
 class NoValues(TorchFunctionMode):
     """Leaves out what gives first values to tensors that have none: torch would work out their shapes in Python."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Returns the tensor as it is, or calls the function."""
         del types
         kwargs = kwargs or {}
         if func in _GIVES_VALUES:
@@ -128,7 +78,6 @@ class MetaFunctions(TorchFunctionMode):
         self._copies.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function, with other tensors or another way."""
         del types
         kwargs = kwargs or {}
         if self._autocast is not None:
@@ -170,28 +119,25 @@ class _MetaAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, seer: SeesAttention
     ) -> torch.Tensor:
         # Fused kernels write their output so that heads lie side by side, as the queries do that come out of a product.
-        output = torch.empty_like(query) if value.shape[-1] == query.shape[-1] else _new(query, value)
+        same = value.shape[-1] == query.shape[-1]
+        output = torch.empty_like(query) if same else query.new_empty(*query.shape[:-1], value.shape[-1])
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, rows)
         ctx.is_causal, ctx.seer = is_causal, seer
-        seer.attention([query, key, value, output], is_causal=is_causal, is_back=False)
+        seer([query, key, value, output], is_causal=is_causal, is_back=False)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, _ = ctx.saved_tensors
         found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-        ctx.seer.attention([query, key, value, output, gradient, *found], is_causal=ctx.is_causal, is_back=True)
+        ctx.seer([query, key, value, output, gradient, *found], is_causal=ctx.is_causal, is_back=True)
         return *found, None, None
 
 
 def _norm(*args: Any, **kwargs: Any) -> torch.Tensor:
     given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
     return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
-
-
-def _new(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
 def _widen(value: Any) -> Any:

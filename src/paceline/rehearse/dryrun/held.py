@@ -40,7 +40,7 @@ class HeldMemory:
 
     def __init__(self) -> None:
         self.place = 0  # where the list of events stands
-        self.act: Callable[[], int] = _no_act  # which action of a schedule is being done
+        self.act: Callable[[], int] = lambda: 0  # which action of a schedule is being done
         self._alive: dict[int, _HeldStorage] = {}  # by the address of the storage
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._elastic: dict[int, tuple[torch.UntypedStorage, str]] = {}
@@ -50,7 +50,6 @@ class HeldMemory:
         self.has_host = False  # whether there is memory of the host
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes the storages of results."""
         for tensor in tensors:
             if tensor.is_meta:
                 storage = tensor.untyped_storage()
@@ -79,12 +78,10 @@ class HeldMemory:
                     self._categories.setdefault(self.number(tensor), category)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory of the host."""
         return self._categories.get(self.number(tensor)) == HOST
 
     @property
     def host_storages(self) -> set[int]:
-        """The numbers of the host's storages."""
         return {number for number, category in self._categories.items() if category == HOST}
 
     def leave_out(self) -> None:
@@ -151,10 +148,6 @@ class HeldMemory:
     def _end(self, storage: _HeldStorage) -> None:
         storage.end, storage.end_act = self.place, self.act()
         self._ended.append(storage)
-
-
-def _no_act() -> int:
-    return 0
 
 
 def _purpose(storage: _HeldStorage, phases: Sequence[str], again: set[int], backward: Sequence[int]) -> str:

@@ -121,7 +121,6 @@ class _Hosting:
         return self._next - 1
 
     def _storages(self, pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
-        """Returns bytes by storage."""
         found: dict[int, int] = {}
         for tensor, size in pairs:
             place = self._places[tensor]

@@ -72,7 +72,7 @@ class Operators:
         """Returns what a device runs for a call; nothing for a view."""
         free = self._is_free.get(func)
         if free is None:
-            free = self._is_free[func] = _is_free(func)
+            free = self._is_free[func] = is_free(func)
         if free:
             return []
         name = func._overloadpacket.__name__
@@ -191,7 +191,7 @@ def _convolution(weight: torch.Tensor, output: torch.Tensor) -> tuple[int, int, 
     return output.numel() // channels, weight.numel() // channels, channels
 
 
-def _is_free(func: Any) -> bool:
+def is_free(func: Any) -> bool:
     """Says whether an operation touches no element: a view, or memory that nobody has written yet."""
     name = func.__name__.partition(".")[0]
     returns = func._schema.returns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -52,15 +51,13 @@ class StepPieces:
 
 def few_data(config: Config) -> DataSplits:
     """Makes the data; of random data only a few samples, since their shape is all that counts."""
-    data = config.data
-    if hasattr(data, "samples"):
-        data = data.model_copy(update={"samples": min(data.samples, _FEW), "eval_fraction": 0.0})
+    if hasattr(config.data, "samples"):
+        config = config.with_values("data", samples=min(config.data.samples, _FEW), eval_fraction=0.0)
     seed = config.train.seed if config.data.seed is None else config.data.seed
-    return build_data(data, model_context(config.model), seed)
+    return build_data(config.data, model_context(config.model), seed)
 
 
 def empty_model(config: Config, data: DataSplits) -> nn.Module:
-    """Builds the model without values."""
     with torch.device(META), NoValues():
         model = build_model(config.model, data.shape)
     return model.to(device=META, dtype=getattr(torch, config.train.dtype))
@@ -81,9 +78,11 @@ def build_parts(
         layout = replace(layout, offload=Offload())
     compressor = build_compressor(layout)
     engine = parallelize(model, _through(config, layout, comm), layout=layout, compressor=compressor)
-    microbatch = tree_map(lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, _batch(data, 1))
+    sample = tree_map(
+        lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, default_collate([data.train[0]])
+    )
     microbatch = tree_map(
-        lambda value: value.new_empty((layout.microbatch, *value.shape[1:])) if value.ndim else value, microbatch
+        lambda value: value.new_empty((layout.microbatch, *value.shape[1:])) if value.ndim else value, sample
     )
     samples = layout.microbatch * layout.accumulate * layout.data
     step = StepBatch(
@@ -115,10 +114,6 @@ def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communica
     path = config.comm.algorithm_table
     table = None if path is None else read_table(Path(path), topology.placement)
     return DryAlgorithmCommunicator(comm, asked, topology, table=table)
-
-
-def _batch(data: DataSplits, count: int) -> Any:
-    return default_collate([data.train[0]] * count)
 
 
 def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.optim.Optimizer:

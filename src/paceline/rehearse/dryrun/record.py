@@ -13,7 +13,7 @@ import bisect
 import contextlib
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -23,8 +23,7 @@ from paceline.cluster.devices import Cluster
 from paceline.comm.dry.communicator import DryWorld
 from paceline.comm.group import check_peer
 from paceline.config import Config, layout_of
-from paceline.engines.combined import CombinedParallel
-from paceline.engines.pipeline import Pipeline
+from paceline.engines.engine import StageRunner
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.models.registry import model_blocks
@@ -47,7 +46,7 @@ from paceline.train.batch_search import microbatch_sizes
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import train_step
 
-_KEPT = 3  # microbatches of a step that are run
+_FEW = 3  # microbatches that are run: the first, one that stands for all between, and the last
 
 
 def record(
@@ -102,7 +101,6 @@ class _Recording:
 
     @property
     def stage_ranks(self) -> int:
-        """The ranks of a stage."""
         return self._layout.ranks // self._layout.pipeline
 
     def stages(self, rank: int, *, is_whole: bool = False) -> tuple[Program, ...]:
@@ -119,7 +117,7 @@ class _Recording:
         config, layout, world = self._config, self._layout, self._world
         recorder = Recorder(self._calls)
         autocast = precision_named(layout.precision).autocast_dtype
-        functions = MetaFunctions(recorder, autocast, fuses_norms=config.parallel.device != "cpu")
+        functions = MetaFunctions(recorder.attention, autocast, fuses_norms=config.parallel.device != "cpu")
         comm = world.rank(rank, recorder)
         model = empty_model(config, self._data)
         recorder.watch(model_blocks(model), functions)
@@ -153,6 +151,7 @@ class _Recording:
 
     def _told(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
         config, layout = self._config, self._layout
+        precision = precision_named(layout.precision)
         samples = layout.microbatch * layout.accumulate * layout.data
         return Program(
             name=config.name,
@@ -165,7 +164,7 @@ class _Recording:
             elements=samples * (parts.loss.elements_per_sample or 1.0),
             element="tokens" if self._data.shape.kind == "tokens" else "samples",
             model_flops=_model_flops(counted(done.events, order)),
-            dtype=_compute_dtype(layout),
+            dtype=dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32),
             is_compiled=layout.compile,
             stage=rank // self.stage_ranks,
             stages=layout.pipeline,
@@ -178,7 +177,7 @@ def _recorded(
 ) -> tuple[Recorded, tuple[Turn, ...]]:
     """Runs the step that is told of: with few microbatches, where these tell of all."""
     count = len(parts.batch.microbatches)
-    few = count if is_whole else _enough(parts)
+    few = count if is_whole else _enough_microbatches(parts.engine.pipeline, count)
     done = _told_apart(_run(recorder, functions, parts, few), recorder, rank)
     events, order = _compose(parts, done, few, count)
     if order and not is_playable(events, order):
@@ -199,9 +198,8 @@ def _without_collections() -> Iterator[None]:
 
 
 def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microbatches: int) -> Recorded:
-    """Runs a step with so many microbatches."""
     batch = replace(parts.batch, microbatches=parts.batch.microbatches[:microbatches])
-    pipeline = _pipeline_of(parts)
+    pipeline = parts.engine.pipeline
     if pipeline is not None:
         pipeline.journal = []
         recorder.memory.act = lambda: len(pipeline.journal)
@@ -224,15 +222,9 @@ def _told_apart(done: Recorded, recorder: Recorder, rank: int) -> Recorded:
     return replace(done, events=events, laps=tuple(starts[lap] for lap in done.laps))
 
 
-def _enough(parts: StepPieces) -> int:
-    """Returns how many microbatches must be run to tell of all."""
-    count, pipeline = len(parts.batch.microbatches), _pipeline_of(parts)
-    return min(count, _KEPT) if pipeline is None else enough_microbatches(pipeline, count)
-
-
 def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
     """Returns the events of a step of ``count`` microbatches, or of few and the order in which they come again."""
-    pipeline = _pipeline_of(parts)
+    pipeline = parts.engine.pipeline
     if few == count:
         return done.events, ()
     if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
@@ -260,20 +252,16 @@ def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
     return layout_of(config, ranks, node_ranks)
 
 
+@dataclass(frozen=True, slots=True)
 class _RecordedLaps:
     """Tells the recorder of the phases of a step."""
 
-    def __init__(self, recorder: Recorder, functions: MetaFunctions) -> None:
-        self._recorder = recorder
-        self._functions = functions
+    recorder: Recorder
+    functions: MetaFunctions
 
     def lap(self, phase: str) -> None:
-        """Ends a phase."""
-        self._recorder.lap(phase)
-        self._functions.forget_copies()
-
-
-# What is said of it.
+        self.recorder.lap(phase)
+        self.functions.forget_copies()
 
 
 def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
@@ -286,24 +274,14 @@ def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
     return 3.0 * found
 
 
-def _compute_dtype(layout: Layout) -> str:
-    precision = precision_named(layout.precision)
-    return dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32)
-
-
-def _pipeline_of(parts: StepPieces) -> Pipeline | None:
-    return parts.engine.pipeline if isinstance(parts.engine, CombinedParallel) else None
-
-
-FEW = 3  # microbatches: the first, one that stands for all between, and the last
-
-
-def enough_microbatches(pipeline: Pipeline, wanted: int) -> int:
+def _enough_microbatches(pipeline: StageRunner | None, wanted: int) -> int:
     """Returns how many microbatches are run where so many are wanted: all, if few do not tell of the others."""
+    if pipeline is None:
+        return min(wanted, _FEW)
     ranks = pipeline.pipe.size
     if pipeline.splits_backward and len(pipeline.placement) > ranks:  # what zb-v gathers differs by microbatch
         return wanted
-    for few in (FEW, -(-FEW // ranks) * ranks):  # interleaved schedules take whole rounds
+    for few in (_FEW, -(-_FEW // ranks) * ranks):  # interleaved schedules take whole rounds
         if few < wanted and _is_plain(pipeline, few) and _is_plain(pipeline, wanted):
             return few
     return wanted
@@ -339,7 +317,7 @@ def with_marks(events: Sequence[Event], acts: Sequence[int], actions: Sequence[A
 _RECEIVES = {"F": "RF", "B": "RB", "I": "RB"}
 
 
-def _is_plain(pipeline: Pipeline, microbatches: int) -> bool:
+def _is_plain(pipeline: StageRunner, microbatches: int) -> bool:
     """Whether the first microbatch is the first in every pass of a schedule, and the last one the last to go back."""
     try:
         program = pipeline.program(microbatches)

@@ -105,15 +105,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call.result
 
     def attention(self, tensors: list[torch.Tensor], *, is_causal: bool, is_back: bool) -> None:
-        """Notes an attention kernel."""
         self._note((self._calls.attention(tensors, is_causal=is_causal, is_back=is_back),), tensors)
 
     def issue(self, operation: Issue) -> None:
-        """Notes an operation of the communicator."""
         self._add(operation)
 
     def wait(self, number: int) -> None:
-        """Notes a wait."""
         self._add(Wait(number))
 
     def lap(self, phase: str) -> None:
@@ -139,7 +136,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._rests = False
 
     def start(self) -> None:
-        """Begins a step."""
         self._events, self._acts, self._phases, self._laps, self._again = [], [], [], [], set()
         self._starts, self._owners = [], []
         self.memory.start()
@@ -246,8 +242,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_read = device is not None and args[0].is_meta and torch.device(device).type != "meta"
         if not is_read:
             return None
-        if not _asked_by_engine():
-            raise no_answer(f"it reads a value of a tensor ({func})", f"at {_asker()[1]}")
+        file, place = _asker()
+        if not file.startswith(_ROOMS):  # an engine asks for flags of what this rank did not use, nor did any alike
+            raise no_answer(f"it reads a value of a tensor ({func})", f"at {place}")
         tensor: torch.Tensor = args[0]
         if self.memory.has_host:  # a host that works itself is not ahead of the device: it waits here
             self._add(OnHost("read", 0, reads=True))
@@ -272,11 +269,6 @@ def _in_phase(event: _Kernel | Issue | Wait | OnHost, phase: str) -> Event:
     if isinstance(event, _Kernel):
         return Run(replace(event.kind, reads=event.reads, writes=event.writes, phase=phase), event.block)
     return replace(event, phase=phase)
-
-
-def _asked_by_engine() -> bool:
-    """Says whether the code that asks is an engine: flags of what this rank did not use, nor did any that is alike."""
-    return _asker()[0].startswith(_ROOMS)
 
 
 def _asker() -> tuple[str, str]:

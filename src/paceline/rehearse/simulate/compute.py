@@ -12,13 +12,12 @@ Views cost nothing. The same run costs the same on every machine, to the bit: no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from paceline.cluster.devices import Device
@@ -26,10 +25,9 @@ from paceline.cluster.operations import Operation
 from paceline.predict.formulas.constants import constants_for, fitted_constants
 from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts
-from paceline.rehearse.dryrun.operators import Operators
+from paceline.rehearse.dryrun.operators import Operators, is_free, tensors_of
 
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_NO_WORK = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "lift_fresh", "_unsafe_view", "detach")
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +42,13 @@ class Rates:
     runs_ahead: bool = False
 
     def price(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Returns what a call takes."""
-        tensors = list(_tensors((args, kwargs, result)))
+        tensors = list(tensors_of((args, kwargs, result)))
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         dtype = tensors[0].dtype if tensors else torch.float32
         return self.seconds(_flops(func, args, kwargs, result), num_bytes, dtype)
 
     def seconds(self, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
-        """Returns how long one operation takes."""
-        rate = self.half_flops if dtype in _DTYPES else self.flops / (2 if dtype == torch.float64 else 1)
+        rate = self.half_flops if dtype in _HALVES else self.flops / (2 if dtype == torch.float64 else 1)
         work = max(flops / rate, num_bytes / self.bandwidth)
         return max(work, self.launch_s) if self.runs_ahead else work + self.launch_s
 
@@ -68,7 +64,6 @@ class KernelPrices:
         self._operators = Operators(lambda tensor: int(tensor.untyped_storage()._cdata))
 
     def price(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Returns what a call takes."""
         total = 0.0
         for kernel in self._kernels(func, args, kwargs, result):
             work, launch = self._costs(Run(kernel))
@@ -80,8 +75,8 @@ class KernelPrices:
         if "scaled_dot_product" not in name:
             return self._operators.kernels(func, args, kwargs, result)
         is_back = "backward" in name
-        four = [tensor for tensor in _tensors(args) if tensor.ndim == 4][1 if is_back else 0 :]
-        written = [tensor for tensor in _tensors(result) if tensor.ndim == 4]
+        four = [tensor for tensor in tensors_of(args) if tensor.ndim == 4][1 if is_back else 0 :]
+        written = [tensor for tensor in tensors_of(result) if tensor.ndim == 4]
         names = [each.name for each in func._schema.arguments]
         place = names.index("is_causal") if "is_causal" in names else len(args)
         is_causal = bool(args[place]) if place < len(args) else bool(kwargs.get("is_causal", False))
@@ -99,27 +94,14 @@ class PricedCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_free: dict[Any, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation as it is, and spends what it costs."""
         del types
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in self._is_free:
-            self._is_free[func] = _is_free(func)
+            self._is_free[func] = is_free(func)
         if not self._is_free[func]:
             self._spend(self._rates.price(func, args, kwargs, result))
         return result
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor))
-
-
-def _is_free(func: Any) -> bool:
-    """Says whether an operation touches no element: a view, or memory that nobody has written yet."""
-    name = func.__name__.partition(".")[0]
-    returns = func._schema.returns
-    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-    return is_view or name.startswith(_NO_WORK)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
@@ -128,7 +110,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     if counter is not None:
         return float(counter(*args, **kwargs, out_val=result))
     if "scaled_dot_product" in func.__name__:  # the variants of the CPU, which the registry has not
-        shapes = [tensor.shape for tensor in _tensors(args) if tensor.ndim == 4]
+        shapes = [tensor.shape for tensor in tensors_of(args) if tensor.ndim == 4]
         if "backward" in func.__name__:
             return 2.5 * _attention_flops(*shapes[1:4])
         return _attention_flops(*shapes[:3])

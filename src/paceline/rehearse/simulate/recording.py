@@ -17,7 +17,6 @@ import torch
 from paceline import __version__
 from paceline.comm.traced import Trace
 from paceline.comm.virtual.clock import VirtualClock
-from paceline.config import Config
 from paceline.errors import RunFolderError
 from paceline.records.meter import StepFacts, StepMeter
 from paceline.records.records import Record, RunRecord, StepRecord
@@ -32,7 +31,6 @@ class Memory:
     records: list[Record] = field(default_factory=list)
 
     def write(self, *records: Record) -> None:
-        """Keeps records."""
         self.records += records
 
     def flush(self) -> None:
@@ -50,21 +48,15 @@ class ClockSink:
         self._clock = clock
 
     def write(self, *records: Record) -> None:
-        """Dates records and passes them on."""
         now_s = self._clock.now_s
-        self._inner.write(*(replace(each, time=each.time if _is_dated(each) else now_s) for each in records))
+        # The meter has dated the records of steps, by the moment at which each ended.
+        self._inner.write(*(each if isinstance(each, StepRecord) else replace(each, time=now_s) for each in records))
 
     def flush(self) -> None:
-        """Hands over what was kept."""
         self._inner.flush()
 
     def close(self) -> None:
-        """Closes the place that records go to."""
         self._inner.close()
-
-
-def _is_dated(record: Record) -> bool:
-    return isinstance(record, StepRecord)  # by the meter, with the moment at which the step ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +85,6 @@ class ClockMeter(StepMeter):
         self._began_s = self._clock.now_s
 
     def lap(self, phase: str) -> None:
-        """Ends a phase of the step."""
         super().lap(phase)
         self._clock.name(phase)
 
@@ -105,16 +96,16 @@ class ClockMeter(StepMeter):
         return True
 
     def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
-        """Yields the records of finished steps."""
         ends = {bounds.step: bounds.end_s for bounds in self.steps[-2:]}
         for record in super().drain(wait=wait):
             now_s = ends.get(record.step, self._clock.now_s)
             yield replace(record, memory_bytes=self._expected_bytes, time=now_s)
 
 
-def run_record(config: Config, trainer: Trainer, rank: int, device: str, host: str) -> RunRecord:
+def run_record(trainer: Trainer, rank: int, device: str, host: str) -> RunRecord:
     """Makes the first record of a rank. Nothing in it tells this process from another one."""
     plan = trainer.parts.plan
+    degrees = [f"{name} {size}" for name in ("pipeline", "tensor") if (size := getattr(plan.layout, name)) > 1]
     return RunRecord(
         rank=rank,
         world_size=trainer.parts.engine.world.size,
@@ -126,7 +117,7 @@ def run_record(config: Config, trainer: Trainer, rank: int, device: str, host: s
         torch=torch.__version__,
         paceline=__version__,
         num_parameters=trainer.parts.engine.num_parameters,
-        strategy=_strategy_name(config, plan.layout.strategy),
+        strategy=" x ".join([*degrees, plan.layout.strategy]),
         backend="virtual",
         global_batch=plan.batch.global_batch,
         microbatch=plan.batch.microbatch,
@@ -150,10 +141,3 @@ def write_records(records: Sequence[Sequence[Record]], folder: Path) -> None:
             raise RunFolderError(
                 f"cannot write records in {folder}: {error.strerror or error}\n  give a folder that can be written"
             ) from error
-
-
-def _strategy_name(config: Config, strategy: str) -> str:
-    """Names the strategy, and the mesh where the model is spread: ``pipeline 2 x zero1``."""
-    parallel = config.parallel
-    degrees = [f"{name} {size}" for name in ("pipeline", "tensor") if (size := getattr(parallel, name)) > 1]
-    return " x ".join([*degrees, strategy])

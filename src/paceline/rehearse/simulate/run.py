@@ -76,19 +76,13 @@ def prepare(config: Config, *, ranks: int | None = None, device: str | None = No
     asked = config.parallel
     count = ranks if ranks is not None else (asked.ranks if isinstance(asked.ranks, int) else 4)
     if count < 1:
-        raise UsageError(f"{count} ranks\n  a run has one at least\n  give --ranks 4")
+        raise UsageError(f"{count} ranks\n  a run has one at least\n  give ranks = 4")
     where = device or ("cpu" if asked.device == "auto" else asked.device)
     if where not in ("cpu", "cuda"):
         raise UsageError(f"device = {where}\n  virtual ranks share a CPU, or one GPU\n  take cpu or cuda")
     if where == "cuda" and not torch.cuda.is_available():
         raise UsageError("device = cuda, and there is no CUDA device here\n  virtual ranks share one\n  take cpu")
-    update = {"ranks": count, "device": where}
-    settled = config.model_copy(
-        update={
-            "parallel": asked.model_copy(update=update),
-            "comm": config.comm.model_copy(update={"backend": "virtual"}),
-        }
-    )
+    settled = config.with_values("parallel", ranks=count, device=where).with_values("comm", backend="virtual")
     problems = check_ranks(settled, count, asked.node_ranks)
     if problems:
         raise ConfigError(problems, source=source)
@@ -112,7 +106,8 @@ def simulate(
     ranks, timing = _timing(config, where)
     places = [_SimulatedRank(config, where, rank, view if rank == 0 else None) for rank in range(ranks)]
     try:
-        with compute_threads(config.parallel.threads or _share_of_cores(ranks)):
+        # As many threads as a rank of a real run on this machine has: the numbers, and the times, are its own.
+        with compute_threads(config.parallel.threads or max(1, len(usable_cores()) // ranks)):
             run_virtual(
                 lambda comm: places[comm.rank].run(comm, watch),
                 ranks,
@@ -159,11 +154,6 @@ def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
     )
 
 
-def _share_of_cores(ranks: int) -> int:
-    """Returns how many threads a rank of a real run on this machine has: the numbers, and the times, are its own."""
-    return max(1, len(usable_cores()) // ranks)
-
-
 class _SimulatedRank:
     """One rank's part in a simulated run."""
 
@@ -186,9 +176,10 @@ class _SimulatedRank:
         comm.barrier()  # set-up is over everywhere: the run begins
         clock.name("set-up")
         began_s = clock.take()
-        with contextlib.closing(self._open_sinks(clock)) as trainer.sink:
+        sinks: list[Sink] = [self.kept] if self._view is None else [self.kept, self._view]
+        with contextlib.closing(ClockSink(Fanout(sinks), clock)) as trainer.sink:
             assert trainer.sink is not None
-            trainer.sink.write(run_record(config, trainer, self._rank, self._device(comm), self._host()))
+            trainer.sink.write(run_record(trainer, self._rank, self._device(comm), self._host()))
             with self._pricing(clock):
                 trainer.run()
             clock.name("evaluation")
@@ -206,12 +197,6 @@ class _SimulatedRank:
         meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else memory.device_bytes)
         trainer.parts = replace(trainer.parts, meter=meter)
         return meter
-
-    def _open_sinks(self, clock: VirtualClock) -> ClockSink:
-        sinks: list[Sink] = [self.kept]
-        if self._view is not None:
-            sinks.append(self._view)
-        return ClockSink(Fanout(sinks), clock)
 
     def _pricing(self, clock: VirtualClock) -> contextlib.AbstractContextManager[object]:
         if self._conditions.compute == "measured":

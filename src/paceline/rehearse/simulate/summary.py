@@ -48,7 +48,6 @@ class SimulationSummary:
     by_rank: tuple[SimulatedRankTimes, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the summary as plain data."""
         return asdict(self)
 
 
