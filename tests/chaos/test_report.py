@@ -17,13 +17,25 @@ from paceline.chaos.timeline import (
     Command,
     Handling,
     Notes,
-    Policies,
     expected_handling,
     handle,
     straggler_verdict,
 )
+from paceline.config import Config
 from paceline.records.records import EventRecord, Record, RunRecord, StepRecord
 from paceline.records.summary import RankAttempt, final_steps, split_attempts
+
+
+def policies(max_bad_steps: int = 10, **recovery: object) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"kind": "mlp"},
+            "data": {"kind": "digits"},
+            "train": {"steps": 1, "max_bad_steps": max_bad_steps},
+            "recovery": recovery,
+        }
+    )
+
 
 KILL = Fault(number=0, kind="kill", rank=1, step=6, phase="forward")
 
@@ -66,7 +78,7 @@ def test_a_restart_is_told_with_what_it_cost() -> None:
         (6.5, f"paceline: {SENTENCE}; restarting 2 ranks from step 4 (restart 1 of 3)"),
     )
     commands = [Command(start=0.0, end=20.0, code=0, told=told)]
-    found = handle(KILL, RESTARTED, killed_run(), commands, Policies())
+    found = handle(KILL, RESTARTED, killed_run(), commands, policies())
     assert (found.how, found.is_right, found.lost_steps, found.lost_samples) == ("restarted", True, 1, 8)
     assert found.recovery_s == pytest.approx(4.5)
     assert found.verdict == SENTENCE
@@ -74,7 +86,7 @@ def test_a_restart_is_told_with_what_it_cost() -> None:
 
 def test_a_fault_while_saving_loses_the_step_that_was_saved() -> None:
     fault = Fault(number=0, kind="kill-while-saving", rank=1, step=6)
-    assert handle(fault, RESTARTED, killed_run(), [Command(start=0.0, end=20.0, code=0)], Policies()).lost_steps == 2
+    assert handle(fault, RESTARTED, killed_run(), [Command(start=0.0, end=20.0, code=0)], policies()).lost_steps == 2
 
 
 def test_a_command_that_ended_and_was_run_again_has_stopped() -> None:
@@ -84,7 +96,7 @@ def test_a_command_that_ended_and_was_run_again_has_stopped() -> None:
         ),
         Command(start=7.5, end=20.0, code=0),
     ]
-    found = handle(KILL, RESTARTED, killed_run(), commands, Policies())
+    found = handle(KILL, RESTARTED, killed_run(), commands, policies())
     assert (found.how, found.is_right) == ("stopped", False)
     assert found.verdict == "preempted: the state is saved"
 
@@ -94,23 +106,23 @@ def test_a_signal_is_obeyed_after_a_step_or_two() -> None:
     inside = Passed(number=0, step=6, is_later=False, time=6.0)
     notes = replace(RESTARTED, passed=(inside, *RESTARTED.passed))
     commands = [Command(start=0.0, end=7.0, code=75), Command(start=7.5, end=20.0, code=0)]
-    assert handle(fault, notes, killed_run(), commands, Policies()).how == "stopped"
-    assert handle(replace(fault, kind="slow"), notes, killed_run(), commands, Policies()).how == "went on"
+    assert handle(fault, notes, killed_run(), commands, policies()).how == "stopped"
+    assert handle(replace(fault, kind="slow"), notes, killed_run(), commands, policies()).how == "went on"
 
 
 def test_faults_that_did_not_happen_or_were_the_end_are_told() -> None:
     commands = [Command(start=0.0, end=7.0, code=1, told=((6.0, "paceline: rank 1 was killed"),))]
     attempts = killed_run()[:1]
-    assert handle(KILL, Notes(fired=(), started=(), passed=()), attempts, commands, Policies()).how == "never happened"
-    found = handle(KILL, replace(RESTARTED, passed=()), attempts, commands, Policies())
+    assert handle(KILL, Notes(fired=(), started=(), passed=()), attempts, commands, policies()).how == "never happened"
+    found = handle(KILL, replace(RESTARTED, passed=()), attempts, commands, policies())
     assert (found.how, found.is_right, found.verdict) == ("not recovered", False, "rank 1 was killed")
 
 
 def test_a_fault_in_the_last_step_of_a_finished_run_is_past() -> None:
     fault = Fault(number=0, kind="slow", rank=1, step=6)
     notes = Notes(fired=(FIRED,), started=RESTARTED.started[:1], passed=())
-    assert handle(fault, notes, killed_run(), [Command(start=0.0, end=20.0, code=0)], Policies()).how == "went on"
-    assert handle(fault, notes, killed_run(), [Command(start=0.0, end=20.0, code=1)], Policies()).how == "not recovered"
+    assert handle(fault, notes, killed_run(), [Command(start=0.0, end=20.0, code=0)], policies()).how == "went on"
+    assert handle(fault, notes, killed_run(), [Command(start=0.0, end=20.0, code=1)], policies()).how == "not recovered"
 
 
 def test_a_signal_before_the_end_needs_not_be_obeyed() -> None:
@@ -118,27 +130,27 @@ def test_a_signal_before_the_end_needs_not_be_obeyed() -> None:
     notes = Notes(fired=(FIRED,), started=RESTARTED.started[:1], passed=())
     commands = [Command(start=0.0, end=20.0, code=0)]
     soon = split_attempts([run_record(0.0), step_record(6, 6.0)])
-    assert handle(fault, notes, soon, commands, Policies()).is_right
+    assert handle(fault, notes, soon, commands, policies()).is_right
     late = split_attempts([run_record(0.0), step_record(6, 6.0), step_record(7, 7.0)])
-    assert not handle(fault, notes, late, commands, Policies()).is_right
+    assert not handle(fault, notes, late, commands, policies()).is_right
 
 
 def test_a_run_that_stopped_after_its_last_step_has_nothing_left() -> None:
     fault = Fault(number=0, kind="preempt", rank=1, step=6)
     started = (*RESTARTED.started[:1], Started(step=8, position=64, time=8.5))
     commands = [Command(start=0.0, end=7.0, code=75), Command(start=7.5, end=20.0, code=0)]
-    found = handle(fault, Notes(fired=(FIRED,), started=started, passed=()), killed_run(), commands, Policies())
+    found = handle(fault, Notes(fired=(FIRED,), started=started, passed=()), killed_run(), commands, policies())
     assert (found.how, found.is_right, found.lost_steps) == ("stopped", True, 0)
 
 
 def test_a_run_that_went_on_or_went_back_is_told_apart() -> None:
     fault = Fault(number=0, kind="nan", rank=None, step=6)
     notes = replace(RESTARTED, started=RESTARTED.started[:1])
-    on = handle(fault, notes, killed_run()[:1], [], Policies())
+    on = handle(fault, notes, killed_run()[:1], [], policies())
     assert (on.how, on.is_right, on.lost_steps) == ("went on", True, 0)
     back = event("roll_back", 4, 6.5, reason="not finite", from_step=6, skipped_samples=16)
     attempts = split_attempts([run_record(0.0), step_record(6, 6.0), back])
-    found = handle(fault, notes, attempts, [], Policies(on_nan="roll_back", max_bad_steps=1))
+    found = handle(fault, notes, attempts, [], policies(on_nan="roll_back", max_bad_steps=1))
     assert (found.how, found.is_right, found.lost_steps, found.verdict) == ("went back", True, 2, "not finite")
 
 
@@ -155,22 +167,22 @@ def test_a_slow_rank_is_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "policies", "expected"),
     [
-        ("kill", Policies(), ("restarted",)),
-        ("kill", Policies(max_restarts=0), ("stopped",)),
-        ("hang", Policies(on_hang="stop"), ("stopped",)),
-        ("oom", Policies(), ("stopped",)),
-        ("oom", Policies(on_oom="halve"), ("restarted",)),
-        ("disk-full", Policies(), ("stopped",)),
-        ("disk-full", Policies(on_full_disk="warn"), ("went on",)),
-        ("unwritable", Policies(), ("stopped",)),
-        ("preempt", Policies(), ("stopped",)),
-        ("nan", Policies(on_nan="stop"), ("restarted",)),
-        ("spike", Policies(on_spike="roll_back", spike_window=4), ("went back",)),
-        ("spike", Policies(on_spike="roll_back", spike_window=50), ("went on",)),
-        ("slow", Policies(), ("went on",)),
+        ("kill", policies(), ("restarted",)),
+        ("kill", policies(max_restarts=0), ("stopped",)),
+        ("hang", policies(on_hang="stop"), ("stopped",)),
+        ("oom", policies(), ("stopped",)),
+        ("oom", policies(on_oom="halve"), ("restarted",)),
+        ("disk-full", policies(), ("stopped",)),
+        ("disk-full", policies(on_full_disk="warn"), ("went on",)),
+        ("unwritable", policies(), ("stopped",)),
+        ("preempt", policies(), ("stopped",)),
+        ("nan", policies(on_nan="stop"), ("restarted",)),
+        ("spike", policies(on_spike="roll_back", spike_window=4), ("went back",)),
+        ("spike", policies(on_spike="roll_back", spike_window=50), ("went on",)),
+        ("slow", policies(), ("went on",)),
     ],
 )
-def test_what_is_right_follows_from_the_policies(kind: str, policies: Policies, expected: tuple[str, ...]) -> None:
+def test_what_is_right_follows_from_the_policies(kind: str, policies: Config, expected: tuple[str, ...]) -> None:
     assert expected_handling(Fault(number=0, kind=kind, rank=0, step=6), policies) == expected
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from paceline.health.diagnosis import (
     Diagnosis,
     FailedAttempt,
-    Incident,
     Restart,
     RestartPolicy,
     Stop,
@@ -76,9 +75,9 @@ def test_an_attempt_is_known_by_what_ended_it_and_how_far_it_came() -> None:
     progress = {0: TrainedSteps(first_step=10, last_step=14), 1: TrainedSteps(first_step=10, last_step=13)}
     failure = Failure(rank=1, cause="stuck", message="rank 1 stands (step 3, for 2.1 s)", time=1.0, kind="hang")
     found = FailedAttempt.from_failure(failure, progress)
-    assert (found.first_step, found.last_step, str(found.incident)) == (10, 13, "rank 1 stands (step 3) after step 13")
+    assert (found.first_step, found.last_step, str(found)) == (10, 13, "rank 1 stands (step 3) after step 13")
     unknown = FailedAttempt.from_failure(CAUSES[1], {})
-    assert str(unknown.incident) == "rank 2 failed: ValueError before its first step"
+    assert str(unknown) == "rank 2 failed: ValueError before its first step"
 
 
 # Whether a restart helps
@@ -88,7 +87,7 @@ def attempt(
     kind: FailureKind = "killed", step: int = 5, *, first: int = 0, message: str = "", rank: int = 1
 ) -> FailedAttempt:
     text = message or f"rank {rank} was killed by SIGKILL"
-    return FailedAttempt(first_step=first, incident=Incident(kind=kind, rank=rank, step=step, message=text))
+    return FailedAttempt(first_step=first, kind=kind, rank=rank, step=step, message=text)
 
 
 def decide(*attempts: FailedAttempt, **settings: Any) -> Restart | Stop:

@@ -6,11 +6,11 @@ import pytest
 
 from paceline.health.lateness import Lateness, LatenessPolicy, PhaseTimes, RankLook
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
-from paceline.health.straggler import Straggler, StragglerPolicy
+from paceline.health.straggler import Straggler
 
 RANKS = 3
 EVEN = {"data": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.01}
-POLICY = LatenessPolicy(windows=2, rule=StragglerPolicy(min_steps=4))
+POLICY = LatenessPolicy(windows=2, min_steps=4)
 
 
 def look(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from paceline.comm.side_channel import SideChannel
 from paceline.health.lateness import LatenessPolicy, PhaseTimes, RankLook
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
-from paceline.health.straggler import Straggler, StragglerPolicy
+from paceline.health.straggler import Straggler
 from paceline.run.late_hosts import LateHosts, clock_ahead
 
 HOSTS = {"a": (0, 1), "b": (2,), "c": (3,)}
@@ -45,7 +45,7 @@ class Hosts:
     def __init__(self, channels: dict[str, SideChannel], *, late_s: float) -> None:
         self._origin, self._elapsed = time.time(), 0.0
         self._late_s = late_s
-        policy = LatenessPolicy(windows=2, rule=StragglerPolicy(min_steps=4))
+        policy = LatenessPolicy(windows=2, min_steps=4)
         self.parts = {
             host: LateHosts(
                 channels[host],

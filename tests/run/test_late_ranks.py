@@ -10,7 +10,6 @@ import pytest
 
 from paceline.config import dump_yaml, load_config
 from paceline.health.lateness import LatenessPolicy
-from paceline.health.straggler import StragglerPolicy
 from paceline.health.verdict import Limits
 from paceline.records.records import EventRecord, read_records
 from paceline.records.report import summarize
@@ -47,7 +46,7 @@ def train(folder: Path, phase: str, *, ranks: int, late: int, steps: int, backen
     watch = WatchPolicy(
         limits=Limits(step_s=60.0, setup_s=100.0),
         compare_s=0.2,
-        late=LatenessPolicy(windows=3, rule=StragglerPolicy(min_steps=3)),
+        late=LatenessPolicy(windows=3, min_steps=3),
     )
     with claim_folder(folder, dump_yaml(config), force=False, resume=False):
         launch_local(

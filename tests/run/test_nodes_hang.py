@@ -164,8 +164,8 @@ def test_a_hang_is_noted_once_for_an_attempt_and_ends_the_run_as_the_policy_says
     note_hang(tmp_path, VERDICT)
     note_hang(tmp_path, VERDICT)  # another host's leader
     (attempt,) = hung_attempts(tmp_path)
-    assert (attempt.first_step, attempt.last_step, attempt.incident.rank) == (10, 13, 1)
-    assert attempt.incident.message == "rank 1 is missing (step 3); rank 0 waits for it"
+    assert (attempt.first_step, attempt.last_step, attempt.rank) == (10, 13, 1)
+    assert attempt.message == "rank 1 is missing (step 3); rank 0 waits for it"
     assert is_over(tmp_path, RestartPolicy(on_hang="stop"))
     assert not is_over(tmp_path, RestartPolicy(on_hang="restart"))
     forget_hangs(tmp_path)

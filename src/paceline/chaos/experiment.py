@@ -7,6 +7,7 @@ command is started, what it says is noted with its time, and what its records sa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -14,13 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.chaos.faults import Fault, check_faults, parse_faults, place_faults, random_faults
+from paceline.chaos.faults import ON_LOSS, Fault, check_faults, parse_faults, place_faults, random_faults
 from paceline.chaos.notes import VARIABLE, Fired, Passed, Started, read_notes, read_plan, write_plan
 from paceline.chaos.report import Report, Sameness, compare_steps, make_report
-from paceline.chaos.timeline import Command, Notes, Policies, handle, straggler_verdict
+from paceline.chaos.timeline import Command, Notes, handle, straggler_verdict
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.find import read_manifest
 from paceline.checkpoint.tensors import decode
@@ -34,7 +35,6 @@ from paceline.records.summary import RankAttempt, read_run
 _SAVE_EVERY = 10  # steps, where a config saves nothing on the way
 _HANG_S = 5.0  # where a config says nothing: nobody wants to watch a minute
 _HANG_SETUP_S = 30.0  # the first step of an attempt counts as set-up
-_CHANGES_RESULT = ("nan", "spike")
 _LOOK_EVERY_S = 0.1
 
 
@@ -129,12 +129,11 @@ def run_with_faults(
         started=tuple(read_notes(scratch, Started)),
         passed=tuple(read_notes(scratch, Passed)),
     )
-    handlings = [handle(each, notes, attempts[0], commands, _policies(run.config)) for each in faults]
+    handlings = [handle(each, notes, attempts[0], commands, run.config) for each in faults]
     handlings = [
         replace(each, verdict=straggler_verdict(each, attempts)) if each.fault.kind == "slow" else each
         for each in handlings
     ]
-    samples = audit_samples(run.folder)
     report = make_report(
         run.config.name,
         run.ranks,
@@ -142,7 +141,7 @@ def run_with_faults(
         commands,
         handlings,
         mtbf_s=mtbf_s,
-        samples=samples,
+        samples=audit_samples(run.folder),
         sameness=_compare(run, attempts, faults) if compare else None,
     )
     if run.folder.is_dir():
@@ -166,13 +165,10 @@ def audit_samples(folder: Path) -> str:
     check = check_samples(manifest)
     if check.problems:
         return f"wrong: {'; '.join(check.problems)}"
-    state = {key: decode(value) for key, value in manifest.values.items() if key == "consumed"}.get("consumed")
-    if state is None:
+    if "consumed" not in manifest.values:
         return "not known: nothing was noted"
-    gaps = sum(
-        after["first"] != before["last"]
-        for before, after in zip(state["segments"], state["segments"][1:], strict=False)
-    )
+    state = decode(manifest.values["consumed"])
+    gaps = sum(after["first"] != before["last"] for before, after in itertools.pairwise(state["segments"]))
     once = "each once an epoch, in order" if not gaps else f"in order, with {gaps} stretches left out"
     return f"{state['count']:,} up to step {manifest.step}, {once}: {state['hash'][:12]}"
 
@@ -236,8 +232,7 @@ def _pass_on(lines: Iterable[str]) -> list[tuple[float, str]]:
     told = []
     for line in lines:
         told.append((time.time(), line.rstrip("\n")))
-        sys.stderr.write(line.rstrip("\n") + "\n")
-        sys.stderr.flush()
+        print(told[-1][1], file=sys.stderr, flush=True)
     return told
 
 
@@ -263,13 +258,6 @@ def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
     return [found.get(rank, []) for rank in range(ranks)]
 
 
-def _policies(config: Config) -> Policies:
-    given = {each.name: getattr(config.recovery, each.name, None) for each in fields(Policies)}
-    given["max_bad_steps"] = config.train.max_bad_steps
-    given["has_automatic_microbatch"] = config.train.microbatch == "auto"
-    return Policies(**given)  # type: ignore[arg-type]
-
-
 def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> Sameness:
     """Trains the same config undisturbed, and compares."""
     name = f"{run.config.name.removesuffix('-chaos')}-undisturbed"
@@ -277,8 +265,7 @@ def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence
     run.say("now undisturbed, to compare")
     arguments = ["train", str(run.path), *run.overrides, f"name={name}", "--json"]
     command = _run_command(run, _replacing(arguments, folder), None)
-    changed = any(each.kind in _CHANGES_RESULT for each in faults)
-    is_expected = command.code == 0 and not changed
+    is_expected = command.code == 0 and not any(each.kind in ON_LOSS for each in faults)
     ours, theirs = audit_samples(run.folder), audit_samples(folder)
     twin = _attempts(folder, run.ranks)
     return compare_steps(attempts, twin, is_expected=is_expected, samples="the same" if ours == theirs else theirs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline.config.suggest import nearest
@@ -21,7 +21,8 @@ from paceline.errors import ConfigError, Problem
 
 STEP_PHASES: Final = ("data", "forward", "backward", "optimizer")
 PHASES: Final = (*STEP_PHASES, "evaluation", "checkpoint")
-_PASSES = ("forward", "backward")
+_ANYWHERE = ("forward", *(each for each in PHASES if each != "forward"))
+_SYNTAX = "a fault is KIND[:rank=R][:xFACTOR][:phase=PHASE]@step=S"
 _FACTOR = re.compile(r"x(\d+(?:\.\d+)?)")
 _RANK = re.compile(r"(\d+)(?:x(\d+(?:\.\d+)?))?")
 
@@ -38,10 +39,10 @@ class Trait:
 
 
 TRAITS: Final[Mapping[str, Trait]] = {
-    "kill": Trait(does="SIGKILL", phases=("forward", *(each for each in PHASES if each != "forward"))),
-    "hang": Trait(does="stands still for good", phases=("forward", *(each for each in PHASES if each != "forward"))),
-    "exception": Trait(does="raises an error", phases=("forward", *(each for each in PHASES if each != "forward"))),
-    "oom": Trait(does="runs out of memory", phases=_PASSES),
+    "kill": Trait(does="SIGKILL", phases=_ANYWHERE),
+    "hang": Trait(does="stands still for good", phases=_ANYWHERE),
+    "exception": Trait(does="raises an error", phases=_ANYWHERE),
+    "oom": Trait(does="runs out of memory", phases=("forward", "backward")),
     "preempt": Trait(does="gets SIGUSR1", phases=("optimizer", "data", "forward", "backward")),
     "slow": Trait(does="takes longer over its steps", factor=2.0, has_length=True),
     "nan": Trait(does="the loss is not a number", on_all_ranks=True),
@@ -78,22 +79,17 @@ class Fault:
         step = "" if self.step is None else f"@step={self.step}"
         return f"{self.kind}{rank}{times}{phase}{step}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        return asdict(self)
-
 
 def parse_faults(text: str) -> list[Fault]:
     """Reads a list of faults. Raises ConfigError with all problems at once."""
     found: list[Fault] = []
     problems: list[Problem] = []
     for number, each in enumerate(filter(None, (part.strip() for part in text.split(",")))):
-        fault, wrong = _parse(number, each)
-        problems += wrong
+        fault = _parse(number, each, problems)
         if fault is not None:
             found.append(fault)
     if not found and not problems:
-        problems = [Problem(what="--faults names none", rule=_syntax(), fix="write --faults kill:rank=1@step=20")]
+        problems = [Problem(what="--faults names none", rule=_SYNTAX, fix="write --faults kill:rank=1@step=20")]
     if problems:
         raise ConfigError(problems, source="--faults")
     return found
@@ -109,10 +105,9 @@ def check_faults(faults: Sequence[Fault], *, ranks: int, total_steps: int | None
     problems = []
     for fault in faults:
         if fault.rank is not None and fault.rank >= ranks:
+            what = f"{fault}: there is no rank {fault.rank}"
             last = "there is rank 0 alone" if ranks == 1 else f"ranks are 0 to {ranks - 1}"
-            problems.append(
-                Problem(what=f"{fault}: there is no rank {fault.rank}", rule=last, fix="choose one of them")
-            )
+            problems.append(Problem(what=what, rule=last, fix="choose one of them"))
         if total_steps is not None and fault.step is not None and fault.step > total_steps:
             rule = f"the run has {total_steps} steps"
             fix = "choose an earlier step, or set train.steps"
@@ -142,36 +137,30 @@ def random_faults(seed: int, number: int, *, ranks: int, last_step: int) -> list
     return found
 
 
-def fault_from_json(values: Mapping[str, Any]) -> Fault:
-    """Reads back what ``to_json`` gave."""
-    return Fault(**values)
-
-
-def _parse(number: int, text: str) -> tuple[Fault | None, list[Problem]]:
+def _parse(number: int, text: str, problems: list[Problem]) -> Fault | None:
+    """Reads one fault; adds what is wrong with it to ``problems``, and returns None then."""
     head, _, where = text.partition("@")
     kind, *parts = (part.strip() for part in head.split(":"))
     trait = TRAITS.get(kind)
     if trait is None:
         near = nearest(kind, TRAITS)
-        fix = f"did you mean {near}?" if near else "choose one of these"
-        return None, [
-            Problem(what=f"{text}: no fault is called {kind!r}", rule=f"there are {', '.join(TRAITS)}", fix=fix)
-        ]
+        what, rule = f"{text}: no fault is called {kind!r}", f"there are {', '.join(TRAITS)}"
+        problems.append(Problem(what=what, rule=rule, fix=f"did you mean {near}?" if near else "choose one of these"))
+        return None
     values: dict[str, Any] = {
         "rank": None if trait.on_all_ranks else 0,
         "phase": trait.phases[0] if trait.phases else "",
         "factor": trait.factor or 1.0,
     }
-    problems = [
-        Problem(what=f"{text}: {wrong}", rule=_syntax(), fix=fix) for wrong, fix in _read_parts(parts, trait, values)
-    ]
+    wrong = [Problem(what=f"{text}: {what}", rule=_SYNTAX, fix=fix) for what, fix in _read_parts(parts, trait, values)]
     if where:
         key, _, value = where.partition("=")
         if key.strip() != "step" or not value.strip().isdecimal() or int(value) < 1:
-            problems.append(Problem(what=f"{text}: @{where}", rule="steps count from 1", fix="write @step=20"))
+            wrong.append(Problem(what=f"{text}: @{where}", rule="steps count from 1", fix="write @step=20"))
         else:
             values["step"] = int(value)
-    return (None, problems) if problems else (Fault(number=number, kind=kind, **values), [])
+    problems += wrong
+    return None if wrong else Fault(number=number, kind=kind, **values)
 
 
 def _read_parts(parts: Sequence[str], trait: Trait, values: dict[str, Any]) -> list[tuple[str, str]]:
@@ -179,6 +168,7 @@ def _read_parts(parts: Sequence[str], trait: Trait, values: dict[str, Any]) -> l
     wrong = []
     for part in filter(None, parts):
         key, _, value = part.partition("=")
+        phase = "checkpoint" if value == "saving" else value
         factor = _FACTOR.fullmatch(part)
         rank = _RANK.fullmatch(value) if key == "rank" else None
         if rank is not None and (rank[2] is None or trait.factor is not None):
@@ -186,8 +176,8 @@ def _read_parts(parts: Sequence[str], trait: Trait, values: dict[str, Any]) -> l
             values["factor"] = float(rank[2]) if rank[2] else values["factor"]
         elif factor is not None and trait.factor is not None:
             values["factor"] = float(factor[1])
-        elif key == "phase" and _phase(value) in trait.phases:
-            values["phase"] = _phase(value)
+        elif key == "phase" and phase in trait.phases:
+            values["phase"] = phase
         elif key == "steps" and trait.has_length and value.isdecimal() and int(value) > 0:
             values["length"] = int(value)
         else:
@@ -197,17 +187,9 @@ def _read_parts(parts: Sequence[str], trait: Trait, values: dict[str, Any]) -> l
     return wrong
 
 
-def _phase(name: str) -> str:
-    return "checkpoint" if name == "saving" else name
-
-
 def _fix(key: str, value: str, trait: Trait) -> str:
     if key == "phase" and trait.phases:
         near = nearest(value, trait.phases)
         return f"did you mean phase={near}?" if near else f"phases are {', '.join(sorted(trait.phases))}"
     keys = ["rank=1", *(["phase=backward"] if trait.phases else []), *(["x2"] if trait.factor else [])]
     return f"it takes {' and '.join([*keys, *(['steps=5'] if trait.has_length else [])])}"
-
-
-def _syntax() -> str:
-    return "a fault is KIND[:rank=R][:xFACTOR][:phase=PHASE]@step=S"

@@ -77,18 +77,16 @@ class Injector:
             self._dawdle(step)
             if phase == "optimizer":
                 self._loss_factor = 1.0
-            for fault in list(self._faults):
-                if fault.kind == "slow" and _is_due(fault, step):
+            for fault in self._due(step):
+                if fault.kind == "slow":
                     self._fire(fault, step)
                     self._slow, self._slow_until = fault, step + fault.length
-                elif fault.kind in ON_LOSS and phase == "data" and _is_due(fault, step):
+                elif fault.kind in ON_LOSS and phase == "data":
                     self._fire(fault, step)
                     self._loss_factor = float("nan") if fault.kind == "nan" else fault.factor
-                elif (
-                    fault.kind == "corrupt-checkpoint" and _is_due(fault, step) and list_checkpoints(self._checkpoints)
-                ):
+                elif fault.kind == "corrupt-checkpoint" and list_checkpoints(self._checkpoints):
                     self._corrupt(fault, step)
-                elif fault.phase == phase and _is_due(fault, step):
+                elif fault.phase == phase:
                     self._do(fault, step)
             lap(phase)
             if phase == "optimizer" and self._rank == 0:
@@ -102,11 +100,14 @@ class Injector:
             assert self._trainer is not None
             enter(phase)
             step = self._trainer.step
-            for fault in list(self._faults):
-                if fault.phase == phase and phase not in STEP_PHASES and _is_due(fault, step):
+            for fault in self._due(step):
+                if fault.phase == phase and phase not in STEP_PHASES:
                     self._do(fault, step)
 
         return faulty_enter
+
+    def _due(self, step: int) -> list[Fault]:
+        return [each for each in self._faults if each.step is not None and step >= each.step]
 
     def _do(self, fault: Fault, step: int) -> None:
         self._fire(fault, step)
@@ -145,8 +146,8 @@ class Injector:
         def faulty_write(path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
             found = _STEP.search(path.parent.name)
             step = int(found[1]) if found is not None else 0
-            for fault in list(self._faults):
-                if fault.kind in WHILE_SAVING and _is_due(fault, step):
+            for fault in self._due(step):
+                if fault.kind in WHILE_SAVING:
                     if fault.kind == "unwritable":
                         self._fire(fault, step, detail=path.name)
                         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -228,7 +229,3 @@ def hang() -> None:
     """Stands still until somebody ends this process."""
     while True:
         time.sleep(3600.0)
-
-
-def _is_due(fault: Fault, step: int) -> bool:
-    return fault.step is not None and step >= fault.step

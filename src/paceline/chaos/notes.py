@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from paceline.chaos.faults import Fault, fault_from_json
+from paceline.chaos.faults import Fault
 
 VARIABLE: Final = "PACELINE_CHAOS"
 """Names the folder of these files to the ranks; set by ``paceline chaos`` alone."""
@@ -65,14 +65,14 @@ class Passed:
 
 def write_plan(folder: Path, seed: int, faults: Sequence[Fault]) -> None:
     """Writes the plan for the ranks."""
-    content = {"seed": seed, "faults": [fault.to_json() for fault in faults]}
+    content = {"seed": seed, "faults": [asdict(fault) for fault in faults]}
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_plan(folder: Path) -> FaultPlan:
     """Reads the plan back."""
     content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return FaultPlan(seed=content["seed"], faults=tuple(map(fault_from_json, content["faults"])))
+    return FaultPlan(seed=content["seed"], faults=tuple(Fault(**values) for values in content["faults"]))
 
 
 def note(folder: Path, what: Fired | Started | Passed) -> None:

@@ -84,21 +84,16 @@ class Report:
         """Returns it as JSON values."""
         faults = [
             {
+                **asdict(each),
                 "fault": str(each.fault),
                 "kind": each.fault.kind,
                 "rank": each.fault.rank,
                 "step": each.fault.step,
-                "how": each.how,
-                "expected": list(each.expected),
                 "handled": each.is_right,
-                "lost_steps": each.lost_steps,
-                "lost_samples": each.lost_samples,
-                "recovery_s": each.recovery_s,
-                "verdict": each.verdict,
-                "detail": each.detail,
             }
             for each in self.handlings
         ]
+        same = self.sameness
         return {
             "name": self.name,
             "ranks": self.ranks,
@@ -114,9 +109,7 @@ class Report:
             "interval": None if self.interval is None else asdict(self.interval),
             "samples": self.samples,
             "told": list(self.told),
-            "undisturbed": None
-            if self.sameness is None
-            else {**asdict(self.sameness), "is_same": self.sameness.is_same},
+            "undisturbed": None if same is None else {**asdict(same), "is_same": same.is_same},
         }
 
 
@@ -185,8 +178,7 @@ def compare_steps(
     ours: Sequence[Sequence[RankAttempt]], theirs: Sequence[Sequence[RankAttempt]], *, is_expected: bool, samples: str
 ) -> Sameness:
     """Compares the losses of all ranks, step by step and bit by bit, with those of an undisturbed run."""
-    different: list[int] = []
-    num_steps = 0
+    different, num_steps = [], 0
     for own, other in zip(ours, theirs, strict=True):
         mine, twin = final_steps(own), final_steps(other)
         num_steps = max(num_steps, len(twin))
@@ -210,9 +202,8 @@ def report_lines(report: Report) -> list[str]:
     for each in report.handlings:
         lost = f"{each.lost_steps} steps" if each.lost_steps else "-"
         took = "-" if each.recovery_s is None else format_seconds(each.recovery_s)
-        rows.append(
-            (str(each.fault), each.how, lost, took, "yes" if each.is_right else f"no: {' or '.join(each.expected)}")
-        )
+        is_right = "yes" if each.is_right else f"no: {' or '.join(each.expected)}"
+        rows.append((str(each.fault), each.how, lost, took, is_right))
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", f"{report.steps} steps in {format_seconds(report.wall_s)}; goodput {100 * report.goodput:.1f} %"]
@@ -240,6 +231,5 @@ def _sameness_line(found: Sameness) -> str:
     if found.is_same:
         return f"losses: those of an undisturbed run, bit for bit, in {found.num_steps} steps; samples {found.samples}"
     why = "" if found.is_expected else ", as a fault changed what was trained"
-    return (
-        f"losses: another than an undisturbed run's from step {found.first_difference} on{why}; samples {found.samples}"
-    )
+    where = f"from step {found.first_difference} on{why}"
+    return f"losses: another than an undisturbed run's {where}; samples {found.samples}"

@@ -11,11 +11,12 @@ how              went on (the same attempt), went back (it loaded a checkpoint i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.chaos.faults import ON_LOSS, WHILE_SAVING, Fault
 from paceline.chaos.notes import Fired, Passed, Started
+from paceline.config import Config
 from paceline.health.straggler import find_straggler
 from paceline.records.summary import RankAttempt, StepTable, final_steps
 
@@ -42,21 +43,6 @@ class Notes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policies:
-    """What a config says about faults: keys of ``recovery``, and two of ``train``."""
-
-    max_restarts: int = 3
-    on_nan: str = "skip"
-    on_spike: str = "ignore"
-    spike_window: int = 50
-    on_oom: str = "stop"
-    on_hang: str = "restart"
-    on_full_disk: str = "stop"
-    max_bad_steps: int = 10
-    has_automatic_microbatch: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Handling:
     """What became of one fault."""
 
@@ -75,10 +61,10 @@ class Handling:
         return self.how in self.expected
 
 
-def expected_handling(fault: Fault, policies: Policies) -> tuple[How, ...]:
+def expected_handling(fault: Fault, config: Config) -> tuple[How, ...]:
     """Says what the policies of a config make of a fault."""
+    kind, policies = fault.kind, config.recovery
     starts_again: tuple[How, ...] = ("restarted",) if policies.max_restarts else ("stopped",)
-    kind = fault.kind
     if kind == "preempt":
         return ("stopped",)
     if kind == "slow":
@@ -87,58 +73,49 @@ def expected_handling(fault: Fault, policies: Policies) -> tuple[How, ...]:
         return starts_again if policies.on_hang == "restart" else ("stopped",)
     if kind == "oom":
         rest: tuple[How, ...] = ("stopped",) if policies.on_oom == "stop" else starts_again
-        return ("went on", *rest) if policies.has_automatic_microbatch else rest
+        return ("went on", *rest) if config.train.microbatch == "auto" else rest
     if kind in ("disk-full", "unwritable"):
         return ("went on",) if policies.on_full_disk == "warn" else ("stopped",)
-    if kind in ("nan", "spike"):
-        return _expected_of_losses(fault, policies, starts_again)
+    if kind == "nan" and policies.on_nan != "stop":
+        goes_back = policies.on_nan != "skip" and config.train.max_bad_steps == 1
+        return ("went back",) if goes_back else ("went on",)
+    if kind == "spike":
+        is_found = fault.step is not None and fault.step > policies.spike_window // 2  # it needs half a window
+        if not is_found or policies.on_spike in ("ignore", "note"):
+            return ("went on",)
+        return starts_again if policies.on_spike == "stop" else ("went back",)
     return starts_again
 
 
-def _expected_of_losses(fault: Fault, policies: Policies, starts_again: tuple[How, ...]) -> tuple[How, ...]:
-    if fault.kind == "nan":
-        if policies.on_nan == "stop":
-            return starts_again
-        goes_back = policies.on_nan != "skip" and policies.max_bad_steps == 1
-        return ("went back",) if goes_back else ("went on",)
-    is_found = fault.step is not None and fault.step > policies.spike_window // 2  # it needs half a window
-    if not is_found or policies.on_spike in ("ignore", "note"):
-        return ("went on",)
-    return starts_again if policies.on_spike == "stop" else ("went back",)
-
-
 def handle(
-    fault: Fault, notes: Notes, attempts: Sequence[RankAttempt], commands: Sequence[Command], policies: Policies
+    fault: Fault, notes: Notes, attempts: Sequence[RankAttempt], commands: Sequence[Command], config: Config
 ) -> Handling:
     """Finds out what became of a fault. ``attempts`` are rank 0's."""
-    expected = expected_handling(fault, policies)
+    found = Handling(fault=fault, how="never happened", expected=expected_handling(fault, config))
     at = next((each for each in notes.fired if each.number == fault.number), None)
     if at is None:
-        return Handling(fault=fault, how="never happened", expected=expected)
-    verdict = _verdict(commands, at.time)
-    passed = _passed(fault, notes.passed, expected)
+        return found
+    found = replace(found, detail=at.detail)
+    passed = _passed(fault, notes.passed, found.expected)
     is_done = bool(commands) and commands[-1].code == 0
     later = next((each for each in notes.started if each.time > at.time and each.step >= at.step), None)
     if passed is None and is_done and later is not None:  # nothing was left to train
         passed = Passed(number=fault.number, step=later.step, is_later=True, time=later.time)
     if passed is None and not (is_done and not any(each.time > at.time for each in notes.started)):
-        return Handling(fault=fault, how="not recovered", expected=expected, verdict=verdict, detail=at.detail)
+        return replace(found, how="not recovered", verdict=_verdict(commands, at.time))
     if passed is None:  # in the last step, and the run came to its end all the same
-        return _handled_inside(fault, at, attempts, expected, 0.0)
-    recovery_s = max(0.0, passed.time - at.time)
+        return _handled_inside(replace(found, recovery_s=0.0), at, attempts)
+    found = replace(found, recovery_s=max(0.0, passed.time - at.time))
     began = next((each for each in notes.started if at.time < each.time <= passed.time), None)
     if began is None:
-        return _handled_inside(fault, at, attempts, expected, recovery_s)
+        return _handled_inside(found, at, attempts)
     is_same_command = any(each.start <= at.time and passed.time <= each.end for each in commands)
-    return Handling(
-        fault=fault,
+    return replace(
+        found,
         how="restarted" if is_same_command else "stopped",
-        expected=expected,
         lost_steps=max(0, steps_done(at, fault) - began.step),
         lost_samples=max(0, at.position - began.position),
-        recovery_s=recovery_s,
-        verdict=verdict,
-        detail=at.detail,
+        verdict=_verdict(commands, at.time),
     )
 
 
@@ -154,26 +131,20 @@ def _passed(fault: Fault, noted: Sequence[Passed], expected: tuple[How, ...]) ->
     return own[0] if own else None
 
 
-def _handled_inside(
-    fault: Fault, at: Fired, attempts: Sequence[RankAttempt], expected: tuple[How, ...], recovery_s: float
-) -> Handling:
+def _handled_inside(found: Handling, at: Fired, attempts: Sequence[RankAttempt]) -> Handling:
     """Tells of a fault after which the same attempt went on, or went back to a checkpoint by itself."""
     events = [each for attempt in attempts for each in attempt.events]
     back = next((each for each in events if each.name == "roll_back" and each.time >= at.time), None)
-    if fault.kind == "preempt" and _ends_soon(attempts, at.time):
-        expected = (*expected, "went on")  # ranks ask one another some times a second
-    if back is None or fault.kind not in ON_LOSS:
-        return Handling(fault=fault, how="went on", expected=expected, recovery_s=recovery_s, detail=at.detail)
-    lost = int(back.detail.get("from_step", back.step)) - back.step
-    return Handling(
-        fault=fault,
+    if found.fault.kind == "preempt" and _ends_soon(attempts, at.time):
+        found = replace(found, expected=(*found.expected, "went on"))  # ranks ask one another some times a second
+    if back is None or found.fault.kind not in ON_LOSS:
+        return replace(found, how="went on")
+    return replace(
+        found,
         how="went back",
-        expected=expected,
-        lost_steps=lost,
+        lost_steps=int(back.detail.get("from_step", back.step)) - back.step,
         lost_samples=int(back.detail.get("skipped_samples", 0)),
-        recovery_s=recovery_s,
         verdict=str(back.detail.get("reason", "")),
-        detail=at.detail,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, head_line, newest_line, parse_manifest
+from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, damaged, head_line, newest_line, parse_manifest
 from paceline.checkpoint.storage import FileStore, cannot_read, nothing_there, storage_of
 from paceline.errors import CheckpointError
 
@@ -50,12 +50,8 @@ def list_checkpoints(folder: Path, storage: FileStore | None = None, own: Line |
     """
     spots = spots_in(folder, storage)
     current = newest_line(spots.values(), own)
-
-    def age(path: Path) -> tuple[bool, tuple[int, int], str]:
-        spot = spots[path]
-        return current.has(spot.line, spot.step), spot.age, path.name
-
-    return sorted(spots, key=age)
+    ages = {path: (current.has(spot.line, spot.step), spot.age, path.name) for path, spot in spots.items()}
+    return sorted(ages, key=lambda path: ages[path])
 
 
 def spots_in(folder: Path, storage: FileStore | None = None) -> dict[Path, Spot]:
@@ -100,7 +96,7 @@ def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
     except OSError as error:
         raise cannot_read(path / MANIFEST, error) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}\n  use an older checkpoint") from error
+        raise damaged(f"{path / MANIFEST} cannot be read: {error}") from error
 
 
 def verify_checkpoint(path: Path, depth: Depth = "full", storage: FileStore | None = None) -> Manifest:
@@ -112,19 +108,15 @@ def verify_checkpoint(path: Path, depth: Depth = "full", storage: FileStore | No
     for name, file in manifest.files.items():
         size = storage.size(path / name)
         if size is None:
-            raise CheckpointError(f"{path / name} is missing\n  use an older checkpoint")
+            raise damaged(f"{path / name} is missing")
         if size != file.num_bytes:
-            raise CheckpointError(
-                f"{path / name} is damaged: it has {size} bytes, not {file.num_bytes}\n  use an older checkpoint"
-            )
+            raise damaged(f"{path / name} is damaged: it has {size} bytes, not {file.num_bytes}")
     if depth == "full":
         with ThreadPoolExecutor(_THREADS) as pool:
             digests = pool.map(lambda name: storage.digest(path / name), manifest.files)
             for name, digest in zip(manifest.files, digests, strict=True):
                 if digest != manifest.files[name].sha256:
-                    raise CheckpointError(
-                        f"{path / name} is damaged: its hash is not the manifest's\n  use an older checkpoint"
-                    )
+                    raise damaged(f"{path / name} is damaged: its hash is not the manifest's")
     return manifest
 
 

@@ -37,6 +37,11 @@ COMPRESSION = "compression/"
 AVERAGE = "average/"
 
 
+def damaged(what: str) -> CheckpointError:
+    """Returns the error of a checkpoint that cannot be used."""
+    return CheckpointError(f"{what}\n  use an older checkpoint")
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """The turns of a line: the number of each part of it, and the step behind which that begins."""
@@ -204,9 +209,11 @@ def manifest_text(manifest: Manifest) -> str:
         "values": manifest.values,
     }
     lines = [f"  {_dump(name)}: {_dump(value)}" for name, value in head.items()]
-    lines += [f'  "files": {_table({name: file.to_json() for name, file in manifest.files.items()})}']
-    lines += [f'  "found": {_table(manifest.found)}']
-    lines += [f'  "tensors": {_table({name: tensor_entry(tensor) for name, tensor in manifest.tensors.items()})}']
+    lines += [
+        f'  "files": {_table({name: file.to_json() for name, file in manifest.files.items()})}',
+        f'  "found": {_table(manifest.found)}',
+        f'  "tensors": {_table({name: tensor_entry(tensor) for name, tensor in manifest.tensors.items()})}',
+    ]
     body = "{\n" + ",\n".join(lines)
     return body + _tail(body)
 
@@ -228,7 +235,7 @@ def parse_manifest(text: str, source: object) -> Manifest:
             )
         body = text[: -len(_tail(""))]
         if text != body + _tail(body):
-            raise CheckpointError(f"{source}'s manifest is damaged: its hash is not its own\n  use an older checkpoint")
+            raise damaged(f"{source}'s manifest is damaged: its hash is not its own")
         return Manifest(
             step=int(found["step"]),
             position=int(found["position"]),
@@ -241,9 +248,7 @@ def parse_manifest(text: str, source: object) -> Manifest:
             line=parse_line(found.get("line", Line().to_json())),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{source} is no manifest: {type(error).__name__}: {error}\n  use an older checkpoint"
-        ) from error
+        raise damaged(f"{source} is no manifest: {type(error).__name__}: {error}") from error
 
 
 def head_line(head: bytes) -> Line | None:
@@ -318,12 +323,13 @@ class State:
 
     ``values`` are the same on every rank, and those of rank 0 are kept. ``own`` are this rank's. ``found`` are known to
     some ranks and needed by all: those of all ranks are kept, by their names. ``line`` is how the run came to
-    this step, as rank 0 knows it; None: it is told from what lies where it is saved.
+    this step, as rank 0 knows it; None: it is told from what lies where it is saved. ``write.plain_state`` makes a
+    state without shards, whose values are JSON values.
     """
 
     step: int
     position: int
-    shards: Sequence[Shard]
+    shards: Sequence[Shard] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
     own: Mapping[str, Any] = field(default_factory=dict)
     found: Mapping[str, Any] = field(default_factory=dict)

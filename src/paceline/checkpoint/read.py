@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.manifest import MODEL, HasShards, Manifest, SavedTensor
+from paceline.checkpoint.manifest import MODEL, HasShards, Manifest, SavedTensor, damaged
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.checkpoint.tensors import decode, dtype_of, flat_view, host_bytes, read_header, read_runs
 from paceline.errors import CheckpointError, MisfitError
@@ -61,7 +61,7 @@ class Checkpoint:
             found: dict[str, Any] = decode(json.loads(self._storage.read(path))["values"])
             return found
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}\n  use an older checkpoint") from error
+            raise damaged(f"{path} cannot be read: {error}") from error
 
     def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the tensors whose names begin so, by what follows."""
@@ -127,7 +127,7 @@ class Checkpoint:
             try:
                 read_runs(self._storage, path, start, runs, memory, itemsize)
             except (OSError, EOFError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}\n  use an older checkpoint") from error
+                raise damaged(f"{path} cannot be read: {error}") from error
             count += length
         return count
 
@@ -136,7 +136,7 @@ class Checkpoint:
             self._headers[file] = read_header(self._storage, self.path / file)
         place = self._headers[file].get(name)
         if place is None:
-            raise CheckpointError(f"{self.path / file} is damaged: it has no {name}\n  use an older checkpoint")
+            raise damaged(f"{self.path / file} is damaged: it has no {name}")
         return place
 
     def _saved(self, name: str) -> SavedTensor:

@@ -30,11 +30,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from paceline.checkpoint.manifest import damaged
 from paceline.checkpoint.storage import FileStore, cannot_read
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import Region, Runs
 
 CHUNK_BYTES = 2**24
+NO_HEADER = (EOFError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 Progress: TypeAlias = Callable[[int], None]  # hears of bytes that were read or written
 _GAP_BYTES = 2**16  # a gap of less than this is read too, in one go with what is around it
 _LONG_BYTES = 2**20  # a run of so many goes straight to where it belongs
@@ -139,33 +141,39 @@ def tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
     """Yields the bytes of a flat tensor, chunk by chunk, from the host."""
     count = max(CHUNK_BYTES // flat.element_size(), 1)
     for first in range(0, flat.numel(), count):
-        part = flat[first : first + count].cpu().view(torch.uint8)
-        yield part.numpy().data
+        yield host_bytes(flat[first : first + count].cpu())
 
 
 def host_bytes(flat: torch.Tensor) -> memoryview:
-    """Returns the memory of a flat tensor on the host, to write into."""
+    """Returns the memory of a flat tensor on the host, to read from and to write into."""
     return flat.view(torch.uint8).numpy().data
+
+
+def parse_header(storage: FileStore, path: Path) -> tuple[dict[str, Any], int]:
+    """Returns the header of a file, and where its tensors' bytes begin. Raises one of ``NO_HEADER`` for other files."""
+    total = storage.size(path)
+    if total is not None and total < 8:
+        raise ValueError(f"it has {total} bytes")
+    length = bytearray(8)
+    storage.read_into(path, [(0, memoryview(length))])
+    (size,) = struct.unpack("<Q", length)
+    if total is None or size > total:
+        raise ValueError(f"a header of {size} bytes in a file of {total}")
+    text = bytearray(size)
+    storage.read_into(path, [(8, memoryview(text))])
+    return json.loads(text), 8 + size
 
 
 def read_header(storage: FileStore, path: Path) -> dict[str, tuple[int, int]]:
     """Returns where in a file each tensor's bytes begin and end. Raises CheckpointError for another kind of file."""
     try:
-        length = bytearray(8)
-        storage.read_into(path, [(0, memoryview(length))])
-        (size,) = struct.unpack("<Q", length)
-        total = storage.size(path)
-        if total is None or size > total:
-            raise ValueError(f"a header of {size} bytes in a file of {total}")
-        text = bytearray(size)
-        storage.read_into(path, [(8, memoryview(text))])
-        header = json.loads(text)
+        header, start = parse_header(storage, path)
         offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-        return {name: (8 + size + first, 8 + size + last) for name, (first, last) in offsets.items()}
+        return {name: (start + first, start + last) for name, (first, last) in offsets.items()}
     except OSError as error:
         raise cannot_read(path, error) from error
-    except (EOFError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a file of tensors: {error}\n  use an older checkpoint") from error
+    except NO_HEADER as error:
+        raise damaged(f"{path} is not a file of tensors: {error}") from error
 
 
 def read_runs(storage: FileStore, path: Path, start: int, runs: Runs, out: memoryview, itemsize: int) -> None:
@@ -229,8 +237,7 @@ def encode(value: Any, where: str = "the state") -> Any:
     if isinstance(value, tuple):
         return {"tuple": [encode(each, f"{where}[{index}]") for index, each in enumerate(value)]}
     if isinstance(value, dict):
-        pairs = [[encode(key, where), encode(each, f"{where}.{key}")] for key, each in value.items()]
-        return {"dict": pairs}
+        return {"dict": [[encode(key, where), encode(each, f"{where}.{key}")] for key, each in value.items()]}
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         text = base64.b64encode(host_bytes(flat)).decode("ascii") if flat.numel() else ""

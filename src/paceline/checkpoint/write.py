@@ -16,7 +16,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,6 @@ class RankShare:
     region: Region
     flat: torch.Tensor
 
-    @property
-    def num_bytes(self) -> int:
-        """How large it is."""
-        return self.flat.numel() * self.flat.element_size()
-
     def piece(self) -> StreamedPiece:
         """Returns it as it is written: chunk by chunk, from the host."""
         read = partial(tensor_chunks, self.flat)
@@ -138,24 +133,14 @@ def _own_interval(shard: Shard) -> tuple[int, int]:
     return copy * size // copies, (copy + 1) * size // copies
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainState:
-    """All of a state but its tensors, as JSON values: a copy, so that training may go on."""
+def plain_state(state: State) -> State:
+    """Copies all of a state but its tensors, as JSON values, so that training may go on.
 
-    step: int
-    position: int
-    values: Mapping[str, Any]
-    own: Any
-    found: Mapping[str, Any]
-    about: Mapping[str, Any]
-    line: Line = field(default_factory=Line)
-
-
-def plain_state(state: State) -> PlainState:
-    """Copies the values of a state. Raises CheckpointError for one that cannot be saved."""
-    return PlainState(
-        step=state.step,
-        position=state.position,
+    Raises CheckpointError for a value that cannot be saved.
+    """
+    return replace(
+        state,
+        shards=(),
         values={name: encode(value, name) for name, value in state.values.items()},
         own=encode(dict(state.own), "this rank's state"),
         found={name: encode(value, name) for name, value in state.found.items()},
@@ -163,7 +148,7 @@ def plain_state(state: State) -> PlainState:
     )
 
 
-def write_part(target: Target, shares: Iterable[RankShare], plain: PlainState) -> int:
+def write_part(target: Target, shares: Iterable[RankShare], plain: State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
         return write_rank(target, [share.piece() for share in shares], plain)
@@ -172,7 +157,7 @@ def write_part(target: Target, shares: Iterable[RankShare], plain: PlainState) -
 
 
 def write_rank(
-    target: Target, pieces: Iterable[StreamedPiece], plain: PlainState, progress: Progress = ignore_progress
+    target: Target, pieces: Iterable[StreamedPiece], plain: State, progress: Progress = ignore_progress
 ) -> int:
     """Writes one rank's files, and last the one that says what is in them; returns their size."""
     storage, stem = target.storage, f"rank-{target.rank:05d}"
@@ -207,7 +192,7 @@ def missing_parts(target: Target) -> list[int]:
     return [rank for rank in range(target.world) if f"rank-{rank:05d}.json" not in there]
 
 
-def commit(target: Target, plain: PlainState) -> Manifest:
+def commit(target: Target, plain: State) -> Manifest:
     """Merges the parts of all ranks into the manifest, and gives the checkpoint its name. Rank 0 calls it.
 
     A checkpoint of the same step steps aside first, and is removed when the new one is there.
@@ -247,7 +232,7 @@ def unwritten(target: Target, error: object) -> CheckpointError:
     return CheckpointError(f"cannot write a checkpoint to {target.final}: {error}\n  older checkpoints are intact")
 
 
-def _merged(target: Target, plain: PlainState) -> Manifest:
+def _merged(target: Target, plain: State) -> Manifest:
     """Reads what the ranks have written, and puts it together."""
     storage = target.storage
     files: dict[str, SavedFile] = {}
@@ -272,7 +257,7 @@ def _merged(target: Target, plain: PlainState) -> Manifest:
         values=plain.values,
         found=dict(sorted(found.items())),
         about=plain.about,
-        line=plain.line,
+        line=plain.line or Line(),
     )
 
 

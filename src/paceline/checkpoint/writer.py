@@ -26,7 +26,6 @@ from paceline.checkpoint.manifest import State, likely_line
 from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
 from paceline.checkpoint.storage import FileStore, LocalFiles, storage_of
 from paceline.checkpoint.write import (
-    PlainState,
     RankShare,
     Target,
     commit,
@@ -78,7 +77,7 @@ class CheckpointWriter:
         if problem:
             raise CheckpointError(problem)
         self._stage = StagingBuffer()
-        self._pending: BackgroundSave | None = None
+        self._pending: _PendingSave | None = None
         self._reports: list[SaveReport] = []
 
     def save(self, state: State, *, in_background: bool = False) -> Path:
@@ -87,7 +86,6 @@ class CheckpointWriter:
         Raises CheckpointError on all ranks where one cannot write, now or in the save before; older ones are intact.
         """
         self.finish()
-        start = time.perf_counter()
         target = Target(
             folder=self.folder,
             step=state.step,
@@ -96,24 +94,18 @@ class CheckpointWriter:
             token=self._token,
             storage=self._storage,
         )
-        if in_background:
-            self._start(target, state, start)
-            return target.final
-        problem, num_bytes, plain = "", 0, None
+        self._pending = save = _PendingSave(target, self._retention)
         try:
-            plain = self._plain(state)
-            num_bytes = write_part(target, own_shares(state.shards), plain)
+            save.plain = self._plain(state)
+            shares = own_shares(state.shards)
+            save.shares = self._stage.copy(shares) if in_background else shares
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
-            problem = _describe(error)
-        self._agree(target, problem)
-        if self._comm.rank == 0:
-            assert plain is not None
-            problem = _complete(target, plain, self._retention, threading.Event())
-        self._raise_on_all(problem)
-        seconds = time.perf_counter() - start
-        self._reports.append(
-            SaveReport(step=state.step, stall_s=seconds, total_s=seconds, num_bytes=num_bytes, is_background=False)
-        )
+            save.problem = _describe(error)
+        if in_background:
+            save.start_thread()
+        else:
+            save.write()
+            self.finish()
         return target.final
 
     def reserve(self, state: State, at_least: int = 0) -> bool:
@@ -123,7 +115,7 @@ class CheckpointWriter:
         All ranks call it; a small exchange.
         """
         shares = own_shares(state.shards)
-        if max(gather_objects(self._comm, sum(share.num_bytes for share in shares))) < at_least:
+        if max(gather_objects(self._comm, sum(share.flat.nbytes for share in shares))) < at_least:
             return False
         self._stage.reserve(shares)
         return True
@@ -137,37 +129,24 @@ class CheckpointWriter:
         try:
             self._agree(pending.target, pending.problem)
         except CheckpointError:
-            pending.is_abandoned.set()
-            pending.thread.join()
-            discard(pending.target)
+            pending.abandon()
             raise
-        pending.is_agreed.set()
-        pending.thread.join()
+        pending.complete_agreed()
         self._raise_on_all(pending.commit_problem)
         self._reports += pending.take_report()
 
     def reports(self) -> list[SaveReport]:
         """Returns what has come to an end since it was last asked. Sends nothing."""
-        if self._pending is not None and not self._pending.thread.is_alive() and not self._pending.has_failed:
+        if self._pending is not None and self._pending.has_worked():
             self._reports += self._pending.take_report()
         found, self._reports = self._reports, []
         return found
 
-    def _start(self, target: Target, state: State, start: float) -> None:
-        """Copies what this rank writes, and leaves the rest to a thread."""
-        problem, plain, shares = "", None, []
-        try:
-            plain = self._plain(state)
-            shares = self._stage.copy(own_shares(state.shards))
-        except Exception as error:
-            problem = _describe(error)
-        self._pending = BackgroundSave(target, shares, plain, self._retention, problem, start)
-
-    def _plain(self, state: State) -> PlainState:
+    def _plain(self, state: State) -> State:
         """Copies the values of a state; on rank 0 with its line."""
         plain = plain_state(state)
         if self._comm.rank or state.line is not None:
-            return replace(plain, line=state.line or plain.line)
+            return plain
         return replace(plain, line=likely_line(state.step, list(spots_in(self.folder, self._storage).values())))
 
     def _agree(self, target: Target, problem: str) -> None:
@@ -248,9 +227,9 @@ class StagingBuffer:
             self.buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device is not None)
         staged = []
         for share, offset in zip(shares, offsets, strict=False):
-            place = self.buffer[offset : offset + share.num_bytes].view(share.flat.dtype)
+            place = self.buffer[offset : offset + share.flat.nbytes].view(share.flat.dtype)
             place.copy_(share.flat, non_blocking=True)
-            staged.append(RankShare(name=share.name, region=share.region, flat=place))
+            staged.append(replace(share, flat=place))
         if device is not None:
             torch.cuda.synchronize(device)  # sync point: the next step may change what is being copied
         return staged
@@ -277,7 +256,7 @@ def _offsets(shares: Sequence[RankShare]) -> list[int]:
     """Returns where each share begins, and last where all end."""
     offsets = [0]
     for share in shares:
-        offsets.append(offsets[-1] + -(-share.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES)
+        offsets.append(offsets[-1] + -(-share.flat.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
     return offsets
 
 
@@ -285,91 +264,110 @@ def _cuda_device(shares: Sequence[RankShare]) -> torch.device | None:
     return next((share.flat.device for share in shares if share.flat.device.type == "cuda"), None)
 
 
-class BackgroundSave:
-    """A save under way: its thread, and what came of it."""
+class _PendingSave:
+    """A save under way, written by the caller or by a thread, and what came of it."""
 
-    def __init__(
-        self,
-        target: Target,
-        shares: list[RankShare],
-        plain: PlainState | None,
-        retention: Retention,
-        problem: str,
-        start: float,
-    ) -> None:
+    def __init__(self, target: Target, retention: Retention) -> None:
         self.target = target
-        self.problem = problem
+        self.plain: State | None = None
+        self.shares: list[RankShare] = []
+        self.problem = ""
         self.commit_problem = ""
         self.written = threading.Event()
-        self.is_agreed = threading.Event()
-        self.is_abandoned = threading.Event()
-        self._shares, self._plain, self._retention = shares, plain, retention
-        self._start, self._num_bytes, self._end = start, 0, start
-        self._stall_s = time.perf_counter() - start
+        self._is_agreed = threading.Event()
+        self._is_abandoned = threading.Event()
+        self._retention = retention
+        self._thread: threading.Thread | None = None
+        self._start = time.perf_counter()
+        self._stall_s, self._total_s, self._num_bytes = 0.0, 0.0, 0
         self._is_taken = False
-        self.thread = threading.Thread(target=self._run, name=f"save {target.step}", daemon=True)
-        self.thread.start()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it is known here that it did not work."""
-        return bool(self.problem or self.commit_problem)
+    def has_worked(self) -> bool:
+        is_over = self._thread is not None and not self._thread.is_alive()
+        return is_over and not (self.problem or self.commit_problem)
+
+    def start_thread(self) -> None:
+        self._stall_s = time.perf_counter() - self._start
+        self._thread = threading.Thread(target=self._run, name=f"save {self.target.step}", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        try:
+            if self.plain is not None and not self.problem:
+                self._num_bytes = write_part(self.target, self.shares, self.plain)
+        except Exception as error:  # told to all ranks when they next agree
+            self.problem = _describe(error)
+        self.shares = []
+        self.written.set()
+
+    def abandon(self) -> None:
+        """Ends the thread, if there is one: another rank could not write."""
+        if self._thread is not None:
+            self._is_abandoned.set()
+            self._thread.join()
+            discard(self.target)
+
+    def complete_agreed(self) -> None:
+        """Sees a save to its end that all ranks have written."""
+        self._is_agreed.set()
+        if self._thread is None:
+            self._complete()
+        else:
+            self._thread.join()
 
     def take_report(self) -> list[SaveReport]:
         """Returns what it took, once."""
         if self._is_taken:
             return []
         self._is_taken = True
-        step, total, size = self.target.step, self._end - self._start, self._num_bytes
-        return [SaveReport(step=step, stall_s=self._stall_s, total_s=total, num_bytes=size, is_background=True)]
+        if self._thread is None:  # training stood still until now
+            self._stall_s = self._total_s = time.perf_counter() - self._start
+        return [
+            SaveReport(
+                step=self.target.step,
+                stall_s=self._stall_s,
+                total_s=self._total_s,
+                num_bytes=self._num_bytes,
+                is_background=self._thread is not None,
+            )
+        ]
 
     def _run(self) -> None:
+        self.write()
+        self._complete()
+        self._total_s = time.perf_counter() - self._start
+
+    def _complete(self) -> None:
+        """On rank 0, waits for the parts of all ranks, commits, and removes what is not kept."""
+        target = self.target
+        if target.rank or self.problem or self.plain is None:
+            return
         try:
-            if not self.problem:
-                assert self._plain is not None
-                self._num_bytes = write_part(self.target, self._shares, self._plain)
-        except Exception as error:  # told to all ranks when they next agree
-            self.problem = _describe(error)
-        self._shares = []
-        self.written.set()
-        if self.target.rank == 0 and not self.problem:
-            assert self._plain is not None
-            self.commit_problem = _complete(
-                self.target, self._plain, self._retention, self.is_abandoned, self.is_agreed
-            )
-        self._end = time.perf_counter()
+            if self._are_parts_there():
+                commit(target, self.plain)
+                apply_retention(target.folder, target.step, self._retention, target.storage, self.plain.line)
+        except Exception as error:  # told to all ranks
+            if not target.storage.names(target.final):
+                discard(target)
+            self.commit_problem = _describe(error)
 
+    def _are_parts_there(self) -> bool:
+        """Waits for the parts of all ranks; False: the save is abandoned.
 
-def _complete(
-    target: Target,
-    plain: PlainState,
-    retention: Retention,
-    is_abandoned: threading.Event,
-    is_agreed: threading.Event | None = None,
-) -> str:
-    """Waits for the parts of all ranks, commits, and removes what is not kept; returns what went wrong.
-
-    Once the ranks have agreed that all is written, it must be there soon.
-    """
-    try:
+        Raises CheckpointError if one does not appear soon after the ranks have agreed that all is written.
+        """
         deadline: float | None = None
-        while missing := missing_parts(target):
-            if deadline is None and (is_agreed is None or is_agreed.is_set()):
+        while missing := missing_parts(self.target):
+            if deadline is None and self._is_agreed.is_set():
                 deadline = time.monotonic() + _VISIBLE_S
-            if is_abandoned.wait(_LOOK_EVERY_S):
-                return ""
+            if self._is_abandoned.wait(_LOOK_EVERY_S):
+                return False
             if deadline is not None and time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"rank {missing[0]} has written its part of {target.final}, and rank 0 does not see it\n"
+                    f"rank {missing[0]} has written its part of {self.target.final}, and rank 0 does not see it\n"
                     "  all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
                 )
-        commit(target, plain)
-        apply_retention(target.folder, target.step, retention, target.storage, plain.line)
-    except Exception as error:  # told to all ranks
-        if not target.storage.names(target.final):
-            discard(target)
-        return _describe(error)
-    return ""
+        return True
 
 
 def _describe(error: Exception) -> str:

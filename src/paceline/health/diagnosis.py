@@ -75,9 +75,13 @@ class TrainedSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
-    """What ended an attempt: its kind, on which rank, after how many steps, and the first line that tells of it."""
+class FailedAttempt:
+    """One start of the ranks: its first step, and what ended it, on which rank and after which step.
 
+    ``message`` is the first line that tells of it.
+    """
+
+    first_step: int
     kind: FailureKind
     rank: int
     step: int
@@ -87,30 +91,18 @@ class Incident:
         where = f"after step {self.step}" if self.step else "before its first step"
         return f"{self.message.rstrip('.')} {where}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailedAttempt:
-    """One start of the ranks: from which step, how far it came, and what ended it."""
-
-    first_step: int
-    incident: Incident
-
     @classmethod
     def from_failure(cls, failure: Failure, progress: Mapping[int, TrainedSteps]) -> Self:
         """Returns the attempt that a failure ended; ``progress`` says how far each rank had come."""
         first = min((each.first_step for each in progress.values()), default=0)
         own = progress.get(failure.rank)
         step = own.last_step if own is not None else max((each.last_step for each in progress.values()), default=0)
-        headline = _headline(failure)
-        return cls(
-            first_step=first,
-            incident=Incident(kind=failure.kind, rank=failure.rank, step=step, message=headline),
-        )
+        return cls(first_step=first, kind=failure.kind, rank=failure.rank, step=step, message=_headline(failure))
 
     @property
     def last_step(self) -> int:
         """The last step that was trained."""
-        return max(self.first_step, self.incident.step)
+        return max(self.first_step, self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,21 +137,21 @@ class Stop:
 
 def after_failure(policy: RestartPolicy, attempts: Sequence[FailedAttempt]) -> Restart | Stop:
     """Decides about a run whose attempts have all failed, the last one just now."""
-    incident, number = attempts[-1].incident, len(attempts)
-    if incident.kind == "refused" or policy.max_restarts == 0:
+    last, number = attempts[-1], len(attempts)
+    if last.kind == "refused" or policy.max_restarts == 0:
         return Stop()
-    if incident.kind == "mistake":
+    if last.kind == "mistake":
         return Stop(reason="not started again: an error of this kind comes again")
-    if incident.kind == "out_of_memory" and policy.on_oom == "stop":
+    if last.kind == "out_of_memory" and policy.on_oom == "stop":
         return Stop(reason="not started again: memory would run out again (see recovery.on_oom)")
-    if incident.kind == "full_disk":
+    if last.kind == "full_disk":
         return Stop(reason="not started again: it must be able to write first")
-    if incident.kind == "hang" and policy.on_hang == "stop":
+    if last.kind == "hang" and policy.on_hang == "stop":
         return Stop(reason="not started again: recovery.on_hang = stop")
-    halves = incident.kind == "out_of_memory" and policy.on_oom == "halve"
-    if number > 1 and _is_same(attempts[-2].incident, incident) and not halves:
-        return Stop(reason=f"not started again: the same came twice, after step {incident.step}", gives_up=True)
-    if incident.kind == "error" and incident.step == 0 and number == 1 and attempts[-1].first_step == 0:
+    halves = last.kind == "out_of_memory" and policy.on_oom == "halve"
+    if number > 1 and replace(attempts[-2], first_step=last.first_step) == last and not halves:
+        return Stop(reason=f"not started again: the same came twice, after step {last.step}", gives_up=True)
+    if last.kind == "error" and last.step == last.first_step == 0 and number == 1:
         return Stop(reason="not started again: it came before the first step, and would again")
     if number > policy.max_restarts:
         reason = f"not started again: recovery.max_restarts = {policy.max_restarts} is reached"
@@ -173,17 +165,11 @@ def after_failure(policy: RestartPolicy, attempts: Sequence[FailedAttempt]) -> R
 
 def num_stalled(attempts: Sequence[FailedAttempt]) -> int:
     """Counts the attempts since the one that came furthest; an earlier one counts where two came as far."""
-    best = _best(attempts)
-    first = next(place for place, attempt in enumerate(attempts) if attempt.last_step == best)
-    return len(attempts) - 1 - first
+    return len(attempts) - 1 - [attempt.last_step for attempt in attempts].index(_best(attempts))
 
 
 def _best(attempts: Sequence[FailedAttempt]) -> int:
     return max(attempt.last_step for attempt in attempts)
-
-
-def _is_same(before: Incident, now: Incident) -> bool:
-    return (before.kind, before.rank, before.step, before.message) == (now.kind, now.rank, now.step, now.message)
 
 
 def _headline(failure: Failure) -> str:

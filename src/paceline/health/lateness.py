@@ -57,11 +57,11 @@ class RankLook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatenessPolicy:
-    """When a rank is reported: late in ``windows`` windows in a row, each of ``rule.min_steps`` steps or more."""
+class LatenessPolicy(StragglerPolicy):
+    """When a rank is reported: late in ``windows`` windows in a row, each of ``min_steps`` steps or more."""
 
+    min_steps: int = 10
     windows: int = 3
-    rule: StragglerPolicy = field(default_factory=lambda: StragglerPolicy(min_steps=10))
 
 
 class Lateness:
@@ -81,7 +81,7 @@ class Lateness:
             self._begin(times)
             return None
         self._note_arrivals(ranks)
-        if min(each.steps - self._start[rank].steps for rank, each in times.items()) < self._policy.rule.min_steps:
+        if min(each.steps - self._start[rank].steps for rank, each in times.items()) < self._policy.min_steps:
             return None
         found = self._compare({rank: each.since(self._start[rank]) for rank, each in times.items()})
         self._begin(times)
@@ -104,7 +104,7 @@ class Lateness:
         """Names who is late in a window, if anybody is."""
         if len(ranks) < 2:
             return None
-        rule = self._policy.rule
+        rule = self._policy
         last = Counter(rank for _, rank in self._last_of_step.values())
         num_seen = len(self._last_of_step)
         steps = min(times.steps for times in ranks.values())

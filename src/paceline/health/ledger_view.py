@@ -6,22 +6,15 @@ order, so that the n-th of one rank is the n-th of the others. Messages are numb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from dataclasses import dataclass, field
+from typing import Literal
 
 State = Literal["running", "finished", "dead"]
 
-SETUP, DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT = (
-    "setup",
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "evaluation",
-    "checkpoint",
-)
-PHASES = (SETUP, DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT)
+PHASES = ("setup", "data", "forward", "backward", "optimizer", "evaluation", "checkpoint")
+SETUP, DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT = PHASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +50,11 @@ class LedgerCall:
         """What must be the same on all ranks: not the shape of an all-to-all, nor how the same elements are shaped."""
         if self.kind == "all_to_all":
             return self.kind, self.dtype
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return self.kind, self.dtype, numel if self.dtype else 0, self.op, self.peer
+        return self.kind, self.dtype, math.prod(self.shape) if self.dtype else 0, self.op, self.peer
 
     def __str__(self) -> str:
         data = f"{self.dtype} {list(self.shape)}" if self.dtype else ""
-        name = {"send": "to rank", "recv": "from rank"}.get(self.kind, "from rank")
-        peer = "" if self.peer is None else f"{name} {self.peer}"
+        peer = "" if self.peer is None else f"{'to' if self.kind == 'send' else 'from'} rank {self.peer}"
         tag = f"tag {self.tag}" if self.tag else ""
         return f"{self.kind}({', '.join(part for part in (self.op, peer, data, tag) if part)})"
 
@@ -86,6 +75,11 @@ class LedgerEntry:
     step: int = 0
     issued_s: float = 0.0
     done_s: float | None = None
+
+    @property
+    def line(self) -> str:
+        """The line that issued it, in words."""
+        return self.site or "an unknown line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +109,3 @@ class LedgerView:
         if self.waiting is None or self.state != "running":
             return None
         return next((entry for entry in reversed(self.entries) if entry.number == self.waiting), None)
-
-    def standing_at(self, line: str) -> Self:
-        """Returns the view with the line where the rank was found."""
-        return replace(self, stands_at=line)

@@ -194,13 +194,10 @@ def _missing(
 def _dead(dead: list[LedgerView], running: list[LedgerView]) -> HangVerdict:
     told = _tell(view.rank for view in dead)
     last = next((entry for view in dead for entry in reversed(view.entries)), None)
-    after = f", after {last.call} at {last.site or 'an unknown line'}" if last is not None else ""
-    phase = dead[0].phase
-    verb = "is" if len(dead) == 1 else "are"
-    sentence = (
-        f"{told} {verb} dead: {'its process is' if len(dead) == 1 else 'their processes are'} gone "
-        f"(step {dead[0].step}, phase {phase}{after}); {_tell(view.rank for view in running)} would wait in vain"
-    )
+    after = f", after {last.call} at {last.line}" if last is not None else ""
+    gone = "is dead: its process is gone" if len(dead) == 1 else "are dead: their processes are gone"
+    where = f"(step {dead[0].step}, phase {dead[0].phase}{after})"
+    sentence = f"{told} {gone} {where}; {_tell(view.rank for view in running)} would wait in vain"
     return HangVerdict(kind="dead", ranks=tuple(sorted(view.rank for view in dead)), sentence=sentence)
 
 
@@ -246,7 +243,7 @@ def _mismatch(
     parties = sorted(by_call.values(), key=lambda party: (len(party), -party[0][0]))
     is_clear = len(parties[0]) < len(parties[-1])
     blamed = parties[0] if is_clear else found
-    parts = [f"{_tell(rank for rank, _ in party)} called {_call_and_site(party[0][1])}" for party in parties]
+    parts = [f"{_tell(rank for rank, _ in party)} called {party[0][1].call} at {party[0][1].line}" for party in parties]
     sentence = f"{_what_differs(place, parties, places)} (operation {sequence} of group {group}): " + ", ".join(parts)
     ranks = tuple(sorted(rank for rank, _ in blamed))
     return HangVerdict(kind="mismatch", ranks=ranks, sentence=sentence, group=group.ranks, sequence=sequence)
@@ -275,17 +272,14 @@ def _what_differs(
 
 def _state(view: LedgerView, now: float) -> RankState:
     entry = view.waits_in
-    if view.state == "finished":
-        does = "has finished"
-    elif view.state == "dead":
-        does = f"is dead (process {view.pid})"
+    if view.state != "running":
+        does = _end(view)
     elif entry is not None:
-        does = f"waits in {_describe_place(entry)}, called at {entry.site or 'an unknown line'}"
+        does = f"waits in {_describe_place(entry)}, called at {entry.line}"
+    elif view.entries:
+        does = f"runs, after {_describe_place(view.entries[-1])}, called at {view.entries[-1].line}"
     else:
         does = "runs"
-        if view.entries:
-            last = view.entries[-1]
-            does += f", after {_describe_place(last)}, called at {last.site or 'an unknown line'}"
     return RankState(
         rank=view.rank,
         does=does,
@@ -298,10 +292,8 @@ def _state(view: LedgerView, now: float) -> RankState:
 
 def _doing(view: LedgerView, now: float, *, is_named: bool) -> str:
     name = f"rank {view.rank}" if is_named else "it"
-    if view.state == "finished":
-        return f"{name} has finished"
-    if view.state == "dead":
-        return f"{name} is dead (process {view.pid})"
+    if view.state != "running":
+        return f"{name} {_end(view)}"
     entry = view.waits_in
     what = "waits for data" if view.phase == DATA else f"is in phase {view.phase}"
     stands = f"stands at {view.stands_at} and " if view.stands_at else ""
@@ -309,13 +301,13 @@ def _doing(view: LedgerView, now: float, *, is_named: bool) -> str:
     return f"{name} {stands}{what}{inside} (step {view.step}, for {max(0.0, now - view.changed_s):.1f} s)"
 
 
+def _end(view: LedgerView) -> str:
+    return "has finished" if view.state == "finished" else f"is dead (process {view.pid})"
+
+
 def _describe_place(entry: LedgerEntry) -> str:
     what = "message" if entry.call.is_message else "operation"
     return f"{entry.call}, {what} {entry.sequence} of group {entry.group}"
-
-
-def _call_and_site(entry: LedgerEntry) -> str:
-    return f"{entry.call} at {entry.site or 'an unknown line'}"
 
 
 def _at(view: LedgerView, entry: LedgerEntry) -> str:

@@ -26,14 +26,14 @@ from typing import Any, Literal
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.records.console import format_loss, format_percent
 from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
-from paceline.records.summary import FINAL_STEPS, RankAttempt, StepTable, add_up, read_run
+from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, StepTable, add_up, read_run
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -154,13 +154,12 @@ def render(summary: RunSummary) -> RenderableType:
     parts: list[RenderableType] = [_title(summary), "", _headline(summary)]
     if summary.steps > 0:
         parts += ["", _rank_table(summary), Text(_rank_legend(summary), style="dim")]
-    if summary.prediction is not None:
-        told = summary.prediction.lines()
-        parts += ["", *map(Text, told)] if told else []
+    if summary.prediction is not None and (told := summary.prediction.lines()):
+        parts += ["", *map(Text, told)]
     if summary.straggler is not None:
         parts.append(Text(str(summary.straggler), style="yellow"))
     else:  # for a part of the run
-        parts += [Text(told, style="yellow") for told in summary.late]
+        parts += [Text(line, style="yellow") for line in summary.late]
     parts += [Text(line, style="yellow") for line in _doubts(summary)]
     return Group(*parts)
 
@@ -228,6 +227,7 @@ def _compared(
 def _rank_summary(rank: int, run: RunRecord, table: StepTable, attempts: Sequence[RankAttempt]) -> RankSummary:
     """Adds up one rank's steps; ``attempts`` has the one that counts of each step of the run."""
     totals = add_up(table.of_rank(rank))
+    times: dict[str, float] = {name: getattr(totals, name) for name in PHASES}
     return RankSummary(
         rank=rank,
         device=run.device,
@@ -236,13 +236,9 @@ def _rank_summary(rank: int, run: RunRecord, table: StepTable, attempts: Sequenc
         samples=totals.samples,
         step_s=totals.median_s,
         total_s=totals.step_s,
-        data_s=totals.data_s,
-        forward_s=totals.forward_s,
-        backward_s=totals.backward_s,
-        comm_s=totals.comm_s,
-        optimizer_s=totals.optimizer_s,
         memory_bytes=totals.memory_bytes,
         absent_steps=sum(attempt.run.world_size <= rank for attempt in attempts),
+        **times,
     )
 
 
@@ -250,8 +246,7 @@ def _title(summary: RunSummary) -> Text:
     styles = {"done": "green", "failed": "bold red", "stopped": "yellow", "unfinished": "yellow"}
     ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
     title = Text().append(summary.name, style="bold").append("  ").append(summary.status, style=styles[summary.status])
-    if summary.message:
-        title.append(f"  {summary.message}")
+    title.append(f"  {summary.message}" if summary.message else "")
     return title.append(
         f"\n{summary.strategy} on {ranks} ({summary.backend}), {format_count(summary.num_parameters)} parameters, "
         f"global batch {summary.global_batch}",
@@ -260,10 +255,7 @@ def _title(summary: RunSummary) -> Text:
 
 
 def _headline(summary: RunSummary) -> Table:
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column()
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(style="dim")
+    table = Table.grid("", Column(style="bold", no_wrap=True), Column(style="dim"), padding=(0, 3, 0, 0))
     if summary.test_accuracy is not None:
         table.add_row("test accuracy", format_percent(summary.test_accuracy), "")
     if summary.test_loss is not None:
@@ -284,12 +276,11 @@ def _rank_table(summary: RunSummary) -> Table:
     """Draws the ranks, with parts of the step as shares, so that a rank that others wait for stands out."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.title, table.title_justify, table.title_style = "what each rank did", "left", "bold"
-    table.add_column("rank", no_wrap=True)
-    for name in ("samples", "step", "data", "forward", "backward", "comm", "update", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("rank", "samples", "step", "data", "forward", "backward", "comm", "update", "memory"):
+        table.add_column(name, justify="left" if name == "rank" else "right", no_wrap=True)
     width = max(len(str(rank.rank)) for rank in summary.ranks)
     for rank in summary.ranks:
-        times = (rank.data_s, rank.forward_s, rank.backward_s, rank.comm_s, rank.optimizer_s)
+        times = [getattr(rank, name) for name in PHASES]
         table.add_row(
             f"{rank.rank:>{width}} {rank.device.removeprefix('NVIDIA ')}",
             format_count(rank.samples),

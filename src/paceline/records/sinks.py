@@ -180,11 +180,10 @@ class TensorBoardSink:
     def _write_scalars(self, record: StepRecord | EvalRecord) -> None:
         if not self._has_started:
             self._has_started = True
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._add(record, session_log=start)
-        value_class = self._summaries.Summary.Value
-        values = [value_class(tag=tag, simple_value=value) for tag, value in _scalars(record)]
-        self._add(record, summary=self._summaries.Summary(value=values))
+            self._add(record, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+        summary = self._summaries.Summary
+        values = [summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(record)]
+        self._add(record, summary=summary(value=values))
 
     def _add(self, record: StepRecord | EvalRecord, **content: Any) -> None:
         self._writer.add_event(self._events.Event(step=record.step, wall_time=record.time, **content))
@@ -200,7 +199,6 @@ class Strided:
         self._last_time = float("-inf")
 
     def write(self, *records: Record) -> None:
-        """Writes those records that are due."""
         due = []
         for record in records:
             if isinstance(record, StepRecord):
@@ -212,11 +210,9 @@ class Strided:
             self._sink.write(*due)
 
     def flush(self) -> None:
-        """Flushes the sink."""
         self._sink.flush()
 
     def close(self) -> None:
-        """Closes the sink."""
         self._sink.close()
 
 
@@ -256,26 +252,17 @@ def _scalars(record: StepRecord | EvalRecord) -> Iterator[tuple[str, float]]:
         yield "train/loss_scale", record.loss_scale
     yield "train/lr", record.lr
     yield "train/epoch", record.epoch
-    yield "time/step_s", record.step_s
-    yield "time/data_s", record.data_s
-    yield "time/forward_s", record.forward_s
-    yield "time/backward_s", record.backward_s
-    yield "time/comm_s", record.comm_s
-    yield "time/optimizer_s", record.optimizer_s
+    for name in ("step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s"):
+        yield f"time/{name}", getattr(record, name)
 
 
 def _cut_unterminated_line(path: Path) -> None:
     """Removes the half line that a killed process left, so that the next record does not grow out of it."""
     with path.open("rb+") as file:
-        content_end = file.seek(0, 2)
-        keep = content_end
-        while keep > 0:
+        keep, is_found = file.seek(0, 2), False
+        while keep > 0 and not is_found:
             start = max(0, keep - 4096)
             file.seek(start)
             newline = file.read(keep - start).rfind(b"\n")
-            if newline >= 0:
-                keep = start + newline + 1
-                break
-            keep = start
-        if keep < content_end:
-            file.truncate(keep)
+            keep, is_found = start + newline + 1, newline >= 0
+        file.truncate(keep)

@@ -16,7 +16,7 @@ The first tenth of the steps, and at least one, pays for start-up: ``without_war
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -26,6 +26,9 @@ from typing import TypeVar
 
 from paceline.errors import RunFolderError
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord, read_records
+
+PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
+"""What a step consists of, as fields of a step record."""
 
 FINAL_STEPS = 5
 """The training loss at the end of a run is that of its last few steps."""
@@ -156,19 +159,15 @@ class Totals:
 def add_up(records: Iterable[StepRecord]) -> Totals:
     """Adds up records of one rank or of many, in their order."""
     known = list(records)
+    times: dict[str, float] = {name: sum(map(attrgetter(name), known)) for name in ("step_s", *PHASES)}
     return Totals(
         steps=len(known),
         samples=sum(record.samples for record in known),
         count=sum(record.count for record in known),
         loss_sum=sum(record.loss_sum for record in known),
         median_s=median(record.step_s for record in known) if known else 0.0,
-        step_s=sum(record.step_s for record in known),
-        data_s=sum(record.data_s for record in known),
-        forward_s=sum(record.forward_s for record in known),
-        backward_s=sum(record.backward_s for record in known),
-        comm_s=sum(record.comm_s for record in known),
-        optimizer_s=sum(record.optimizer_s for record in known),
         memory_bytes=max((record.memory_bytes for record in known), default=0),
+        **times,
     )
 
 
@@ -219,17 +218,13 @@ class StepTable:
         ]
         return median(rates) if rates else None
 
-    def records(self) -> Iterator[StepRecord]:
-        """Iterates over all records, step by step."""
-        return chain.from_iterable(row.values() for row in self.rows)
-
     def of_rank(self, rank: int) -> list[StepRecord]:
         """Returns the records of one rank, in the order of steps."""
         return [row[rank] for row in self.rows if rank in row]
 
     def totals(self) -> Totals:
         """Adds up all records, step by step."""
-        return add_up(self.records())
+        return add_up(chain.from_iterable(row.values() for row in self.rows))
 
     def mean_s(self, phase: str) -> float:
         """Returns the seconds of a phase, such as ``comm_s``: the mean of the ranks, added up over the steps."""

@@ -105,7 +105,7 @@ def telling_restarts(folder: Path, policy: RestartPolicy, tell: Callable[[str], 
         attempts = hung_attempts(folder)
         for number in range(known + 1, len(attempts) + 1):
             if not isinstance(after_failure(policy, attempts[:number]), Stop):
-                what = attempts[number - 1].incident
+                what = attempts[number - 1]
                 tell(f"{what}; restarting from the newest checkpoint (restart {number} of {policy.max_restarts})")
         known = len(attempts)
 

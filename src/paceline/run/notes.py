@@ -21,10 +21,9 @@ import socket
 import struct
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from paceline.comm.ledger.file import LedgerReader, ledger_path
-from paceline.health.diagnosis import FailedAttempt, Incident, RestartPolicy, Stop, TrainedSteps, after_failure
+from paceline.health.diagnosis import FailedAttempt, RestartPolicy, Stop, TrainedSteps, after_failure
 from paceline.health.failure import Failure, failure_of_verdict
 from paceline.health.verdict import HangVerdict
 
@@ -159,11 +158,8 @@ def note_hang(folder: Path, verdict: HangVerdict) -> None:
 
 def hung_attempts(folder: Path) -> list[FailedAttempt]:
     """Returns the attempts of this run that ended with a verdict, the last one last."""
-    found = []
-    for path in sorted((folder / "health").glob("hang-*.json")):
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found.append(FailedAttempt(first_step=values["first_step"], incident=Incident(**values["incident"])))
-    return found
+    paths = sorted((folder / "health").glob("hang-*.json"))
+    return [FailedAttempt(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def is_over(folder: Path, policy: RestartPolicy) -> bool:

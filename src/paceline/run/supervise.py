@@ -62,7 +62,7 @@ def supervise(start: StartRanks, config: Config, location: RunLocation) -> None:
                 decision = Stop(reason="not started again: the microbatch cannot be halved")
             if isinstance(decision, Stop):
                 raise RunFailedError(error.diagnosis, decision) from error
-            what = str(attempts[-1].incident)
+            what = str(attempts[-1])
         checkpoint, step = _starting_point(config, folder, location.checkpoint, own)
         note = RestartNote(number=decision.number, of=policy.max_restarts, reason=what)
         where = f"from step {step}" if checkpoint is not None else "from the beginning: there is no checkpoint"

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -201,7 +201,7 @@ class Watch:
             line = line_of_thread(text, self._ranks[view.rank].reader.thread)
             if view.phase == DATA and view.waits_in is None:
                 line = self._line_of_worker(view) or line
-            views.append(view.standing_at(line))
+            views.append(replace(view, stands_at=line))
         self.last_views = views
         return judge(views, now, self._limits()) or found
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 import torch
 from paceline.checkpoint.read import open_checkpoint
-from paceline.checkpoint.write import PlainState
+from paceline.checkpoint.manifest import State
 from paceline.checkpoint.tools import audit, difference, incoming, outgoing, reshard
-from paceline.checkpoint.tools.stream import RankContent, write_checkpoint
+from paceline.checkpoint.tools.stream import write_checkpoint
 from paceline.checkpoint.write import StreamedPiece
 from paceline.checkpoint.tools.stream import stream_made
 from paceline.shards import whole_region
@@ -38,14 +38,14 @@ def read():
 
 whole = whole_region((rows, 1024))
 pieces = [StreamedPiece(name=f"model/{n}", region=whole, dtype=torch.float32, read=read) for n in range(num)]
-plain = PlainState(step=1, position=0, values={}, own={"dict": []}, found={}, about={})
+plain = State(step=1, position=0)
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 before = peak()
-path = write_checkpoint(folder / "a", [RankContent(pieces=pieces)], plain)
+path = write_checkpoint(folder / "a", [pieces], plain)
 source = open_checkpoint(path)
 assert audit.audit(path, "fast").is_good
 if way == "dcp":

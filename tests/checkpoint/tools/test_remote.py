@@ -12,7 +12,7 @@ import torch
 from trained_gpt import LLAMA, Save, save_trained
 
 from paceline.checkpoint.find import find_checkpoint, list_checkpoints, verify_checkpoint
-from paceline.checkpoint.manifest import MANIFEST
+from paceline.checkpoint.manifest import MANIFEST, State
 from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
 from paceline.checkpoint.storage import RemoteFiles, absolute_path, is_remote, storage_of, url_of
@@ -20,7 +20,7 @@ from paceline.checkpoint.tools.audit import audit
 from paceline.checkpoint.tools.difference import compare
 from paceline.checkpoint.tools.listing import list_folder
 from paceline.checkpoint.tools.reshard import World, reshard
-from paceline.checkpoint.write import PlainState, RankShare, Target, commit, write_part
+from paceline.checkpoint.write import RankShare, Target, commit, write_part
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
@@ -88,7 +88,7 @@ class Dying:
 def test_killed_at_any_change_the_older_one_is_found_whole(saved: Save, place: Path) -> None:
     storage = storage_of(place)
     storage.rename(reshard(open_checkpoint(saved()), place, World(ranks=1)), place / "step-00000003")
-    plain = PlainState(step=7, position=0, values={}, own={"dict": []}, found={}, about={})
+    plain = State(step=7, position=0, own={"dict": []})
     share = RankShare(name="model/a", region=whole_region((3,)), flat=torch.arange(3))
     num_kills = 0
     for changes in range(60):

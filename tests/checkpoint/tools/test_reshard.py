@@ -11,13 +11,13 @@ import torch
 from trained_gpt import Save, change_manifest
 
 from paceline.checkpoint.find import read_manifest, verify_checkpoint
-from paceline.checkpoint.manifest import SavedPiece, SavedTensor
+from paceline.checkpoint.manifest import SavedPiece, SavedTensor, State
 from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.tools.audit import audit, coverage_problems
 from paceline.checkpoint.tools.difference import compare
 from paceline.checkpoint.tools.reshard import World, cut_regions, reshard
-from paceline.checkpoint.tools.stream import RankContent, stream_made, write_checkpoint
-from paceline.checkpoint.write import PlainState, StreamedPiece
+from paceline.checkpoint.tools.stream import stream_made, write_checkpoint
+from paceline.checkpoint.write import StreamedPiece
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
 
@@ -81,8 +81,8 @@ def test_a_channels_last_tensor_and_odd_shapes_survive(tmp_path: Path) -> None:
         laid = tensor if dims is None else tensor.permute(dims)
         read = stream_made(name, laid.shape, laid.dtype, lambda laid=laid: laid).read
         pieces.append(StreamedPiece(name=name, region=whole_region(tensor.shape, dims), dtype=tensor.dtype, read=read))
-    plain = PlainState(step=1, position=0, values={}, own={}, found={}, about={})
-    source = open_checkpoint(write_checkpoint(tmp_path / "a", [RankContent(pieces=pieces)], plain))
+    plain = State(step=1, position=0)
+    source = open_checkpoint(write_checkpoint(tmp_path / "a", [pieces], plain))
     made = open_checkpoint(reshard(source, tmp_path / "b", World(ranks=3)))
     assert torch.equal(made.read("model/conv"), weight)
     assert compare(source, made).is_same_state
@@ -173,7 +173,7 @@ def test_a_stream_that_ends_early_is_no_file(tmp_path: Path) -> None:
     short = StreamedPiece(
         name="model/a", region=whole_region((8,)), dtype=torch.float32, read=lambda: iter([memoryview(b"abcd")])
     )
-    plain = PlainState(step=1, position=0, values={}, own={}, found={}, about={})
+    plain = State(step=1, position=0)
     with pytest.raises(CheckpointError, match="model/a gave 4 bytes, and its shape has 32"):
-        write_checkpoint(tmp_path, [RankContent(pieces=[short])], plain)
+        write_checkpoint(tmp_path, [[short]], plain)
     assert list(tmp_path.iterdir()) == []

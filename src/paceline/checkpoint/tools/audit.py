@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.manifest import COMPRESSION, Manifest, SavedPiece, SavedTensor
+from paceline.checkpoint.manifest import COMPRESSION, MANIFEST, Manifest, SavedPiece, SavedTensor
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.checkpoint.tensors import Progress, decode, dtype_of, ignore_progress, read_header
 from paceline.data.consumed import Segment, batches_of, extend_hash, hash_text, segments_of, skipped_of
@@ -68,7 +68,7 @@ class Audit:
     path: Path
     step: int
     depth: Depth
-    checks: tuple[AuditCheck, ...] = field(default_factory=tuple)
+    checks: tuple[AuditCheck, ...] = ()
 
     @property
     def is_good(self) -> bool:
@@ -103,11 +103,10 @@ def check_files(
         except OSError as error:
             problems.append(f"{name} cannot be read: {error.strerror or error}")
         progress(file.num_bytes)
-    known = {*manifest.files, "manifest.json"}
+    known = {*manifest.files, MANIFEST}
     extra = [name for name in storage.names(path) if name not in known]
-    told = f"{len(manifest.files)} files, {manifest.num_bytes:,} bytes: " + (
-        "SHA-256 of each" if depth == "full" else "sizes (the hashes: --full)"
-    )
+    how = "SHA-256 of each" if depth == "full" else "sizes (the hashes: --full)"
+    told = f"{len(manifest.files)} files, {manifest.num_bytes:,} bytes: {how}"
     if extra:
         told += f"; {len(extra)} more that do not belong to it: {', '.join(extra[:3])}"
     return AuditCheck(what="files", finding=told, problems=tuple(problems))
@@ -166,9 +165,8 @@ def check_samples(manifest: Manifest) -> AuditCheck:
     """Computes anew which samples a run must have consumed, and compares that with what it has kept."""
     entry = manifest.values.get("consumed")
     if entry is None:
-        return AuditCheck(
-            what="samples", finding="not checked: this checkpoint keeps no hash of consumed samples", is_done=False
-        )
+        finding = "not checked: this checkpoint keeps no hash of consumed samples"
+        return AuditCheck(what="samples", finding=finding, is_done=False)
     try:
         return _checked(manifest, decode(entry))
     except _UNREADABLE as error:
@@ -178,91 +176,74 @@ def check_samples(manifest: Manifest) -> AuditCheck:
 
 def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
     segments, skipped, count = segments_of(state), skipped_of(state), int(state["count"])
-    path = follow(segments, skipped, manifest.position)
-    problems = [*_order_problems(manifest, segments), *path.problems]
+    wrong_path, gaps = follow(segments, skipped, manifest.position)
+    problems = [*_order_problems(manifest, segments), *wrong_path]
     wanted = sum(segment.last - segment.first for segment in segments)
     told = f"{count:,} ids"
     if wanted != count:
         problems.append(f"{count:,} samples were consumed, and the order of the data has {wanted:,} there")
     else:  # else the segments are not to be trusted: they may be of any length
-        again = consume_again(segments)
-        told += f" in {again.num_batches:,} batches hashed again in the order of the data"
-        problems += again.problems
-        if again.num_batches != manifest.step:
-            batches = f"{again.num_batches:,} batches were consumed"
-            problems.append(f"{batches}, and the checkpoint is of step {manifest.step:,}")
-        if again.hash != state["hash"]:
+        found, num_batches, wrong_ids = consume_again(segments)
+        told += f" in {num_batches:,} batches hashed again in the order of the data"
+        problems += wrong_ids
+        if num_batches != manifest.step:
+            problems.append(f"{num_batches:,} batches were consumed, and the checkpoint is of step {manifest.step:,}")
+        if found != state["hash"]:
             problems.append(
-                f"the ids that were consumed hash to {state['hash']}, those of the order to {again.hash}: "
+                f"the ids that were consumed hash to {state['hash']}, those of the order to {found}: "
                 "samples were lost, repeated or taken in another order"
             )
     told += f" ({'; then '.join(map(_in_words, segments)) or 'none yet'})"
     if not problems:
-        told += ", each at most once an epoch" if path.told else ", each once an epoch"
-    return AuditCheck(what="samples", finding="; ".join([told, *path.told]), problems=tuple(problems))
+        told += ", each at most once an epoch" if gaps else ", each once an epoch"
+    return AuditCheck(what="samples", finding="; ".join([told, *gaps]), problems=tuple(problems))
 
 
-@dataclass(slots=True)
-class SegmentPath:
-    """How segments follow on one another: what is wrong, and which gaps have a reason."""
+def follow(
+    segments: Sequence[Segment], skipped: Sequence[tuple[int, int]], position: int
+) -> tuple[list[str], list[str]]:
+    """Goes through the segments from 0 to the position that the run goes on from.
 
-    problems: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
-
-
-def follow(segments: Sequence[Segment], skipped: Sequence[tuple[int, int]], position: int) -> SegmentPath:
-    """Goes through the segments from 0 to the position that the run goes on from."""
-    found, unused, place = SegmentPath(), list(skipped), 0
+    Returns what is wrong, and the gaps that have a reason.
+    """
+    problems, gaps, unused, place = [], [], list(skipped), 0
     for segment in segments:
         if segment.last <= segment.first:
             raise ValueError(f"a segment from {segment.first:,} to {segment.last:,}")
         if segment.first < place:
-            found.problems.append(
-                f"positions {segment.first:,} to {min(place, segment.last):,} were consumed twice: "
-                "a segment begins before the one before it has ended"
-            )
-        elif segment.first > place and not _has_reason(place, segment.first, segment.order, unused, found):
-            found.problems.append(f"{_gap(place, segment.first)} were never consumed, and nothing noted says why")
+            twice = _gap(segment.first, min(place, segment.last))
+            problems.append(f"{twice} were consumed twice: a segment begins before the one before it has ended")
+        elif reason := _reason(place, segment.first, segment.order, unused):
+            gaps.append(reason)
+        elif segment.first > place:
+            problems.append(f"{_gap(place, segment.first)} were never consumed, and nothing noted says why")
         place = max(place, segment.last)
+    end = f"the last sample was at position {place:,}, and the run goes on at {position:,}"
     if position < place:
-        found.problems.append(
-            f"the last sample was at position {place:,}, and the run goes on at {position:,}: "
-            f"positions {position:,} to {place:,} would be consumed twice"
-        )
-    elif position > place and not _has_reason(place, position, None, unused, found):
-        found.problems.append(
-            f"the last sample was at position {place:,}, and the run goes on at {position:,}: "
-            f"{_gap(place, position)} would never be consumed"
-        )
-    found.problems += [f"{_gap(*each)} are noted as left out, and are no gap in what was consumed" for each in unused]
-    return found
+        problems.append(f"{end}: {_gap(position, place)} would be consumed twice")
+    elif reason := _reason(place, position, None, unused):
+        gaps.append(reason)
+    elif position > place:
+        problems.append(f"{end}: {_gap(place, position)} would never be consumed")
+    problems += [f"{_gap(*each)} are noted as left out, and are no gap in what was consumed" for each in unused]
+    return problems, gaps
 
 
-def _has_reason(
-    first: int, last: int, order: DataOrder | None, unused: list[tuple[int, int]], found: SegmentPath
-) -> bool:
-    """Says whether a gap is one that was noted, or the end of an epoch that the config drops."""
-    if (first, last) in unused:
+def _reason(first: int, last: int, order: DataOrder | None, unused: list[tuple[int, int]]) -> str:
+    """Says why there is a gap: it was noted, or is the end of an epoch that the config drops. Empty: neither."""
+    if first < last and (first, last) in unused:
         unused.remove((first, last))
-        found.told.append(f"{_gap(first, last)} were left out by a roll-back, as it noted")
-        return True
-    if order is not None and order.drop_last and order.batch_at(first).position == last:
-        found.told.append(f"{_gap(first, last)} are the end of an epoch that data.last_batch = drop leaves out")
-        return True
-    return False
+        return f"{_gap(first, last)} were left out by a roll-back, as it noted"
+    if first < last and order is not None and order.drop_last and order.batch_at(first).position == last:
+        return f"{_gap(first, last)} are the end of an epoch that data.last_batch = drop leaves out"
+    return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecomputedIds:
-    """What segments consist of, computed anew."""
+def consume_again(segments: Sequence[Segment]) -> tuple[str, int, list[str]]:
+    """Returns the hash of the ids of segments, the number of batches, and what is wrong with them.
 
-    hash: str
-    num_batches: int
-    problems: tuple[str, ...]
-
-
-def consume_again(segments: Sequence[Segment]) -> RecomputedIds:
-    """Hashes the ids of segments, counts their batches, and looks for ids that come twice in an epoch."""
+    An id that comes twice in an epoch is wrong, and a segment that ends inside a batch.
+    """
     known, num_batches, problems = (0, 0), 0, []
     seen = _SeenIds(max((segment.order.length for segment in segments), default=0))
     for batches in _runs(segments):
@@ -276,7 +257,7 @@ def consume_again(segments: Sequence[Segment]) -> RecomputedIds:
                 f"a segment ends at position {segment.last:,}, and the batch of {segment.order.global_batch:,} there "
                 f"goes from {last.position:,} to {last.next_position:,}"
             )
-    return RecomputedIds(hash=hash_text(known), num_batches=num_batches, problems=(*problems, *seen.problems()))
+    return hash_text(known), num_batches, problems + seen.problems()
 
 
 def _runs(segments: Sequence[Segment]) -> Iterator[list[tuple[Segment, GlobalBatch]]]:
@@ -346,11 +327,8 @@ def _order_problems(manifest: Manifest, segments: Sequence[Segment]) -> list[str
 
 
 def _in_words(segment: Segment) -> str:
-    order = segment.order
-    return (
-        f"{segment.first:,} to {segment.last:,} of {order.length:,} samples, seed {order.seed}, "
-        f"batch {order.global_batch:,}"
-    )
+    order, place = segment.order, f"{segment.first:,} to {segment.last:,}"
+    return f"{place} of {order.length:,} samples, seed {order.seed}, batch {order.global_batch:,}"
 
 
 def _gap(first: int, last: int) -> str:

@@ -51,8 +51,8 @@ def write_distributed(path: Path, content: Mapping[str, Any], progress: Progress
             ) from error
 
 
-def read_distributed(path: Path) -> dict[tuple[str | int, ...], Any]:
-    """Returns what a distributed checkpoint has, by its place in the nested dicts: streams, and plain values."""
+def read_distributed(path: Path) -> dict[Any, Any]:
+    """Returns what a distributed checkpoint has: nested dicts (lists are such by number) of streams and values."""
     try:
         metadata = FileSystemReader(path).read_metadata()
     except FileNotFoundError as error:
@@ -68,10 +68,13 @@ def read_distributed(path: Path) -> dict[tuple[str | int, ...], Any]:
     shapes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     values = _load(path, {name: None for name in entries if name not in shapes})
     tensors = _Tensors(path, shapes)
-    found: dict[tuple[str | int, ...], Any] = {}
+    found: dict[Any, Any] = {}
     for name in entries:
-        place = tuple(places.get(name, (name,)))
-        found[place] = tensors.stream(name) if name in shapes else values[name]
+        *outer, last = places.get(name, (name,))
+        inner = found
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = tensors.stream(name) if name in shapes else values[name]
     return found
 
 

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER
+from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, State
 from paceline.checkpoint.storage import LocalFiles, cannot_read
-from paceline.checkpoint.tensors import Progress, Stream, dtype_of, encode, ignore_progress
+from paceline.checkpoint.tensors import NO_HEADER, Progress, Stream, dtype_of, encode, ignore_progress, parse_header
 from paceline.checkpoint.tools.hugging_face import from_hugging_face
 from paceline.checkpoint.tools.outgoing import METADATA, Format
-from paceline.checkpoint.tools.stream import WINDOW_BYTES, RankContent, stream_made, write_checkpoint
-from paceline.checkpoint.write import PlainState, StreamedPiece
+from paceline.checkpoint.tools.stream import WINDOW_BYTES, stream_made, write_checkpoint
+from paceline.checkpoint.write import StreamedPiece
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
 
@@ -91,11 +90,11 @@ def open_incoming(path: Path, kind: Format, prefix: str = "") -> Incoming:
             f"--prefix {prefix}: {lacking[0]} does not begin so\n  it is taken off every name\n"
             "  leave it out, or name what all of them begin with"
         )
-    return Incoming(
-        model={name.removeprefix(prefix): stream for name, stream in found.model.items()},
-        optimizer={name.removeprefix(prefix): stream for name, stream in found.optimizer.items()},
-        found=found.found,
+    model, optimizer = (
+        {name.removeprefix(prefix): stream for name, stream in streams.items()}
+        for streams in (found.model, found.optimizer)
     )
+    return replace(found, model=model, optimizer=optimizer)
 
 
 def _check_there(path: Path) -> None:
@@ -121,15 +120,17 @@ def save_incoming(
     incoming: Incoming, folder: Path, source: str, *, progress: Progress = ignore_progress, may_replace: bool = False
 ) -> Path:
     """Writes what was found as ``folder/step-00000000``; returns its path."""
-    pieces = [_piece(MODEL + name, stream) for name, stream in incoming.model.items()]
-    pieces += [_piece(OPTIMIZER + name, stream) for name, stream in incoming.optimizer.items()]
+    streams = {
+        **{MODEL + name: stream for name, stream in incoming.model.items()},
+        **{OPTIMIZER + name: stream for name, stream in incoming.optimizer.items()},
+    }
+    pieces = [
+        StreamedPiece(name=name, region=whole_region(stream.shape), dtype=stream.dtype, read=stream.read)
+        for name, stream in streams.items()
+    ]
     about = {"imported_from": source, "weights_only": not incoming.found, "reason": "import", "strategy": "ddp"}
-    plain = PlainState(step=0, position=0, values={}, own=encode({}), found=dict(incoming.found), about=about)
-    return write_checkpoint(folder, [RankContent(pieces=pieces)], plain, progress=progress, may_replace=may_replace)
-
-
-def _piece(name: str, stream: Stream) -> StreamedPiece:
-    return StreamedPiece(name=name, region=whole_region(stream.shape), dtype=stream.dtype, read=stream.read)
+    plain = State(step=0, position=0, found=dict(incoming.found), about=about)
+    return write_checkpoint(folder, [pieces], plain, progress=progress, may_replace=may_replace)
 
 
 def _open_safetensors(path: Path) -> Incoming:
@@ -178,23 +179,17 @@ def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
 def _safetensors_table(path: Path) -> tuple[dict[str, Stream], dict[str, str]]:
     """Returns the tensors of a file, each read in windows when it is needed, and what else the header says."""
     try:
-        with path.open("rb") as file:
-            total = path.stat().st_size
-            if total < 8:
-                raise ValueError(f"it has {total} bytes")
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > total:
-                raise ValueError(f"a header of {size} bytes in a file of {total}")
-            header = json.loads(file.read(size))
+        total = path.stat().st_size
+        header, start = parse_header(LocalFiles(), path)
         metadata = header.pop("__metadata__", {})
         streams = {
-            name: _file_stream(path, name, entry["dtype"], entry["shape"], 8 + size + entry["data_offsets"][0])
+            name: _file_stream(path, name, entry["dtype"], entry["shape"], start + entry["data_offsets"][0])
             for name, entry in header.items()
         }
-        needed = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        needed = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except OSError as error:
         raise cannot_read(path, error) from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except NO_HEADER as error:
         raise CheckpointError(
             f"{path} is not a safetensors file: {error}\n  it begins with a header, and that with its size\n"
             "  check the path, or --format"
@@ -251,7 +246,7 @@ def _open_torch(path: Path) -> Incoming:
             f"{path} holds a {type(content).__name__}\n  a state dict maps names to tensors\n"
             "  save it with torch.save(model.state_dict(), path)"
         )
-    return _split_content({(str(name),): value for name, value in content.items()})
+    return _split_content({str(name): value for name, value in content.items()})
 
 
 def _open_distributed(path: Path) -> Incoming:
@@ -260,9 +255,8 @@ def _open_distributed(path: Path) -> Incoming:
     return _split_content(read_distributed(path))
 
 
-def _split_content(flat: Mapping[tuple[str | int, ...], Any]) -> Incoming:
-    """Splits nested dicts, given by the places of their leaves, into the model and the optimizer."""
-    nested = _nested(flat)
+def _split_content(nested: Mapping[Any, Any]) -> Incoming:
+    """Splits nested dicts into the model and the optimizer."""
     model = next((nested[name] for name in _MODELS if isinstance(nested.get(name), dict)), None)
     optimizer = next((nested[name] for name in _OPTIMIZERS if isinstance(nested.get(name), dict)), None)
     streams = {name: _stream(name, value) for name, value in (nested if model is None else model).items()}
@@ -307,14 +301,3 @@ def _stream(name: str, value: Any) -> Stream | None:
     if isinstance(value, torch.Tensor):
         return stream_made(name, value.shape, value.dtype, lambda: value)
     return None
-
-
-def _nested(flat: Mapping[tuple[str | int, ...], Any]) -> dict[Any, Any]:
-    """Builds nested dicts; lists become dicts by number."""
-    found: dict[Any, Any] = {}
-    for place, value in flat.items():
-        inner = found
-        for key in place[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[place[-1]] = value
-    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,25 +57,22 @@ def list_folder(where: Path, now: float, depth: Depth = "fast", progress: Progre
     """Returns the checkpoints of a run or folder, oldest first, those that are not whole among them."""
     folder = folder_of(where)
     storage = storage_of(folder)
-    paths = [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None or _is_rest(name)]
-    paths.sort(key=lambda path: (_step(path), path.name))
+    paths = [folder / name for name in storage.names(folder) if _step(name) is not None]
+    paths.sort(key=lambda path: (_step(path.name) or 0, path.name))
     looked = [_look(path, now, depth, progress) for path in paths]
-    found = [each for each, _ in looked]
-    reasons = kept_because(found, {each.path: manifest for each, manifest in looked if not each.problem})
-    return [replace(each, kept=reasons.get(each.path, ())) for each in found]
+    reasons = kept_because([(each, manifest) for each, manifest in looked if manifest and not each.problem])
+    return [replace(each, kept=reasons.get(each.path, ())) for each, _ in looked]
 
 
-def kept_because(found: Sequence[Listed], manifests: Mapping[Path, Manifest | None]) -> dict[Path, tuple[str, ...]]:
-    """Returns why each whole checkpoint is kept, by the settings of the newest one's run."""
-    known = {path: manifest.spot for path, manifest in manifests.items() if manifest is not None}
-    current = newest_line(known.values())
-    left = {path for path, spot in known.items() if not current.has(spot.line, spot.step)}
-    whole = sorted((each for each in found if not each.problem), key=lambda each: (each.path not in left, each.step))
-    if not whole:
+def kept_because(found: Sequence[tuple[Listed, Manifest]]) -> dict[Path, tuple[str, ...]]:
+    """Returns why each of some whole checkpoints is kept, by the settings of the newest one's run."""
+    if not found:
         return {}
-    newest = manifests[whole[-1].path]
-    settings = ((newest.about.get("config") or {}).get("checkpoint") if newest is not None else None) or {}
-    policy = retention_of(settings)
+    current = newest_line(manifest.spot for _, manifest in found)
+    left = {each.path for each, manifest in found if not current.has(manifest.line, manifest.step)}
+    ordered = sorted(found, key=lambda pair: (pair[0].path not in left, pair[0].step))
+    whole, newest = [each for each, _ in ordered], ordered[-1][1]
+    policy = retention_of((newest.about.get("config") or {}).get("checkpoint") or {})
     reasons: dict[Path, list[str]] = {each.path: [] for each in whole}
     for each in whole[-(policy.last or len(whole)) :]:
         reasons[each.path].append("newest" if each is whole[-1] else "one of the last")
@@ -134,7 +132,7 @@ def _look(path: Path, now: float, depth: Depth, progress: Progress) -> tuple[Lis
 def _broken(path: Path, problem: str) -> Listed:
     storage = storage_of(path)
     num_bytes = sum(storage.size(path / name) or 0 for name in storage.names(path))
-    return Listed(path=path, step=_step(path), num_bytes=num_bytes, age_s=None, problem=problem)
+    return Listed(path=path, step=_step(path.name) or 0, num_bytes=num_bytes, age_s=None, problem=problem)
 
 
 def _age(path: Path, now: float) -> float | None:
@@ -145,13 +143,12 @@ def _age(path: Path, now: float) -> float | None:
 
 
 def _is_rest(name: str) -> bool:
-    return name.startswith(".") and step_of(Path(name.removeprefix(".").rpartition(".")[0])) is not None
+    return name.startswith(".") and _step(name) is not None
 
 
-def _step(path: Path) -> int:
-    name = path.name
-    step = step_of(Path(name.removeprefix(".").rpartition(".")[0]) if _is_rest(name) else path)
-    return 0 if step is None else step
+def _step(name: str) -> int | None:
+    """Returns the step of a checkpoint, or of what a save that was cut short has left."""
+    return step_of(Path(name[1:].rpartition(".")[0] if name.startswith(".") else name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,13 +182,11 @@ def summarize(path: Path, pattern: str | None = None) -> Summary:
     Raises UsageError for a pattern that fits none.
     """
     manifest = read_manifest(path)
-    kinds: dict[str, int] = {}
-    dtypes: dict[str, int] = {}
+    kinds, dtypes, num_parameters = Counter[str](), Counter[str](), 0
     for name, tensor in manifest.tensors.items():
-        size = tensor_bytes(tensor)
-        kind = name.partition("/")[0]
-        kinds[kind] = kinds.get(kind, 0) + size
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + size
+        kinds[name.partition("/")[0]] += tensor_bytes(tensor)
+        dtypes[tensor.dtype] += tensor_bytes(tensor)
+        num_parameters += math.prod(tensor.shape) if name.startswith(MODEL) else 0
     fits = re.compile(fnmatch.translate("*" if pattern is None else pattern)).match
     chosen = [name for name in manifest.tensors if fits(name) or fits(name.partition("/")[2])]
     if pattern is not None and not chosen:
@@ -200,9 +195,7 @@ def summarize(path: Path, pattern: str | None = None) -> Summary:
     return Summary(
         path=path,
         manifest=manifest,
-        num_parameters=sum(
-            math.prod(tensor.shape) for name, tensor in manifest.tensors.items() if name.startswith(MODEL)
-        ),
+        num_parameters=num_parameters,
         bytes_by_kind=kinds,
         bytes_by_dtype=dtypes,
         optimizer=optimizer_settings(manifest),
@@ -213,11 +206,7 @@ def summarize(path: Path, pattern: str | None = None) -> Summary:
 def optimizer_settings(manifest: Manifest) -> dict[str, Any]:
     """Returns the settings of each of the optimizer's groups, by the number of parameters that it has."""
     groups = {name: decode(value) for name, value in manifest.found.items() if name.startswith("group/")}
-    members: dict[str, int] = dict.fromkeys(groups, 0)
-    for name, value in manifest.found.items():
-        if name.startswith(OPTIMIZER):
-            label = decode(value)["group"]
-            members[label] = members.get(label, 0) + 1
+    members = Counter(decode(value)["group"] for name, value in manifest.found.items() if name.startswith(OPTIMIZER))
     return {label: {"parameters": members[label], **settings} for label, settings in groups.items()}
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from paceline.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.storage import LocalFiles, cannot_write
+from paceline.checkpoint.storage import cannot_write
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
 from paceline.checkpoint.tools.listing import tensor_bytes
@@ -65,10 +65,8 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
         )
     if options.is_hugging_face:
         write = _hugging_face_writer(checkpoint, streams, progress)
-    elif options.format == "safetensors":
-        write = _safetensors_writer(checkpoint, streams, options, progress)
     else:
-        write = _torch_writer(checkpoint, streams, options, progress)
+        write = _plain_writer(checkpoint, streams, options, progress)
     _write_atomically(out, write)
     return out
 
@@ -104,19 +102,6 @@ def exported_bytes(manifest: Manifest, options: ExportOptions) -> int:
     return sum(tensor_bytes(tensor) for name, tensor in manifest.tensors.items() if name.startswith(wanted))
 
 
-def _safetensors_writer(
-    checkpoint: Checkpoint, streams: dict[str, Stream], options: ExportOptions, progress: Progress
-) -> Callable[[Path], object]:
-    manifest = checkpoint.manifest
-    metadata = {"format": "pt"}
-    wanted = list(streams.values())
-    if options.with_optimizer:
-        optimizer_content(checkpoint)  # refuses one that is not there
-        wanted += [stream_saved(checkpoint, name) for name in manifest.tensors if name.startswith(OPTIMIZER)]
-        metadata[METADATA] = json.dumps({"found": manifest.found})
-    return lambda path: write_safetensors(LocalFiles(), path, wanted, metadata, progress)
-
-
 def _hugging_face_writer(
     checkpoint: Checkpoint, streams: dict[str, Stream], progress: Progress
 ) -> Callable[[Path], object]:
@@ -125,17 +110,22 @@ def _hugging_face_writer(
     def write(path: Path) -> None:
         path.mkdir()
         (path / "config.json").write_text(json.dumps(made.config, indent=2) + "\n")
-        write_safetensors(LocalFiles(), path / "model.safetensors", made.streams, {"format": "pt"}, progress)
+        write_safetensors(path / "model.safetensors", made.streams, {"format": "pt"}, progress)
 
     return write
 
 
-def _torch_writer(
+def _plain_writer(
     checkpoint: Checkpoint, streams: dict[str, Stream], options: ExportOptions, progress: Progress
 ) -> Callable[[Path], object]:
+    manifest, metadata, wanted = checkpoint.manifest, {"format": "pt"}, list(streams.values())
     content: dict[str, Any] = {"model": streams}
     if options.with_optimizer:
         content["optim"] = optimizer_content(checkpoint)
+        wanted += [stream_saved(checkpoint, name) for name in manifest.tensors if name.startswith(OPTIMIZER)]
+        metadata[METADATA] = json.dumps({"found": manifest.found})
+    if options.format == "safetensors":
+        return lambda path: write_safetensors(path, wanted, metadata, progress)
     if options.format == "torch":
         return lambda path: write_torch_file(path, content if options.with_optimizer else streams, progress)
     from paceline.checkpoint.tools.distributed import write_distributed

@@ -23,11 +23,11 @@ from typing import Literal
 
 import torch
 
-from paceline.checkpoint.manifest import OPTIMIZER, SavedTensor
+from paceline.checkpoint.manifest import OPTIMIZER, SavedTensor, State
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tensors import Progress, dtype_of, encode, host_bytes, ignore_progress
-from paceline.checkpoint.tools.stream import RankContent, stream_region, write_checkpoint
-from paceline.checkpoint.write import PlainState, StreamedPiece, own_shares
+from paceline.checkpoint.tools.stream import stream_region, write_checkpoint
+from paceline.checkpoint.write import StreamedPiece, own_shares
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.shards import Region, Shard, flat_layout, whole_region
@@ -72,22 +72,15 @@ def reshard(
     """Writes a checkpoint into ``folder`` as the ranks of another world would have; returns its path."""
     manifest = checkpoint.manifest
     regions = cut_regions(manifest.tensors, world)
-    keeps_own = manifest.world == world.ranks
-    ranks = []
-    for rank in range(world.ranks):
-        pieces = [_piece(checkpoint, name, region) for name, region in regions[rank]]
-        own = {"own": encode(checkpoint.own(rank), f"what rank {rank} had of its own")} if keeps_own else {}
-        ranks.append(RankContent(pieces=pieces, **own))
+    ranks = [[_piece(checkpoint, name, region) for name, region in held] for held in regions]
+    own = None
+    if manifest.world == world.ranks:
+        own = [encode(checkpoint.own(rank), f"what rank {rank} had of its own") for rank in range(world.ranks)]
     about = {**manifest.about, "strategy": world.strategy, "mesh": {"pipeline": world.pipeline, "tensor": world.tensor}}
-    plain = PlainState(
-        step=manifest.step,
-        position=manifest.position,
-        values=manifest.values,
-        own={"dict": []},
-        found=manifest.found,
-        about=about,
+    plain = State(
+        step=manifest.step, position=manifest.position, values=manifest.values, found=manifest.found, about=about
     )
-    return write_checkpoint(folder, ranks, plain, progress=progress, may_replace=may_replace)
+    return write_checkpoint(folder, ranks, plain, own=own, progress=progress, may_replace=may_replace)
 
 
 def cut_regions(tensors: Mapping[str, SavedTensor], world: World) -> list[list[tuple[str, Region]]]:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import SavedFile
+from paceline.checkpoint.manifest import State
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.storage import FileStore, cannot_write, storage_of, url_of
+from paceline.checkpoint.storage import LocalFiles, cannot_write, storage_of, url_of
 from paceline.checkpoint.tensors import Progress, Stream, file_chunks, host_bytes, ignore_progress
-from paceline.checkpoint.write import PlainState, StreamedPiece, Target, commit, discard, write_rank
+from paceline.checkpoint.write import StreamedPiece, Target, commit, discard, write_rank
 from paceline.errors import CheckpointError
 from paceline.shards import Region, whole_region
 
@@ -69,35 +69,22 @@ def stream_made(name: str, shape: Sequence[int], dtype: torch.dtype, make: Calla
     return Stream(name=name, shape=tuple(shape), dtype=dtype, read=read)
 
 
-def write_safetensors(
-    storage: FileStore,
-    path: Path,
-    streams: Sequence[Stream],
-    metadata: Mapping[str, str] | None = None,
-    progress: Progress = ignore_progress,
-) -> SavedFile:
+def write_safetensors(path: Path, streams: Sequence[Stream], metadata: Mapping[str, str], progress: Progress) -> None:
     """Writes streams as one safetensors file. Wide dtypes come first, so that all lie where processors want them."""
     ordered = sorted(streams, key=lambda stream: -stream.dtype.itemsize)
-    return storage.write(path, file_chunks(ordered, metadata, progress))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankContent:
-    """What one rank is to have: pieces, and its own values as JSON values."""
-
-    pieces: Sequence[StreamedPiece]
-    own: Any = field(default_factory=lambda: {"dict": []})
+    LocalFiles().write(path, file_chunks(ordered, metadata, progress))
 
 
 def write_checkpoint(
     folder: Path,
-    ranks: Sequence[RankContent],
-    plain: PlainState,
+    ranks: Sequence[Sequence[StreamedPiece]],
+    plain: State,
     *,
+    own: Sequence[Any] | None = None,
     progress: Progress = ignore_progress,
     may_replace: bool = False,
 ) -> Path:
-    """Writes ``folder/step-<n>`` with the content of each rank; returns its path.
+    """Writes ``folder/step-<n>`` with the pieces of each rank; returns its path. ``own``: each rank's values, as JSON.
 
     Raises CheckpointError if it is there already and may not be replaced, or cannot be written.
     """
@@ -113,9 +100,10 @@ def write_checkpoint(
             f"{url_of(first.final)} is there already\n  it would be replaced\n  name another folder, or add --force"
         )
     try:
-        for target, content in zip(targets, ranks, strict=True):
+        for target, pieces in zip(targets, ranks, strict=True):
             found = plain.found if target.rank == 0 else {}
-            write_rank(target, content.pieces, replace(plain, own=content.own, found=found), progress)
+            values = {"dict": []} if own is None else own[target.rank]
+            write_rank(target, pieces, replace(plain, own=values, found=found), progress)
         commit(first, plain)
     except OSError as error:
         discard(first)
