@@ -8,7 +8,7 @@ each rank's   random states
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from paceline.train.ema import WeightAverage
 from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
-from paceline.train.scaler import LossScaler
+from paceline.train.scaler import make_scaler
 from paceline.train.step import StepPolicy
 from paceline.train.survive.bad_steps import BadSteps
 from paceline.train.survive.retry import Retry
@@ -54,20 +54,21 @@ class TrainerParts:
     evaluates_average: bool = False
 
 
-class RunState(Protocol):
-    """What a trainer keeps from step to step besides its parts: what a checkpoint holds and restores."""
+class RunState:
+    """What a trainer keeps from step to step: what a checkpoint holds and restores."""
 
-    parts: TrainerParts
-    step: int
-    position: int
-    line: Line | None
-    scaler: LossScaler | None
-    bad_steps: BadSteps
-    consumed: ConsumedIds
-    metrics: dict[str, float]
-    best: dict[str, Any] | None
-    rate_scale: float
-    num_roll_backs: int
+    def __init__(self, parts: TrainerParts) -> None:
+        self.parts = parts
+        self.step = 0
+        self.position = 0
+        self.scaler = make_scaler(parts.engine.precision, parts.engine.comm.device, parts.policy.loss_scale)
+        self.bad_steps = BadSteps()
+        self.consumed = ConsumedIds(parts.loader.order)
+        self.metrics: dict[str, float] = {}  # of the last evaluation, with its step
+        self.best: dict[str, Any] | None = None
+        self.num_roll_backs = 0
+        self.rate_scale = 1.0
+        self.line: Line | None = None  # of rank 0, which knows what was saved before
 
 
 def collect_state(trainer: RunState) -> State:
@@ -108,7 +109,7 @@ def restore_state(trainer: RunState, checkpoint: Checkpoint) -> None:
     """Continues a trainer from a checkpoint: see ``Trainer.load_state``."""
     parts, comm, values = trainer.parts, trainer.parts.engine.world, checkpoint.values
     try:
-        load_model_and_optimizer(trainer, checkpoint)
+        _load_model_and_optimizer(parts, checkpoint)
     except (MisfitError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
@@ -137,16 +138,17 @@ def restore_state(trainer: RunState, checkpoint: Checkpoint) -> None:
         seed_everything(parts.seed, parts.engine.random_stream, checkpoint.step)
 
 
-def load_model_and_optimizer(trainer: RunState, checkpoint: Checkpoint) -> None:
+def _load_model_and_optimizer(parts: TrainerParts, checkpoint: Checkpoint) -> None:
     """Fills parameters, buffers and optimizer state. Rates and decay stay what the config asks for now."""
-    engine, optimizer = trainer.parts.engine, trainer.parts.optimizer
-    fill_model(checkpoint, engine)
+    fill_model(checkpoint, parts.engine)
     if checkpoint.manifest.about.get("weights_only"):
         return  # somebody's weights: the optimizer begins anew
-    asked = [_settings(group) for group in optimizer.param_groups]
-    load_optimizer(checkpoint, optimizer, list(engine.shards()))
-    for group, settings in zip(optimizer.param_groups, asked, strict=True):
-        group.update(settings)
+    groups = parts.optimizer.param_groups
+    asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    load_optimizer(checkpoint, parts.optimizer, list(parts.engine.shards()))
+    for group, settings in zip(parts.optimizer.param_groups, asked, strict=True):
+        peak = settings.get("initial_lr", settings["lr"])
+        group.update(settings, lr=peak, initial_lr=peak)
 
 
 class _Below:
@@ -163,10 +165,3 @@ class _Below:
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Returns a region of a tensor, flat, or a whole one."""
         return self._checkpoint.read(self._prefix + name, region)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a parameter group's settings, with its rate as it was asked for."""
-    kept = {name: value for name, value in group.items() if name != "params"}
-    peak = kept.get("initial_lr", kept["lr"])
-    return {**kept, "lr": peak, "initial_lr": peak}
