@@ -269,8 +269,8 @@ class _KnownGroups:
         """Returns two groups as a pair, which their ranks connect on the first call."""
         outer = None if across is None or is_outside(across) else self.find(across, device)
         key = (None if inside is None else id(inside), id(outer), device)
-        alone = SoloCommunicator(device, world_rank=0 if outer is None else outer.ranks[outer.rank])
-        inner = alone if inside is None else self.find(inside, device)
+        rank = 0 if outer is None else outer.ranks[outer.rank]
+        inner = SoloCommunicator(device, world_rank=rank) if inside is None else self.find(inside, device)
         return self._once(("pair", key), (inside, outer), lambda: connect_groups(inner, outer))
 
     def by_hosts(self, comm: Communicator) -> Communicator:

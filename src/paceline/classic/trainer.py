@@ -118,14 +118,11 @@ class DistributedTrainer:
     ) -> None:
         more = TrainerOptions(**{name: value for name, value in options.items() if name in _OPTIONS})
         clip, steps = plain_number(gradient_clip_val), gradient_accumulation_steps
+        names, is_named = tuple(PRECISIONS), not isinstance(mixed_precision, bool)
         problems = [
             *check_type("model", model, nn.Module, "an nn.Module"),
             *check_choice("strategy", strategy, STRATEGIES, says="is unknown"),
-            *(
-                []
-                if isinstance(mixed_precision, bool)
-                else check_choice("mixed_precision", mixed_precision, tuple(PRECISIONS), also="True, False, or ")
-            ),
+            *(check_choice("mixed_precision", mixed_precision, names, also="True, False, or ") if is_named else []),
             *expect(
                 type(steps) is int and steps >= 1,
                 f"gradient_accumulation_steps = {steps!r}",

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from paceline.checkpoint.manifest import State
-from paceline.checkpoint.read import Checkpoint, open_checkpoint
+from paceline.checkpoint.read import open_checkpoint
 from paceline.clock import seconds_between
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
@@ -29,7 +29,7 @@ from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.optim import set_learning_rate
-from paceline.train.run_state import RunState, TrainerParts, collect_state, restore_state
+from paceline.train.run_state import RunState, TrainerParts
 from paceline.train.step import Passes, StepOutcome, train_step
 from paceline.train.survive.bad_steps import BadStep
 from paceline.train.survive.overflow import explain_bad_steps, find_overflow
@@ -257,14 +257,7 @@ class Trainer(RunState):
         self.flush(wait=True)
         for bad in self.bad_steps.settle():
             self._note_bad(bad)
-        return collect_state(self)
-
-    def load_state(self, checkpoint: Checkpoint) -> None:
-        """Continues from a checkpoint: the same samples and learning rates at any number of ranks and strategy.
-
-        With the same number of ranks the random states continue too; with another one each rank gets a fresh stream.
-        """
-        restore_state(self, checkpoint)
+        return self.collect_state()
 
     def _write_records(self, *, wait: bool) -> list[StepRecord]:
         records: list[StepRecord] = []

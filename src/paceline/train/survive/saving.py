@@ -26,7 +26,6 @@ from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.errors import CheckpointError
 from paceline.health.diagnosis import Stop
-from paceline.train.run_state import collect_state
 from paceline.train.survive.recovery import on_full_disk
 from paceline.train.trainer import StepResult, Trainer, is_time
 
@@ -169,7 +168,7 @@ class Saver:
         self._take_line(trainer)
         if self._saves_on_the_way:
             worth = _WORTH_BYTES if policy.in_background is None else 0
-            self._is_in_background = self._writer.reserve(collect_state(trainer), worth)
+            self._is_in_background = self._writer.reserve(trainer.collect_state(), worth)
         return self._writer
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str:
