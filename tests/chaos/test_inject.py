@@ -17,7 +17,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.errors import CheckpointError, MemoryExhaustedError, RankFailedError
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import ForgivingSaver, SavePolicy, Saver
+from paceline.train.survive.saving import SavePolicy, Saver
 from paceline.train.trainer import Trainer
 
 STEPS = 8
@@ -43,8 +43,9 @@ def run(folder: Path, faults: str, *, on_full_disk: Any = "stop") -> list[Kept]:
     def work(comm: Communicator) -> Kept:
         sink = Kept()
         injector = Injector(folder / "plan", comm.rank, folder / "checkpoints")
-        saver = Saver(folder / "checkpoints", SavePolicy(every_steps=2), storage=injector.storage())
-        trainer: Trainer = build_trainer(config, comm, hooks=[ForgivingSaver(saver, on_full_disk)], sink=sink)
+        policy = SavePolicy(every_steps=2)
+        saver = Saver(folder / "checkpoints", policy, storage=injector.storage(), on_full_disk=on_full_disk)
+        trainer: Trainer = build_trainer(config, comm, hooks=[saver], sink=sink)
         injector.attach(trainer)
         trainer.run()
         return sink

@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError, LaunchError, RunFolderError
 from paceline.health.failure import Failure
 from paceline.records.records import EventRecord, to_line
 from paceline.run import under_launcher
-from paceline.run.console import LiveProgress
+from paceline.run.console import live_progress
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
 from paceline.run.location import RunLocation, locate_run
 from paceline.run.result import read_result
@@ -136,7 +136,7 @@ def test_progress_leaves_out_failures_and_older_attempts(run: Path, capsys: pyte
     old = replace(RUN, time=1.0, strategy="older")
     failed = replace(END, status="failed", message="rank 0")
     write_records(run, 0, old, RUN, STEP, event, replace(RUN, total_steps=0), failed)
-    with LiveProgress(run, is_shown=True):
+    with live_progress(run, is_shown=True):
         pass
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
@@ -144,7 +144,7 @@ def test_progress_leaves_out_failures_and_older_attempts(run: Path, capsys: pyte
         "step 4   saved   folder runs/x",
         "step 4/4   epoch 0.50   loss 0.2500   640 samples/s",
     ]
-    with LiveProgress(run, is_shown=False):
+    with live_progress(run, is_shown=False):
         pass
     assert capsys.readouterr().out == ""
 

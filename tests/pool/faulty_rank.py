@@ -25,7 +25,7 @@ from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.health.verdict import Limits
 from paceline.run.notes import note_process
-from paceline.run.self_watch import start_watch
+from paceline.run.self_watch import watch_itself
 from paceline.run.watch import WatchPolicy, keep_ledger
 
 ROUNDS = 6
@@ -85,7 +85,7 @@ def main() -> None:
     comm = keep_ledger(connect(backend, timeout_s=120.0), folder)  # type: ignore[arg-type]
     if len(sys.argv) > 4:
         policy = WatchPolicy(limits=Limits(step_s=2.0, setup_s=100.0))
-        start_watch(comm, folder, policy, host=sys.argv[4])
+        watch_itself(comm, folder, policy, host=sys.argv[4])
     for number in range(ROUNDS):
         one_round(comm, comm.ledger, fault, number == BAD_ROUND and rank == GUILTY)
         comm.ledger.count_step()

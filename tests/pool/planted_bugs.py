@@ -183,21 +183,21 @@ def accumulating(backward: Callable[..., Any]) -> Plant:
     """Replaces the loop over microbatches; ``backward(engine, run, number, count, scale)`` is the part that differs."""
 
     def make(_: Any) -> Any:
-        def accumulate(engine: Any, microbatches: Any, loss: Any, scale: Any, dtype: Any, laps: Any) -> list[Any]:
-            del laps
+        def accumulate(passes: Any) -> list[Any]:
+            engine, microbatches, loss = passes.engine, passes.microbatches, passes.loss
             values = []
             for number, microbatch in enumerate(microbatches):
                 if microbatch is None:
                     with contextlib.nullcontext() if number == len(microbatches) - 1 else engine.no_sync():
                         engine.sit_out()
                     continue
-                placed = steps.place(microbatch, engine.comm.device, dtype)
+                placed = steps.place(microbatch, engine.comm.device, passes.dtype)
 
                 def run(placed: Any = placed) -> Any:
                     with engine.precision.context(engine.comm.device):
                         return loss(engine, placed)
 
-                values.append(backward(engine, run, number, len(microbatches), scale))
+                values.append(backward(engine, run, number, len(microbatches), passes.scale))
             return values
 
         return accumulate

@@ -28,7 +28,7 @@ from paceline.health.exit_codes import FAILED
 from paceline.health.failure import Failure, describe_error, is_refusal, silent_failure, user_traceback
 from paceline.imports import import_from_path
 from paceline.run.failure import RunFailedError, RunStoppedError, explain_failures
-from paceline.run.notes import clear_failures, read_failures, write_failure
+from paceline.run.notes import FAILURES, forget, read_failures, write_failure
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_failures_come_back_from_their_files_and_can_be_cleared(tmp_path: Path) 
         write_failure(tmp_path, failure)
     assert read_failures(tmp_path) == failures
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-0.error.json", "rank-2.error.json"]
-    clear_failures(tmp_path)
+    forget(tmp_path, FAILURES)
     assert list((tmp_path / "logs").iterdir()) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.comm.side_channel import SideChannel
-from paceline.health.lateness import LatenessPolicy, PhaseTimes, RankLook
+from paceline.health.lateness import Lateness, LatenessPolicy, PhaseTimes, RankLook
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.straggler import Straggler
 from paceline.run.late_hosts import LateHosts, clock_ahead
@@ -52,8 +52,8 @@ class Hosts:
                 host,
                 tuple(HOSTS),
                 lambda host=host: [self._rank(rank, host) for rank in HOSTS[host]],  # type: ignore[misc]
+                Lateness(policy),
                 period_s=PERIOD_S,
-                policy=policy,
                 now=lambda host=host: self._origin + self._elapsed + AHEAD[host],  # type: ignore[misc]
             )
             for host in HOSTS

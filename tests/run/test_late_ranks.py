@@ -14,7 +14,7 @@ from paceline.health.verdict import Limits
 from paceline.records.records import EventRecord, read_records
 from paceline.records.report import summarize
 from paceline.run.folder import claim_folder
-from paceline.run.local import launch_local
+from paceline.run.local import LocalRanks, launch_local
 from paceline.run.supervise import rank_command
 from paceline.run.watch import WatchPolicy
 
@@ -52,10 +52,12 @@ def train(folder: Path, phase: str, *, ranks: int, late: int, steps: int, backen
         launch_local(
             rank_command(folder, None, None),
             folder,
-            ranks=ranks,
-            threads=1,
-            variables={"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])},
-            watch=watch,
+            LocalRanks(
+                ranks=ranks,
+                threads=1,
+                variables={"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])},
+                watch=watch,
+            ),
         )
     gc.collect()
     events = [record for record in read_records(folder / "records" / "rank-0.jsonl") if isinstance(record, EventRecord)]

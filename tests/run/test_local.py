@@ -18,7 +18,7 @@ from gone_processes import wait_until_gone
 from paceline.errors import LaunchError, UsageError
 from paceline.records.records import EndRecord, RunRecord, read_records
 from paceline.run.failure import RunStoppedError
-from paceline.run.local import check_port, launch_local
+from paceline.run.local import LocalRanks, check_port, launch_local
 from paceline.run.notes import noted_processes
 
 # torch leaves the files of redirected output to the garbage collector.
@@ -113,7 +113,7 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lau
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         environment, disabled = dict(os.environ), logging.root.manager.disable
         try:
-            launch_local(["deeds", str(folder), *deeds], folder, ranks=len(deeds), **settings)
+            launch_local(["deeds", str(folder), *deeds], folder, LocalRanks(ranks=len(deeds), **settings))
         finally:
             pids = [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
             assert pids

@@ -17,7 +17,7 @@ from paceline.health.exit_codes import HUNG
 from paceline.health.verdict import HangVerdict
 from paceline.records.records import EndRecord, EventRecord, RunRecord, read_records
 from paceline.run.hosts import telling_restarts
-from paceline.run.notes import StepNote, forget_hangs, hung_attempts, is_over, note_hang
+from paceline.run.notes import HANGS, StepNote, forget, hung_attempts, is_over, note_hang
 from paceline.run.processes import free_port
 
 CONFIG = """
@@ -168,7 +168,7 @@ def test_a_hang_is_noted_once_for_an_attempt_and_ends_the_run_as_the_policy_says
     assert attempt.message == "rank 1 is missing (step 3); rank 0 waits for it"
     assert is_over(tmp_path, RestartPolicy(on_hang="stop"))
     assert not is_over(tmp_path, RestartPolicy(on_hang="restart"))
-    forget_hangs(tmp_path)
+    forget(tmp_path, HANGS)
     assert not hung_attempts(tmp_path)
 
 

@@ -20,7 +20,7 @@ import pytest
 from paceline.health.exit_codes import FAILED, HUNG
 from paceline.health.verdict import Limits
 from paceline.run.failure import RunFailedError
-from paceline.run.local import launch_local
+from paceline.run.local import LocalRanks, launch_local
 from paceline.run.processes import free_port, loopback_interface
 from paceline.run.watch import WatchPolicy
 
@@ -61,10 +61,12 @@ def hang(folder: Path, fault: str, backend: str, *, ranks: int) -> Told:
         launch_local(
             ["faulty_rank", str(folder), fault, backend],
             folder,
-            ranks=ranks,
-            threads=1,
-            variables={"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])},
-            watch=watch,
+            LocalRanks(
+                ranks=ranks,
+                threads=1,
+                variables={"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])},
+                watch=watch,
+            ),
         )
     told = Told(caught.value.code, caught.value.diagnosis.cause.rank, str(caught.value))
     del caught  # and with it the agent, whose files are open

@@ -16,7 +16,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.precision import PRECISIONS
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.step import StepOutcome
+from paceline.train.step import Passes, StepOutcome
 from paceline.train.survive.bad_steps import BadStep, BadSteps
 from paceline.train.survive.overflow import Overflow, explain_bad_steps, find_overflow
 
@@ -115,7 +115,7 @@ def find(
             break_model(model)
         mine = batch if batch is not None and is_bad else make_batch()
         used = loss if loss is not None and is_bad else CrossEntropy(1.0)
-        found = find_overflow(engine, [make_batch(), mine], used, 1.0, torch.float32)
+        found = find_overflow(Passes(engine, [make_batch(), mine], used, 1.0, torch.float32))
         assert all(p.grad is None for p in engine.parameters())
         return found
 
@@ -191,7 +191,7 @@ def test_a_rank_without_samples_takes_part_in_the_replay() -> None:
         torch.manual_seed(0)
         engine = parallelize(Model(), comm, "fsdp")
         microbatches = [make_batch(math.inf)] if comm.rank == 0 else [None]
-        return str(find_overflow(engine, microbatches, CrossEntropy(1.0), 1.0, torch.float32))
+        return str(find_overflow(Passes(engine, microbatches, CrossEntropy(1.0), 1.0, torch.float32)))
 
     assert run_virtual(work, 2) == ["the data of microbatch 0: 1 inf in 8 numbers of shape [2, 4], on rank 0"] * 2
 
@@ -219,4 +219,4 @@ def test_the_explanation_has_values_place_and_advice() -> None:
 
 def test_solo_works_too() -> None:
     engine = parallelize(Model(), SoloCommunicator(CPU))
-    assert find_overflow(engine, [make_batch()], CrossEntropy(1.0), None, None) is None
+    assert find_overflow(Passes(engine, [make_batch()], CrossEntropy(1.0))) is None

@@ -18,7 +18,7 @@ from paceline.config import Config, config_from_dict
 from paceline.errors import CheckpointError, RankFailedError
 from paceline.health.failure import describe_error
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import ForgivingSaver, SavePolicy, Saver
+from paceline.train.survive.saving import SavePolicy, Saver
 from paceline.train.trainer import StepResult, Trainer
 
 NOBODY = 65534
@@ -78,7 +78,7 @@ def train(
 
     def rank(comm: Communicator) -> list[Any]:
         sink = Kept()
-        saver = Saver(folder, SavePolicy(every_steps=2, in_background=in_background))
+        saver = Saver(folder, SavePolicy(every_steps=2, in_background=in_background), on_full_disk=policy)
 
         def meet(_: Trainer, result: StepResult) -> None:
             """The trouble meets the saves of its own steps: one in the background is over before, or runs into it."""
@@ -88,7 +88,7 @@ def train(
             if result.step == trouble.last and pending is not None:
                 pending.written.wait()
 
-        hooks = [meet, trouble, ForgivingSaver(saver, policy)]
+        hooks = [meet, trouble, saver]
         build_trainer(make_config(steps), comm, hooks=hooks, sink=sink).run()
         events = [each for each in sink.events if each.name == "not_saved"]
         return [(each.step, each.detail["reason"]) for each in events]
@@ -150,16 +150,16 @@ def test_a_preempted_run_saves_also_after_a_save_in_the_background_that_failed(t
     trouble = full_disk(4, 4)
 
     def rank(comm: Communicator) -> None:
-        forgiving = ForgivingSaver(Saver(tmp_path, SavePolicy(every_steps=4, at_end=False, in_background=True)), "stop")
+        saver = Saver(tmp_path, SavePolicy(every_steps=4, at_end=False, in_background=True))
 
         def leave(trainer: Trainer, result: StepResult) -> None:
             if result.step == 4:
-                forgiving.saver._writer._pending.written.wait()  # type: ignore[union-attr]
+                saver._writer._pending.written.wait()  # type: ignore[union-attr]
                 comm.barrier()
                 trouble.end()
-                forgiving.save_now(trainer)
+                saver.save_now(trainer)
 
-        build_trainer(make_config(5), comm, hooks=[trouble, forgiving, leave]).run()
+        build_trainer(make_config(5), comm, hooks=[trouble, saver, leave]).run()
 
     try:
         run_virtual(rank, 2)

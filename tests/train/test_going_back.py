@@ -15,14 +15,15 @@ from paceline.checkpoint.tools.audit import check_samples
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
+from paceline.config.sections import RecoveryConfig
 from paceline.errors import PreemptedError, RankFailedError, TrainingError
 from paceline.records.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.survive.consensus import ConsensusHook, SpikeListener, StopWhenAsked, next_ask
-from paceline.train.survive.recovery import LossPolicy, StopRequest
+from paceline.train.survive.recovery import StopRequest
 from paceline.train.survive.saving import SavePolicy, Saver
-from paceline.train.trainer import Trainer, WayBack
+from paceline.train.trainer import Trainer
 
 STEPS, BATCH = 14, 8
 
@@ -51,7 +52,7 @@ class Jumpy(CrossEntropy):
         return LossValue(value.total * self.factors.get(self.calls, 1.0), value.count)
 
 
-def train(folder: Path, policy: LossPolicy, loss: Callable[[], Jumpy], config: Config | None = None) -> list[Any]:
+def train(folder: Path, policy: RecoveryConfig, loss: Callable[[], Jumpy], config: Config | None = None) -> list[Any]:
     """Trains on two ranks with a checkpoint every four steps; returns trainer and records of each."""
 
     def rank(comm: Communicator) -> tuple[Trainer, list[Record]]:
@@ -60,9 +61,7 @@ def train(folder: Path, policy: LossPolicy, loss: Callable[[], Jumpy], config: C
         trainer = build_trainer(config or make_config(), comm, hooks=hooks)
         object.__setattr__(trainer.parts, "loss", loss())
         trainer.losses = policy
-        trainer.way_back = WayBack(
-            lambda: find_checkpoint("auto", folder), lambda trainer, path: trainer.load_state(open_checkpoint(path))
-        )
+        trainer.find_checkpoint = lambda: find_checkpoint("auto", folder)
         sink = trainer.sink = Kept()
         trainer.run()
         return trainer, sink.records
@@ -78,8 +77,8 @@ def event(records: list[Record], name: str) -> EventRecord:
     return next(each for each in records if isinstance(each, EventRecord) and each.name == name)
 
 
-def policy(**settings: Any) -> LossPolicy:
-    return LossPolicy(**{"spike_window": 4, "spike_threshold": 5.0, **settings})
+def policy(**settings: Any) -> RecoveryConfig:
+    return RecoveryConfig(**{"spike_window": 4, "spike_threshold": 5.0, **settings})
 
 
 def test_a_spike_is_left_behind_with_the_data_since_the_checkpoint(tmp_path: Path) -> None:

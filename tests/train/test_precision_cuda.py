@@ -20,7 +20,7 @@ from paceline.errors import TrainingError
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.scaler import make_scaler
-from paceline.train.step import StepPolicy, train_step
+from paceline.train.step import Passes, StepPolicy, train_step
 from paceline.train.survive.bad_steps import BadSteps
 from paceline.train.survive.overflow import find_overflow
 
@@ -148,7 +148,7 @@ def test_an_overflow_in_fp16_is_found_on_the_device() -> None:
     engine = parallelize(make_model(), SoloCommunicator(torch.device("cuda", 0)), precision="fp16")
     with torch.no_grad():
         engine.module[4].weight.fill_(3e4)  # type: ignore[index]
-    found = find_overflow(engine, step_batch(0).microbatches, CrossEntropy(1.0), 1.0, torch.float32)
+    found = find_overflow(Passes(engine, step_batch(0).microbatches, CrossEntropy(1.0), 1.0, torch.float32))
     assert found is not None
     assert found.what.startswith("4 (Linear) in forward: ")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from paceline.config.sections import RecoveryConfig
 from paceline.health.diagnosis import Stop
 from paceline.train.survive.recovery import (
     GoBack,
     GoOn,
-    LossPolicy,
     Spike,
     find_spike,
     on_bad_steps,
@@ -22,7 +22,8 @@ from paceline.train.survive.recovery import (
 
 
 def spike(losses: Sequence[float], loss: float, **settings: Any) -> Spike | None:
-    return find_spike(losses, loss, **{"by": "factor", "threshold": 3.0, "window": 10, **settings})
+    policy = RecoveryConfig(spike_window=10, **{f"spike_{name}": value for name, value in settings.items()})
+    return find_spike(policy, losses, loss)
 
 
 def test_a_spike_is_far_above_the_median() -> None:
@@ -68,12 +69,12 @@ SPIKE = Spike(loss=9.0, median=2.0, times=4.5)
     ],
 )
 def test_what_is_done_about_a_spike(choice: Any, expected: object) -> None:
-    policy = LossPolicy(on_spike=choice, rate_factor=0.25)
+    policy = RecoveryConfig(on_spike=choice, rate_factor=0.25)
     assert on_spike(policy, SPIKE, num_roll_backs=0, has_checkpoint=True) == expected
 
 
 def test_a_run_goes_back_only_so_often_and_only_to_a_checkpoint() -> None:
-    policy = LossPolicy(on_spike="roll_back", max_roll_backs=2)
+    policy = RecoveryConfig(on_spike="roll_back", max_roll_backs=2)
     often = on_spike(policy, SPIKE, num_roll_backs=2, has_checkpoint=True)
     assert isinstance(often, Stop)
     assert "recovery.max_roll_backs = 2 times" in often.reason
@@ -83,7 +84,7 @@ def test_a_run_goes_back_only_so_often_and_only_to_a_checkpoint() -> None:
 
 
 def bad(on_nan: Any, num_in_a_row: int) -> object:
-    policy = LossPolicy(on_nan=on_nan)
+    policy = RecoveryConfig(on_nan=on_nan)
     return on_bad_steps(policy, num_in_a_row=num_in_a_row, limit=3, num_roll_backs=0, has_checkpoint=True)
 
 

@@ -290,7 +290,7 @@ def test_phases_are_marked_in_order(loss: Loss, sizes: list[int], expected: list
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.5)
     phases = Phases()
     batch = step_of(sizes, 0, max(sum(sizes), 1))
-    train_step(engine, optimizer, batch, loss, StepPolicy(clip_norm=1.0, dtype=torch.float64), phases)
+    train_step(engine, optimizer, batch, loss, StepPolicy(clip_norm=1.0, dtype=torch.float64), phases.lap)
     assert phases.seen == expected
 
 

@@ -29,7 +29,7 @@ from paceline.errors import TrainingError
 from paceline.records.meter import peak_memory_bytes
 from paceline.run.processes import run_processes
 from paceline.train.loss import CrossEntropy
-from paceline.train.step import StepPolicy, accumulate, train_step
+from paceline.train.step import Passes, StepPolicy, accumulate, train_step
 
 _TIMEOUT_S = 3600.0
 _TOLERANCE = 1e-4  # of losses after some steps: orders of summation in fp32
@@ -108,8 +108,8 @@ def _train(
             times.append(time.perf_counter() - start)
     peak_rss = peak_rss_bytes()  # before tensors are counted, which costs memory too
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        values = accumulate(*args, **kwargs)
+    def counted(passes: Passes) -> Any:
+        values = accumulate(passes)
         tensors.note()
         return values
 

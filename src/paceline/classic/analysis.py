@@ -79,12 +79,10 @@ class TrainingMetrics(Mapping[str, _Curve]):
 
     def to_json(self) -> dict[str, Any]:
         """Returns all curves as values of strict JSON."""
-        values: dict[str, Any] = strict_json(self._curves)
-        return values
+        return dict(strict_json(self._curves))
 
 
 def _epoch_row(epoch: int, table: StepTable, evaluations: Sequence[EvalRecord]) -> dict[str, float | None]:
-    """Adds up the steps of an epoch."""
     totals, ranks, took_s = table.totals(), len(table.rows[0]), table.took_s
     first, last = table.rows[0][0].step, table.rows[-1][0].step
     evaluation = next((each for each in reversed(evaluations) if first <= each.step <= last), None)
@@ -124,12 +122,9 @@ class PerformanceReport:
     bottleneck: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as values of strict JSON."""
-        values: dict[str, Any] = strict_json(asdict(self))
-        return values
+        return dict(strict_json(asdict(self)))
 
     def __str__(self) -> str:
-        """Writes the report."""
         lines = [f"{self.strategy} on {self.ranks} ranks: {self.epochs} epochs, {self.steps} steps"]
         if self.final_train_loss is not None:
             lines.append(f"  training loss        {self.final_train_loss:.4f}")
@@ -169,10 +164,16 @@ class DistributedTrainingAnalyzer:
 
         figure = Figure(figsize=(10, 7), layout="constrained")
         axes = figure.subplots(2, 2)
-        self._draw_loss(axes[0][0])
+        self._draw(axes[0][0], "loss", "train_loss", label="training")
+        if _last(self.metrics["test_loss"]) is not None:
+            self._draw(axes[0][0], "loss", "test_loss", label="test")
         self._draw(axes[0][1], "test accuracy", "accuracy", scale=100.0, unit="%")
         self._draw(axes[1][0], "throughput", "throughput", unit="samples/s")
-        self._draw_times(axes[1][1])
+        for name in ("compute_time", "communication_time"):
+            title, label = "seconds of an epoch, mean of the ranks", name.partition("_")[0]
+            self._draw(axes[1][1], title, name, unit="s", label=label)
+        axes[0][0].legend()
+        axes[1][1].legend()
         figure.suptitle(f"{self.metrics.strategy} on {self.metrics.ranks} ranks")
         if path is not None:
             try:
@@ -210,17 +211,6 @@ class DistributedTrainingAnalyzer:
             memory_bytes=max(value or 0.0 for value in metrics["memory_bytes"]),
             bottleneck=_bottleneck(share, metrics.ranks),
         )
-
-    def _draw_loss(self, axes: Axes) -> None:
-        self._draw(axes, "loss", "train_loss", label="training")
-        if _last(self.metrics["test_loss"]) is not None:
-            self._draw(axes, "loss", "test_loss", label="test")
-        axes.legend()
-
-    def _draw_times(self, axes: Axes) -> None:
-        for name in ("compute_time", "communication_time"):
-            self._draw(axes, "seconds of an epoch, mean of the ranks", name, unit="s", label=name.partition("_")[0])
-        axes.legend()
 
     def _draw(
         self, axes: Axes, title: str, name: str, *, scale: float = 1.0, unit: str = "", label: str | None = None

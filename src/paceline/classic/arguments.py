@@ -7,8 +7,6 @@ from numbers import Integral, Real
 from typing import Any
 
 from paceline.config.suggest import nearest
-from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
-from paceline.engines.precision import PRECISIONS
 from paceline.errors import Problem, UsageError
 
 
@@ -33,63 +31,23 @@ def did_you_mean(value: Any, choices: tuple[str, ...]) -> str:
     return f"did you mean {near}?" if near else ""
 
 
+def expect(is_fine: bool, what: str, rule: str, fix: str = "") -> list[Problem]:
+    """Returns a problem unless something is fine."""
+    return [] if is_fine else [Problem(what=what, rule=rule, fix=fix)]
+
+
 def check_names(given: Iterable[str], known: tuple[str, ...]) -> list[Problem]:
     """Arguments have names that are known."""
-    rule = f"the arguments by name are {', '.join(known)}"
-    return [
-        Problem(what=f"{name} is not an argument", rule=rule, fix=did_you_mean(name, known))
-        for name in given
-        if name not in known
-    ]
+    rule, unknown = f"the arguments by name are {', '.join(known)}", [name for name in given if name not in known]
+    return [Problem(what=f"{name} is not an argument", rule=rule, fix=did_you_mean(name, known)) for name in unknown]
 
 
 def check_type(name: str, value: Any, kind: Any, expected: str) -> list[Problem]:
-    """An argument is of a type."""
-    if isinstance(value, kind):
-        return []
-    return [Problem(what=f"{name} is of type {type(value).__name__}", rule=f"it is {expected}")]
+    return expect(isinstance(value, kind), f"{name} is of type {type(value).__name__}", f"it is {expected}")
 
 
-def check_strategy(strategy: Any) -> list[Problem]:
-    """A strategy is one that ``parallelize`` knows."""
-    if strategy in STRATEGIES:
-        return []
-    rule = f"it is one of {', '.join(STRATEGIES)}"
-    return [Problem(what=f"strategy = {strategy!r} is unknown", rule=rule, fix=did_you_mean(strategy, STRATEGIES))]
-
-
-def check_mixed_precision(precision: Any) -> list[Problem]:
-    """Mixed precision is wanted or not, or has the name of a policy."""
-    if isinstance(precision, bool) or (isinstance(precision, str) and precision in PRECISIONS):
-        return []
-    names = tuple(PRECISIONS)
-    rule = f"it is True, False, or one of {', '.join(names)}"
-    return [Problem(what=f"mixed_precision = {precision!r}", rule=rule, fix=did_you_mean(precision, names))]
-
-
-def check_cpu_offload(offload: Any, strategy: Any) -> list[Problem]:
-    """Offload is a yes or no, and something is sharded that can be kept elsewhere."""
-    problems = check_type("cpu_offload", offload, bool, "True or False")
-    if not problems and offload and strategy == "ddp":
-        rule = "data parallelism keeps whole parameters on the device"
-        fix = "use strategy = 'fsdp', which works on one rank too"
-        problems.append(Problem(what="cpu_offload = True with strategy = 'ddp'", rule=rule, fix=fix))
-    return problems
-
-
-def check_accumulation(steps: Any) -> list[Problem]:
-    """A group has at least one microbatch."""
-    if type(steps) is int and steps >= 1:
-        return []
-    rule = "it is a whole number of microbatches, of at least 1"
-    fix = "for no accumulation, leave it out"
-    return [Problem(what=f"gradient_accumulation_steps = {steps!r}", rule=rule, fix=fix)]
-
-
-def check_clip(clip: Any) -> list[Problem]:
-    """A gradient norm is limited to more than nothing, or not at all."""
-    limit = plain_number(clip)
-    if clip is None or (type(limit) in (int, float) and limit > 0):
-        return []
-    rule = "it is the largest global norm of a gradient, a number above 0"
-    return [Problem(what=f"gradient_clip_val = {clip!r}", rule=rule, fix="for no clipping, leave it out")]
+def check_choice(name: str, value: Any, choices: tuple[str, ...], *, also: str = "", says: str = "") -> list[Problem]:
+    """An argument is one of some words; ``also`` is what else it may be, ``says`` what is said of another value."""
+    rule = f"it is {also}one of {', '.join(choices)}"
+    is_known = isinstance(value, str) and value in choices
+    return expect(is_known, f"{name} = {value!r} {says}".rstrip(), rule, did_you_mean(value, choices))

@@ -13,23 +13,27 @@ while backward runs: ``parallelize(..., compression=...)``.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Real
+from typing import Any, TypeVar, cast
 
 import torch
 
-from paceline.classic.arguments import refuse
-from paceline.classic.two_groups import TwoGroupAverage, TwoGroups, connect_groups
+from paceline.classic.arguments import expect, refuse
+from paceline.classic.two_groups import TwoGroups, connect_groups, start_average
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import detect_topology
 from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress import Compressor
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.torch_dist import Group, communicator_of, is_outside
-from paceline.errors import Problem, UsageError
+from paceline.errors import UsageError
 from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
+
+T = TypeVar("T")
 
 
 class Reduction:
@@ -46,7 +50,6 @@ class Reduction:
             finish()
 
     def result(self) -> torch.Tensor:
-        """Waits, and returns the average."""
         self.wait()
         return self._tensor
 
@@ -133,10 +136,7 @@ class CommunicationOptimizer:
             comm = self._groups.by_hosts(self._groups.find(self._comm, tensor.device))
             return self._begin(average, [partial(comm.all_reduce, piece, "avg") for piece in pieces])
         pair = self._groups.pair(intra_node_group, inter_node_group, tensor.device)
-        reduction = Reduction(average, TwoGroupAverage(pair, pieces, is_overlapped=self.enable_overlap).wait)
-        if not self.enable_overlap:
-            reduction.wait()
-        return reduction
+        return self._started(average, start_average(pair, pieces, is_overlapped=self.enable_overlap))
 
     def _begin(
         self, average: torch.Tensor, pieces: Sequence[Callable[[], Work]], slot: _OwedTensor | None = None
@@ -153,6 +153,9 @@ class CommunicationOptimizer:
                 for work in works:
                     work.wait()
 
+        return self._started(average, finish)
+
+    def _started(self, average: torch.Tensor, finish: Callable[[], None]) -> Reduction:
         reduction = Reduction(average, finish)
         if not self.enable_overlap:
             reduction.wait()
@@ -255,57 +258,56 @@ class _KnownGroups:
     """Communicators for the groups that callers give, each made once."""
 
     def __init__(self) -> None:
-        # The group is kept beside what was made of it: its id must not be given to another.
-        self._made: dict[tuple[int, torch.device], tuple[Group | None, Communicator]] = {}
-        self._pairs: dict[tuple[int, int], tuple[Communicator, Communicator | None, TwoGroups]] = {}
-        self._by_hosts: dict[int, tuple[Communicator, Communicator]] = {}
+        # The groups are kept beside what was made of them: their ids must not be given to others.
+        self._made: dict[Any, tuple[Any, Any]] = {}
 
     def find(self, group: Group | None, device: torch.device) -> Communicator:
         """Returns a group as a communicator. Raises UsageError on a rank that is not in it."""
-        key = (id(group), device)
-        if key not in self._made:
-            self._made[key] = (group, communicator_of(group, device))
-        return self._made[key][1]
+        return self._once((id(group), device), group, lambda: communicator_of(group, device))
 
     def pair(self, inside: Group | None, across: Group | None, device: torch.device) -> TwoGroups:
         """Returns two groups as a pair, which their ranks connect on the first call."""
         outer = None if across is None or is_outside(across) else self.find(across, device)
-        if inside is None:
-            inner: Communicator = SoloCommunicator(device, world_rank=0 if outer is None else outer.ranks[outer.rank])
-            key = (0, id(outer))
-        else:
-            inner = self.find(inside, device)
-            key = (id(inner), id(outer))
-        if key not in self._pairs:
-            self._pairs[key] = (inner, outer, connect_groups(inner, outer))
-        return self._pairs[key][2]
+        key = (None if inside is None else id(inside), id(outer), device)
+        rank = 0 if outer is None else outer.ranks[outer.rank]
+        inner = SoloCommunicator(device, world_rank=rank) if inside is None else self.find(inside, device)
+        return self._once(("pair", key), (inside, outer), lambda: connect_groups(inner, outer))
 
     def by_hosts(self, comm: Communicator) -> Communicator:
         """Returns a communicator that reduces inside hosts and then across them, where there are several."""
-        if id(comm) not in self._by_hosts:
+
+        def make() -> Communicator:
             topology = detect_topology(comm)
-            is_flat = len(topology.hosts) == 1
-            self._by_hosts[id(comm)] = (
-                comm,
-                comm if is_flat else AlgorithmCommunicator(comm, "hierarchical", topology),
-            )
-        return self._by_hosts[id(comm)][1]
+            return comm if len(topology.hosts) == 1 else AlgorithmCommunicator(comm, "hierarchical", topology)
+
+        return self._once(("by hosts", id(comm)), comm, make)
+
+    def _once(self, key: Any, owners: Any, make: Callable[[], T]) -> T:
+        if key not in self._made:
+            self._made[key] = (owners, make())
+        return cast(T, self._made[key][1])
 
 
 def _nothing() -> None:
     """What is left to do for a tensor that is there already."""
 
 
-def _check_arguments(ratio: object, bucket_size_mb: object, enable_overlap: object) -> None:
-    problems = []
-    if not _is_number(ratio) or not 0 < ratio <= 1:  # type: ignore[operator]
-        rule = "it is the share of elements that is sent, above 0 and at most 1"
-        problems.append(Problem(what=f"compression_ratio = {ratio!r}", rule=rule, fix="try 0.01; 1 sends all"))
-    if not _is_number(bucket_size_mb) or not 0 < bucket_size_mb < float("inf"):  # type: ignore[operator]
-        rule = "it is the size of the pieces in which a tensor travels, in MiB, above 0"
-        problems.append(Problem(what=f"bucket_size_mb = {bucket_size_mb!r}", rule=rule, fix="try 25"))
-    if not isinstance(enable_overlap, bool):
-        problems.append(Problem(what=f"enable_overlap = {enable_overlap!r}", rule="it is True or False"))
+def _check_arguments(ratio: Any, bucket_size_mb: Any, enable_overlap: Any) -> None:
+    problems = [
+        *expect(
+            _is_number(ratio) and 0 < ratio <= 1,
+            f"compression_ratio = {ratio!r}",
+            "it is the share of elements that is sent, above 0 and at most 1",
+            "try 0.01; 1 sends all",
+        ),
+        *expect(
+            _is_number(bucket_size_mb) and 0 < bucket_size_mb < math.inf,
+            f"bucket_size_mb = {bucket_size_mb!r}",
+            "it is the size of the pieces in which a tensor travels, in MiB, above 0",
+            "try 25",
+        ),
+        *expect(isinstance(enable_overlap, bool), f"enable_overlap = {enable_overlap!r}", "it is True or False"),
+    ]
     refuse("CommunicationOptimizer", problems)
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paceline.classic.arguments import did_you_mean, plain_number, refuse
+from paceline.classic.arguments import check_choice, did_you_mean, expect, plain_number, refuse
 from paceline.config import Config, config_from_dict
 from paceline.errors import Problem
 
@@ -34,7 +34,6 @@ class DistributedConfig:
     dataset_size: int = 10_000
 
     def __init__(self, **settings: Any) -> None:
-        """Takes settings by name; the others have their defaults."""
         given = {field.name: field.default for field in fields(type(self))} | settings
         asked = [(name, plain_number(value)) for name, value in settings.items()]
         refuse("DistributedConfig", [problem for name, value in asked for problem in _check_setting(name, value)])
@@ -76,12 +75,12 @@ def _check_setting(name: str, value: Any) -> list[Problem]:
         rule = f"the settings are {', '.join(names)}"
         return [Problem(what=f"{shown} is not a setting", rule=rule, fix=did_you_mean(name, names))]
     if name == "backend":
-        is_fine, rule, fix = value in _BACKENDS, f"it is one of {', '.join(_BACKENDS)}", did_you_mean(value, _BACKENDS)
-    elif name == "learning_rate":
+        return check_choice(name, value, _BACKENDS)
+    if name == "learning_rate":
         is_fine = type(value) in (int, float) and 0 < value < math.inf
         rule, fix = "it is a number above 0", "try learning_rate = 0.001"
     else:
         is_fine = type(value) is int and value >= _SMALLEST[name]
         is_whole = isinstance(value, float) and value.is_integer()
         rule, fix = f"it is a whole number of at least {_SMALLEST[name]}", f"write {int(value)}" if is_whole else ""
-    return [] if is_fine else [Problem(what=shown, rule=rule, fix=fix)]
+    return expect(is_fine, shown, rule, fix)

@@ -62,9 +62,7 @@ class CriterionLoss:
         self.mean = loss.detach() / samples if is_sum else loss.detach()
         return LossValue(loss if is_sum else loss * samples, float(samples))
 
-    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """Does the same for evaluation."""
-        return self(model, batch)
+    score = __call__
 
 
 def _reduction_of(criterion: Any) -> str:

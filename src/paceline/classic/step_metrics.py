@@ -76,7 +76,6 @@ class StepTimes:
         return self._seconds
 
     def step_s(self) -> float:
-        """Returns the seconds of the whole step."""
         return self.read()[0]
 
     def communication_s(self) -> float:
@@ -104,7 +103,6 @@ class StepTimer:
         self._start = self._trace.mark()
 
     def stop(self) -> StepTimes:
-        """Ends the step."""
         times = StepTimes(self._start, self._trace.mark(), self._trace.take_waits())
         self._unread.append(times)
         self._add_up(wait=False)

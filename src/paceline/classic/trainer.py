@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -32,35 +32,27 @@ from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint
-from paceline.classic.arguments import (
-    check_accumulation,
-    check_clip,
-    check_cpu_offload,
-    check_mixed_precision,
-    check_names,
-    check_strategy,
-    check_type,
-    refuse,
-)
+from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.config import DistributedConfig as DistributedConfig
 from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
 from paceline.classic.step_metrics import StepMetrics, StepTimer
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, clock_of
-from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
+from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
 from paceline.engines.apply import parallelize
-from paceline.engines.engine import Engine
+from paceline.engines.precision import PRECISIONS
 from paceline.engines.precision import mixed_precision as usual_mixed_precision
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
 from paceline.plan.layout import Offload
 from paceline.records.meter import peak_memory_bytes
-from paceline.train.loss import Loss, LossValue
+from paceline.train.loss import LossValue
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.scaler import make_scaler
-from paceline.train.step import Laps, NoLaps, StepPolicy, accumulate, place, train_step
+from paceline.train.step import Passes, StepPolicy, accumulate, place, train_step
 from paceline.train.survive.bad_steps import BadStep, BadSteps
 from paceline.train.survive.overflow import Wording, explain_bad_steps, find_overflow
 
@@ -87,11 +79,16 @@ class TrainerOptions:
     shard_ranks: int = 0
 
     def problems(self, strategy: Any) -> list[Problem]:
-        """Lists what is wrong with them."""
-        checkpoints, comm = self.enable_activation_checkpointing, self.comm
+        checkpoints, comm, offload = self.enable_activation_checkpointing, self.comm, self.cpu_offload
         return [
             *check_type("enable_activation_checkpointing", checkpoints, bool, "True or False"),
-            *check_cpu_offload(self.cpu_offload, strategy),
+            *check_type("cpu_offload", offload, bool, "True or False"),
+            *expect(
+                offload is not True or strategy != "ddp",
+                "cpu_offload = True with strategy = 'ddp'",
+                "data parallelism keeps whole parameters on the device",
+                "use strategy = 'fsdp', which works on one rank too",
+            ),
             *check_type("checkpoint_dir", self.checkpoint_dir, (str, Path), "a path"),
             *check_type("log_dir", self.log_dir, (str, Path), "a path"),
             *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
@@ -120,12 +117,24 @@ class DistributedTrainer:
         **options: Any,
     ) -> None:
         more = TrainerOptions(**{name: value for name, value in options.items() if name in _OPTIONS})
+        clip, steps = plain_number(gradient_clip_val), gradient_accumulation_steps
+        names, is_named = tuple(PRECISIONS), not isinstance(mixed_precision, bool)
         problems = [
             *check_type("model", model, nn.Module, "an nn.Module"),
-            *check_strategy(strategy),
-            *check_mixed_precision(mixed_precision),
-            *check_accumulation(gradient_accumulation_steps),
-            *check_clip(gradient_clip_val),
+            *check_choice("strategy", strategy, STRATEGIES, says="is unknown"),
+            *(check_choice("mixed_precision", mixed_precision, names, also="True, False, or ") if is_named else []),
+            *expect(
+                type(steps) is int and steps >= 1,
+                f"gradient_accumulation_steps = {steps!r}",
+                "it is a whole number of microbatches, of at least 1",
+                "for no accumulation, leave it out",
+            ),
+            *expect(
+                clip is None or (type(clip) in (int, float) and clip > 0),
+                f"gradient_clip_val = {gradient_clip_val!r}",
+                "it is the largest global norm of a gradient, a number above 0",
+                "for no clipping, leave it out",
+            ),
             *more.problems(strategy),
             *check_names(options, _OPTIONS),
         ]
@@ -168,11 +177,7 @@ class DistributedTrainer:
         return self.engine.parameters()
 
     def train_step(
-        self,
-        batch: Any,
-        optimizer: torch.optim.Optimizer,
-        criterion: Criterion,
-        step: int | None = None,
+        self, batch: Any, optimizer: torch.optim.Optimizer, criterion: Criterion, step: int | None = None
     ) -> StepMetrics:
         """Trains on one microbatch of this rank; every ``gradient_accumulation_steps`` calls, updates the parameters.
 
@@ -205,7 +210,7 @@ class DistributedTrainer:
         else:
             factor = None if self._scaler is None else self._scaler.factors(self.engine.comm.size, None)[0]
             with self.engine.no_sync():
-                self._run_passes(self.engine, [placed], loss, factor, None, NoLaps())
+                self._run_passes(Passes(self.engine, [placed], loss, factor))
         self._num_steps += 1
         self._num_samples += samples
         times = self._timer.stop()
@@ -260,15 +265,7 @@ class DistributedTrainer:
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world)
         path = self._writer.save(self._state(optimizer, {"epoch": int(epoch), "loss": float(value)}))
-        problem, cause = "", None
-        if comm.rank == 0 and is_best:
-            try:
-                copy_checkpoint(path, "best")
-            except CheckpointError as error:
-                problem, cause = str(error), error
-        problem = broadcast_object(comm, problem)
-        if problem:
-            raise CheckpointError(problem) from cause
+        ask_first_rank(comm, lambda: copy_checkpoint(path, "best") if is_best else None)
         return path
 
     def load_checkpoint(
@@ -351,22 +348,13 @@ class DistributedTrainer:
             self.engine.comm.all_reduce(first).wait()
             self._scaler.note_elements(first)
 
-    def _run_passes(
-        self,
-        engine: Engine,
-        microbatches: Sequence[Any],
-        loss: Loss,
-        scale: float | torch.Tensor | None,
-        dtype: torch.dtype | None,
-        laps: Laps,
-    ) -> list[LossValue]:
+    def _run_passes(self, passes: Passes) -> list[LossValue]:
         """Adds the gradients of microbatches to those that wait; returns the losses of all of them.
 
         Batches keep the dtypes that they came with.
         """
-        del dtype
-        found = accumulate(engine, microbatches, loss, scale, None, laps)
-        self._num_pending += len(microbatches)
+        found = accumulate(replace(passes, dtype=None))
+        self._num_pending += len(passes.microbatches)
         self._pending += [LossValue(value.total.detach(), value.count) for value in found]
         return self._pending
 
@@ -388,7 +376,7 @@ class DistributedTrainer:
         if bad.num_in_a_row < self._policy.max_bad_steps:
             return
         microbatches, loss = bad.batch
-        finding = find_overflow(self.engine, microbatches, loss, bad.outcome.factor, dtype=None)
+        finding = find_overflow(Passes(self.engine, microbatches, loss, bad.outcome.factor))
         raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
 
     def _forget_gradients(self) -> None:
@@ -416,23 +404,18 @@ class DistributedTrainer:
 
     def _choose_checkpoint(self, path: str | Path | None) -> Path:
         """Lets rank 0 look for the newest checkpoint that is whole, so that all ranks read the same one."""
-        where, chosen, problem = self.checkpoint_dir if path is None else Path(path), "", ""
-        if self.engine.comm.rank == 0:
-            found = [where] if (where / "manifest.json").is_file() else list_checkpoints(where)
-            try:
-                choice = choose_checkpoint(found)
-                chosen = "" if choice is None else str(choice.path)
-            except CheckpointError as error:
-                problem = str(error)
-        chosen, problem = broadcast_object(self.engine.comm, (chosen, problem))
-        if problem:
-            raise CheckpointError(problem)
-        if not chosen:
-            raise CheckpointError(
-                f"no checkpoint in {where}\n  save_checkpoint writes folders step-<number> into checkpoint_dir\n"
-                "  check the path, or start without loading"
-            )
-        return Path(chosen)
+        where = self.checkpoint_dir if path is None else Path(path)
+
+        def choose() -> Path:
+            choice = choose_checkpoint([where] if (where / "manifest.json").is_file() else list_checkpoints(where))
+            if choice is None:
+                raise CheckpointError(
+                    f"no checkpoint in {where}\n  save_checkpoint writes folders step-<number> into checkpoint_dir\n"
+                    "  check the path, or start without loading"
+                )
+            return choice.path
+
+        return ask_first_rank(self.engine.comm, choose)
 
     def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
         comm, values = self.engine.comm, checkpoint.values

@@ -12,15 +12,17 @@ the same on one group whose hosts it knows; this is for groups that are there al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from paceline.comm.base import DONE, Communicator, Work
+from paceline.comm.base import DONE, Communicator
 from paceline.comm.objects import gather_objects
 from paceline.errors import UsageError
 from paceline.shards import round_up
+
+_STAGES = 4  # of a piece: inside, across, inside again, there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,99 +75,55 @@ class _Host:
     is_sliced: bool  # each of its ranks has a group across
 
 
-class TwoGroupAverage:
-    """An average on its way: every piece goes through its stages, side by side where that is wanted."""
+def start_average(groups: TwoGroups, pieces: Sequence[torch.Tensor], *, is_overlapped: bool) -> Callable[[], None]:
+    """Returns what puts the average into the pieces. All go side by side if they overlap, and are then under way."""
+    stages = [_by_slices(groups, piece) if groups.leader is None else _by_leader(groups, piece) for piece in pieces]
+    together = [stages] if is_overlapped else [[each] for each in stages]
+    if is_overlapped:
+        for each in stages:
+            next(each)
 
-    def __init__(self, groups: TwoGroups, pieces: Sequence[torch.Tensor], *, is_overlapped: bool) -> None:
-        kind = _BySlices if groups.leader is None else _ByLeader
-        self._pieces: list[_ByLeader | _BySlices] = [kind(groups, piece) for piece in pieces]
-        self._is_overlapped = is_overlapped
-        self._is_done = False
-        if is_overlapped:
-            for piece in self._pieces:
-                piece.reduce_inside()
+    def finish() -> None:
+        for side_by_side in together:
+            for _ in range(_STAGES):
+                for each in side_by_side:
+                    next(each, None)
 
-    def wait(self) -> None:
-        """Puts the average into the pieces. Safe to call twice."""
-        if self._is_done:
-            return
-        self._is_done = True
-        if self._is_overlapped:
-            self._finish(self._pieces)
-            return
-        for piece in self._pieces:
-            piece.reduce_inside()
-            self._finish([piece])
-
-    def _finish(self, pieces: Sequence[_ByLeader | _BySlices]) -> None:
-        for piece in pieces:
-            piece.reduce_across()
-        for piece in pieces:
-            piece.spread_inside()
-        for piece in pieces:
-            piece.finish()
+    return finish
 
 
-class _ByLeader:
-    """A piece whose host's average one rank carries."""
-
-    def __init__(self, groups: TwoGroups, piece: torch.Tensor) -> None:
-        self._groups = groups
-        self._piece = piece
-        self._work: Work = DONE
-
-    def reduce_inside(self) -> None:
-        """Averages inside the host."""
-        if self._groups.weight != 1.0:
-            self._piece.mul_(self._groups.weight)
-        self._work = self._groups.inside.all_reduce(self._piece, "avg")
-
-    def reduce_across(self) -> None:
-        """Averages across hosts, on the leader."""
-        self._work.wait()
-        self._work = DONE if self._groups.across is None else self._groups.across.all_reduce(self._piece, "avg")
-
-    def spread_inside(self) -> None:
-        """Hands the result round."""
-        self._work.wait()
-        assert self._groups.leader is not None
-        self._work = self._groups.inside.broadcast(self._piece, self._groups.leader)
-
-    def finish(self) -> None:
-        """Waits for it."""
-        self._work.wait()
+def _by_leader(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
+    """Averages a piece inside the host, lets one rank average that across, and hands it round."""
+    assert groups.leader is not None
+    if groups.weight != 1.0:
+        piece.mul_(groups.weight)
+    work = groups.inside.all_reduce(piece, "avg")
+    yield
+    work.wait()
+    work = DONE if groups.across is None else groups.across.all_reduce(piece, "avg")
+    yield
+    work.wait()
+    work = groups.inside.broadcast(piece, groups.leader)
+    yield
+    work.wait()
 
 
-class _BySlices:
-    """A piece of which every rank of a host carries a slice."""
-
-    def __init__(self, groups: TwoGroups, piece: torch.Tensor) -> None:
-        self._groups = groups
-        self._piece = piece
-        length = round_up(piece.numel(), groups.inside.size)
-        self._whole = piece if length == piece.numel() else piece.new_zeros(length)
-        self._slice = piece.new_empty(length // groups.inside.size)
-        self._work: Work = DONE
-
-    def reduce_inside(self) -> None:
-        """Averages inside the host, a slice on each rank."""
-        if self._whole is not self._piece:
-            self._whole[: self._piece.numel()] = self._piece
-        self._work = self._groups.inside.reduce_scatter(self._slice, self._whole, "avg")
-
-    def reduce_across(self) -> None:
-        """Averages the slice across hosts."""
-        self._work.wait()
-        assert self._groups.across is not None
-        self._work = self._groups.across.all_reduce(self._slice, "avg")
-
-    def spread_inside(self) -> None:
-        """Gathers the slices."""
-        self._work.wait()
-        self._work = self._groups.inside.all_gather(self._whole, self._slice)
-
-    def finish(self) -> None:
-        """Waits for them."""
-        self._work.wait()
-        if self._whole is not self._piece:
-            self._piece.copy_(self._whole[: self._piece.numel()])
+def _by_slices(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
+    """Averages a piece inside the host, a slice on each rank, and that across; then gathers the slices."""
+    assert groups.across is not None
+    length = round_up(piece.numel(), groups.inside.size)
+    whole, own = piece, piece.new_empty(length // groups.inside.size)
+    if length != piece.numel():
+        whole = piece.new_zeros(length)
+        whole[: piece.numel()] = piece
+    work = groups.inside.reduce_scatter(own, whole, "avg")
+    yield
+    work.wait()
+    work = groups.across.all_reduce(own, "avg")
+    yield
+    work.wait()
+    work = groups.inside.all_gather(whole, own)
+    yield
+    work.wait()
+    if whole is not piece:
+        piece.copy_(whole[: piece.numel()])

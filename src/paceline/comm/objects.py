@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from paceline.comm.base import Communicator, Work, control_device
+from paceline.errors import PacelineError
 
 T = TypeVar("T")
 
@@ -39,6 +41,21 @@ def broadcast_object(comm: Communicator, value: T, source: int = 0) -> T:
     comm.broadcast(payload, source).wait()
     result: T = _from_bytes(payload)
     return result
+
+
+def ask_first_rank(comm: Communicator, function: Callable[[], T]) -> T:
+    """Calls ``function`` on rank 0; every rank returns what it returned, or raises the PacelineError that it raised."""
+    value: T | None = None
+    problem: PacelineError | None = None
+    if comm.rank == 0:
+        try:
+            value = function()
+        except PacelineError as error:
+            problem = error
+    value, problem = broadcast_object(comm, (value, problem))
+    if problem is not None:
+        raise problem
+    return cast(T, value)
 
 
 def send_object(comm: Communicator, value: object, to: int, tag: int = 0) -> list[Work]:

@@ -67,7 +67,8 @@ def decide_run(asked: Config, participants: Participants | None = None, *, check
     who = participants or Participants()
     if who.comm is not None:
         here = node_ranks(asked)
-        config = with_ranks(asked, who.comm.size, who.comm.device.type, here)
+        _refuse(check_ranks(asked, who.comm.size, here))
+        config = asked.with_values("parallel", device=who.comm.device.type, ranks=who.comm.size)
         is_alone = here in (None, who.comm.size)
     elif who.hosts is not None:
         config, here = _spread_over_hosts(asked, who.hosts, who.host_ranks)
@@ -111,17 +112,8 @@ def resolve_config(config: Config) -> Config:
         )
     else:
         problems += check_ranks(config, ranks)
-    if problems:
-        raise ConfigError(problems, source="config")
-    return _decided(config, ranks, device)
-
-
-def with_ranks(config: Config, ranks: int, device: str, ranks_of_host: int | None, *, source: str = "config") -> Config:
-    """Returns the config for ranks that are there. Raises ConfigError if they cannot train it."""
-    problems = check_ranks(config, ranks, ranks_of_host)
-    if problems:
-        raise ConfigError(problems, source=source)
-    return _decided(config, ranks, device)
+    _refuse(problems)
+    return config.with_values("parallel", device=device, ranks=ranks)
 
 
 def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
@@ -138,11 +130,8 @@ def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
 
 def check_host(config: Config, ranks_of_host: int | None = None) -> None:
     """Raises ConfigError where this host cannot hold what its ranks would offload; None: it has all of them."""
-    problems = host_problems(
-        config, node_ranks=ranks_of_host or config.parallel.decided_ranks, free_bytes=free_memory.free_host_bytes()
-    )
-    if problems:
-        raise ConfigError(problems, source="config")
+    ranks = ranks_of_host or config.parallel.decided_ranks
+    _refuse(host_problems(config, node_ranks=ranks, free_bytes=free_memory.free_host_bytes()))
 
 
 def check_memory(config: Config, *, is_told: bool = True) -> None:
@@ -177,22 +166,16 @@ def check_virtual(config: Config) -> None:
         )
 
 
-def decision_notes(config: Config, choice: Choice | None) -> list[str]:
-    """Returns what was decided before the run, and why, in a few lines."""
-    notes = [] if choice is None else [choice.reason()]
-    if config.memory.offload and config.parallel.device == "cpu":
-        notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
-    if config.comm.nccl != type(config.comm.nccl)() and config.parallel.device == "cpu":
-        notes.append("comm.nccl is not read here: CPU ranks do not use NCCL")
-    problem = entry_problem()
-    return notes if problem is None else [*notes, problem]
-
-
 def show_decisions(config: Config, choice: Choice | None) -> None:
     """Prints what was decided before the run, and why."""
     from rich.console import Console
 
-    for note in decision_notes(config, choice):
+    notes = [None if choice is None else choice.reason()]
+    if config.memory.offload and config.parallel.device == "cpu":
+        notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
+    if config.comm.nccl != type(config.comm.nccl)() and config.parallel.device == "cpu":
+        notes.append("comm.nccl is not read here: CPU ranks do not use NCCL")
+    for note in filter(None, [*notes, entry_problem()]):
         Console().print(note, highlight=False, markup=False)
 
 
@@ -202,17 +185,15 @@ def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[
         raise UsageError("comm.backend = virtual with --nnodes\n  virtual ranks take turns in one process")
     here = resolve_config(asked.with_values("parallel", ranks=ranks or "auto"))
     per_host = here.parallel.decided_ranks
-    config = _decided(asked, per_host * hosts[-1], here.parallel.device)
-    problems = {
-        problem.what: problem for number in hosts for problem in check_ranks(config, per_host * number, per_host)
-    }
-    if problems:
-        raise ConfigError(list(problems.values()), source="config")
+    config = asked.with_values("parallel", device=here.parallel.device, ranks=per_host * hosts[-1])
+    problems = [problem for number in hosts for problem in check_ranks(config, per_host * number, per_host)]
+    _refuse(list({problem.what: problem for problem in problems}.values()))
     return config, per_host
 
 
-def _decided(config: Config, ranks: int, device: str) -> Config:
-    return config.with_values("parallel", device=device, ranks=ranks)
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems, source="config")
 
 
 def _check_precision(name: str, device: str) -> list[Problem]:

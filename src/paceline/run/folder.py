@@ -1,6 +1,6 @@
 """A run's folder: made whole under its final name, or not at all, never overwritten by accident, and used by one.
 
-runs/<name>/   config.yaml plan.json  records/  checkpoints/  logs/  tensorboard/
+runs/<name>/   config.yaml plan.json  records/  checkpoints/  logs/  health/  tensorboard/
                prediction.json        what a step was expected to take, where that can be told
                .lock                  held by the process that runs it, and let go by the system when that ends
                .config.yaml           while a resumed run is set up: becomes config.yaml when that has worked;
@@ -19,7 +19,6 @@ import shutil
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -56,15 +55,13 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
 
 def check_folder(path: Path, *, force: bool = False, resume: bool = False) -> None:
     """Raises RunFolderError if a run may not be started in ``path``: cheap, for before anything else is done."""
-    in_the_way = _file_above(path)
+    in_the_way = next((each for each in path.parents if each.exists() and not each.is_dir()), None)
     if in_the_way is not None:
         raise _cannot_make(path, f"{in_the_way} is a file")
     if resume or not _is_taken(path):
@@ -129,7 +126,9 @@ def read_plan(path: Path) -> Plan | None:
 def change_config(path: Path, config_yaml: str, plan_json: str) -> None:
     """Gives the next attempt another config and plan, which replace the old ones once the set-up has worked."""
     _pending(path, _CONFIG).write_text(config_yaml, encoding="utf-8")
-    _pending(path, _PLAN).write_text(plan_json, encoding="utf-8")
+    _pending(path, _PLAN).unlink(missing_ok=True)
+    if plan_json:
+        _pending(path, _PLAN).write_text(plan_json, encoding="utf-8")
 
 
 def adopt_config(path: Path) -> None:
@@ -147,10 +146,7 @@ def _reopen(path: Path, config_yaml: str, plan_json: str) -> RunFolder:
     lock = _lock(path, path)
     for part in _PARTS:
         (path / part).mkdir(exist_ok=True)
-    _pending(path, _CONFIG).write_text(config_yaml, encoding="utf-8")
-    _pending(path, _PLAN).unlink(missing_ok=True)
-    if plan_json:
-        _pending(path, _PLAN).write_text(plan_json, encoding="utf-8")
+    change_config(path, config_yaml, plan_json)
     return RunFolder(path, lock, is_new=False)
 
 
@@ -169,13 +165,10 @@ def _make(path: Path, config_yaml: str, plan_json: str, *, force: bool) -> RunFo
             _replace(path, partial)
         else:
             partial.rename(path)
-    except OSError as error:
+    except (OSError, RunFolderError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and _is_taken(path):
+        if getattr(error, "errno", None) in (errno.EEXIST, errno.ENOTEMPTY) and _is_taken(path):
             raise _exists(path) from None  # another run came first
-        raise
-    except RunFolderError:
-        shutil.rmtree(partial, ignore_errors=True)
         raise
     return RunFolder(path, lock, is_new=True)
 
@@ -234,11 +227,6 @@ def _exists(path: Path) -> RunFolderError:
 
 def _cannot_make(path: Path, why: str) -> RunFolderError:
     return RunFolderError(f"cannot make the run's folder {path}: {why}\n  set monitor.folder=... elsewhere")
-
-
-def _file_above(path: Path) -> Path | None:
-    """Returns the file that stands where a folder above ``path`` should be."""
-    return next((each for each in path.parents if each.exists() and not each.is_dir()), None)
 
 
 def _remove_leftovers(path: Path) -> None:

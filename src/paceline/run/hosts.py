@@ -9,18 +9,17 @@ takes for another failure, and the launchers tell the verdict.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.config import Config, dump_yaml
 from paceline.errors import RunFolderError, UsageError
 from paceline.health.diagnosis import RestartPolicy, Stop, after_failure
-from paceline.run.console import LiveProgress, say
+from paceline.run.console import live_progress, say
 from paceline.run.folder import claim_folder
 from paceline.run.location import locate_run, run_folder
 from paceline.run.nodes import Nodes, is_in_use, parse_nodes
-from paceline.run.notes import forget_hangs, hung_attempts
+from paceline.run.notes import HANGS, forget, hung_attempts
 from paceline.run.result import HostOptions, RunOptions, RunResult, explain_end, read_result
 from paceline.run.supervise import rank_command, restart_policy
 from paceline.run.variables import rank_variables
@@ -59,27 +58,24 @@ def train_on_hosts(asked: Config, options: RunOptions, hosts: HostOptions) -> Ru
 
 
 def _run_as_first(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None, options: RunOptions) -> RunResult:
-    """Makes the run's folder, runs this host's ranks, and returns the result."""
     from paceline.run.watch import forget_health
 
     is_continued = (folder / "config.yaml").is_file() and not options.force
     with claim_folder(folder, dump_yaml(config), force=options.force, resume=is_continued) as claimed:
-        forget_hangs(folder)
+        forget(folder, HANGS)
         forget_health(folder, range(_ranks_here(config, nodes) * nodes.most))
-        with explain_end(claimed), LiveProgress(folder, is_shown=config.monitor.console and not options.is_quiet):
+        with explain_end(claimed), live_progress(folder, is_shown=config.monitor.console and not options.is_quiet):
             _run(config, folder, nodes, warm)
         return read_result(folder, config)
 
 
 def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> None:
-    from paceline.run.local import launch_local
+    from paceline.run.local import LocalRanks, launch_local
     from paceline.run.rank_process import uses_nccl
 
     ranks = _ranks_here(config, nodes)
     with telling_restarts(folder, nodes.restarts, say):
-        launch_local(
-            rank_command(folder, "auto", None, watches_itself=True),
-            folder,
+        asked = LocalRanks(
             ranks=ranks,
             num_records=ranks * nodes.most,
             threads=config.parallel.threads,
@@ -87,6 +83,7 @@ def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> 
             warm=warm,
             nodes=nodes,
         )
+        launch_local(rank_command(folder, "auto", None, watches_itself=True), folder, asked)
 
 
 def _ranks_here(config: Config, nodes: Nodes) -> int:
@@ -100,7 +97,7 @@ def telling_restarts(folder: Path, policy: RestartPolicy, tell: Callable[[str], 
 
     known = len(hung_attempts(folder))
 
-    def tell_new() -> None:
+    def tell_new(_: object = None) -> bool:
         nonlocal known
         attempts = hung_attempts(folder)
         for number in range(known + 1, len(attempts) + 1):
@@ -108,13 +105,10 @@ def telling_restarts(folder: Path, policy: RestartPolicy, tell: Callable[[str], 
                 what = attempts[number - 1]
                 tell(f"{what}; restarting from the newest checkpoint (restart {number} of {policy.max_restarts})")
         known = len(attempts)
-
-    def look(_: threading.Event) -> bool:
-        tell_new()
         return False
 
     try:
-        with polling(look, every_s=_LOOK_S, name="verdicts"):
+        with polling(tell_new, every_s=_LOOK_S, name="verdicts"):
             yield
     finally:
         tell_new()

@@ -14,11 +14,11 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
-from paceline.health.lateness import Lateness, LatenessPolicy, RankLook
+from paceline.health.lateness import Lateness, RankLook
 from paceline.health.ledger_text import looks_from_text, looks_to_text
 from paceline.health.straggler import Straggler
 
@@ -54,64 +54,56 @@ def clock_ahead(
     return best[1]
 
 
+@dataclass(slots=True)
 class LateHosts:
-    """Publishes the times of one host's ranks; on the host of rank 0, compares those of all hosts."""
+    """Publishes the times of one host's ranks; on the host of rank 0, compares those of all hosts.
 
-    def __init__(
-        self,
-        channel: SideChannel,
-        host: str,
-        hosts: Sequence[str],
-        take: TakeLooks,
-        *,
-        period_s: float,
-        policy: LatenessPolicy,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        """``hosts`` begins with that of rank 0; ``take`` returns what the ledgers of this host's ranks hold."""
-        self._channel = channel
-        self._host = host
-        self._hosts = tuple(hosts)
-        self._take = take
-        self._time_of_day = now
-        self._period_s = period_s
-        self._lateness = Lateness(policy)
-        self._ahead_s: float | None = None
-        self._moment = 0.0
-        self._own = ""
-        self._is_compared = True
+    ``hosts`` begins with that of rank 0; ``take`` returns what the ledgers of this host's ranks hold.
+    """
+
+    channel: SideChannel
+    host: str
+    hosts: Sequence[str]
+    take: TakeLooks
+    lateness: Lateness
+    period_s: float
+    now: Callable[[], float] = time.time
+    _ahead_s: float | None = None
+    _moment: float = 0.0
+    _own: str = ""
+    _is_compared: bool = True
 
     def compare_clocks(self) -> None:
         """Finds out how far this host's clock is ahead."""
-        self._ahead_s = clock_ahead(self._channel, self._host, self._hosts, self._time_of_day)
+        self._ahead_s = clock_ahead(self.channel, self.host, self.hosts, self.now)
 
     def look(self) -> Straggler | None:
         """Publishes or compares when a period is over. Raises CommunicationError when the store is gone."""
-        now = self._time_of_day() - (self._ahead_s or 0.0)
-        moment = now // self._period_s * self._period_s
+        now = self.now() - (self._ahead_s or 0.0)
+        moment = now // self.period_s * self.period_s
         if moment != self._moment:
             self._moment, self._is_compared = moment, False
             self._own = json.dumps([moment, looks_to_text(self._looks(now, moment))])
-            if self._host != self._hosts[0]:
-                self._channel.publish(f"times/{self._host}", self._own)
-        if self._host != self._hosts[0] or self._is_compared or now < moment + self._period_s / 2:
+            if self.host != self.hosts[0]:
+                self.channel.publish(f"times/{self.host}", self._own)
+        if self.host != self.hosts[0] or self._is_compared or now < moment + self.period_s / 2:
             return None
         self._is_compared = True
-        texts = [self._own, *(self._channel.read(f"times/{host}") for host in self._hosts[1:])]
+        texts = [self._own, *(self.channel.read(f"times/{host}") for host in self.hosts[1:])]
         found = [json.loads(text) for text in texts if text]
-        if len(found) < len(self._hosts) or any(each[0] != moment or not each[1] for each in found):
+        if len(found) < len(self.hosts) or any(each[0] != moment or not each[1] for each in found):
             return None
-        return self._lateness.look([look for _, text in found for look in looks_from_text(text)])
+        return self.lateness.look([look for _, text in found for look in looks_from_text(text)])
 
     def _looks(self, now: float, moment: float) -> list[RankLook]:
         """Returns this host's ranks with their last operations before ``moment``."""
         if self._ahead_s is None:
-            looks = self._take()
+            looks = self.take()
             return [replace(look, view=replace(look.view, entries=()), ahead_s=None) for look in looks]
         ahead_s = time.perf_counter() - now  # of the clock that ledgers are written by
         kept = []
-        for look in self._take():
+        for look in self.take():
             entries = [entry for entry in look.view.entries if entry.issued_s - ahead_s <= moment]
-            view = replace(look.view, entries=tuple(entries[-_LAST:]), host=self._host)
+            view = replace(look.view, entries=tuple(entries[-_LAST:]), host=self.host)
             kept.append(replace(look, view=view, ahead_s=ahead_s))
         return kept

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,9 +35,10 @@ from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
 from paceline.run.failure import RunPreemptedError, RunStoppedError, explain_failures
-from paceline.run.nodes import Nodes, address_towards, interface_of, rendezvous_settings
+from paceline.run.nodes import LAST_CALL_S, Nodes, address_towards, interface_of
 from paceline.run.notes import (
-    clear_failures,
+    FAILURES,
+    forget,
     forget_attempt,
     forget_processes,
     is_over,
@@ -53,50 +55,54 @@ from paceline.run.watch import WatchPolicy, locate_deaths, note_mismatch, watchi
 if TYPE_CHECKING:
     from paceline.run.warm import WarmRanks
 
+# How soon a host that is gone is missed.
+_RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": LAST_CALL_S}
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 
 
-def launch_local(
-    command: Sequence[str],
-    folder: Path,
-    *,
-    ranks: int,
-    num_records: int | None = None,
-    threads: int | None = None,
-    port: int = 0,
-    variables: Mapping[str, str] | None = None,
-    warm: WarmRanks | None = None,
-    watch: WatchPolicy | None = None,
-    nodes: Nodes | None = None,
-) -> None:
-    """Runs ``python -m <command>`` on ``ranks`` processes until all are done, with ``variables`` in their environment.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRanks:
+    """The processes of one launcher: ``ranks`` of them, with ``variables`` in their environment.
 
     ``num_records`` is how many ranks write records, where processes have several each; None: one each. With ``warm``
     the processes are forked from one that has torch loaded. ``watch`` says when ranks that stand still are ended; None:
     never. With ``nodes`` these are the ranks of one host of several, which watch themselves, and the agent starts them
     again by itself.
+    """
+
+    ranks: int
+    num_records: int | None = None
+    threads: int | None = None
+    port: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+    warm: WarmRanks | None = None
+    watch: WatchPolicy | None = None
+    nodes: Nodes | None = None
+
+
+def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> None:
+    """Runs ``python -m <command>`` on all processes until they are done.
 
     Raises RunFailedError with the cause when a rank fails, UsageError when it refuses what was asked for,
     RunPreemptedError when a signal asked the ranks to stop and they have saved, and RunStoppedError when a signal ends
     the run. In each case the records get an end, and no rank is left.
     """
-    if nodes is None:  # else others use the folder too
+    if asked.nodes is None:  # else others use the folder too
         forget_attempt(folder)
-    attempt = _Attempt(folder, range(num_records or ranks), nodes)
-    arguments = ["-u", "-m", *command] if warm is None else warm.arguments(command)
-    settings = {**_settings(ranks, threads, nodes), **(variables or {})}
-    with launcher_signals(attempt.processes, _stop) as asked, _environment(settings), _quiet_agent():
+    attempt = _Attempt(folder, range(asked.num_records or asked.ranks), asked.nodes)
+    arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
+    with launcher_signals(attempt.processes, _stop) as signals, _environment(_settings(asked)), _quiet_agent():
         try:
-            watched = watching(folder, attempt.ranks, watch) if nodes is None else contextlib.nullcontext()
+            watched = watching(folder, attempt.ranks, asked.watch) if asked.nodes is None else contextlib.nullcontext()
             with tempfile.TemporaryDirectory() as scratch, watched:
-                attempt.run(arguments, _agent_config(ranks, port, Path(scratch), nodes), Path(scratch), asked)
+                attempt.run(arguments, _agent_config(asked, Path(scratch)), Path(scratch), signals)
         except SignalException as error:
             with signals_ignored():
                 end_groups(attempt.processes())
                 attempt.end_records("stopped", f"ended by {error.sigval.name}")
             raise RunStoppedError(error.sigval) from None
         except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
-            raise LaunchError(_explain_start(error, port)) from error
+            raise LaunchError(_explain_start(error, asked.port)) from error
         finally:
             forget_processes(folder, os.getpid())
 
@@ -112,31 +118,30 @@ def check_port(port: int) -> None:
             raise LaunchError(_explain_port(error, port)) from error
 
 
+@dataclass(frozen=True, slots=True)
 class _Attempt:
     """One start of the ranks by this launcher: ``ranks`` are those that write records."""
 
-    def __init__(self, folder: Path, ranks: range, nodes: Nodes | None) -> None:
-        self.ranks = ranks
-        self._folder = folder
-        self._nodes = nodes
-        self._started = time.time()
+    folder: Path
+    ranks: range
+    nodes: Nodes | None
+    started: float = field(default_factory=time.time)
 
     def processes(self) -> list[int]:
         """Returns the processes of the ranks that this launcher has started."""
-        return list(noted_processes(self._folder, os.getpid()).values())
+        return list(noted_processes(self.folder, os.getpid()).values())
 
     def end_records(self, status: EndStatus, message: str) -> None:
-        """Writes the end of all records that have none."""
-        end_records(self._folder, self.ranks, status, message, since=self._started)
+        end_records(self.folder, self.ranks, status, message, since=self.started)
 
     def run(self, arguments: Sequence[str], agent: LaunchConfig, scratch: Path, asked: list[signal.Signals]) -> None:
         """Runs the agent until all ranks have left; raises why they did, if they were not done."""
         try:
             elastic_launch(agent, sys.executable)(*arguments)
-            if was_preempted(self._folder, since=self._started):
+            if was_preempted(self.folder, since=self.started):
                 raise RunPreemptedError
-            if self._nodes is not None and is_over(self._folder, self._nodes.restarts):
-                raise self._explain(read_failures(self._folder))
+            if self.nodes is not None and is_over(self.folder, self.nodes.restarts):
+                raise self._explain(read_failures(self.folder))
         except ChildFailedError as error:
             with signals_ignored():
                 end_groups([*(failure.pid for failure in error.failures.values()), *self.processes()])
@@ -147,30 +152,30 @@ class _Attempt:
                 number = _unsaved(codes, asked)
                 if number is not None:
                     _stop(number)
-                note_mismatch(self._folder, self.ranks)
-                problem = self._explain(locate_deaths(self._folder, self._failures(error, scratch)))
+                note_mismatch(self.folder, self.ranks)
+                problem = self._explain(locate_deaths(self.folder, self._failures(error, scratch)))
                 if isinstance(problem, UsageError):
-                    clear_failures(self._folder)  # refused: the folder of a resumed run stays as it was
+                    forget(self.folder, FAILURES)  # refused: the folder of a resumed run stays as it was
             raise problem from None
 
     def _explain(self, failures: list[Failure]) -> PacelineError:
         """Ends the records of ranks that failed, and returns what the user is told."""
         if failures:
             self.end_records("failed", str(first_cause(failures)).splitlines()[0])
-        return explain_failures(failures, self._folder)
+        return explain_failures(failures, self.folder)
 
     def _failures(self, error: ChildFailedError, scratch: Path) -> list[Failure]:
         """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
-        found = read_failures(self._folder)
+        found = read_failures(self.folder)
         exit_codes = {rank: int(each.exitcode) for rank, each in error.failures.items()}  # in the order they were seen
-        unfinished = set(open_attempts(self._folder, self.ranks, since=self._started))
+        unfinished = set(open_attempts(self.folder, self.ranks, since=self.started))
         exit_codes |= dict.fromkeys(unfinished - set(exit_codes), 0)
         for rank, code in exit_codes.items():
             if any(failure.rank == rank for failure in found):
                 continue
             output = _early_output(rank, scratch)
             if output:
-                log = self._folder / "logs" / f"rank-{rank}.log"
+                log = self.folder / "logs" / f"rank-{rank}.log"
                 with contextlib.suppress(OSError), log.open("a") as file:
                     file.write(output)
             found.append(silent_failure(rank, code, output if code > 0 else ""))
@@ -184,19 +189,20 @@ def _unsaved(codes: set[int], asked: list[signal.Signals]) -> signal.Signals | N
     return next((number for number in PREEMPTING if BY_SIGNAL + number in codes), None)
 
 
-def _agent_config(ranks: int, port: int, scratch: Path, nodes: Nodes | None) -> LaunchConfig:
+def _agent_config(asked: LocalRanks, scratch: Path) -> LaunchConfig:
+    nodes = asked.nodes
     known = LaunchConfig.__dataclass_fields__
     handled = ",".join(each.name for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN)
     newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
     return LaunchConfig(
         min_nodes=1 if nodes is None else nodes.least,
         max_nodes=1 if nodes is None else nodes.most,
-        nproc_per_node=ranks,
+        nproc_per_node=asked.ranks,
         run_id=f"paceline-{os.getpid()}" if nodes is None else nodes.run_id,
         rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{port}" if nodes is None else nodes.endpoint,
+        rdzv_endpoint=f"localhost:{asked.port}" if nodes is None else nodes.endpoint,
         # Alone it keeps the store; else it would join whoever has the port.
-        rdzv_configs={"is_host": True} if nodes is None else rendezvous_settings(),
+        rdzv_configs={"is_host": True} if nodes is None else _RENDEZVOUS,
         # Without an address it looks this machine's name up, which laptops often cannot.
         local_addr="localhost" if nodes is None else address_towards(nodes.host, nodes.port),
         max_restarts=0 if nodes is None else nodes.restarts.max_restarts,
@@ -207,17 +213,18 @@ def _agent_config(ranks: int, port: int, scratch: Path, nodes: Nodes | None) -> 
     )
 
 
-def _settings(ranks: int, threads: int | None, nodes: Nodes | None) -> dict[str, str]:
-    share = max(1, len(usable_cores()) // ranks)
+def _settings(asked: LocalRanks) -> dict[str, str]:
+    nodes, share = asked.nodes, max(1, len(usable_cores()) // asked.ranks)
     near = loopback_interface() if nodes is None else interface_of(address_towards(nodes.host, nodes.port))
     return {
-        "OMP_NUM_THREADS": str(threads or share),
+        "OMP_NUM_THREADS": str(asked.threads or share),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", near or loopback_interface()),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         "PYTHONUNBUFFERED": "1",
         **allocator_variables(),
         # The agent's shared store is announced in the first round only: who joins later would wait for it in vain.
         **({} if nodes is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        **asked.variables,
     }
 
 

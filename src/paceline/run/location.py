@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from paceline.run.console import say
 from paceline.run.folder import check_folder, find_write_error
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.manifest import Line
     from paceline.config import Config
 
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID", VARIABLE)
@@ -45,15 +47,12 @@ def locate_run(config: Config, *, force: bool, resume: str | None) -> RunLocatio
     if resume is None:
         check_folder(folder, force=force)
         return RunLocation(folder=folder)
-    from paceline.checkpoint import find_checkpoint
     from paceline.checkpoint.storage import absolute_path
 
     try:
-        where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
-        found = find_checkpoint(resume, where, config.checkpoint.verify, lambda passed: say(str(passed)))
-        checkpoint = absolute_path(found)
+        checkpoint = absolute_path(find_start(config, folder, resume, say))
     except CheckpointError:
-        if resume != "auto" or not _is_scheduled():
+        if resume != "auto" or not any(name in os.environ for name in _SCHEDULERS):
             raise
         # A scheduler starts the same command again: also a run that had nothing to save yet.
         say(f"no checkpoint in {folder} yet: starting from the beginning")
@@ -69,6 +68,17 @@ def locate_run(config: Config, *, force: bool, resume: str | None) -> RunLocatio
     return RunLocation(folder=folder, checkpoint=checkpoint, is_continued=is_continued)
 
 
+def find_start(config: Config, folder: Path, resume: str, tell: Callable[[str], None], own: Line | None = None) -> Path:
+    """Finds the checkpoint that ``resume`` names; ``auto``: the newest whole one of the run, and of its line ``own``.
+
+    ``tell`` hears of newer ones that are not whole. Raises CheckpointError where there is none.
+    """
+    from paceline.checkpoint import find_checkpoint
+
+    where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    return find_checkpoint(resume, where, config.checkpoint.verify, lambda passed: tell(str(passed)), own)
+
+
 def how_to_continue(folder: Path) -> str:
     """Returns the line that says how to go on from the newest checkpoint, if there is one."""
     from paceline.checkpoint import list_checkpoints
@@ -78,11 +88,6 @@ def how_to_continue(folder: Path) -> str:
         return ""
     command = shlex.join(["paceline", "train", str(folder / "config.yaml"), "--resume", "auto"])
     return f"\n  to go on from step {int(found[-1].name.rpartition('-')[2])}:  {command}"
-
-
-def _is_scheduled() -> bool:
-    """Says whether something may have started this command before, with the same arguments."""
-    return any(name in os.environ for name in _SCHEDULERS)
 
 
 def _check_checkpoint_folder(where: str | None) -> None:

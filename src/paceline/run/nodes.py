@@ -5,7 +5,7 @@
 The launchers meet at HOST:PORT (torch's c10d rendezvous; the launcher on HOST keeps the store). When a node goes or
 comes, all ranks are started again, as many as there are now, from the newest checkpoint. The global batch stays: it is
 cut among the ranks there are. A node that is gone is missed after about three seconds; the others then wait
-``_LAST_CALL_S`` for more. The launcher on HOST must stay, as the store is in it.
+``LAST_CALL_S`` for more. The launcher on HOST must stay, as the store is in it.
 
 The run's folder is shared. The first launcher has it; the others are guests.
 """
@@ -18,7 +18,6 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -27,7 +26,7 @@ from paceline.health.diagnosis import RestartPolicy
 
 _ENDPOINT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
 _COUNTS = re.compile(r"(?P<least>\d+)(:(?P<most>\d+))?")
-_LAST_CALL_S = 3
+LAST_CALL_S = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +71,6 @@ def parse_nodes(counts: str, endpoint: str, *, run_id: str, restarts: RestartPol
     )
 
 
-def rendezvous_settings() -> dict[str, Any]:
-    """Returns what the rendezvous is told: how soon a node that is gone is missed."""
-    return {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": _LAST_CALL_S}
-
-
 def address_towards(host: str, port: int) -> str:
     """Returns the address under which others that reach ``host`` reach this machine. Raises UsageError without one."""
     try:
@@ -92,10 +86,8 @@ def address_towards(host: str, port: int) -> str:
 
 def interface_of(address: str) -> str | None:
     """Returns the network interface that has an address; None if none has."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
-    return None
+    found = psutil.net_if_addrs().items()
+    return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)
 
 
 def is_in_use(folder: Path) -> bool:

@@ -30,11 +30,18 @@ from paceline.health.verdict import HangVerdict
 _STEPS = struct.Struct("<qq")
 
 
+FAILURES, HANGS = "logs/rank-*.error.json", "health/hang-*"
+
+
 def forget_attempt(folder: Path) -> None:
     """Removes what the ranks of an earlier attempt left."""
-    for pattern in ("logs/rank-*.error.json", "logs/rank-*.pid", "logs/rank-*.step", "health/hang-*"):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
+    forget(folder, FAILURES, HANGS, "logs/rank-*.pid", "logs/rank-*.step")
+
+
+def forget(folder: Path, *patterns: str) -> None:
+    """Removes the notes of some kinds, such as ``FAILURES``."""
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+        path.unlink(missing_ok=True)
 
 
 # Processes
@@ -60,8 +67,7 @@ def noted_processes(folder: Path, launcher: int | None = None) -> dict[int, int]
 
 def forget_processes(folder: Path, launcher: int) -> None:
     """Removes the notes of one launcher's ranks: the system uses process numbers again."""
-    for rank in noted_processes(folder, launcher):
-        (folder / "logs" / f"rank-{rank}.pid").unlink(missing_ok=True)
+    forget(folder, *(f"logs/rank-{rank}.pid" for rank in noted_processes(folder, launcher)))
 
 
 # Steps
@@ -80,7 +86,6 @@ class StepNote:
         self._first_step = first_step
 
     def write(self, step: int) -> None:
-        """Notes that a step was trained."""
         _STEPS.pack_into(self._memory, 0, self._first_step, step)
 
 
@@ -106,20 +111,8 @@ def write_failure(folder: Path, failure: Failure) -> None:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """Reads what failed ranks left."""
-    paths = sorted((folder / "logs").glob("rank-*.error.json"))
+    paths = sorted(folder.glob(FAILURES))
     return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-
-
-def forget_failure(folder: Path, rank: int) -> None:
-    """Forgets how a rank failed in an earlier attempt."""
-    (folder / "logs" / f"rank-{rank}.error.json").unlink(missing_ok=True)
-
-
-def clear_failures(folder: Path) -> None:
-    """Forgets the failures of an earlier attempt."""
-    for path in (folder / "logs").glob("rank-*.error.json"):
-        path.unlink(missing_ok=True)
 
 
 # Preemption
@@ -132,10 +125,8 @@ def note_preemption(folder: Path) -> None:
 
 def was_preempted(folder: Path, *, since: float) -> bool:
     """Says whether ranks noted a preemption after the time ``since``."""
-    try:
-        return (folder / "logs" / "preempted").stat().st_mtime >= since
-    except OSError:
-        return False
+    note = folder / "logs" / "preempted"
+    return note.is_file() and note.stat().st_mtime >= since
 
 
 # Hangs on several hosts
@@ -166,12 +157,6 @@ def is_over(folder: Path, policy: RestartPolicy) -> bool:
     """Says whether the run has hung and must not be started again. All hosts read the same notes, and decide alike."""
     attempts = hung_attempts(folder)
     return bool(attempts) and isinstance(after_failure(policy, attempts), Stop)
-
-
-def forget_hangs(folder: Path) -> None:
-    """Removes the notes of hangs that an earlier start of the run left."""
-    for path in (folder / "health").glob("hang-*"):
-        path.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from paceline.run.warm import WarmRanks
 
 _FEWEST_STEPS = 40  # of a run that is worth a process beside it
-_PATIENCE_S = 10.0  # of a run that is done, for the dry run
 _ENTRY = "PACELINE_MACHINE"
 
 
@@ -73,38 +72,30 @@ def is_worth_dry_run(config: Config) -> bool:
     return is_long and config.comm.backend != "virtual"
 
 
+@dataclass(slots=True)
 class BackgroundPrediction:
-    """A dry run in another process while the run goes on; a run that succeeds keeps the better prediction."""
+    """A dry run in another process while the run goes on; a run that succeeds keeps the better prediction.
 
-    def __init__(
-        self,
-        config: Config,
-        run_folder: Path,
-        formula: Expectation | None,
-        warm: WarmRanks | None = None,
-        *,
-        threads: int | None = None,
-        cores: Sequence[int] = (),
-        patience_s: float | None = None,
-    ) -> None:
-        """With ``warm`` the dry run is forked from the process that ranks are, which has torch loaded.
+    With ``warm`` the dry run is forked from the process that ranks are, which has torch loaded. ``threads`` of a CPU
+    rank are the launcher's, where the config does not say; None: the cores are shared out. ``cores`` are those that the
+    ranks share, for a rank that keeps to its own; without them, this process's. ``patience_s`` is how long a run that
+    is done waits for it.
+    """
 
-        ``threads`` of a CPU rank are the launcher's, where the config does not say; None: the cores are shared out.
-        ``cores`` are those that the ranks share, for a rank that keeps to its own; without them, this process's.
-        ``patience_s`` is how long a run that is done waits for it; None: some seconds.
-        """
-        self._threads, self._patience_s = threads, _PATIENCE_S if patience_s is None else patience_s
-        self._warm, self._cores = warm, cores
-        self._config = config
-        self._folder = run_folder
-        self._formula = formula
-        self._background: Background | None = None
-        self._since = time.time()
-        self._is_over = threading.Event()
-        self._search: threading.Thread | None = None  # for what the ranks find
+    config: Config
+    folder: Path
+    formula: Expectation | None
+    warm: WarmRanks | None = None
+    threads: int | None = None
+    cores: Sequence[int] = ()
+    patience_s: float = 10.0
+    _background: Background | None = None
+    _since: float = field(default_factory=time.time)
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _search: threading.Thread | None = None  # for what the ranks find
 
     def __enter__(self) -> None:
-        if self._config.train.microbatch != "auto" or self._config.comm.backend == "virtual":
+        if self.config.train.microbatch != "auto" or self.config.comm.backend == "virtual":
             self._start()
             return
         self._search = threading.Thread(target=self._start_when_found, name="microbatch", daemon=True)
@@ -120,44 +111,44 @@ class BackgroundPrediction:
             self._background.stop()
 
     def _start(self) -> None:
-        if not is_worth_dry_run(self._config) or unpriced(self._config, 1):
+        if not is_worth_dry_run(self.config) or unpriced(self.config, 1):
             return
         from paceline.rehearse.dryrun.expected import Background, plain_start
 
-        start = plain_start if self._warm is None else self._warm.arguments
+        start = plain_start if self.warm is None else self.warm.arguments
         self._background = Background(
-            dump_yaml(self._config), threads=self._threads, cores=self._cores, entry=machine_entry(), start=start
+            dump_yaml(self.config), threads=self.threads, cores=self.cores, entry=machine_entry(), start=start
         )
 
     def _start_when_found(self) -> None:
         """Follows the first rank's records until they tell the microbatch, which takes the place of ``auto``."""
         with contextlib.suppress(ValueError, OSError):  # records that cannot be read are told of elsewhere
-            for record in follow_records(self._folder / "records" / "rank-0.jsonl", self._is_over.is_set):
+            for record in follow_records(self.folder / "records" / "rank-0.jsonl", self._is_over.is_set):
                 if isinstance(record, RunRecord) and record.time >= self._since and record.microbatch:
                     found = {"microbatch": record.microbatch, "global_batch": record.global_batch, "accumulate": None}
-                    self._config = self._config.with_values("train", **found)
+                    self.config = self.config.with_values("train", **found)
                     self._start()
                     return
 
     def _write(self) -> None:
         """Writes the best prediction, if it differs from the one in the run's folder."""
-        formula = self._formula
+        formula = self.formula
         if self._search is not None:
-            formula = predict_run(self._config, threads=self._threads, cores=self._cores)
+            formula = predict_run(self.config, threads=self.threads, cores=self.cores)
         best = self._best(formula)
-        if best is not None and best != self._formula:
-            (self._folder / FILE).write_text(best.to_text(), encoding="utf-8")
+        if best is not None and best != self.formula:
+            (self.folder / FILE).write_text(best.to_text(), encoding="utf-8")
 
     def _best(self, formula: Expectation | None) -> Expectation | None:
         """Returns the dry run's figures, or the formulas' and why there are no others; None where neither exists."""
         from paceline.rehearse.dryrun.expected import better_of
 
-        found = None if self._background is None else self._background.result(self._patience_s)
+        found = None if self._background is None else self._background.result(self.patience_s)
         best = better_of(formula, found)
-        if (best is None or best.step_s is None) and is_worth_dry_run(self._config):
-            ranks, known = self._config.parallel.decided_ranks, unpriced(self._config, 1)
+        if (best is None or best.step_s is None) and is_worth_dry_run(self.config):
+            ranks, known = self.config.parallel.decided_ranks, unpriced(self.config, 1)
             reasons = dict.fromkeys(filter(None, ("" if best is None else best.reason, known)))
             best = replace(best or Expectation(), ranks=ranks, reason="; ".join(reasons))
         if best is not None and best.memory_bytes is None:
-            best = replace(best, memory_bytes=expected_memory(self._config))
+            best = replace(best, memory_bytes=expected_memory(self.config))
         return best

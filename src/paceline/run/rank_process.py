@@ -16,6 +16,7 @@ with it, and also after it. The rank asks for its parent twice a second. Linux c
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -51,18 +52,9 @@ def uses_nccl(config: Config) -> bool:
 
 
 def uses_gpu(config: Config) -> bool:
-    """Says whether the ranks of a config will compute on GPUs."""
     import torch
 
     return config.parallel.device != "cpu" and torch.cuda.is_available()
-
-
-def use_threads(config: Config) -> None:
-    """Sets the number of threads that torch computes with, where the config says it."""
-    if config.parallel.threads is not None:
-        import torch
-
-        torch.set_num_threads(config.parallel.threads)
 
 
 def keep_cores(config: Config) -> None:
@@ -81,6 +73,15 @@ def redirect_output(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def tell_agent(message: str, text: str, when: float) -> None:
+    """Leaves an error where torch's agent looks for one, if an agent has started this process."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        detail = {"py_callstack": text, "timestamp": str(int(when))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": detail}}), encoding="utf-8")
 
 
 def leave_process(code: int) -> NoReturn:

@@ -35,7 +35,7 @@ _RUN = b'{"type":"run"'
 
 def open_attempts(folder: Path, ranks: Iterable[int], *, since: float) -> list[int]:
     """Returns the ranks that began an attempt after ``since`` and wrote no end. One pass over their files."""
-    return [rank for rank in ranks if _open_attempt(_path(folder, rank), since) is not None]
+    return [rank for rank in ranks if _open_attempt(records_path(folder, rank), since) is not None]
 
 
 def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: str, *, since: float) -> None:
@@ -44,13 +44,13 @@ def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: 
     A disk that takes no more is left alone: the failure at hand matters more.
     """
     for rank in ranks:
-        attempt = _open_attempt(_path(folder, rank), since)
+        attempt = _open_attempt(records_path(folder, rank), since)
         if attempt is None:
             continue
         run, step = attempt
         now = time.time()
         end = EndRecord(status=status, step=step, seconds=now - run.time, message=message, time=now)
-        with contextlib.suppress(OSError), contextlib.closing(JsonlSink(_path(folder, rank))) as sink:
+        with contextlib.suppress(OSError), contextlib.closing(JsonlSink(records_path(folder, rank))) as sink:
             sink.write(end)
 
 
@@ -62,12 +62,11 @@ def note_straggler(folder: Path, rank: int, found: Straggler) -> None:
     progress = read_progress(folder).get(rank)
     step = 0 if progress is None else progress.last_step
     event = EventRecord(name="straggler", step=step, detail=found.to_json(), time=time.time())
+    path = records_path(folder, rank)
     with contextlib.suppress(OSError):
-        descriptor = os.open(_path(folder, rank), os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(descriptor, to_line(event).encode())
-        finally:
-            os.close(descriptor)
+        if path.is_file():
+            with path.open("ab", buffering=0) as file:
+                file.write(to_line(event).encode())
 
 
 def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> RunRecord:
@@ -107,8 +106,8 @@ def write_settings(config: Config, trainer: Trainer) -> None:
     """Writes which variables this rank's NCCL or Gloo obeys, where somebody asked for any."""
     uses_nccl = trainer.parts.engine.comm.device.type == "cuda" and config.comm.backend in ("auto", "nccl")
     settings = variables_in_effect(config, uses_nccl=uses_nccl)
-    if settings and trainer.sink is not None:
-        trainer.sink.write(EventRecord(name="settings", step=trainer.step, detail=settings, time=time.time()))
+    if settings:
+        trainer.note("settings", settings)
 
 
 def write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
@@ -125,7 +124,7 @@ def write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
             file.write(json.dumps(asdict(operation)) + "\n")
 
 
-def _path(folder: Path, rank: int) -> Path:
+def records_path(folder: Path, rank: int) -> Path:
     return folder / "records" / f"rank-{rank}.jsonl"
 
 

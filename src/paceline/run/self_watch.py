@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,12 +30,13 @@ from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
+from paceline.health.lateness import Lateness
 from paceline.health.ledger_text import views_from_text, views_to_text
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangVerdict, Limits, judge
 from paceline.run.late_hosts import LateHosts
 from paceline.run.notes import note_hang
-from paceline.run.rank_process import end_children
+from paceline.run.rank_process import end_children, tell_agent
 from paceline.run.records import note_straggler
 from paceline.run.watch import Watch, WatchPolicy, end_ranks, keep_ledger, tell_verdict
 
@@ -67,16 +69,13 @@ def watch(
 def watch_itself(
     comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
 ) -> LedgerCommunicator:
-    """Lets ranks keep a ledger and watch themselves; without a policy they only keep it. ``host`` names this host."""
-    kept = keep_ledger(comm, folder)
-    start_watch(kept, folder, policy, host=host)
-    return kept
+    """Lets ranks keep a ledger and watch themselves, in a thread of each; all ranks call it.
 
-
-def start_watch(comm: LedgerCommunicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None) -> None:
-    """Starts this rank's thread; all ranks call it. Without a policy nobody watches. ``host`` is this host's name."""
+    Without a policy they only keep the ledger. ``host`` is this host's name.
+    """
+    comm = keep_ledger(comm, folder)
     if policy is None or comm.size == 1:
-        return
+        return comm
     own = host or socket.gethostname()
     hosts: dict[str, list[int]] = {}
     for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):
@@ -87,51 +86,43 @@ def start_watch(comm: LedgerCommunicator, folder: Path, policy: WatchPolicy | No
         channel = SideChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), run)
     watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own)
     threading.Thread(target=watch.follow, name="watch", daemon=True).start()
+    return comm
 
 
+@dataclass(slots=True)
 class SelfWatch:
-    """Watches the ranks of this host from inside one of them, and exchanges verdicts with other hosts."""
+    """Watches the ranks of this host from inside one of them, and exchanges verdicts with other hosts.
 
-    def __init__(
-        self,
-        folder: Path,
-        ledger: Ledger,
-        hosts: Mapping[str, list[int]],
-        policy: WatchPolicy,
-        channel: SideChannel | None,
-        host: str,
-    ) -> None:
-        """Takes the ranks of every host by its name; ``host`` is this one's."""
-        self._folder = folder
-        self._ledger = ledger
-        self._rank = ledger.reader().rank
-        self._hosts = hosts
-        self._host = host
-        self._policy = policy
-        self._channel = channel
-        self._watch = Watch(folder, hosts[self._host], policy)
-        self._beats: dict[int, tuple[int, float]] = {}
-        self._leads_now = False
-        self._published_s: float | None = None
-        self._late_hosts: LateHosts | None = None
-        if channel is not None:
+    ``hosts`` are the ranks of every host by its name; ``host`` is this one's.
+    """
+
+    folder: Path
+    ledger: Ledger
+    hosts: Mapping[str, list[int]]
+    policy: WatchPolicy
+    channel: SideChannel | None
+    host: str
+    _watch: Watch = field(init=False)
+    _late_hosts: LateHosts | None = None
+    _beats: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _leads_now: bool = False
+    _published_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.folder, self.hosts[self.host], self.policy)
+        if self.channel is not None:
             self._watch.lateness = None
-            self._late_hosts = LateHosts(
-                channel,
-                host,
-                tuple(hosts),
-                self._watch.rank_looks,
-                period_s=_HOSTS_PERIODS * policy.compare_s,
-                policy=policy.late,
-            )
+            take, lateness = self._watch.rank_looks, Lateness(self.policy.late)
+            period_s = _HOSTS_PERIODS * self.policy.compare_s
+            self._late_hosts = LateHosts(self.channel, self.host, tuple(self.hosts), take, lateness, period_s)
 
     def follow(self) -> None:
         """Looks at the ledgers until there is a verdict, which ends this process."""
-        if self._late_hosts is not None and self._rank == self._hosts[self._host][0]:
+        if self._late_hosts is not None and self.ledger.reader().rank == self.hosts[self.host][0]:
             self._late_hosts.compare_clocks()
-        while not self._ledger.reader().pulse().is_finished:
-            time.sleep(self._policy.every_s)
-            self._ledger.cells[HEARTBEAT] += 1
+        while not self.ledger.reader().pulse().is_finished:
+            time.sleep(self.policy.every_s)
+            self.ledger.cells[HEARTBEAT] += 1
             with contextlib.suppress(CommunicationError):  # the store went with its owner: the launcher will tell
                 verdict = self.look()
                 if verdict is not None:
@@ -150,11 +141,10 @@ class SelfWatch:
         found = None if is_told else self._watch.look()
         if self._watch.straggler is not None:
             self._tell_late(self._watch.straggler)
-        return found if self._channel is None else self._with_others(self._channel, found, now)
+        return found if self.channel is None else self._with_others(self.channel, found, now)
 
     def _tell_late(self, found: Straggler) -> None:
-        """Writes a late rank into the records, and to standard error."""
-        note_straggler(self._folder, self._hosts[self._host][0], found)
+        note_straggler(self.folder, self.hosts[self.host][0], found)
         sys.stderr.write(f"paceline: {found}\n")
         sys.stderr.flush()
 
@@ -163,7 +153,8 @@ class SelfWatch:
         for rank, beat in self._watch.heartbeats().items():
             before, since_s = self._beats.get(rank, (-1, now))
             self._beats[rank] = (beat, now if beat != before else since_s)
-        lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < self._rank)
+        own = self.ledger.reader().rank
+        lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < own)
         return all(now - since_s >= _BEAT_S for since_s in lower)
 
     def _with_others(self, channel: SideChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
@@ -176,20 +167,20 @@ class SelfWatch:
             return found
         if found is None:
             if self._published_s is not None and not self._watch.stands_still(now):
-                channel.publish(f"host/{self._host}", "")
+                channel.publish(f"host/{self.host}", "")
                 self._published_s = None
             if self._published_s is None:
                 return None
         elif self._published_s is None:
             self._published_s = now
-            channel.publish(f"host/{self._host}", views_to_text(self._watch.last_views, now))
-        texts = {host: channel.read(f"host/{host}") for host in self._hosts}
+            channel.publish(f"host/{self.host}", views_to_text(self._watch.last_views, now))
+        texts = {host: channel.read(f"host/{host}") for host in self.hosts}
         silent = [host for host, text in texts.items() if not text]
         verdict = None
         if not silent:
             views = [view for text in texts.values() for view in views_from_text(text, now)]
             verdict = judge(views, now, _NO_LIMIT)
-        elif self._published_s is not None and now - self._published_s > self._policy.limits.step_s + 2 * _BEAT_S:
+        elif self._published_s is not None and now - self._published_s > self.policy.limits.step_s + 2 * _BEAT_S:
             verdict = self._mute_hosts(silent)
         if verdict is not None:
             channel.publish("verdict", json.dumps(verdict.to_json()))
@@ -199,34 +190,29 @@ class SelfWatch:
         """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
         deadline = time.monotonic() + _BEAT_S
         with contextlib.suppress(CommunicationError):
-            channel.publish(f"has/{self._host}", "it")
-            while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self._hosts):
+            channel.publish(f"has/{self.host}", "it")
+            while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self.hosts):
                 time.sleep(_ASK_S)
 
     def _mute_hosts(self, hosts: list[str]) -> HangVerdict:
-        ranks = sorted(rank for host in hosts for rank in self._hosts[host])
-        told = ", ".join(f"{host} (ranks {', '.join(map(str, self._hosts[host]))})" for host in hosts)
-        mine = ", ".join(map(str, self._hosts[self._host]))
+        ranks = sorted(rank for host in hosts for rank in self.hosts[host])
+        told = ", ".join(f"{host} (ranks {', '.join(map(str, self.hosts[host]))})" for host in hosts)
+        mine = ", ".join(map(str, self.hosts[self.host]))
         sentence = (
-            f"ranks {mine} on {self._host} stand still, and nothing is heard of {told}: these ranks go on without "
+            f"ranks {mine} on {self.host} stand still, and nothing is heard of {told}: these ranks go on without "
             "them, or their host is gone"
         )
         return HangVerdict(kind="missing", ranks=tuple(ranks), sentence=sentence)
 
     def _leave(self, verdict: HangVerdict) -> NoReturn:
         """Ends the ranks of this host, and this one with the code that says why."""
-        tell_verdict(self._folder, verdict, self._hosts[self._host])
-        note_hang(self._folder, verdict)
-        if self._channel is not None:
-            self._wait_for_others(self._channel)
-        end_ranks(self._folder, verdict, self._watch.processes())
+        tell_verdict(self.folder, verdict, self.hosts[self.host])
+        note_hang(self.folder, verdict)
+        if self.channel is not None:
+            self._wait_for_others(self.channel)
+        end_ranks(self.folder, verdict, self._watch.processes())
         sys.stderr.write(f"paceline: {verdict.sentence}\n")
         sys.stderr.flush()
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path is not None:
-            detail = {"py_callstack": verdict.to_text(), "timestamp": str(int(time.time()))}
-            content = {"message": {"message": verdict.sentence, "extraInfo": detail}}
-            with contextlib.suppress(OSError):
-                Path(path).write_text(json.dumps(content), encoding="utf-8")
+        tell_agent(verdict.sentence, verdict.to_text(), time.time())
         end_children()
-        os._exit(HUNG)
+        os._exit(HUNG)  # without a flush of standard output, for which a rank that hangs may hold the lock

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -57,7 +58,6 @@ def launcher_signals(
     ignored: with nohup, a run outlives its terminal. Those of [Note: preemption] go to the ranks' ``processes`` first;
     yields the list of those that did.
     """
-    before = {number: signal.getsignal(number) for number in _HANDLED}
     asked: list[signal.Signals] = []
     asked_at = 0.0
 
@@ -74,22 +74,27 @@ def launcher_signals(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
-    try:
+    with _handlers_restored() as before:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, hand_on if number in PREEMPTING else lambda number, _: stop(number))
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
     """Lets a short piece of work finish whatever signals come."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _HANDLED}
-    try:
+    with _handlers_restored():
+        for number in _HANDLED:
+            signal.signal(number, signal.SIG_IGN)
         yield
+
+
+@contextlib.contextmanager
+def _handlers_restored() -> Iterator[dict[signal.Signals, Any]]:
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    try:
+        yield before
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

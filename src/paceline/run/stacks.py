@@ -113,15 +113,11 @@ def line_of_thread(text: str, thread: int) -> str:
     if not stacks:
         return ""
     mask = sys.maxsize * 2 + 1
-    frames = next((frames for number, frames in stacks.items() if number == thread & mask), None)
-    return telling_line(list(stacks.values())[-1] if frames is None else frames)
+    return telling_line(stacks.get(thread & mask, list(stacks.values())[-1]))
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+    return path.stat().st_size if path.exists() else 0
 
 
 def _read(path: Path, start: int) -> str:

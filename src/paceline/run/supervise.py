@@ -10,6 +10,7 @@ from a process that has torch loaded, see ``warm_server.py``), and these load th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from paceline.health.diagnosis import FailedAttempt, Restart, RestartPolicy, Sto
 from paceline.run.console import say
 from paceline.run.failure import RunFailedError
 from paceline.run.folder import change_config, config_of, read_plan
-from paceline.run.location import RunLocation
+from paceline.run.location import RunLocation, find_start
 from paceline.run.notes import read_progress
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ def supervise(start: StartRanks, config: Config, location: RunLocation) -> None:
 
 
 def restart_policy(config: Config) -> RestartPolicy:
-    """Returns what a config says about starting again."""
     return RestartPolicy(**{each.name: getattr(config.recovery, each.name) for each in fields(RestartPolicy)})
 
 
@@ -121,17 +121,16 @@ def _starting_point(
     config: Config, folder: Path, first: Path | None, own: Line | None = None
 ) -> tuple[Path | None, int]:
     """Finds the newest checkpoint of the run's line that is whole, and its step; tells of newer ones that are not."""
-    from paceline.checkpoint import find_checkpoint, list_checkpoints
+    from paceline.checkpoint import list_checkpoints
     from paceline.checkpoint.storage import absolute_path
 
-    where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
     passed: list[str] = []
     path: Path | None
     try:
-        found = find_checkpoint("auto", where, config.checkpoint.verify, lambda each: passed.append(str(each)), own)
-        path = absolute_path(found)
+        path = absolute_path(find_start(config, folder, "auto", passed.append, own))
     except CheckpointError as error:
         path = first if first is not None and _is_whole(first, config) else None
+        where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
         if list_checkpoints(where / "checkpoints") or list_checkpoints(where):
             passed.append(str(error))
     if passed:
@@ -141,11 +140,9 @@ def _starting_point(
 
 
 def _is_whole(checkpoint: Path, config: Config) -> bool:
-    """Says whether a checkpoint can be started from."""
     from paceline.checkpoint import verify_checkpoint
 
-    try:
+    with contextlib.suppress(CheckpointError):
         verify_checkpoint(checkpoint, config.checkpoint.verify)
-    except CheckpointError:
-        return False
-    return True
+        return True
+    return False

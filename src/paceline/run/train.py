@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config import Config, dump_yaml, load_config
-from paceline.run.console import LiveProgress
+from paceline.run.console import live_progress
 from paceline.run.folder import claim_folder
 from paceline.run.location import RunLocation, locate_run
 from paceline.run.result import RunOptions, RunResult, explain_end, read_result
@@ -47,22 +47,17 @@ def train(
         from paceline.run.hosts import train_on_hosts
 
         return train_on_hosts(asked, chosen, chosen.hosts)
-    return train_here(asked, chosen)
-
-
-def train_here(asked: Config, options: RunOptions) -> RunResult:
-    """Runs all ranks on this machine."""
-    location = locate_run(asked, force=options.force, resume=options.resume)  # before torch, which takes seconds
+    location = locate_run(asked, force=chosen.force, resume=chosen.resume)  # before torch, which takes seconds
     with warm_ranks_of(asked) as warm:  # loads torch as this process does
         from paceline.run.decide import decide_run
 
-        return run_decided(decide_run(asked, checks_memory=options.checks_memory), location, options, warm)
+        return run_decided(decide_run(asked, checks_memory=chosen.checks_memory), location, chosen, warm)
 
 
 def run_decided(decision: Decision, location: RunLocation, options: RunOptions, warm: WarmRanks | None) -> RunResult:
     """Carries out the plan of a run on this machine, and returns what came of it."""
     from paceline.run.decide import show_decisions
-    from paceline.run.local import check_port, launch_local
+    from paceline.run.local import LocalRanks, check_port, launch_local
     from paceline.run.prediction import BackgroundPrediction, predict_run
     from paceline.run.rank_process import uses_nccl
     from paceline.run.supervise import rank_command, supervise
@@ -77,25 +72,24 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
         show_decisions(config, decision.choice)
     expected = predict_run(config)
     folder, ranks = location.folder, plan.layout.ranks
+    asked = LocalRanks(
+        ranks=1 if config.comm.backend == "virtual" else ranks,
+        num_records=ranks,
+        threads=config.parallel.threads,
+        port=options.port,
+        variables=variables,
+        warm=warm,
+        watch=watch_policy(config),
+    )
 
     def start(checkpoint: Path | None, restart: RestartNote | None) -> None:
-        launch_local(
-            rank_command(folder, checkpoint, restart),
-            folder,
-            ranks=1 if config.comm.backend == "virtual" else ranks,
-            num_records=ranks,
-            threads=config.parallel.threads,
-            port=options.port,
-            variables=variables,
-            warm=warm,
-            watch=watch_policy(config),
-        )
+        launch_local(rank_command(folder, checkpoint, restart), folder, asked)
 
     is_continued, written = location.is_continued, plan.to_text()
     with claim_folder(folder, dump_yaml(config), written, force=options.force, resume=is_continued) as claimed:
         if expected is not None:
             claimed.write_prediction(expected.to_text())
         prediction = BackgroundPrediction(config, folder, expected, warm)
-        with explain_end(claimed), LiveProgress(folder, is_shown=is_shown), prediction:
+        with explain_end(claimed), live_progress(folder, is_shown=is_shown), prediction:
             supervise(start, config, location)
         return read_result(folder, config, decision.choice)

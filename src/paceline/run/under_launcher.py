@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -17,10 +16,10 @@ import torch
 
 from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object
+from paceline.comm.objects import ask_first_rank
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.config import Config, dump_yaml
-from paceline.errors import PacelineError, PreemptedError, UsageError
+from paceline.errors import PreemptedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
 from paceline.records.console import ProgressView
@@ -35,6 +34,7 @@ from paceline.run.rank_process import (
     leave_process,
     node_ranks,
     restarted_by_launcher,
+    tell_agent,
     uses_gpu,
     uses_nccl,
 )
@@ -115,17 +115,14 @@ def _claim_together(
     """
     claimed: RunFolder | None = None
     prediction: AbstractContextManager[None] = contextlib.nullcontext()
-    problem: PacelineError | None = None
-    if comm.rank == 0:
-        try:
-            texts = dump_yaml(decision.config), decision.plan.to_text()
-            claimed = claim_folder(location.folder, *texts, force=force, resume=location.is_continued)
-            prediction = _predict(decision.config, claimed, cores)
-        except PacelineError as error:
-            problem = error
-    problem = broadcast_object(comm, problem)
-    if problem is not None:
-        raise problem
+
+    def claim() -> None:
+        nonlocal claimed, prediction
+        texts = dump_yaml(decision.config), decision.plan.to_text()
+        claimed = claim_folder(location.folder, *texts, force=force, resume=location.is_continued)
+        prediction = _predict(decision.config, claimed, cores)
+
+    ask_first_rank(comm, claim)
     return claimed, prediction
 
 
@@ -153,9 +150,6 @@ def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, s
     text = str(failure).splitlines()[0] if is_lost else "\n\n".join(filter(None, (str(failure), failure.traceback)))
     if failure.rank == 0 or not failure.is_refusal:  # every rank finds the same wrong input, and one tells it
         sys.stderr.write(f"paceline: {text}\n")
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:  # torchrun shows the earliest as the cause, to the second: a consequence comes a second later
-        detail = {"py_callstack": text, "timestamp": str(int(failure.time) + is_lost)}
-        content = {"message": {"message": str(failure), "extraInfo": detail}}
-        Path(path).write_text(json.dumps(content), encoding="utf-8")
+    # torchrun shows the earliest as the cause, to the second: a consequence comes a second later.
+    tell_agent(str(failure), text, failure.time + is_lost)
     leave_process(REFUSED if failure.is_refusal else FAILED)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,16 +45,16 @@ _RANK_MODULES = (
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
 
 
+@dataclass(frozen=True, slots=True)
 class WarmRanks:
     """A running server that forks ranks; ``arguments`` returns the command with which the agent starts one."""
 
-    def __init__(self, address: Path) -> None:
-        self._address = address
+    address: Path
 
     def arguments(self, command: Sequence[str]) -> list[str]:
         """Returns the arguments of the Python that stands for a rank which runs ``python -m <command>``."""
         client = Path(__file__).with_name("warm_client.py")
-        return ["-I", "-S", str(client), str(self._address), *command]
+        return ["-I", "-S", str(client), str(self.address), *command]
 
 
 def warm_ranks_of(config: Config, ranks: int | None = None) -> AbstractContextManager[WarmRanks | None]:

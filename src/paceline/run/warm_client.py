@@ -18,8 +18,8 @@ import struct
 import sys
 from types import FrameType
 
-_LENGTH = struct.Struct("!I")
-_STATUS = struct.Struct("!i?")
+LENGTH = struct.Struct("!I")
+STATUS = struct.Struct("!i?")  # how a rank ended, and whether that was asked for
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -34,7 +34,7 @@ def main() -> None:
         folder = os.getcwd()  # noqa: PTH109
         request = {"command": command, "folder": folder, "environment": dict(os.environ)}
         content = json.dumps(request).encode()
-        socket.send_fds(link, [_LENGTH.pack(len(content))], [1, 2])
+        socket.send_fds(link, [LENGTH.pack(len(content))], [1, 2])
         link.sendall(content)
 
         def end(number: int, _: FrameType | None) -> None:
@@ -46,7 +46,10 @@ def main() -> None:
             signal.signal(number, end)
         for number in _HANDED_ON:
             signal.signal(number, lambda number, _: _tell(link, number))
-        status, was_asked = _receive_status(link)
+        try:
+            status, was_asked = STATUS.unpack(receive(link, STATUS.size))
+        except EOFError:
+            status, was_asked = 1, True  # the server is gone, and its ranks go with it
     if ended_by and was_asked:
         _end_by(ended_by)
     if status < 0:
@@ -59,16 +62,15 @@ def _tell(link: socket.socket, number: int) -> None:
         link.sendall(bytes([number]))
 
 
-def _receive_status(link: socket.socket) -> tuple[int, bool]:
-    """Returns how the rank ended, and whether it was ended from here."""
+def receive(link: socket.socket, length: int) -> bytes:
+    """Returns so many bytes. Raises EOFError where the other side has closed the socket before."""
     content = b""
-    while len(content) < _STATUS.size:
-        piece = link.recv(_STATUS.size - len(content))
+    while len(content) < length:
+        piece = link.recv(length - len(content))
         if not piece:
-            return 1, True  # the server is gone, and its ranks go with it
+            raise EOFError
         content += piece
-    status, was_asked = _STATUS.unpack(content)
-    return status, was_asked
+    return content
 
 
 def _end_by(number: int) -> None:

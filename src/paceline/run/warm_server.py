@@ -28,8 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-_LENGTH = struct.Struct("!I")
-_STATUS = struct.Struct("!i?")  # how a rank ended, and whether that was asked for
+from paceline.run.warm_client import LENGTH, STATUS, receive
+
 PARENT = "PACELINE_PARENT"
 
 
@@ -73,8 +73,8 @@ class WarmServer:
     def _accept(self) -> dict[str, Any] | None:
         client, _ = self._listener.accept()
         try:
-            head, output, _, _ = socket.recv_fds(client, _LENGTH.size, 2)
-            content = _receive(client, _LENGTH.unpack(head)[0])
+            head, output, _, _ = socket.recv_fds(client, LENGTH.size, 2)
+            content = receive(client, LENGTH.unpack(head)[0])
         except (OSError, EOFError, struct.error):
             client.close()  # ended before it had said what it wants
             return None
@@ -133,7 +133,7 @@ class WarmServer:
             if client is not None:
                 self._selector.unregister(client)
                 with contextlib.suppress(OSError), client:
-                    client.sendall(_STATUS.pack(os.waitstatus_to_exitcode(status), pid in self._ended))
+                    client.sendall(STATUS.pack(os.waitstatus_to_exitcode(status), pid in self._ended))
             self._ended.discard(pid)
 
     def _end_all(self) -> None:
@@ -187,16 +187,6 @@ def _use_threads(number: str | None) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and number is not None and number.isdecimal():
         torch.set_num_threads(int(number))
-
-
-def _receive(client: socket.socket, length: int) -> bytes:
-    content = bytearray()
-    while len(content) < length:
-        piece = client.recv(length - len(content))
-        if not piece:
-            raise EOFError
-        content += piece
-    return bytes(content)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,8 +78,6 @@ def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
 
 
 class _RankSeen:
-    """What the watch knows of one rank."""
-
     def __init__(self, reader: LedgerReader, now: float) -> None:
         self.reader = reader
         self.pulse = reader.pulse()
@@ -96,7 +94,7 @@ class _RankSeen:
 
     def state(self, now: float) -> State:
         """Says whether its process runs; a rank that left its ledger open is dead after a while."""
-        if self.pulse.is_finished or _is_alive(self.reader.pid):
+        if self.pulse.is_finished or psutil.pid_exists(self.reader.pid):
             self.gone_s = None
             return "running"
         self.gone_s = now if self.gone_s is None else self.gone_s
@@ -137,7 +135,9 @@ class Watch:
         views = self.views(now)
         if is_due:
             self._compared_s = now
-            self._compare(views)
+            looks = self._looks(views)
+            if looks and self.lateness is not None:
+                self.straggler = self.lateness.look(looks)
         found = judge(views, now, self._limits())
         suspect, self._suspect = self._suspect, found
         if found is None or suspect is None or suspect.kind != found.kind:
@@ -145,7 +145,6 @@ class Watch:
         return self._with_lines(found, now)
 
     def views(self, now: float) -> list[LedgerView]:
-        """Returns what all ranks say now."""
         return [
             rank.reader.view(state=rank.state(now), changed_s=rank.changed_s, host=self._host)
             for rank in self._ranks.values()
@@ -165,7 +164,6 @@ class Watch:
         return {number: rank.reader.heartbeat for number, rank in self._ranks.items()}
 
     def processes(self) -> dict[int, int]:
-        """Returns the process of each rank that was seen."""
         return {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
 
     def _limits(self) -> Limits:
@@ -173,13 +171,8 @@ class Watch:
         asked = self._policy.limits
         return Limits(step_s=max(asked.step_s, _PATIENT * self._longest_s), setup_s=asked.setup_s)
 
-    def _compare(self, views: list[LedgerView]) -> None:
-        """Finds a late rank, once all ranks have been seen."""
-        looks = self._looks(views)
-        if looks and self.lateness is not None:
-            self.straggler = self.lateness.look(looks)
-
     def _looks(self, views: list[LedgerView]) -> list[RankLook]:
+        """Returns what is needed to compare ranks; none before all have been seen, or once one is done."""
         if len(views) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
             return []
         return [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in views]
@@ -276,9 +269,7 @@ def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int]) 
     own = {os.getpid(), os.getpgrp()}
     groups = {pid for pid in processes.values() if pid not in own}
     _signal(groups, signal.SIGSTOP)
-    tell_verdict(folder, verdict, processes)
-    for rank in processes:
-        write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
+    _tell_and_fail(folder, verdict, processes)
     _signal(groups, signal.SIGKILL)
 
 
@@ -302,11 +293,15 @@ def note_mismatch(folder: Path, ranks: Iterable[int]) -> HangVerdict | None:
     views = [reader.view(changed_s=now) for reader in readers.values() if reader is not None]
     verdict = judge(views, now, Limits(step_s=math.inf, setup_s=math.inf))  # however long they stood
     if verdict is not None:
-        known = [view.rank for view in views]
-        tell_verdict(folder, verdict, known)
-        for rank in known:
-            write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
+        _tell_and_fail(folder, verdict, [view.rank for view in views])
     return verdict
+
+
+def _tell_and_fail(folder: Path, verdict: HangVerdict, ranks: Collection[int]) -> None:
+    """Tells a verdict, which is then the failure of each rank."""
+    tell_verdict(folder, verdict, ranks)
+    for rank in ranks:
+        write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
 
 
 def locate_deaths(folder: Path, failures: Iterable[Failure]) -> list[Failure]:
@@ -328,20 +323,9 @@ def forget_health(folder: Path, ranks: Iterable[int]) -> None:
 
 
 def _signal(leaders: Iterable[int], number: int) -> None:
-    """Signals processes, with the groups that they lead."""
     for pid in leaders:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getpgid(pid) == pid:
                 os.killpg(pid, number)
             else:
                 os.kill(pid, number)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

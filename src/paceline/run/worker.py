@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.comm.base import Communicator
@@ -26,7 +27,7 @@ from paceline.health.exit_codes import DONE, HUNG
 from paceline.plan.plan import Plan
 from paceline.run.attempt import RankRunner
 from paceline.run.folder import config_of, read_plan
-from paceline.run.notes import forget_failure, is_over, note_hang, note_process, read_failures
+from paceline.run.notes import forget, is_over, note_hang, note_process, read_failures
 from paceline.run.rank_process import (
     end_with_parent,
     keep_cores,
@@ -46,7 +47,6 @@ HOST = "PACELINE_HOST"  # what this host is called, where several have the same 
 
 
 def main() -> None:
-    """Runs one rank and leaves with its exit code."""
     parser = argparse.ArgumentParser(prog="paceline.run.worker", description="One rank of a run.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--launcher", type=int, required=True)
@@ -64,7 +64,7 @@ def main() -> None:
         note_process(folder, rank, arguments.launcher)
         if arguments.self_watch and is_over(folder, restart_policy(config)):
             leave_process(DONE)  # the attempt before has hung and was the last: see hosts.py
-        forget_failure(folder, rank)
+        forget(folder, f"logs/rank-{rank}.error.json")
         redirect_output(folder / "logs" / f"rank-{rank}.log")
         if config.comm.backend == "virtual":
             plan = read_plan(folder)
@@ -92,7 +92,7 @@ def _watch_itself(config: Config, folder: Path, comm: Communicator) -> Communica
     """Lets the ranks of all hosts watch themselves; forgets failures of ranks that are no more."""
     for failure in read_failures(folder) if comm.rank == 0 else ():
         if failure.rank >= comm.size:
-            forget_failure(folder, failure.rank)
+            forget(folder, f"logs/rank-{failure.rank}.error.json")
     return watch_itself(comm, folder, watch_policy(config), host=os.environ.get(HOST))
 
 
@@ -109,7 +109,7 @@ def _leave_if_different(folder: Path) -> None:
 def _run_virtual(config: Config, plan: Plan, first: RankRunner, resume: str | None) -> None:
     """Runs all ranks in this process, in turn. Where one fails, leaves with its error."""
     ranks = plan.layout.ranks
-    attempts = [first, *(first.of_rank(rank) for rank in range(1, ranks))]
+    attempts = [first, *(replace(first, rank=rank) for rank in range(1, ranks))]
     try:
         run_virtual(
             lambda comm: attempts[comm.rank].run(config, comm, plan=plan, resume=resume),

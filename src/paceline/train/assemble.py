@@ -161,7 +161,6 @@ def build_compressor(layout: Layout) -> Compressor | None:
 
 
 def build_policy(config: Config) -> StepPolicy:
-    """Returns what a config says about a step."""
     return StepPolicy(
         clip_norm=config.optim.clip_norm,
         dtype=getattr(torch, config.train.dtype),
@@ -174,13 +173,7 @@ def build_schedule(config: Config, plan: Plan) -> RateSchedule:
     """Makes the learning-rate schedule; without a length of its own it spans the run."""
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
-    return RateSchedule(
-        kind=asked.kind,
-        unit=asked.unit,
-        warmup=asked.warmup,
-        length=float(asked.length or whole_run),
-        final_ratio=asked.final_ratio,
-    )
+    return RateSchedule(**{**asked.model_dump(), "length": float(asked.length or whole_run)})
 
 
 def _fit_microbatch(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _MOST_GROWTH = 4  # from one trial to the next: where memory comes in large pieces a line may look flat
 _OUT_OF_MEMORY, _OVER, _FITS = 0, 1, 2
@@ -34,8 +35,7 @@ class Found:
     trials: tuple[Trial, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
+class _Point(NamedTuple):
     samples: int
     peak_bytes: int
 
@@ -61,7 +61,7 @@ def search_microbatch(
     all of them go the same way, each by numbers of its own.
     """
     best, ceiling = 0, max(sizes) + 1
-    points = [_Point(samples=0, peak_bytes=base_bytes)]
+    points = [_Point(0, base_bytes)]
     trials: list[Trial] = []
     size = agree(_at_most(sizes, first) or sizes[0])
     while size:
@@ -77,10 +77,10 @@ def search_microbatch(
             size = _at_most(between, size // 2) or (between[0] if between else 0)
             continue
         assert peak is not None
-        reach = _reach([*points, _Point(samples=size, peak_bytes=peak)], limit_bytes)
+        points.append(_Point(size, peak))
+        reach = _reach(points, limit_bytes)
         if outcome == _OVER:
             return Found(samples=agree(_at_most(between, reach)) or best or None, trials=tuple(trials))
-        points.append(_Point(samples=size, peak_bytes=peak))
         within = [each for each in between if each <= reach]
         size = agree(_at_most(within, _MOST_GROWTH * size) or (within[0] if within else 0))
     return Found(samples=best or None, trials=tuple(trials))
@@ -92,12 +92,9 @@ def _reach(points: Sequence[_Point], limit_bytes: int) -> int:
     The second may do so where the last step was short and its memory came in one large piece.
     """
     last = points[-1]
-    return max(_along(before, last, limit_bytes) for before in {points[0], points[-2]})
-
-
-def _along(before: _Point, last: _Point, limit_bytes: int) -> int:
-    slope = max(last.peak_bytes - before.peak_bytes, 1) / (last.samples - before.samples)
-    return last.samples + int((limit_bytes - last.peak_bytes) // slope)
+    starts = points[0], points[-2]
+    slopes = [max(last.peak_bytes - start.peak_bytes, 1) / (last.samples - start.samples) for start in starts]
+    return max(last.samples + int((limit_bytes - last.peak_bytes) // slope) for slope in slopes)
 
 
 def _at_most(sizes: Sequence[int], bound: int) -> int:

@@ -33,7 +33,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes in the parameters after a step."""
         torch._foreach_lerp_(self._averages, self._parameters, 1.0 - self._decay)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

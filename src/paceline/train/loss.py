@@ -8,7 +8,7 @@ tokens) and how many there were; the step divides by the count over all ranks an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -50,25 +50,23 @@ class CrossEntropy:
     """Cross entropy of classes (B, C) or tokens (B, T, V), whose logits may be split by vocabulary over ranks."""
 
     def __init__(self, elements_per_sample: float | None) -> None:
-        self._elements_per_sample = elements_per_sample
-
-    @property
-    def elements_per_sample(self) -> float | None:
-        """One for classes, the context for tokens, None where targets may be ignored."""
-        return self._elements_per_sample
+        """Takes one for classes, the context for tokens, None where targets may be ignored."""
+        self.elements_per_sample = elements_per_sample
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """Returns the summed cross entropy."""
         inputs, targets = batch
-        logits = model(inputs)
-        return LossValue(self._total(logits, targets), self._count(targets))
+        return self._value(model(inputs), targets)
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """Returns the summed cross entropy and the number of right answers."""
         inputs, targets = batch
         logits = model(inputs)
-        correct = (logits.argmax(-1) == targets).sum()
-        return LossValue(self._total(logits, targets), self._count(targets), correct)
+        return replace(self._value(logits, targets), correct=(logits.argmax(-1) == targets).sum())
+
+    def _value(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> LossValue:
+        is_known = self.elements_per_sample is not None
+        count = float(targets.numel()) if is_known else (targets != IGNORED).sum()
+        return LossValue(self._total(logits, targets), count)
 
     def _total(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> torch.Tensor:
         if isinstance(logits, SplitLogits):
@@ -77,11 +75,6 @@ class CrossEntropy:
         if rows.dtype in _HALF:  # a module of bf16 parameters gives those; sums and exponentials need more digits
             rows = rows.float()
         return F.cross_entropy(rows, targets.reshape(-1), reduction="sum", ignore_index=IGNORED)
-
-    def _count(self, targets: torch.Tensor) -> torch.Tensor | float:
-        if self._elements_per_sample is not None:
-            return float(targets.numel())
-        return (targets != IGNORED).sum()
 
 
 class CustomLoss:
@@ -112,9 +105,7 @@ class CustomLoss:
             raise UsageError(f"train.loss = {self._name} returned a count of {what}, not one number")
         return LossValue(total.reshape(()), float(count))
 
-    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """The same as for training."""
-        return self(model, batch)
+    score = __call__
 
 
 def build_loss(kind: str, shape: DataShape, *, may_ignore: bool = False) -> Loss:

@@ -7,9 +7,7 @@ counted, since its state is made in the first update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +20,8 @@ from paceline.free_memory import MemoryGauge
 from paceline.search.choice import MARGIN
 from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
 from paceline.train.loss import Loss
-from paceline.train.randomness import capture_random_states, restore_random_states
-from paceline.train.step import NoLaps, accumulate
-from paceline.train.survive.retry import can_fail_alone, drop_gradients, is_out_of_memory, release_memory
+from paceline.train.step import Passes, accumulate
+from paceline.train.survive.retry import PassState, can_fail_alone, drop_gradients, is_out_of_memory, release_memory
 from paceline.units import format_bytes
 
 
@@ -48,9 +45,8 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
 
     Raises TrainingError where not even one sample fits, or where a sharded engine runs out of memory in a trial.
     """
-    device = engine.comm.device
-    gauge = MemoryGauge(device)
-    states, buffers = capture_random_states(device), [buffer.clone() for buffer in engine.module.buffers()]
+    gauge = MemoryGauge(engine.comm.device)
+    state = PassState(engine)
     sizes = microbatch_sizes(limits.samples_per_rank)
     limit = gauge.limit_bytes(limits.node_ranks) if limits.limit_bytes is None else limits.limit_bytes
     limit = round(limit * (1 - MARGIN))
@@ -68,9 +64,7 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
             agree=lambda value: _least(engine, value),
         )
     trials.clean_up()  # not after an error: the other ranks may be elsewhere
-    restore_random_states(states, device)
-    for buffer, before in zip(engine.module.buffers(), buffers, strict=True):
-        buffer.data.copy_(before)
+    state.restore()
     if found.samples is None:
         peak = found.trials[-1].peak_bytes if found.trials else None
         raise TrainingError(
@@ -88,58 +82,52 @@ def optimizer_bytes(engine: Engine, slots: int) -> int:
     return slots * sum(parameter.numel() * parameter.element_size() for parameter in here)
 
 
+@dataclass(slots=True)
 class _Trials:
     """Runs passes of different sizes on the first samples of a data set."""
 
-    def __init__(self, engine: Engine, loss: Loss, dataset: MapDataset, dtype: torch.dtype, gauge: MemoryGauge) -> None:
-        self._engine = engine
-        self._loss = loss
-        self._dataset = dataset
-        self._dtype = dtype
-        self._gauge = gauge
-        self._largest = 0
+    engine: Engine
+    loss: Loss
+    dataset: MapDataset
+    dtype: torch.dtype
+    gauge: MemoryGauge
+    largest: int = 0
 
     def measure(self, size: int, reserve_bytes: int) -> int | None:
         """Returns the peak of a pass over ``size`` samples, with what is reserved; None where memory ran out."""
-        self._gauge.reset()
-        has_fit = self._attempt(lambda: self.run(size))
-        if not has_fit:
-            drop_gradients(self._engine)
-            release_memory(self._engine.comm.device)
-            with self._engine.no_sync():
-                self._engine.sit_out()  # the others may wait in a reduction
+        self.gauge.reset()
+        if not self._fits(size):
+            drop_gradients(self.engine)
+            release_memory(self.engine.comm.device)
+            with self.engine.no_sync():
+                self.engine.sit_out()  # the others may wait in a reduction
             return None
-        self._largest = max(size, self._largest)
-        return self._gauge.peak_bytes() + reserve_bytes
+        self.largest = max(size, self.largest)
+        return self.gauge.peak_bytes() + reserve_bytes
 
-    def run(self, size: int) -> None:
+    def _fits(self, size: int) -> bool:
         """Makes one pass; a last, empty microbatch would reduce the gradients, and is left out."""
-        indices = np.arange(size, dtype=np.int64) % len(self._dataset)
-        batch: Any = fetch_batch(self._dataset, indices)
-        with self._engine.no_sync():
-            accumulate(self._engine, [batch], self._loss, 1.0 / size, self._dtype, NoLaps())
-
-    def clean_up(self) -> None:
-        """Leaves the engine as it was."""
-        self._engine.abandon_accumulation()
-        drop_gradients(self._engine)
-        release_memory(self._engine.comm.device)
-
-    def _attempt(self, run: Callable[[], None]) -> bool:
+        batch = fetch_batch(self.dataset, np.arange(size, dtype=np.int64) % len(self.dataset))
         try:
-            run()
+            with self.engine.no_sync():
+                accumulate(Passes(self.engine, [batch], self.loss, 1.0 / size, self.dtype))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if not can_fail_alone(self._engine):
+            if not can_fail_alone(self.engine):
                 raise TrainingError(self._explain()) from error
             return False
         return True
 
+    def clean_up(self) -> None:
+        self.engine.abandon_accumulation()
+        drop_gradients(self.engine)
+        release_memory(self.engine.comm.device)
+
     def _explain(self) -> str:
-        fits = f"set train.microbatch = {self._largest}, which fits" if self._largest else "use more ranks"
+        fits = f"set train.microbatch = {self.largest}, which fits" if self.largest else "use more ranks"
         return (
-            f"rank {self._engine.world.rank} ran out of memory while train.microbatch = auto was searched for\n"
+            f"rank {self.engine.world.rank} ran out of memory while train.microbatch = auto was searched for\n"
             "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
             f"  {fits}, or memory.checkpoint_activations = full"
         )

@@ -59,7 +59,9 @@ def raised_at(error: BaseException, model: nn.Module | None = None) -> str | Non
         return None
     name = "" if module is None or model is None else _name(module, model)
     if own:
-        return f"at {_place(frames[own[-1]], lines[own[-1]])}" + (f", where {name}" if name else "")
+        code = frames[own[-1]].f_code
+        place = f"{Path(code.co_filename).name}:{lines[own[-1]]} in {code.co_name}"
+        return f"at {place}" + (f", where {name}" if name else "")
     if name:
         return f"in its forward, where {name}"
     return "in its forward" if module is not None else "in the loss of what it returns"
@@ -89,7 +91,6 @@ def misfit(error: Exception, what: str, data: DataSplits, place: str, *, made: s
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says."""
     return (str(error).splitlines() or [""])[0].rstrip(".")
 
 
@@ -111,10 +112,6 @@ def _module(frame: FrameType) -> nn.Module | None:
     """Returns the module whose forward a frame is."""
     found = frame.f_locals.get("self")
     return found if isinstance(found, nn.Module) and frame.f_code.co_name == "forward" else None
-
-
-def _place(frame: FrameType, line: int) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
 
 
 def _name(module: nn.Module, model: nn.Module) -> str:

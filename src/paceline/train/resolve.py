@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.cluster.detect import Machine, detect_machine
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object
+from paceline.comm.objects import ask_first_rank
 from paceline.config import Config
 from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits, build_data
@@ -49,18 +49,11 @@ def resolve_together(
 
     ``machine`` is for ranks that keep to some of its cores, and see only those.
     """
-    decided: tuple[Config, Choice] | PacelineError | None = None
-    if comm.rank == 0:
-        try:
-            room = measure_room(comm.device.type, comm.size, node_ranks or comm.size)
-            decided = resolve_strategy(config, room, machine)
-        except PacelineError as error:
-            decided = error
-    decided = broadcast_object(comm, decided)
-    if isinstance(decided, PacelineError):
-        raise decided
-    assert decided is not None
-    return decided
+
+    def decide() -> tuple[Config, Choice]:
+        return resolve_strategy(config, measure_room(comm.device.type, comm.size, node_ranks or comm.size), machine)
+
+    return ask_first_rank(comm, decide)
 
 
 _BY_HAND = "set parallel.strategy yourself: ddp if the model fits beside its batch, else fsdp"

@@ -8,7 +8,7 @@ each rank's   random states
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from paceline.train.ema import WeightAverage
 from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
-from paceline.train.scaler import LossScaler
+from paceline.train.scaler import make_scaler
 from paceline.train.step import StepPolicy
 from paceline.train.survive.bad_steps import BadSteps
 from paceline.train.survive.retry import Retry
@@ -54,99 +54,102 @@ class TrainerParts:
     evaluates_average: bool = False
 
 
-class RunState(Protocol):
-    """What a trainer keeps from step to step besides its parts: what a checkpoint holds and restores."""
+class RunState:
+    """What a trainer keeps from step to step: what a checkpoint holds and restores."""
 
-    parts: TrainerParts
-    step: int
-    position: int
-    line: Line | None
-    scaler: LossScaler | None
-    bad_steps: BadSteps
-    consumed: ConsumedIds
-    metrics: dict[str, float]
-    best: dict[str, Any] | None
-    rate_scale: float
-    num_roll_backs: int
+    def __init__(self, parts: TrainerParts) -> None:
+        self.parts = parts
+        self.step = 0
+        self.position = 0
+        self.scaler = make_scaler(parts.engine.precision, parts.engine.comm.device, parts.policy.loss_scale)
+        self.bad_steps = BadSteps()
+        self.consumed = ConsumedIds(parts.loader.order)
+        self.metrics: dict[str, float] = {}  # of the last evaluation, with its step
+        self.best: dict[str, Any] | None = None
+        self.num_roll_backs = 0
+        self.rate_scale = 1.0
+        self.line: Line | None = None  # of rank 0, which knows what was saved before
+
+    def collect_state(self) -> State:
+        """Returns this rank's part of the state, without a copy of any tensor. Nothing is sent."""
+        parts, comm = self.parts, self.parts.engine.world
+        held = list(parts.engine.shards())
+        optimizer, found = optimizer_shards(parts.optimizer, held)
+        shards = [*prefixed(MODEL, held), *optimizer]
+        values: dict[str, Any] = {
+            "bad_steps": self.bad_steps.state_dict(),
+            "schedule": {"lr": [float(group["lr"]) for group in parts.optimizer.param_groups]},
+            "consumed": self.consumed.state_dict(),
+            "data": {"length": parts.plan.train_samples, "global_batch": parts.plan.batch.global_batch},
+            "metrics": self.metrics if self.metrics.get("step") == self.step else {},
+            "best": self.best,
+        }
+        if self.num_roll_backs:
+            values["recovery"] = {"rate_scale": self.rate_scale, "num_roll_backs": self.num_roll_backs}
+        if self.scaler is not None:
+            values["scaler"] = self.scaler.state_dict()
+        if parts.compressor is not None:
+            shards += prefixed(COMPRESSION, parts.compressor.shards(comm))
+            values["compression"] = {"step": parts.compressor.step}
+        if parts.average is not None:
+            shards += parts.average.shards()
+        return State(
+            step=self.step,
+            position=self.position,
+            shards=shards,
+            values=values,
+            own={"random": capture_random_states(comm.device)},
+            found=found,
+            line=self.line,
+        )
+
+    def load_state(self, checkpoint: Checkpoint) -> None:
+        """Continues from a checkpoint: the same samples and learning rates at any number of ranks and strategy.
+
+        With the same number of ranks the random states continue too; with another one each rank gets a fresh stream.
+        """
+        parts, comm, values = self.parts, self.parts.engine.world, checkpoint.values
+        try:
+            _load_model_and_optimizer(parts, checkpoint)
+        except (MisfitError, RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
+                "  resume with the config that the run was started with"
+            ) from error
+        self.step, self.position = checkpoint.step, checkpoint.position
+        if comm.rank == 0:
+            self.line = line_from(checkpoint.manifest.spot, list(spots_in(checkpoint.path.parent).values()))
+        if self.scaler is not None and "scaler" in values:
+            self.scaler.load_state_dict(values["scaler"])
+        if parts.compressor is not None and "compression" in values:
+            parts.compressor.load(_Below(checkpoint, COMPRESSION), values["compression"]["step"], comm)
+        if parts.average is not None:
+            parts.average.load(checkpoint)
+        recovery = values.get("recovery", {})
+        self.rate_scale = recovery.get("rate_scale", 1.0)
+        self.num_roll_backs = recovery.get("num_roll_backs", 0)
+        if "bad_steps" in values:
+            self.bad_steps.load_state_dict(values["bad_steps"])
+        if "consumed" in values:
+            self.consumed.load_state_dict(values["consumed"])
+        self.metrics, self.best = values.get("metrics") or {}, values.get("best")
+        if checkpoint.manifest.world == comm.size and "random" in (own := checkpoint.own(comm.rank)):
+            restore_random_states(own["random"], comm.device)
+        else:
+            seed_everything(parts.seed, parts.engine.random_stream, checkpoint.step)
 
 
-def collect_state(trainer: RunState) -> State:
-    """Returns this rank's part of a trainer's state, without a copy of any tensor. Nothing is sent."""
-    parts, comm = trainer.parts, trainer.parts.engine.world
-    held = list(parts.engine.shards())
-    optimizer, found = optimizer_shards(parts.optimizer, held)
-    shards = [*prefixed(MODEL, held), *optimizer]
-    values: dict[str, Any] = {
-        "bad_steps": trainer.bad_steps.state_dict(),
-        "schedule": {"lr": [float(group["lr"]) for group in parts.optimizer.param_groups]},
-        "consumed": trainer.consumed.state_dict(),
-        "data": {"length": parts.plan.train_samples, "global_batch": parts.plan.batch.global_batch},
-        "metrics": trainer.metrics if trainer.metrics.get("step") == trainer.step else {},
-        "best": trainer.best,
-    }
-    if trainer.num_roll_backs:
-        values["recovery"] = {"rate_scale": trainer.rate_scale, "num_roll_backs": trainer.num_roll_backs}
-    if trainer.scaler is not None:
-        values["scaler"] = trainer.scaler.state_dict()
-    if parts.compressor is not None:
-        shards += prefixed(COMPRESSION, parts.compressor.shards(comm))
-        values["compression"] = {"step": parts.compressor.step}
-    if parts.average is not None:
-        shards += parts.average.shards()
-    return State(
-        step=trainer.step,
-        position=trainer.position,
-        shards=shards,
-        values=values,
-        own={"random": capture_random_states(comm.device)},
-        found=found,
-        line=trainer.line,
-    )
-
-
-def restore_state(trainer: RunState, checkpoint: Checkpoint) -> None:
-    """Continues a trainer from a checkpoint: see ``Trainer.load_state``."""
-    parts, comm, values = trainer.parts, trainer.parts.engine.world, checkpoint.values
-    try:
-        load_model_and_optimizer(trainer, checkpoint)
-    except (MisfitError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
-            "  resume with the config that the run was started with"
-        ) from error
-    trainer.step, trainer.position = checkpoint.step, checkpoint.position
-    if comm.rank == 0:
-        trainer.line = line_from(checkpoint.manifest.spot, list(spots_in(checkpoint.path.parent).values()))
-    if trainer.scaler is not None and "scaler" in values:
-        trainer.scaler.load_state_dict(values["scaler"])
-    if parts.compressor is not None and "compression" in values:
-        parts.compressor.load(_Below(checkpoint, COMPRESSION), values["compression"]["step"], comm)
-    if parts.average is not None:
-        parts.average.load(checkpoint)
-    recovery = values.get("recovery", {})
-    trainer.rate_scale = recovery.get("rate_scale", 1.0)
-    trainer.num_roll_backs = recovery.get("num_roll_backs", 0)
-    if "bad_steps" in values:
-        trainer.bad_steps.load_state_dict(values["bad_steps"])
-    if "consumed" in values:
-        trainer.consumed.load_state_dict(values["consumed"])
-    trainer.metrics, trainer.best = values.get("metrics") or {}, values.get("best")
-    if checkpoint.manifest.world == comm.size and "random" in (own := checkpoint.own(comm.rank)):
-        restore_random_states(own["random"], comm.device)
-    else:
-        seed_everything(parts.seed, parts.engine.random_stream, checkpoint.step)
-
-
-def load_model_and_optimizer(trainer: RunState, checkpoint: Checkpoint) -> None:
+def _load_model_and_optimizer(parts: TrainerParts, checkpoint: Checkpoint) -> None:
     """Fills parameters, buffers and optimizer state. Rates and decay stay what the config asks for now."""
-    engine, optimizer = trainer.parts.engine, trainer.parts.optimizer
-    fill_model(checkpoint, engine)
+    fill_model(checkpoint, parts.engine)
     if checkpoint.manifest.about.get("weights_only"):
         return  # somebody's weights: the optimizer begins anew
-    asked = [_settings(group) for group in optimizer.param_groups]
-    load_optimizer(checkpoint, optimizer, list(engine.shards()))
-    for group, settings in zip(optimizer.param_groups, asked, strict=True):
-        group.update(settings)
+    groups = parts.optimizer.param_groups
+    asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    load_optimizer(checkpoint, parts.optimizer, list(parts.engine.shards()))
+    for group, settings in zip(parts.optimizer.param_groups, asked, strict=True):
+        peak = settings.get("initial_lr", settings["lr"])
+        group.update(settings, lr=peak, initial_lr=peak)
 
 
 class _Below:
@@ -163,10 +166,3 @@ class _Below:
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Returns a region of a tensor, flat, or a whole one."""
         return self._checkpoint.read(self._prefix + name, region)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a parameter group's settings, with its rate as it was asked for."""
-    kept = {name: value for name, value in group.items() if name != "params"}
-    peak = kept.get("initial_lr", kept["lr"])
-    return {**kept, "lr": peak, "initial_lr": peak}

@@ -64,7 +64,6 @@ class LossScaler:
 
     @property
     def knows_elements(self) -> bool:
-        """Whether a count of elements was noted."""
         return self._elements is not None
 
     def note_elements(self, elements: torch.Tensor) -> None:
@@ -88,7 +87,6 @@ class LossScaler:
         return {"scale": float(self.scale), "num_good": int(self._num_good), "elements": elements}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from what ``state_dict`` gave."""
         self.scale = torch.full_like(self.scale, float(state["scale"]))
         self._num_good.fill_(int(state["num_good"]))
         elements = state["elements"]

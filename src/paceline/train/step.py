@@ -14,45 +14,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from paceline.data.loader import StepBatch
-from paceline.engines.engine import Engine, LossSum
+from paceline.engines.engine import Engine, LossSum, OnPhase, ignore_phase
 from paceline.train.loss import Loss
 from paceline.train.scaler import LossScaler
 from paceline.train.update import update_if_finite
 
 
-class Laps(Protocol):
-    """Takes the time of the phases of a step."""
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The forward and backward passes of a step: summed losses times ``scale`` are differentiated.
 
-    def lap(self, phase: str) -> None:
-        """Ends a phase: what has passed since the last lap belongs to it."""
+    ``dtype`` is that of floating point samples; None: as they come. ``on_phase`` hears of the end of each phase.
+    """
 
-
-class Passes(Protocol):
-    """Runs the forward and backward passes of a step."""
-
-    def __call__(
-        self,
-        engine: Engine,
-        microbatches: Sequence[Any],
-        loss: Loss,
-        scale: float | torch.Tensor | None,
-        dtype: torch.dtype | None,
-        laps: Laps,
-    ) -> Sequence[LossSum]:
-        """Leaves the gradients of all microbatches, reduced; returns the losses of those that had samples."""
+    engine: Engine
+    microbatches: Sequence[Any]
+    loss: Loss
+    scale: float | torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+    on_phase: OnPhase = ignore_phase
 
 
-class NoLaps:
-    """Takes no time."""
-
-    def lap(self, phase: str) -> None:
-        """Does nothing."""
+RunPasses = Callable[[Passes], Sequence[LossSum]]
+"""Leaves the gradients of all microbatches, reduced; returns the losses of those that had samples."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,19 +81,19 @@ def train_step(
     batch: StepBatch,
     loss: Loss,
     policy: StepPolicy,
-    laps: Laps | None = None,
+    on_phase: OnPhase = ignore_phase,
     scaler: LossScaler | None = None,
-    passes: Passes | None = None,
+    passes: RunPasses | None = None,
 ) -> StepOutcome:
     """Trains on one global batch and updates the parameters, unless a gradient is not finite.
 
-    ``passes`` runs forward and backward in the place of ``accumulate``, with the same arguments.
+    ``passes`` runs forward and backward in the place of ``accumulate``.
     """
-    laps = laps or NoLaps()
     loss_scale = None if scaler is None else scaler.scale
     factor, undo = loss_factors(engine, batch, loss, scaler)
-    values = (passes or accumulate)(engine, batch.microbatches, loss, factor, policy.dtype, laps)
-    loss_sum = _total([value.total.detach() for value in values], engine.comm.device)
+    values = (passes or accumulate)(Passes(engine, batch.microbatches, loss, factor, policy.dtype, on_phase))
+    totals = [value.total.detach() for value in values]
+    loss_sum = torch.stack(totals).sum() if totals else torch.zeros((), device=engine.comm.device)
     count = sum((value.count for value in values), 0.0)
     if undo is not None:
         scale_gradients(engine, undo)
@@ -111,13 +101,13 @@ def train_step(
         weight = weigh_gradients(engine, count)
         if scaler is not None:
             scaler.note_elements(engine.comm.size / weight)
-        laps.lap("backward")
+        on_phase("backward")
     norm = engine.clip_grad_norm_(math.inf)  # measures; to clip is part of the update
     is_updated = update_if_finite(optimizer, norm, policy.clip_norm)
     if scaler is not None:
         scaler.update(norm)
     optimizer.zero_grad(set_to_none=True)
-    laps.lap("optimizer")
+    on_phase("optimizer")
     return StepOutcome(
         loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=loss_scale, factor=factor, is_updated=is_updated
     )
@@ -137,20 +127,14 @@ def loss_factors(
     return (None if count is None else ranks / count), None
 
 
-def accumulate(
-    engine: Engine,
-    microbatches: Sequence[Any],
-    loss: Loss,
-    scale: float | torch.Tensor | None,
-    dtype: torch.dtype | None,
-    laps: Laps,
-) -> Sequence[LossSum]:
+def accumulate(passes: Passes) -> Sequence[LossSum]:
     """Runs forward and backward over the microbatches, each brought to the device when its turn comes."""
+    engine, loss, dtype = passes.engine, passes.loss, passes.dtype
 
     def loss_of_placed(model: Callable[..., Any], batch: Any) -> LossSum:
         return loss(model, place(batch, engine.comm.device, dtype))
 
-    return engine.run_microbatches(microbatches, loss_of_placed, scale, laps.lap)
+    return engine.run_microbatches(passes.microbatches, loss_of_placed, passes.scale, passes.on_phase)
 
 
 def weigh_gradients(engine: Engine, count: float | torch.Tensor) -> torch.Tensor:
@@ -181,7 +165,3 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         return value.to(device=device, dtype=target, non_blocking=True)
 
     return tree_map(move, batch)
-
-
-def _total(values: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.stack(values).sum() if values else torch.zeros((), device=device)

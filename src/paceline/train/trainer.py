@@ -11,30 +11,29 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
-from paceline.checkpoint.manifest import Line, State
-from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.manifest import State
+from paceline.checkpoint.read import open_checkpoint
 from paceline.clock import seconds_between
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
-from paceline.data.consumed import ConsumedIds
+from paceline.config.sections import RecoveryConfig
 from paceline.data.loader import StepBatch
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
 from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.optim import set_learning_rate
-from paceline.train.run_state import TrainerParts, collect_state, restore_state
-from paceline.train.scaler import make_scaler
-from paceline.train.step import StepOutcome, train_step
-from paceline.train.survive.bad_steps import BadStep, BadSteps
+from paceline.train.run_state import RunState, TrainerParts
+from paceline.train.step import Passes, StepOutcome, train_step
+from paceline.train.survive.bad_steps import BadStep
 from paceline.train.survive.overflow import explain_bad_steps, find_overflow
-from paceline.train.survive.recovery import GoBack, GoOn, LossPolicy, on_bad_steps
+from paceline.train.survive.recovery import GoBack, GoOn, on_bad_steps
 
 
 @dataclass(slots=True)
@@ -69,11 +68,8 @@ class StepResult:
         return float(self.outcome.loss_sum) / count if count else math.nan
 
 
-class Hook(Protocol):
-    """Runs after steps. A hook that communicates must run on all ranks at the same steps."""
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Looks at a step, and does what it is there for."""
+Hook: TypeAlias = "Callable[[Trainer, StepResult], None]"
+"""Runs after steps. A hook that communicates must run on all ranks at the same steps."""
 
 
 @dataclass(slots=True)
@@ -85,7 +81,6 @@ class Every:
     at_end: bool = True
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Runs the hook if it is due."""
         is_due = self.steps is not None and result.step % self.steps == 0
         if is_due or (self.at_end and result.is_last):
             self.hook(trainer, result)
@@ -101,7 +96,6 @@ class EverySeconds:
     _last: float = field(default_factory=time.monotonic)
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Runs the hook if rank 0 says that it is due."""
         if result.step % self.ask_every:
             return
         if is_time(trainer, self._last, self.seconds):
@@ -124,7 +118,6 @@ class EvaluateHook:
     last_step: int = -1
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Evaluates, once a step."""
         if self.last_step != result.step:
             self.last_step = result.step
             trainer.evaluate()
@@ -137,13 +130,10 @@ class BucketHook:
     is_told: bool = False
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Looks whether there is a choice by now."""
         choice = None if self.is_told else trainer.parts.engine.bucket_choice
         if choice is not None and trainer.sink is not None:
             self.is_told = True
-            trainer.sink.write(
-                EventRecord(name="buckets", step=result.step, detail={**choice.detail()}, time=time.time())
-            )
+            trainer.note("buckets", {**choice.detail()}, step=result.step)
 
 
 class GoBackError(TrainingError):
@@ -156,45 +146,25 @@ class GoBackError(TrainingError):
         super().__init__(f"{decision.reason}, at step {step}")
 
 
-@dataclass(frozen=True, slots=True)
-class WayBack:
-    """The way back to the newest checkpoint: ``find`` names it on rank 0, ``load`` brings it into the trainer."""
-
-    find: Callable[[], Path | None]
-    load: Callable[[Trainer, Path], None]
-
-    def newest(self, comm: Communicator) -> Path | None:
-        """Returns the newest checkpoint, the same on all ranks; None without one. One broadcast."""
-        path: Path | None = None
-        if comm.rank == 0:
-            try:
-                path = self.find()
-            except CheckpointError:
-                path = None
-        found: Path | None = broadcast_object(comm, path)
-        return found
+def find_together(comm: Communicator, find: Callable[[], Path] | None) -> Path | None:
+    """Returns the checkpoint that rank 0 finds, the same on all ranks; None without one. One broadcast."""
+    path: Path | None = None
+    if find is not None and comm.rank == 0:
+        with contextlib.suppress(CheckpointError):
+            path = find()
+    return path if find is None else broadcast_object(comm, path)
 
 
-class Trainer:
+class Trainer(RunState):
     """Runs the steps of a plan from where the state stands."""
 
     def __init__(self, parts: TrainerParts, hooks: Sequence[Hook] = (), sink: Sink | None = None) -> None:
         parts.engine.check_optimizer(parts.optimizer)
-        self.parts = parts
+        super().__init__(parts)
         self.hooks = list(hooks)
         self.sink = sink
-        self.step = 0
-        self.position = 0
-        self.scaler = make_scaler(parts.engine.precision, parts.engine.comm.device, parts.policy.loss_scale)
-        self.bad_steps = BadSteps()
-        self.consumed = ConsumedIds(parts.loader.order)
-        self.metrics: dict[str, float] = {}  # of the last evaluation, with its step
-        self.best: dict[str, Any] | None = None
-        self.losses = LossPolicy()
-        self.way_back: WayBack | None = None
-        self.num_roll_backs = 0
-        self.rate_scale = 1.0
-        self.line: Line | None = None  # of rank 0, which knows what was saved before
+        self.losses = RecoveryConfig()
+        self.find_checkpoint: Callable[[], Path] | None = None  # the newest to go back to; rank 0 asks
         self._has_constant_rate = parts.schedule.is_constant
         self._reports_samples = parts.engine.reports_samples
         if parts.passes is not None:
@@ -252,36 +222,32 @@ class Trainer:
 
     def has_checkpoint(self) -> bool:
         """Says whether there is a checkpoint to go back to. All ranks ask; one broadcast."""
-        return self.way_back is not None and self.way_back.newest(self.parts.engine.world) is not None
+        return find_together(self.parts.engine.world, self.find_checkpoint) is not None
+
+    def note(self, name: str, detail: dict[str, Any], *, step: int | None = None) -> None:
+        """Writes an event into the records, if there are any; None: of the last step."""
+        if self.sink is not None:
+            number = self.step if step is None else step
+            self.sink.write(EventRecord(name=name, step=number, detail=detail, time=time.time()))
 
     def evaluate(self) -> Evaluation | None:
         """Evaluates exactly, over all ranks; None without an evaluation set."""
-        if self.parts.eval_loader is None:
+        parts, meter = self.parts, self.parts.meter
+        if parts.eval_loader is None:
             return None
-        self.parts.meter.enter("evaluation")
-        start = self.parts.meter.take()
-        with self._weights_to_evaluate():
-            result = evaluate(self.parts.engine, self.parts.eval_loader, self.parts.loss, self.parts.policy.dtype)
-        seconds = seconds_between(start, self.parts.meter.take())
+        meter.enter("evaluation")
+        start = meter.take()
+        average = parts.average if parts.evaluates_average else None
+        with contextlib.nullcontext() if average is None else average.in_place():
+            result = evaluate(parts.engine, parts.eval_loader, parts.loss, parts.policy.dtype)
+        seconds = seconds_between(start, meter.take())
         self.metrics = {"step": self.step, "eval_loss": result.loss}
         if result.accuracy is not None:
             self.metrics["eval_accuracy"] = result.accuracy
         if self.sink is not None:
-            record = EvalRecord(
-                step=self.step,
-                loss=result.loss,
-                accuracy=result.accuracy,
-                samples=result.samples,
-                seconds=seconds,
-                time=time.time(),
-            )
-            self.sink.write(record)
-        self.parts.meter.start()
+            self.sink.write(EvalRecord(**asdict(result), step=self.step, seconds=seconds, time=time.time()))
+        meter.start()
         return result
-
-    def _weights_to_evaluate(self) -> contextlib.AbstractContextManager[None]:
-        average = self.parts.average
-        return average.in_place() if average is not None and self.parts.evaluates_average else contextlib.nullcontext()
 
     def state(self) -> State:
         """Returns this rank's part of the state: tensors as they are, without a copy, and plain values.
@@ -291,14 +257,7 @@ class Trainer:
         self.flush(wait=True)
         for bad in self.bad_steps.settle():
             self._note_bad(bad)
-        return collect_state(self)
-
-    def load_state(self, checkpoint: Checkpoint) -> None:
-        """Continues from a checkpoint: the same samples and learning rates at any number of ranks and strategy.
-
-        With the same number of ranks the random states continue too; with another one each rank gets a fresh stream.
-        """
-        restore_state(self, checkpoint)
+        return self.collect_state()
 
     def _write_records(self, *, wait: bool) -> list[StepRecord]:
         records: list[StepRecord] = []
@@ -312,39 +271,36 @@ class Trainer:
     def _go_back(self, asked: GoBackError) -> None:
         """Loads the last checkpoint on all ranks, and goes on as was decided. Raises ``asked`` if there is none."""
         self._write_records(wait=True)
-        path = None if self.way_back is None else self.way_back.newest(self.parts.engine.world)
-        if path is None or self.way_back is None:
+        path = find_together(self.parts.engine.world, self.find_checkpoint)
+        if path is None:
             raise asked
         scale, number, last_step = self.rate_scale * asked.decision.rate_factor, self.num_roll_backs + 1, self.step
-        self.way_back.load(self, path)
+        self.load_state(open_checkpoint(path))
         first = self.position
         if asked.decision.skips_data:
             self.position = max(first, asked.position)  # a step that came before the checkpoint is not read again
             self.consumed.skip(first, self.position)
         self.rate_scale, self.num_roll_backs = scale, number
-        if self.sink is not None:
-            detail = {
-                "from_step": last_step,
-                "reason": str(asked),
-                "skipped_samples": self.position - first,
-                "rate_scale": scale,
-                "number": number,
-            }
-            self.sink.write(EventRecord(name="roll_back", step=self.step, detail=detail, time=time.time()))
+        detail = {
+            "from_step": last_step,
+            "reason": str(asked),
+            "skipped_samples": self.position - first,
+            "rate_scale": scale,
+            "number": number,
+        }
+        self.note("roll_back", detail)
 
     def _note_cut(self, microbatch: int) -> None:
         """Records that memory ran out, and that microbatches are smaller from here on."""
-        if self.sink is not None:
-            detail = {"microbatch": microbatch, "reason": "out of memory"}
-            self.sink.write(EventRecord(name="microbatch", step=self.step, detail=detail, time=time.time()))
+        self.note("microbatch", {"microbatch": microbatch, "reason": "out of memory"})
 
     def _note_bad(self, bad: BadStep) -> None:
         """Records a step that was left out. Raises TrainingError if it is one too many in a row, on all ranks alike.
 
         A run that is shorter than the limit must have trained on one step at least.
         """
-        if self.sink is not None:
-            self.sink.write(EventRecord(name="skipped", step=bad.step, detail=bad.detail(), time=time.time()))
+        if self.sink is not None:  # without one, nobody waits for the device
+            self.note("skipped", bad.detail(), step=bad.step)
         parts = self.parts
         limit = min(parts.policy.max_bad_steps, parts.plan.total_steps)
         goes_back = self.losses.on_nan in ("roll_back", "lower_rate") and bad.num_in_a_row >= limit
@@ -360,8 +316,8 @@ class Trainer:
         if isinstance(reaction, GoBack):
             raise GoBackError(reaction, step=bad.step, position=bad.batch.next_position)
         self.flush(wait=True)
-        microbatches, factor = bad.batch.microbatches, bad.outcome.factor
-        finding = find_overflow(parts.engine, microbatches, parts.loss, factor, parts.policy.dtype, parts.passes)
+        again = Passes(parts.engine, bad.batch.microbatches, parts.loss, bad.outcome.factor, parts.policy.dtype)
+        finding = find_overflow(again, parts.passes)
         reason = f"\n  {reaction.reason}" if reaction.reason else ""
         raise TrainingError(explain_bad_steps(bad, finding, parts.engine.precision) + reason)
 
@@ -374,7 +330,7 @@ class Trainer:
             batch,
             parts.loss,
             parts.policy,
-            parts.meter,
+            parts.meter.lap,
             scaler=self.scaler,
             passes=parts.passes,
         )

@@ -56,7 +56,6 @@ def _step_with(optimizer: torch.optim.Optimizer, extras: dict[str, torch.Tensor]
 
 @torch.no_grad()
 def _scale(optimizer: torch.optim.Optimizer, coefficient: torch.Tensor) -> None:
-    """Multiplies the gradients of what the optimizer updates."""
     found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in found:

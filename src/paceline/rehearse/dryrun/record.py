@@ -206,7 +206,7 @@ def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microb
     recorder.start()
     laps = _RecordedLaps(recorder, functions)
     with claiming_gradients(recorder.memory, parts):
-        train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, laps, parts.scaler)
+        train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, laps.lap, parts.scaler)
         if parts.average is not None:
             parts.average.update()
     claim_states(recorder.memory, parts)

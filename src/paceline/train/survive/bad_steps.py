@@ -46,11 +46,6 @@ class _Unread:
     norm: torch.Tensor
     copied: torch.cuda.Event | None
 
-    def read(self) -> float:
-        if self.copied is not None:
-            self.copied.synchronize()  # sync point, with the step before the last one issued
-        return self.norm.item()
-
 
 class BadSteps:
     """How many steps were left out: in all, and in a row up to now."""
@@ -62,8 +57,13 @@ class BadSteps:
 
     def note(self, step: int, outcome: StepOutcome, batch: Any) -> Iterator[BadStep]:
         """Takes a step that was issued; yields the bad ones among those that are known by now."""
-        self._unread.append(_unread(step, outcome, batch))
-        return self._read(leave=0 if outcome.grad_norm.device.type == "cpu" else 1)
+        norm, copied = outcome.grad_norm.detach(), None
+        if norm.device.type != "cpu":
+            norm = norm.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._unread.append(_Unread(step, outcome, batch, norm, copied))
+        return self._read(leave=0 if copied is None else 1)
 
     def settle(self) -> Iterator[BadStep]:
         """Yields the bad ones among all steps issued. Waits for the device."""
@@ -74,14 +74,15 @@ class BadSteps:
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues from what ``state_dict`` gave."""
         self.num_skipped, self.num_in_a_row = state["num_skipped"], state["num_in_a_row"]
         self._unread.clear()
 
     def _read(self, leave: int) -> Iterator[BadStep]:
         while len(self._unread) > (0 if self.num_in_a_row else leave):
             unread = self._unread.popleft()
-            norm = unread.read()
+            if unread.copied is not None:
+                unread.copied.synchronize()  # sync point, with the step before the last one issued
+            norm = unread.norm.item()
             if math.isfinite(norm):
                 self.num_in_a_row = 0
                 continue
@@ -94,12 +95,3 @@ class BadSteps:
                 outcome=unread.outcome,
                 batch=unread.batch,
             )
-
-
-def _unread(step: int, outcome: StepOutcome, batch: Any) -> _Unread:
-    norm, copied = outcome.grad_norm.detach(), None
-    if norm.device.type != "cpu":
-        norm = norm.to("cpu", non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-    return _Unread(step, outcome, batch, norm, copied)

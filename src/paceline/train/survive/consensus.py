@@ -18,15 +18,15 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import torch
 
 from paceline.comm.base import Work
+from paceline.config.sections import RecoveryConfig
 from paceline.errors import PreemptedError, TrainingError
-from paceline.records.records import EventRecord
-from paceline.train.survive.recovery import GoBack, GoOn, LossPolicy, Spike, StopRequest, find_spike, on_spike
+from paceline.train.survive.recovery import GoBack, GoOn, Spike, StopRequest, find_spike, on_spike
 from paceline.train.trainer import GoBackError, StepResult, Trainer
 
 _ASK_EVERY_S: Final = 0.1
@@ -66,9 +66,7 @@ class StopWhenAsked:
         self.save(trainer)
         number = self.request.signal
         name = signal.Signals(number).name if number else "a signal to another rank"
-        if trainer.sink is not None:
-            detail = {"signal": name, "ranks_asked": common.num_wishes}
-            trainer.sink.write(EventRecord(name="preempted", step=trainer.step, detail=detail, time=time.time()))
+        trainer.note("preempted", {"signal": name, "ranks_asked": common.num_wishes})
         raise PreemptedError(f"stopped by {name} after step {trainer.step}; the state is saved")
 
 
@@ -76,7 +74,7 @@ class StopWhenAsked:
 class SpikeListener:
     """Looks at the loss of each step over all ranks, and reacts when it jumps."""
 
-    policy: LossPolicy
+    policy: RecoveryConfig
     _losses: list[tuple[int, float]] = field(default_factory=list)
 
     def __call__(self, trainer: Trainer, common: Common) -> None:
@@ -84,28 +82,17 @@ class SpikeListener:
         policy = self.policy
         # After the run went back, steps come again.
         self._losses = [known for known in self._losses if known[0] < common.step][-policy.spike_window :]
-        spike = find_spike(
-            [loss for _, loss in self._losses],
-            common.loss,
-            by=policy.spike_by,
-            threshold=policy.spike_threshold,
-            window=policy.spike_window,
-        )
+        spike = find_spike(policy, [loss for _, loss in self._losses], common.loss)
         if spike is not None:
             self._react(trainer, common, spike)
         self._losses.append((common.step, common.loss))
 
     def _react(self, trainer: Trainer, common: Common, spike: Spike) -> None:
-        reaction = on_spike(
-            self.policy,
-            spike,
-            num_roll_backs=trainer.num_roll_backs,
-            has_checkpoint=trainer.has_checkpoint(),
-        )
+        count, has_checkpoint = trainer.num_roll_backs, trainer.has_checkpoint()
+        reaction = on_spike(self.policy, spike, num_roll_backs=count, has_checkpoint=has_checkpoint)
         if isinstance(reaction, GoOn):
-            if trainer.sink is not None and reaction.is_noted:
-                detail = {"loss": spike.loss, "median": spike.median, "times": spike.times}
-                trainer.sink.write(EventRecord(name="spike", step=common.step, detail=detail, time=time.time()))
+            if reaction.is_noted:
+                trainer.note("spike", asdict(spike), step=common.step)
         elif isinstance(reaction, GoBack):
             raise GoBackError(reaction, step=common.step, position=common.position)
         else:
@@ -117,8 +104,6 @@ class SpikeListener:
 
 @dataclass(slots=True)
 class _PendingSum:
-    """A sum on its way."""
-
     step: int
     position: int
     values: torch.Tensor

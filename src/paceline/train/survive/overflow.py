@@ -19,8 +19,7 @@ from paceline.comm.objects import gather_objects
 from paceline.engines.agree import tensors_in
 from paceline.engines.engine import Engine
 from paceline.engines.precision import Precision
-from paceline.train.loss import Loss
-from paceline.train.step import NoLaps, Passes, accumulate
+from paceline.train.step import Passes, RunPasses, accumulate
 from paceline.train.survive.bad_steps import BadStep
 
 _DATA, _PARAMETER, _FORWARD, _LOSS, _GRADIENT = range(5)
@@ -40,30 +39,21 @@ class Overflow:
         return f"{self.what}, on rank {self.rank}"
 
 
-def find_overflow(
-    engine: Engine,
-    microbatches: Sequence[Any],
-    loss: Loss,
-    scale: float | torch.Tensor | None,
-    dtype: torch.dtype | None,
-    passes: Passes | None = None,
-) -> Overflow | None:
+def find_overflow(passes: Passes, run: RunPasses | None = None) -> Overflow | None:
     """Repeats the passes of a step and returns where its numbers stop being finite, the same on every rank.
 
-    None where the repetition is finite, because it drew other random numbers, say. ``passes`` takes the place of
+    None where the repetition is finite, because it drew other random numbers, say. ``run`` takes the place of
     ``accumulate``, as in a step. Leaves no gradients.
     """
-    rank = engine.world.rank
-    first = (
-        engine.random_stream // engine.comm.size * _MANY
-    )  # earlier stages of a pipeline are called before later ones
+    engine, rank = passes.engine, passes.engine.world.rank
+    first = engine.random_stream // engine.comm.size * _MANY  # stages of a pipeline are called in their order
     watch = _OutputWatch(engine.module)
     try:
-        values = (passes or accumulate)(engine, microbatches, loss, scale, dtype, NoLaps())
+        values = (run or accumulate)(passes)
     finally:
         watch.stop()
     findings = [
-        *(Overflow(_DATA, place, rank, what) for place, what in enumerate(_bad_data(microbatches))),
+        *(Overflow(_DATA, place, rank, what) for place, what in enumerate(_bad_data(passes.microbatches))),
         *(Overflow(_PARAMETER, place, rank, what) for place, what in enumerate(_bad_parameters(engine))),
         *([] if watch.found is None else [Overflow(_FORWARD, watch.place + first, rank, watch.found)]),
         *(Overflow(_LOSS, 0, rank, f"the loss is {v.total.item()}") for v in values if not v.total.isfinite()),
@@ -123,7 +113,6 @@ class _OutputWatch:
         self._handles = [m.register_forward_hook(self._look(name)) for name, m in model.named_modules()]
 
     def stop(self) -> None:
-        """Stops looking."""
         for handle in self._handles:
             handle.remove()
 
@@ -136,7 +125,8 @@ class _OutputWatch:
                 problem = _describe(tensor)
                 if problem:
                     self.place = self._num_calls
-                    self.found = f"{_title(name, module)} in forward: {problem} of its output"
+                    title = f"{name or 'the model'} ({type(module).__name__})"
+                    self.found = f"{title} in forward: {problem} of its output"
                     return
 
         return hook
@@ -164,10 +154,6 @@ def _bad_gradients(engine: Engine, watch: _OutputWatch) -> Iterator[Overflow]:
         if problem:
             place = -watch.calls.get(name.rpartition(".")[0], 0)
             yield Overflow(_GRADIENT, place, engine.world.rank, f"the gradient of {name} in backward: {problem}")
-
-
-def _title(name: str, module: nn.Module) -> str:
-    return f"{name or 'the model'} ({type(module).__name__})"
 
 
 def _describe(tensor: torch.Tensor) -> str:

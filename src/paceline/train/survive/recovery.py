@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from paceline.config.sections import RecoveryConfig
 from paceline.health.diagnosis import Stop
-
-SpikeRule = Literal["factor", "deviations"]
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 
@@ -36,19 +35,6 @@ class StopRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossPolicy:
-    """What is done about losses that jump and gradients that are not finite."""
-
-    on_nan: Literal["skip", "roll_back", "lower_rate", "stop"] = "skip"
-    on_spike: Literal["ignore", "note", "roll_back", "lower_rate", "stop"] = "ignore"
-    spike_by: SpikeRule = "factor"
-    spike_threshold: float = 3.0
-    spike_window: int = 50
-    rate_factor: float = 0.5
-    max_roll_backs: int = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Spike:
     """A loss that lies far above those before it, at ``times`` of the threshold's unit."""
 
@@ -60,26 +46,26 @@ class Spike:
         return f"{self.loss:.4g} after a median of {self.median:.4g}"
 
 
-def find_spike(losses: Sequence[float], loss: float, *, by: SpikeRule, threshold: float, window: int) -> Spike | None:
-    """Says whether ``loss`` is a spike after ``losses``: the last ``window``, of which half must be there.
+def find_spike(policy: RecoveryConfig, losses: Sequence[float], loss: float) -> Spike | None:
+    """Says whether ``loss`` is a spike after ``losses``: those of the window, of which half must be there.
 
-    ``factor``: it is more than ``threshold`` times their median; for losses below zero, that far above its size.
-    ``deviations``: it lies more than ``threshold`` robust standard deviations (1.48 x the median distance from the
+    ``factor``: it is more than the threshold times their median; for losses below zero, that far above its size.
+    ``deviations``: it lies more than the threshold of robust standard deviations (1.48 x the median distance from the
     median) above it. A loss that is not finite is one.
     """
-    known = [each for each in losses[-window:] if math.isfinite(each)]
-    if len(known) < max(2, window // 2):
+    known = [each for each in losses[-policy.spike_window :] if math.isfinite(each)]
+    if len(known) < max(2, policy.spike_window // 2):
         return None
     median = statistics.median(known)
     if not math.isfinite(loss):
         return Spike(loss=loss, median=median, times=math.inf)
-    if by == "factor":
+    if policy.spike_by == "factor":
         size = abs(median)
         times = (loss - median) / size + 1.0 if size else math.inf if loss > median else 1.0
     else:
         spread = _MAD_TO_DEVIATION * statistics.median(abs(each - median) for each in known)
         times = (loss - median) / spread if spread else math.inf if loss > median else 0.0
-    return Spike(loss=loss, median=median, times=times) if times > threshold else None
+    return Spike(loss=loss, median=median, times=times) if times > policy.spike_threshold else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +87,7 @@ class GoOn:
 Reaction: TypeAlias = GoBack | GoOn | Stop
 
 
-def on_spike(policy: LossPolicy, spike: Spike, *, num_roll_backs: int, has_checkpoint: bool) -> Reaction:
+def on_spike(policy: RecoveryConfig, spike: Spike, *, num_roll_backs: int, has_checkpoint: bool) -> Reaction:
     """Decides about a spike of the loss."""
     if policy.on_spike in ("ignore", "note"):
         return GoOn(is_noted=policy.on_spike == "note")
@@ -112,7 +98,7 @@ def on_spike(policy: LossPolicy, spike: Spike, *, num_roll_backs: int, has_check
 
 
 def on_bad_steps(
-    policy: LossPolicy, *, num_in_a_row: int, limit: int, num_roll_backs: int, has_checkpoint: bool
+    policy: RecoveryConfig, *, num_in_a_row: int, limit: int, num_roll_backs: int, has_checkpoint: bool
 ) -> Reaction:
     """Decides about steps in a row whose gradients are not finite, and which were left out."""
     if policy.on_nan == "stop":
@@ -125,7 +111,7 @@ def on_bad_steps(
     return _go_back(policy, policy.on_nan, what, num_roll_backs=num_roll_backs, has_checkpoint=has_checkpoint)
 
 
-def _go_back(policy: LossPolicy, how: str, what: str, *, num_roll_backs: int, has_checkpoint: bool) -> GoBack | Stop:
+def _go_back(policy: RecoveryConfig, how: str, what: str, *, num_roll_backs: int, has_checkpoint: bool) -> Reaction:
     if not has_checkpoint:
         return Stop(reason=f"{what}, and there is no checkpoint yet to go back to")
     if num_roll_backs >= policy.max_roll_backs:

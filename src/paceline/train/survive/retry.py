@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,14 +27,10 @@ from paceline.comm.base import Communicator
 from paceline.engines.batchnorm import SyncBatchNorm
 from paceline.engines.engine import Engine, LossSum
 from paceline.errors import MemoryExhaustedError, TrainingError
-from paceline.train.loss import Loss
 from paceline.train.randomness import capture_random_states, restore_random_states
-from paceline.train.step import Laps, accumulate
+from paceline.train.step import Passes, accumulate
 
 PROVING_STEPS = 3  # of a new microbatch: allocators reach their peak in the second
-
-
-_Run = Callable[[Laps], Sequence[LossSum]]
 
 
 class Retry:
@@ -48,59 +45,55 @@ class Retry:
         self._is_allowed = is_allowed
         self._num_unproven = PROVING_STEPS if is_allowed else 0
 
-    def __call__(
-        self,
-        engine: Engine,
-        microbatches: Sequence[Any],
-        loss: Loss,
-        scale: float | torch.Tensor | None,
-        dtype: torch.dtype | None,
-        laps: Laps,
-    ) -> Sequence[LossSum]:
+    def __call__(self, passes: Passes) -> Sequence[LossSum]:
         """Runs forward and backward over the microbatches. Raises TrainingError where memory runs out for good."""
-
-        def run(laps: Laps) -> Sequence[LossSum]:
-            return accumulate(engine, cut_finer(microbatches, self._pieces), loss, scale, dtype, laps)
-
         if not self._num_unproven:
-            return self._run_or_explain(engine, run, laps)
-        device = engine.comm.device
-        states, buffers = capture_random_states(device), [buffer.clone() for buffer in engine.module.buffers()]
+            return self._run_or_explain(self._finer(passes))
+        engine, state = passes.engine, PassState(passes.engine)
         while True:
-            values = self._try(engine, run, laps, self._pieces * len(microbatches))
+            values = self._try(self._finer(passes))
             if not is_any(engine.comm, values is None):  # sync point
                 self._num_unproven -= 1
                 return values or []
-            forget_pass(engine)
+            drop_gradients(engine)
+            engine.forget_pass()  # nothing of an attempt that failed on some rank may last
             if self.microbatch == 1:
                 raise MemoryExhaustedError(self._explain(engine))
-            restore_random_states(states, device)
-            for buffer, before in zip(engine.module.buffers(), buffers, strict=True):
-                buffer.data.copy_(before)
+            state.restore()
             self._cut()
 
-    def _run_or_explain(self, engine: Engine, run: _Run, laps: Laps) -> Sequence[LossSum]:
+    def _finer(self, passes: Passes) -> Passes:
+        finer = self._pieces > 1
+        return replace(passes, microbatches=cut_finer(passes.microbatches, self._pieces)) if finer else passes
+
+    def _run_or_explain(self, passes: Passes) -> Sequence[LossSum]:
         try:
-            return run(laps)
+            return accumulate(passes)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise MemoryExhaustedError(self._explain(engine)) from error
+            raise MemoryExhaustedError(self._explain(passes.engine)) from error
 
-    def _try(self, engine: Engine, run: _Run, laps: Laps, num_passes: int) -> Sequence[LossSum] | None:
+    def _try(self, passes: Passes) -> Sequence[LossSum] | None:
         """Returns what the passes gave; None where this rank ran out of memory, and has sat out the rest of them."""
+        engine, num_passes, num_finished = passes.engine, len(passes.microbatches), 0
         if not can_fail_alone(engine):
-            return self._run_or_explain(engine, run, laps)
-        counted = _CountedPasses(laps)
+            return self._run_or_explain(passes)
+
+        def count(phase: str) -> None:
+            nonlocal num_finished
+            num_finished += phase == "backward"  # with which a pass ends
+            passes.on_phase(phase)
+
         try:
-            return run(counted)
+            return accumulate(replace(passes, on_phase=count))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         # Only here, where the traceback is gone that held the activations.
         drop_gradients(engine)
         release_memory(engine.comm.device)
-        for number in range(counted.num_finished, num_passes):
+        for number in range(num_finished, num_passes):
             with contextlib.nullcontext() if number == num_passes - 1 else engine.no_sync():
                 engine.sit_out()
         return None
@@ -128,17 +121,18 @@ class Retry:
         return f"rank {engine.world.rank} ran out of memory with a microbatch of {self.microbatch}\n  {why}\n  {fix}"
 
 
-class _CountedPasses:
-    """Takes the time for another, and counts the passes that have ended."""
+class PassState:
+    """What a pass moves besides gradients: random states and buffers, as they were when this was made."""
 
-    def __init__(self, laps: Laps) -> None:
-        self._laps = laps
-        self.num_finished = 0
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._random = capture_random_states(engine.comm.device)
+        self._buffers = [buffer.clone() for buffer in engine.module.buffers()]
 
-    def lap(self, phase: str) -> None:
-        """Ends a phase: a pass ends with its backward."""
-        self.num_finished += phase == "backward"
-        self._laps.lap(phase)
+    def restore(self) -> None:
+        restore_random_states(self._random, self._engine.comm.device)
+        for buffer, before in zip(self._engine.module.buffers(), self._buffers, strict=True):
+            buffer.data.copy_(before)
 
 
 def can_fail_alone(engine: Engine) -> bool:
@@ -165,14 +159,7 @@ def drop_gradients(engine: Engine) -> None:
         parameter.grad = None
 
 
-def forget_pass(engine: Engine) -> None:
-    """Ends an attempt at a step that failed on some rank: nothing of it may last."""
-    drop_gradients(engine)
-    engine.forget_pass()
-
-
 def release_memory(device: torch.device) -> None:
-    """Gives back what nobody holds any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

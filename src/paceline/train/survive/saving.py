@@ -5,8 +5,8 @@ to. What a save took goes to the records when it has come to its end: how long t
 was under way.
 
 A checkpoint that cannot be written (the disk is full, or a permission is gone) is an error that all ranks learn of
-together, and older checkpoints are intact; ``ForgivingSaver`` goes on without it where the policy allows that. Nothing
-is lost by going on but the way back to this step.
+together, and older checkpoints are intact. The run goes on without it where ``on_full_disk`` allows that: nothing is
+lost by going on but the way back to this step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.errors import CheckpointError
 from paceline.health.diagnosis import Stop
-from paceline.records.records import EventRecord
-from paceline.train.run_state import collect_state
 from paceline.train.survive.recovery import on_full_disk
 from paceline.train.trainer import StepResult, Trainer, is_time
 
@@ -51,7 +49,6 @@ class SavePolicy:
 
 
 def save_policy(config: CheckpointConfig, *, ask_every: int = 10) -> SavePolicy:
-    """Returns what a config asks for."""
     usual: Literal["min", "max"] = "max" if config.best_metric == "eval_accuracy" else "min"
     retention = Retention(
         last=config.keep,
@@ -79,8 +76,10 @@ class Saver:
         policy: SavePolicy,
         about: Mapping[str, Any] | None = None,
         storage: FileStore | None = None,
+        on_full_disk: Literal["stop", "warn"] = "stop",
     ) -> None:
         """``about`` is what the run is, for whoever looks at a checkpoint: JSON values; ``storage`` None: as usual."""
+        self._on_full_disk = on_full_disk
         self.folder = folder
         self.policy = policy
         self.last_saved: int | None = None
@@ -92,7 +91,19 @@ class Saver:
         self._is_in_background = False
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Saves if it is time to, and tells of what has been written since."""
+        """Saves if it is time to, and tells of what has been written since.
+
+        Raises CheckpointError, on all ranks, where that fails and the run cannot go on without.
+        """
+        try:
+            self._save_if_due(trainer, result)
+        except CheckpointError as error:
+            if isinstance(on_full_disk(self._on_full_disk, is_last=result.is_last), Stop):
+                raise
+            trainer.note("not_saved", {"reason": str(error).splitlines()[0]}, step=result.step)
+            trainer.parts.meter.start()
+
+    def _save_if_due(self, trainer: Trainer, result: StepResult) -> None:
         if self.last_saved is not None and result.step < self.last_saved:
             self.last_saved = None  # the run went back
         if self._writer is None and self._saves_on_the_way and not result.is_last:
@@ -126,7 +137,15 @@ class Saver:
         trainer.parts.meter.start()
 
     def save_now(self, trainer: Trainer) -> None:
-        """Saves for a process that is about to end, and waits until it is written."""
+        """Saves for a process that is about to end. What an earlier save could not do does not keep this one from it.
+
+        Raises CheckpointError, on all ranks, if this one cannot be written.
+        """
+        try:
+            self.finish()
+        except CheckpointError:
+            self.last_saved = None  # it may be of this very step
+        trainer.parts.engine.world.barrier()  # some rank may still remove what a failed save of this step has left
         self.save(trainer, "preempted")
         self.finish()
 
@@ -149,7 +168,7 @@ class Saver:
         self._take_line(trainer)
         if self._saves_on_the_way:
             worth = _WORTH_BYTES if policy.in_background is None else 0
-            self._is_in_background = self._writer.reserve(collect_state(trainer), worth)
+            self._is_in_background = self._writer.reserve(trainer.collect_state(), worth)
         return self._writer
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str:
@@ -181,8 +200,6 @@ class Saver:
     def _tell(self, trainer: Trainer) -> None:
         """Writes the records of saves that have come to their end."""
         for report in [] if self._writer is None else self._writer.reports():
-            if trainer.sink is None:
-                continue
             detail = {
                 "folder": str(self.folder),
                 "seconds": round(report.total_s, 4),
@@ -190,36 +207,4 @@ class Saver:
                 "bytes": report.num_bytes,
                 "background": report.is_background,
             }
-            trainer.sink.write(EventRecord(name="checkpoint", step=report.step, detail=detail, time=time.time()))
-
-
-@dataclass(frozen=True, slots=True)
-class ForgivingSaver:
-    """Saves by another hook, and goes on where that fails and the policy allows it."""
-
-    saver: Saver
-    policy: Literal["stop", "warn"]
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Saves if it is due. Raises CheckpointError, on all ranks, where the run cannot go on without."""
-        try:
-            self.saver(trainer, result)
-        except CheckpointError as error:
-            if isinstance(on_full_disk(self.policy, is_last=result.is_last), Stop):
-                raise
-            if trainer.sink is not None:
-                detail = {"reason": str(error).splitlines()[0]}
-                trainer.sink.write(EventRecord(name="not_saved", step=result.step, detail=detail, time=time.time()))
-            trainer.parts.meter.start()
-
-    def save_now(self, trainer: Trainer) -> None:
-        """Saves for a process that is about to end. What an earlier save could not do does not keep this one from it.
-
-        Raises CheckpointError, on all ranks, if this one cannot be written.
-        """
-        try:
-            self.saver.finish()
-        except CheckpointError:
-            self.saver.last_saved = None  # it may be of this very step
-        trainer.parts.engine.world.barrier()  # some rank may still remove what a failed save of this step has left
-        self.saver.save_now(trainer)
+            trainer.note("checkpoint", detail, step=report.step)
