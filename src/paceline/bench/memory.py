@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,7 +25,6 @@ from torch import nn
 from paceline.bench.largest import Budget, Largest, Usage, find_largest
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.engine import Engine
 from paceline.errors import TrainingError, UsageError
 from paceline.models.gpt import GPT, GPTConfig, gpt_config
 from paceline.plan.layout import Offload
@@ -148,7 +145,14 @@ def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: _Me
 
 def _train(option: Option, config: GPTConfig, device: torch.device, meter: _MemoryMeter) -> _TimedTrial:
     model, parameters = _make_model(option, config, device)
-    engine = _make_engine(option, model, device)
+    engine = parallelize(
+        model,
+        SoloCommunicator(device),
+        option.strategy,
+        precision=option.precision,
+        checkpoint_activations=option.checkpoint_activations,
+        offload=option.offload,
+    )
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
     tokens = torch.arange(config.context + 1, device=device).remainder(config.vocab_size)
     seconds = 0.0
@@ -174,17 +178,6 @@ def _make_model(option: Option, config: GPTConfig, device: torch.device) -> tupl
     if option.strategy == "fsdp":
         _initialise_quickly(model)
     return model, sum(parameter.numel() for parameter in model.parameters())
-
-
-def _make_engine(option: Option, model: nn.Module, device: torch.device) -> Engine:
-    return parallelize(
-        model,
-        SoloCommunicator(device),
-        option.strategy,
-        precision=option.precision,
-        checkpoint_activations=option.checkpoint_activations,
-        offload=option.offload or Offload(),
-    )
 
 
 def _initialise_quickly(model: nn.Module) -> None:
@@ -256,14 +249,6 @@ class _MemoryMeter:
         """Lifts the budget."""
         if self._cuda is not None:
             torch.cuda.set_per_process_memory_fraction(1.0, self._cuda)
-
-
-def status_bytes(key: str) -> int:
-    """Returns what Linux says of this process's memory, such as VmRSS. Raises OSError where nothing does."""
-    found = re.search(rf"{key}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    if found is None:
-        raise OSError(f"/proc/self/status has no {key}")
-    return int(found[1]) * 1024
 
 
 class LiveTensors:

@@ -36,7 +36,6 @@ from paceline.config import Config, config_batch, config_from_dict, layout_of
 from paceline.data.loader import StepBatch
 from paceline.data.registry import build_data
 from paceline.engines.apply import parallelize
-from paceline.errors import UsageError
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model, model_context
 from paceline.predict.formulas.constants import Constants
@@ -99,16 +98,6 @@ def arms_on(device: str) -> list[PredictArm]:
         for strategy in ("ddp", "zero1", "fsdp")
         for backend in ("gloo", "shared_memory")
     ]
-
-
-def check_words(arms: list[PredictArm], words: list[str]) -> None:
-    """Raises UsageError for words that are in no arm's name."""
-    if wrong := [word for word in words if not any(word in arm.name for arm in arms)]:
-        names = dict.fromkeys(arm.name for arm in arms)
-        raise UsageError(
-            f"--arms {','.join(wrong)}: no arm is called so\n  an arm is taken if its name contains one of the words\n"
-            f"  there are {'; '.join(names)}"
-        )
 
 
 def only(arms: list[PredictArm], models: list[str], words: list[str]) -> list[PredictArm]:

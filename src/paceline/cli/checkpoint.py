@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="List, inspect, verify and compare checkpoints; cut them for another world; export and import.",
+    help="List, verify, compare, reshard and convert checkpoints.",
 )
 
 _JSON = typer.Option(False, "--json", help="Print it as JSON.")
@@ -38,9 +38,9 @@ def list_all(
     full: bool = typer.Option(False, "--full", help="Compare the hash of every file, too: reads everything."),
     as_json: bool = _JSON,
 ) -> None:
-    """List the checkpoints of a run: step, age, size, who wrote them, whether they are whole, and why they are kept.
+    """List the checkpoints of a run, and whether they are whole.
 
-    Ends with exit code 1 if one of them is damaged.
+    Says step, age, size, who wrote them, and why they are kept. Ends with exit code 1 if one of them is damaged.
 
     Examples:
 
@@ -84,7 +84,9 @@ def verify(
     fast: bool = typer.Option(False, "--fast", help="Compare sizes instead of hashes: reads no tensor."),
     as_json: bool = _JSON,
 ) -> None:
-    """Verify a checkpoint: its files, its tensors, and the samples that the run has consumed. All problems are told.
+    """Verify a checkpoint: files, tensors, samples consumed.
+
+    All problems are told.
 
     files: each is there and has the size and the SHA-256 that the manifest says, which has a hash of its own.
 
@@ -121,9 +123,10 @@ def diff(
     right: str = typer.Argument(metavar="B", help="Another one."),
     as_json: bool = _JSON,
 ) -> None:
-    """Compare two checkpoints, however each of them is cut: tensors and values, settings, positions.
+    """Compare two checkpoints, however each of them is cut.
 
-    Ends with exit code 1 if the states differ; settings alone do not count.
+    Compares tensors and values, settings, positions. Ends with exit code 1 if the states differ; settings alone do not
+    count.
 
     Example:  paceline checkpoint diff runs/a runs/b
     """
@@ -151,7 +154,7 @@ def reshard(
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
-    """Rewrite a checkpoint as the ranks of another world would have saved it.
+    """Rewrite a checkpoint as other ranks would have saved it.
 
     Resuming does not need it: any ranks read any checkpoint. It is for machines where each rank sees a disk of its
     own, and for fewer or smaller files. Every bit of every tensor stays; a source that is damaged is refused.

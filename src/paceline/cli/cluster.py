@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.options import print_json
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,10 +28,8 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
 
     known = shipped()
     if as_json:
-        import json
-
         names = {kind: list(getattr(known, kind)) for kind in ("devices", "nodes", "networks", "links")}
-        typer.echo(json.dumps(names, indent=2))
+        print_json(names)
         return
     typer.echo(f"{'device':<20} {'memory':>10} {'bandwidth':>11} {'most':>18}  generation")
     for name in known.devices:
@@ -82,9 +81,7 @@ def show(
     else:
         cluster = load_cluster(name)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(_to_json(cluster, detected), indent=2))
+        print_json(_to_json(cluster, detected))
         return
     if detected is not None:
         _show_machine(detected)
@@ -93,7 +90,6 @@ def show(
 
 
 def _show_machine(detected: Detected) -> None:
-
     machine = detected.machine
     gpus = ", ".join(machine.gpus) or "no GPU"
     typer.echo(
@@ -126,7 +122,6 @@ def _show(cluster: Cluster) -> None:
 
 
 def _to_json(cluster: Cluster | None, detected: Detected | None) -> dict[str, Any]:
-
     found: dict[str, Any] = {} if cluster is None else {**asdict(cluster), "devices": cluster.devices}
     if detected is not None:
         found |= {"machine": asdict(detected.machine), "assumed": list(detected.assumed)}

@@ -21,7 +21,6 @@ app = typer.Typer(
     name="config",
     help="Show, explain and check a config, without starting anything.",
     no_args_is_help=True,
-    rich_markup_mode="rich",
 )
 
 Ranks = Annotated[
@@ -32,9 +31,9 @@ _LADDER = "derived.strategy_ladder"
 
 @app.command()
 def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the whole config as YAML, with overrides and defaults filled in.
+    """Print the whole config as YAML, with every default.
 
-    Example: [bold]paceline config show configs/digits.yaml optim.lr=1e-3 > mine.yaml[/bold]
+    Example:  paceline config show configs/digits.yaml optim.lr=1e-3 > mine.yaml
     """
     from paceline.config import dump_yaml
 
@@ -44,9 +43,11 @@ def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fals
 
 @app.command()
 def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
-    """Print every key with its value and its origin: the file and line, an override, a default, or a formula.
+    """Print every key with its value and where that comes from.
 
-    Example: [bold]paceline config explain configs/digits.yaml train.microbatch=8 --ranks 4[/bold]
+    That is the file and line, an override, a default, or a formula.
+
+    Example:  paceline config explain configs/digits.yaml train.microbatch=8 --ranks 4
     """
     from paceline.config import explain as explain_config
 
@@ -64,10 +65,10 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of a config, for completion and checks in an editor.
+    """Print the JSON Schema of a config, for editors.
 
-    Example: [bold]paceline config schema > paceline.schema.json[/bold], and as the first line of a config
-    [bold]# yaml-language-server: $schema=paceline.schema.json[/bold]
+    Example:  paceline config schema > paceline.schema.json, and as the first line of a config
+    # yaml-language-server: $schema=paceline.schema.json
     """
     from paceline.config import json_schema
 
@@ -78,7 +79,7 @@ def schema() -> None:
 def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
     """Check a config and report every problem at once. Exits with 0 when there is none.
 
-    Example: [bold]paceline config check configs/gpt_pydoc.yaml parallel.ranks=3[/bold]
+    Example:  paceline config check configs/gpt_pydoc.yaml parallel.ranks=3
     """
     try:
         _check(config, overrides, ranks)

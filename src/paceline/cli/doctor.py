@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli.options import Overrides, print_json
 from paceline.errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
@@ -20,12 +21,12 @@ _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 def doctor(
     config: Path = typer.Argument(None, metavar="CONFIG", help="A YAML file: checks the machine for this run too."),
-    overrides: list[str] = typer.Argument(None, metavar="SECTION.KEY=VALUE", help="Changes to the config."),
+    overrides: Overrides = None,
     quick: bool = typer.Option(False, "--quick", help="Start no ranks, and compile nothing."),
     ranks: int = typer.Option(0, min=0, help="Also test so many ranks; under torchrun, those that it started."),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
-    """Check this machine: what is there, what that means, and what to do.
+    """Check this machine: what is there, and what to do about it.
 
     Looks at Python, torch, GPUs and whether they reach one another, cores, memory, shared memory, files, disk and
     clock; at network interfaces, this host's name (a common cause of ranks that hang) and ports; and at all
@@ -58,9 +59,7 @@ def doctor(
             return  # one rank tells
     is_well = all(each.status != "problem" for each in findings)
     if as_json:
-        import json
-
-        typer.echo(json.dumps({"ok": is_well, "findings": [each.to_json() for each in findings]}, indent=2))
+        print_json({"ok": is_well, "findings": [each.to_json() for each in findings]})
     else:
         _print(findings)
     raise typer.Exit(0 if is_well else 1)

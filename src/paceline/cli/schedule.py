@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.options import print_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,11 +45,12 @@ def schedule(
     png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the grid; .svg and .pdf go too."),
     as_json: bool = typer.Option(False, "--json", help="Print the grid and its measures as JSON."),
 ) -> None:
-    """Show a pipeline schedule: its grid, its bubble, and how many microbatches each rank holds at once.
+    """Show a pipeline schedule: its grid, its bubble, its memory.
 
-    A schedule of your own is a CSV file, one line a rank, one cell a slot: F0.3 is the forward of microbatch 3 in stage
-    0, B0.3 its backward, or I0.3 and W0.3 its two parts (to the input, to the weights); an empty cell is idle. It is
-    checked first, and what is wrong is named by its cell. Write a ready one with --csv, and edit it.
+    Memory is how many microbatches each rank holds at once. A schedule of your own is a CSV file, one line a rank, one
+    cell a slot: F0.3 is the forward of microbatch 3 in stage 0, B0.3 its backward, or I0.3 and W0.3 its two parts (to
+    the input, to the weights); an empty cell is idle. It is checked first, and what is wrong is named by its cell.
+    Write a ready one with --csv, and edit it.
 
     Example:  paceline schedule 1f1b --stages 4 --microbatches 8
 
@@ -68,9 +70,7 @@ def schedule(
     if png is not None:
         draw(found, png, measure)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(_to_json(found, measure), indent=2))
+        print_json(_to_json(found, measure))
     elif csv != "-":
         _show(found, measure, messages)
 
@@ -128,7 +128,6 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
 
 
 def _with_messages(found: Schedule) -> Schedule:
-
     from paceline.schedule.schedules import lower
 
     programs = lower(found)

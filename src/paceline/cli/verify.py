@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.errors import ConfigError, UsageError
+from paceline.cli.options import Overrides, print_json
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -32,17 +32,13 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 _EXACT = {"dtype": "float64", "precision": "fp32"}
 
 
-_Case = Annotated[
-    str | None,
-    typer.Argument(
-        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors."
-    ),
-]
-
-
 def verify(
-    config: _Case = None,
-    overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
+    config: str | None = typer.Argument(
+        None,
+        metavar="CONFIG",
+        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors.",
+    ),
+    overrides: Overrides = None,
     strategy: str = typer.Option(None, help="ddp, zero1, zero2, zero3, fsdp or hybrid; by default the config's."),
     ranks: int = typer.Option(4, help="How many ranks."),
     shard_ranks: int = typer.Option(None, help="hybrid: ranks of a shard group; by default half of them."),
@@ -88,13 +84,7 @@ def verify(
     name = model or config or ("gpt" if is_spread else "mlp")
     roomy = _with_room(name, pipeline or 1, tensor or 1, schedule or "", chunks)
     loaded = _load(name, [*roomy, *(overrides or [])])
-    options: dict[str, Any] = {
-        "pipeline": pipeline,
-        "tensor": tensor,
-        "data": data or 0,
-        "schedule": schedule,
-        "chunks": chunks,
-    }
+    options = {"pipeline": pipeline, "tensor": tensor, "data": data or 0, "schedule": schedule, "chunks": chunks}
     options |= {"sequence_parallel": sequence_parallel or None, "accumulate": accumulate, "precision": precision}
     options["checkpoint_activations"] = checkpoint_policy or ("full" if checkpoint_activations else None)
     layout = _layout(loaded, strategy=strategy, shard_ranks=shard_ranks, **options)
@@ -105,7 +95,7 @@ def verify(
     case = ConfigCase(loaded, batch=size, layers_as_blocks=name in BUILT_IN)
     certificate = certify(case, settings, backend=backend, tolerance=tolerance)  # type: ignore[arg-type]
     if as_json:
-        typer.echo(json.dumps({"case": name, **certificate.to_json()}, indent=2))
+        print_json({"case": name, **certificate.to_json()})
     else:
         _show(certificate, name)
     if not certificate.passed:
@@ -147,7 +137,6 @@ def _layout(config: Config, *, schedule: str | None, strategy: str | None, **opt
 
 
 def _clip_norm(text: str) -> float | None:
-
     if text == "none":
         return None
     try:
@@ -161,12 +150,9 @@ def _load(name: str, overrides: list[str]) -> Config:
 
     if name in BUILT_IN and not Path(name).exists():
         values = {**BUILT_IN[name], "name": f"verify-{name}", "train": _EXACT}
-        source = f"the built-in case {name}"
-        return config_from_dict(_with_overrides(values, overrides, source), source=source)
+        return config_from_dict(values, f"the built-in case {name}", overrides)
     if not name.endswith((".yaml", ".yml")) and not Path(name).exists():
         import difflib
-
-        from paceline.errors import UsageError
 
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else "check the path, or take paceline verify gpt"
@@ -174,28 +160,6 @@ def _load(name: str, overrides: list[str]) -> Config:
             f"{name} is neither a file nor a built-in case\n  built in are {', '.join(BUILT_IN)}\n  {hint}"
         )
     return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
-
-
-def _with_overrides(values: dict[str, Any], overrides: list[str], source: str) -> dict[str, Any]:
-    """Puts overrides on a built-in case by way of a file, so that they are read and checked as everywhere.
-
-    Raises ConfigError with the problems of ``source``: the file is nobody's.
-    """
-    if not overrides:
-        return values
-    import tempfile
-
-    import yaml
-
-    from paceline.config import load_config
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "case.yaml"
-        path.write_text(yaml.safe_dump(values), encoding="utf-8")
-        try:
-            return load_config(path, overrides).model_dump(mode="json")
-        except ConfigError as error:
-            raise ConfigError(error.problems, source=source) from None
 
 
 def _show(certificate: Certificate, name: str) -> None:
