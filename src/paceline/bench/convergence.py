@@ -141,6 +141,7 @@ def _train(config: Config, comm: Communicator) -> Ending:
 
 def _row(config: Config, asked: CompressionConfig, runs: Sequence[Ending], plain: Sequence[Ending]) -> dict[str, Any]:
     loss, base = (statistics.fmean(run.loss for run in each) for each in (runs, plain))
+    sent, plain_bytes = (sum(run.sent_bytes for run in each) for each in (runs, plain))
     percent = 100 * (loss / base - 1)
     accuracy, points = None, None
     found = [(run.accuracy, other.accuracy) for run, other in zip(runs, plain, strict=True)]
@@ -165,10 +166,5 @@ def _row(config: Config, asked: CompressionConfig, runs: Sequence[Ending], plain
         "accuracy_points": points,
         "judged_by": "loss" if is_by_loss else "accuracy",
         "is_close": percent <= CLOSE_PERCENT if is_by_loss or points is None else points >= -CLOSE_POINTS,
-        "bytes_ratio": _bytes_ratio(runs, plain),
+        "bytes_ratio": plain_bytes / sent if sent else None,
     }
-
-
-def _bytes_ratio(runs: Sequence[Ending], plain: Sequence[Ending]) -> float | None:
-    sent = sum(run.sent_bytes for run in runs)
-    return sum(run.sent_bytes for run in plain) / sent if sent else None

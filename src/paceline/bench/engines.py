@@ -80,12 +80,16 @@ def _measure_bf16(
     found: list[MeasuredArm] = []
     for arms in sets_of(select(arms_in_bf16(), wanted)):
         found += _measure(comm, arms, workload, turns, compiled=compiled)
-        # Graphs compiled for one size would be made to take any size, and slower, when the next model comes.
-        torch.compiler.reset()
-        gc.collect()
-        if comm.device.type == "cuda":
-            torch.cuda.empty_cache()
+        clean_up(comm.device)
     return found
+
+
+def clean_up(device: torch.device) -> None:
+    """Frees memory, and compiled graphs: they would be made to take any size, and slower, when the next model comes."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _measure(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +13,7 @@ from paceline.cli.options import print_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.calibrate.machine import MachineFigures, Wanted
+    from paceline.calibrate.machine import MachineFigures
 
 
 def _check_entry(path: Path | None) -> Path | None:
@@ -71,6 +69,7 @@ def calibrate(
         return
     import torch
 
+    from paceline.calibrate.entry import entry_of, write_entry
     from paceline.calibrate.machine import Wanted, check_wanted, measure_machine
 
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -83,36 +82,15 @@ def calibrate(
     if not as_json:
         typer.echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
     measured = measure_machine(wanted)
-    entry_name, text = _entry(name, wanted, measured)
+    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
+    entry_name, text = entry_of(measured, command, torch.__version__, name)
     if output is not None:
-        from paceline.calibrate.entry import write_entry
-
         write_entry(text, output)
     if as_json:
         print_json({"name": entry_name, **asdict(measured)})
         return
     _show(measured)
     typer.echo(f"\n{text}" if output is None else f"\nwrote {output}: use it as --cluster {output}\n", nl=False)
-
-
-def _entry(name: str | None, wanted: Wanted, measured: MachineFigures) -> tuple[str, str]:
-    """Returns the name of the catalog's entry for what was measured, and its text."""
-    import torch
-
-    from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name
-    from paceline.cluster.detect import detect_machine
-
-    machine = detect_machine()
-    entry_name = name or suggest_name(machine, measured)
-    compiled = "" if wanted.with_compiled else " --no-compiled"
-    origin = Origin(
-        command=f"paceline calibrate --device {wanted.device} --ranks {wanted.ranks}{compiled}",
-        versions=f"torch {torch.__version__}",
-        spread=measured.spread,
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        python=platform.python_version(),
-    )
-    return entry_name, make_entry(entry_name, machine, measured, best_rates(measured.kernels.rates), origin)
 
 
 def _check_options(run: Path | None, given: set[str], name: str | None) -> None:

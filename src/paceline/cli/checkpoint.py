@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from paceline.checkpoint.tools.outgoing import Format
     from paceline.checkpoint.tools.reshard import Strategy
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="List, verify, compare, reshard and convert checkpoints.",
-)
+app = typer.Typer(no_args_is_help=True, help="List, verify, compare, reshard and convert checkpoints.")
 
 _JSON = typer.Option(False, "--json", help="Print it as JSON.")
 _FAST = typer.Option(False, "--fast", help="Compare the sizes of the source's files, not their hashes, before.")
+_SOURCE = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL.")
 _FORCE = typer.Option(False, "--force", help="Replace what is there.")
 _PATH = typer.Argument(metavar="PATH", help="A checkpoint; of a run or folder, the newest whole one. URLs work, too.")
 
@@ -144,7 +142,7 @@ def diff(
 
 @app.command()
 def reshard(
-    source: str = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL."),
+    source: str = _SOURCE,
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-<number> is written."),
     ranks: int = typer.Option(..., min=1, help="For so many ranks."),
     strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid."),
@@ -179,7 +177,7 @@ def reshard(
 
 @app.command()
 def export(
-    source: str = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL."),
+    source: str = _SOURCE,
     target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf or dcp the folder, to write."),
     kind: str = typer.Option(
         None, "--format", help="safetensors, torch or dcp.  [default: torch for .pt, .pth, .bin; else safetensors]"

@@ -56,7 +56,7 @@ def show(
     name: str | None = typer.Argument(
         None,
         metavar="NAME",
-        help="Such as dgx-h100, 32x h100-sxm, or a file of paceline calibrate; none: this machine.",
+        help="Such as dgx-h100, 32x h100-sxm, or a file of calibrate; none: this machine.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:
@@ -73,15 +73,13 @@ def show(
     from paceline.cluster.detect import detect_cluster, detect_machine
     from paceline.cluster.devices import load_cluster
 
-    detected: Detected | None = None
-    cluster: Cluster | None
-    if name is None:
-        detected = detect_cluster(detect_machine())
-        cluster = detected.cluster
-    else:
-        cluster = load_cluster(name)
+    detected = detect_cluster(detect_machine()) if name is None else None
+    cluster = detected.cluster if detected is not None else load_cluster(str(name))
     if as_json:
-        print_json(_to_json(cluster, detected))
+        found: dict[str, Any] = {} if cluster is None else {**asdict(cluster), "devices": cluster.devices}
+        if detected is not None:
+            found |= {"machine": asdict(detected.machine), "assumed": list(detected.assumed)}
+        print_json(found)
         return
     if detected is not None:
         _show_machine(detected)
@@ -119,10 +117,3 @@ def _show(cluster: Cluster) -> None:
     )
     if between is not None:
         typer.echo(f"  between  {between.name}: {between.bandwidth / 1e9:.4g} GB/s one way per node")
-
-
-def _to_json(cluster: Cluster | None, detected: Detected | None) -> dict[str, Any]:
-    found: dict[str, Any] = {} if cluster is None else {**asdict(cluster), "devices": cluster.devices}
-    if detected is not None:
-        found |= {"machine": asdict(detected.machine), "assumed": list(detected.assumed)}
-    return found

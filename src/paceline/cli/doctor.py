@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,42 +74,24 @@ def _surroundings(
     from paceline.doctor.findings import DoctorInputs
     from paceline.doctor.settings import problem_finding
 
-    environment = dict(os.environ)
+    inputs = DoctorInputs(environment=dict(os.environ), is_quick=is_quick)
     if path is None:
-        return DoctorInputs(environment=environment, is_quick=is_quick), []
+        return inputs, []
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
-        found = [problem_finding("config", problem) for problem in error.problems]
-        return DoctorInputs(environment=environment, is_quick=is_quick), found
-    runs = Path(config.monitor.folder)
-    return DoctorInputs(environment=environment, config=config, runs=runs, is_quick=is_quick), []
+        return inputs, [problem_finding("config", problem) for problem in error.problems]
+    return replace(inputs, config=config, runs=Path(config.monitor.folder)), []
 
 
 def _checks() -> list[MachineCheck]:
     from paceline.doctor import devices, handshake, machine, network, settings
 
     return [
-        machine.python,
-        devices.torch_build,
-        devices.driver,
-        devices.gpus,
-        machine.processors,
-        machine.memory,
-        machine.shared_memory,
-        machine.compiler,
-        machine.open_files,
-        machine.locked_memory,
-        machine.disk,
-        machine.packages,
-        network.interfaces,
-        network.host_name,
-        network.chosen_interfaces,
-        network.ports,
-        settings.variables,
-        settings.nccl_files,
-        settings.run,
-        handshake.handshake,
+        *(machine.python, devices.torch_build, devices.driver, devices.gpus, machine.processors, machine.memory),
+        *(machine.shared_memory, machine.compiler, machine.open_files, machine.locked_memory, machine.disk),
+        *(machine.packages, network.interfaces, network.host_name, network.chosen_interfaces, network.ports),
+        *(settings.variables, settings.nccl_files, settings.run, handshake.handshake),
     ]
 
 

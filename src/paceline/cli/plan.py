@@ -65,7 +65,7 @@ def plan(
 
       paceline plan configs/gpt_7b.yaml train.global_batch=512 --cluster "32x h100-sxm" --gpus 8,16,32 --png s.png
 
-      paceline plan --hf config.json --cluster "p4d.24xlarge x 2" --by cost --price 2.5
+      paceline plan --hf configs/llama_1b.json --cluster "p4d.24xlarge x 2" --by cost --price 2.5
     """
     from paceline.rehearse.planning import plan as find
 

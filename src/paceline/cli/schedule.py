@@ -87,11 +87,8 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
                 "  the bubble depends on microbatches over stages: show a smaller one with the same ratio"
             )
         return make_schedule(name, ranks, microbatches, chunks)
-    if given := [
-        f"--{key}"
-        for key, value in zip(("stages", "microbatches", "chunks"), (ranks, microbatches, chunks), strict=True)
-        if value
-    ]:
+    asked = {"--stages": ranks, "--microbatches": microbatches, "--chunks": chunks}
+    if given := [option for option, value in asked.items() if value]:
         raise UsageError(
             f"{', '.join(given)} beside {name}\n  the file says how many there are\n  leave {given[0]} out"
         )

@@ -12,6 +12,7 @@ from paceline.comm.base import Communicator
 from paceline.config.settings import GLOO_INTERFACE
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.doctor.network import find_interfaces, gloo_interface, resolve_host, settings_of
+from paceline.doctor.self_test import sum_up, two_lines
 from paceline.errors import CommunicationError, PacelineError
 from paceline.run.processes import RankHost, run_processes
 from paceline.units import format_seconds
@@ -53,10 +54,9 @@ def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterat
     try:
         greetings = run_processes(_greet, 2, args=(interface is None,), timeout_s=timeout_s, places=places)
     except PacelineError as error:
-        told = [line.strip() for line in str(error).splitlines() if line.strip()]
         yield finding(
             name,
-            f"two ranks cannot talk: {' '.join(told[:2])}",
+            f"two ranks cannot talk: {two_lines(error)}",
             "a run would fail, or hang, in the same place",
             problem="allow connections between processes of this host (firewall, sandbox), or set comm.interface",
         )
@@ -109,15 +109,4 @@ def _greet(comm: Communicator, also_shared: bool) -> Greeting:
 
 
 def _time_sums(comm: Communicator) -> float:
-    import torch
-
-    times = []
-    for number in range(_ROUNDS):
-        value = torch.tensor([float(comm.rank + number)])
-        start = time.perf_counter()
-        comm.all_reduce(value).wait()
-        times.append(time.perf_counter() - start)
-        expected = sum(range(comm.size)) + comm.size * number
-        if value.item() != expected:
-            raise PacelineError(f"ranks added up to {value.item():g}, and not to {expected}")
-    return statistics.median(times)
+    return statistics.median(sum_up(comm, 1) for _ in range(_ROUNDS))
