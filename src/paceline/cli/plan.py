@@ -68,6 +68,7 @@ def plan(
       paceline plan --hf configs/llama_1b.json --cluster "p4d.24xlarge x 2" --by cost --price 2.5
     """
     from paceline.rehearse.planning import plan as find
+    from paceline.rehearse.planning import trace_plan
 
     source, words = _source(config, list(overrides or []), hf)
     counts = _counts(gpus, png)
@@ -77,7 +78,7 @@ def plan(
     if output is not None:
         _write(output, found)
     is_drawn = png is not None and _draw(png, found)
-    traced_s = _trace(trace, found)
+    traced_s = None if trace is None or found.winner is None else trace_plan(found, trace).seconds
     if as_json:
         replayed = {} if traced_s is None else {"replayed_s": traced_s}
         print_json(found.to_json(top) | replayed)
@@ -169,15 +170,6 @@ def _write(output: Path, found: PlanResult) -> None:
         output.write_text(found.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the plan cannot be written to {output}: {error.strerror}") from error
-
-
-def _trace(path: Path | None, found: PlanResult) -> float | None:
-    """Returns the seconds of the step whose time line was written; None where none was."""
-    if path is None or found.winner is None:
-        return None
-    from paceline.rehearse.planning import trace_plan
-
-    return trace_plan(found, path).seconds
 
 
 def _draw(png: Path, found: PlanResult) -> bool:

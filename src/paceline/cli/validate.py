@@ -66,8 +66,7 @@ def validate(
 
 def _shipped() -> Path:
     """The selection of this project: in the working folder, or beside an editable installation."""
-    places = [Path.cwd() / _SHIPPED, Path(__file__).parents[3] / _SHIPPED]
-    for place in places:
+    for place in (Path.cwd() / _SHIPPED, Path(__file__).parents[3] / _SHIPPED):
         if place.is_file():
             return place
     raise UsageError(

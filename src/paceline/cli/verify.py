@@ -84,10 +84,10 @@ def verify(
     name = model or config or ("gpt" if is_spread else "mlp")
     roomy = _with_room(name, pipeline or 1, tensor or 1, schedule or "", chunks)
     loaded = _load(name, [*roomy, *(overrides or [])])
-    options = {"pipeline": pipeline, "tensor": tensor, "data": data or 0, "schedule": schedule, "chunks": chunks}
+    options: dict[str, Any] = {"pipeline": pipeline, "tensor": tensor, "data": data or 0, "chunks": chunks}
     options |= {"sequence_parallel": sequence_parallel or None, "accumulate": accumulate, "precision": precision}
     options["checkpoint_activations"] = checkpoint_policy or ("full" if checkpoint_activations else None)
-    layout = _layout(loaded, strategy=strategy, shard_ranks=shard_ranks, **options)
+    layout = _layout(loaded, strategy=strategy, schedule=schedule, shard_ranks=shard_ranks, **options)
     said = strategy or loaded.parallel.strategy
     settings = complete(Settings(layout=layout, strategy=said, ranks=ranks, steps=steps, clip=_clip_norm(clip)))
     check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)

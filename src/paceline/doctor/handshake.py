@@ -48,8 +48,7 @@ def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterat
     Never takes longer than it may.
     """
     name = "handshake" + (f" over {interface}" if interface else "")
-    place = None if interface is None else RankHost(enter=_stay, meet_at="127.0.0.1", interface=interface)
-    places = None if place is None else [place] * 2
+    places = [RankHost(enter=_stay, meet_at="127.0.0.1", interface=interface)] * 2 if interface else None
     start = time.monotonic()
     try:
         greetings = run_processes(_greet, 2, args=(interface is None,), timeout_s=timeout_s, places=places)
@@ -75,17 +74,11 @@ def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterat
 def _in_shared_memory(greetings: list[Greeting]) -> MachineFinding:
     times = [each.shared_s for each in greetings if each.shared_s is not None]
     if len(times) < len(greetings):
-        return finding(
-            "shared handshake",
-            next(each.problem for each in greetings if each.shared_s is None),
-            "ranks of this host talk through Gloo instead, which is slower",
-            note="see shared memory above",
-        )
-    return finding(
-        "shared handshake",
-        f"an all-reduce in shared memory takes {format_seconds(max(times))}",
-        "comm.backend = auto takes it for CPU ranks of one host",
-    )
+        why = next(each.problem for each in greetings if each.shared_s is None)
+        meaning = "ranks of this host talk through Gloo instead, which is slower"
+        return finding("shared handshake", why, meaning, note="see shared memory above")
+    found = f"an all-reduce in shared memory takes {format_seconds(max(times))}"
+    return finding("shared handshake", found, "comm.backend = auto takes it for CPU ranks of one host")
 
 
 def _stay() -> None:
