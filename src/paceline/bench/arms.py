@@ -233,12 +233,7 @@ def _wrap_plain(model: nn.Module, comm: Communicator, *, precision: str = "fp32"
 
 
 def _wrap_ddp(
-    model: nn.Module,
-    comm: Communicator,
-    *,
-    as_view: bool = False,
-    precision: str = "fp32",
-    on_our_group: bool = False,
+    model: nn.Module, comm: Communicator, *, as_view: bool = False, precision: str = "fp32", on_our_group: bool = False
 ) -> Wrapped:
     device_ids = None if comm.device.type == "cpu" else [comm.device]
     group = None if on_our_group else _torch_group(comm)

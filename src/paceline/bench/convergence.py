@@ -116,10 +116,8 @@ def _run_all(tasks: Sequence[_Task], workers: int) -> Iterator[tuple[int, Ending
 
 
 def _seeded(config: Config, number: int) -> Config:
-    first = config.train.seed
-    train = config.train.model_copy(update={"seed": first + number})
-    data = config.data.model_copy(update={"seed": first if config.data.seed is None else config.data.seed})
-    return config.model_copy(update={"train": train, "data": data})
+    first, data = config.train.seed, config.data.seed
+    return config.with_values("train", seed=first + number).with_values("data", seed=first if data is None else data)
 
 
 def _run(config: Config, compression: CompressionConfig, ranks: int) -> Ending:

@@ -33,6 +33,7 @@ from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
+from paceline.free_memory import MemoryGauge
 from paceline.run.processes import run_processes
 
 # How far two arms' losses may be apart: orders of summation in fp32; rounding to bf16 at other places.
@@ -115,30 +116,22 @@ def _warm_up(
 
     Other arms are in memory too, and what they hold is not counted.
     """
-    device = comm.device
-    before = _allocated(device)
+    gauge = MemoryGauge(comm.device)
+    before = gauge.now_bytes()
     step = set_up(arm, workload, comm, num_steps, compiled=compiled)
     for _ in range(num_steps):
         step()
-    if device.type != "cuda":
+    if comm.device.type != "cuda":
         return step, None
-    torch.cuda.reset_peak_memory_stats(device)
+    gauge.reset()
     step()
-    torch.cuda.synchronize(device)
-    return step, torch.cuda.max_memory_allocated(device) - before
+    return step, gauge.peak_bytes() - before
 
 
 def _load_libraries(device: torch.device) -> None:
     """Lets libraries of matrix products take what they work in, which stays, before the first arm is measured."""
     small = torch.ones(16, 16, device=device, requires_grad=True)
     (small @ small).sum().backward()  # type: ignore[no-untyped-call]
-
-
-def _allocated(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_allocated(device)
 
 
 @contextlib.contextmanager

@@ -98,7 +98,9 @@ def _train(
     model = workload.make_model(comm.device)
     engine = parallelize(model, comm, feature.strategy, pipeline=feature.pipeline)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
-    batch = _share(engine, inputs.chunk(microbatches), targets.chunk(microbatches))
+    pairs: list[Any] = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+    # Of N ranks that share the batch, each takes every N-th microbatch.
+    batch = StepBatch(microbatches=pairs[engine.comm.rank :: engine.comm.size], global_samples=len(inputs))
     loss, times = CrossEntropy(float(workload.context)), list[float]()
     step = partial(train_step, engine, optimizer, batch, loss, StepPolicy())
     for _ in range(protocol.warm_up + protocol.steps):
@@ -119,12 +121,6 @@ def _train(
         start_rss_bytes=start_rss,
         peak_rss_bytes=peak_rss,
     )
-
-
-def _share(engine: Engine, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> StepBatch:
-    """Gives a rank every N-th microbatch, for N ranks that share the batch."""
-    mine: list[Any] = list(zip(inputs, targets, strict=True))[engine.comm.rank :: engine.comm.size]
-    return StepBatch(microbatches=mine, global_samples=sum(len(each) for each in inputs))
 
 
 def _global_loss(engine: Engine, total: torch.Tensor, count: torch.Tensor | float) -> float:

@@ -92,12 +92,7 @@ def set_up_pipeline(
 
 
 def _torch_passes(
-    schedule: str,
-    model: nn.Module,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    microbatches: int,
-    comm: Communicator,
+    schedule: str, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, microbatches: int, comm: Communicator
 ) -> tuple[Callable[[], list[torch.Tensor]], list[nn.Parameter]]:
     """Returns forward and backward of torch's pipeline, and the parameters of this rank's stages."""
     placement = make_schedule(schedule, comm.size, microbatches).placement

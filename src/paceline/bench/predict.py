@@ -35,6 +35,7 @@ from paceline.config import Config, config_batch, config_from_dict, layout_of
 from paceline.data.loader import StepBatch
 from paceline.data.registry import build_data
 from paceline.engines.apply import parallelize
+from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model, model_context
 from paceline.predict.formulas.constants import Constants
@@ -264,11 +265,10 @@ def measure_steps(comm: Communicator, config: Config, backend: str, steps: int) 
     for _ in range(_WARM_UP):
         time_step(step, device)
     comm.barrier()
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    gauge = MemoryGauge(device)
+    gauge.reset()
     low, middle, high = quartiles([time_step(step, device) for _ in range(steps)])
-    peak = torch.cuda.max_memory_allocated(device) if is_cuda else None
+    peak = gauge.peak_bytes() if device.type == "cuda" else None
     return Steps(seconds=middle, spread_s=high - low, count=steps, peak_bytes=peak)
 
 

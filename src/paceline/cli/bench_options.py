@@ -56,16 +56,17 @@ def show_record(
 
     A file is written after each batch of rows, so that a run that is cut short leaves what it has.
     """
-    from paceline.bench.record import make_record
+    from paceline.bench.record import BenchRecord
     from paceline.cli.bench_tables import show_table
 
     rows: Rows = []
     for batch in batches:
         rows += batch
         if output is not None:
-            make_record(name, typed_command(sys.argv), rows, settings).write(output)
+            BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings).write(output)
     if as_json:
-        typer.echo(make_record(name, typed_command(sys.argv), rows, settings).to_json())
+        record = BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings)
+        typer.echo(record.to_json())
     else:
         show_table(name, rows)
 

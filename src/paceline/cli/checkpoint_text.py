@@ -111,7 +111,11 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
     if found.tensors:
         ordered = sorted(found.tensors, key=lambda each: (-each.max_absolute, each.name))
         rows = [
-            (each.name, f"{each.num_different:,} of {each.num_elements:,}", *map(_number, _gaps(each)))
+            (
+                each.name,
+                f"{each.num_different:,} of {each.num_elements:,}",
+                *map(_number, (each.max_absolute, each.max_relative)),
+            )
             for each in ordered[:_FIRST]
         ]
         _print_table(("tensor", "elements that differ", "largest", "relative"), rows)
@@ -149,10 +153,6 @@ def _cut(line: Any) -> str:
 
 def _setting(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _gaps(each: Any) -> tuple[float, float]:
-    return each.max_absolute, each.max_relative
 
 
 def _number(value: float) -> str:

@@ -54,9 +54,7 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
 @app.command()
 def show(
     name: str | None = typer.Argument(
-        None,
-        metavar="NAME",
-        help="Such as dgx-h100, 32x h100-sxm, or a file of calibrate; none: this machine.",
+        None, metavar="NAME", help="Such as dgx-h100, 32x h100-sxm, or a file of calibrate; none: this machine."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:

@@ -23,15 +23,10 @@ def plan(
         None, metavar="FILE", help="The config.json of a Hugging Face model, or its folder; in the place of CONFIG."
     ),
     gpus: str | None = typer.Option(
-        None,
-        metavar="N,N,...",
-        help="How it scales: a table over these numbers of devices; 1,2,4,...,64 goes too.",
+        None, metavar="N,N,...", help="How it scales: a table over these numbers of devices; 1,2,4,...,64 goes too."
     ),
     png: Path | None = typer.Option(
-        None,
-        callback=check_picture,
-        metavar="FILE",
-        help="Draw the tables of --gpus; .svg and .pdf go too.",
+        None, callback=check_picture, metavar="FILE", help="Draw the tables of --gpus; .svg and .pdf go too."
     ),
     by: str = typer.Option("time", metavar="time|cost|memory", help="What comes first."),
     price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour."),

@@ -158,18 +158,10 @@ def _show(found: Schedule, measure: ScheduleMeasure, messages: bool) -> None:
 def _to_json(found: Schedule, measure: ScheduleMeasure) -> dict[str, Any]:
     from paceline.schedule.schedules import lower
 
+    measured = ("makespan", "bubble", "overhead", "busy", "in_flight", "in_flight_share")
     return {
-        "name": found.name,
-        "ranks": found.ranks,
-        "stages": found.stages,
-        "microbatches": found.microbatches,
-        "placement": list(found.placement),
-        "makespan": measure.makespan,
-        "bubble": measure.bubble,
-        "overhead": measure.overhead,
-        "busy": list(measure.busy),
-        "in_flight": list(measure.in_flight),
-        "in_flight_share": list(measure.in_flight_share),
+        **{key: getattr(found, key) for key in ("name", "ranks", "stages", "microbatches", "placement")},
+        **{key: getattr(measure, key) for key in measured},
         "rows": [[str(action) if action else None for action in row] for row in found.rows],
         "programs": [[str(action) for action in program] for program in lower(found)],
     }
