@@ -74,10 +74,6 @@ class CheckpointWorkload:
     rounds: int = 8
     folder: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "folder"}
-
 
 def bench_checkpoint(work: CheckpointWorkload, tell: Callable[[str], None] = lambda _: None) -> Rows:
     """Times saves on some ranks, and loads of what they saved on others; returns a row for each arm."""
@@ -218,7 +214,6 @@ class _Theirs:
         return {"stall": stall, "total": time.perf_counter() - start}
 
     def load(self, path: Path) -> None:
-        """Loads into the tensors of model and optimizer."""
         load_distributed(self.state, storage_reader=FileSystemReader(path))
 
 

@@ -212,12 +212,13 @@ class _TimedCommunicator(WrappedCommunicator):
 
 
 class _TimedWork:
+    """Waits on the communicator's account."""
+
     def __init__(self, inner: Work, comm: _TimedCommunicator) -> None:
         self._inner = inner
         self._comm = comm
 
     def wait(self) -> None:
-        """Waits on the communicator's account."""
         start = time.thread_time()
         self._inner.wait()
         self._comm.seconds += time.thread_time() - start

@@ -307,7 +307,8 @@ def checkpoint(
 
     others = tuple(numbers_of("--load-ranks", load_ranks))
     work = CheckpointWorkload(size=size, layers=layers, ranks=ranks, load_ranks=others, rounds=rounds, folder=folder)
-    settings = {"device": "cpu", "fairness": FAIRNESS, **work.to_json()}
+    settings = {"device": "cpu", "fairness": FAIRNESS, **asdict(work)}
+    del settings["folder"]
     show_record("checkpoint", settings, [bench_checkpoint(work, tell)], output, as_json=as_json)
 
 
