@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.bench.record import make_record
+from paceline.bench.record import BenchRecord
 from slow_links.network import TCP, NoNetworkError, check_able
 from slow_links.plot import draw
 from slow_links.speed_ups import speed_ups
@@ -50,7 +50,7 @@ def main() -> int:
         "compared": "link_bytes with theory_bytes",
         "is_real_time": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),  # chrt before the command
     }
-    record = make_record("links", shlex.join(["python", *sys.argv]), rows, config)
+    record = BenchRecord(name="links", command=shlex.join(["python", *sys.argv]), rows=rows, config=config)
     if arguments.output is not None:
         record.write(arguments.output)
     if arguments.plot is not None:

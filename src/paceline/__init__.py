@@ -40,33 +40,28 @@ if TYPE_CHECKING:
     from paceline.run.train import train as train
     from paceline.verify.certificate import verify as verify
 
-_HOMES = {
-    "connect": "paceline.comm.torch_dist",
-    "disconnect": "paceline.comm.torch_dist",
-    "Communicator": "paceline.comm.base",
-    "parallelize": "paceline.engines.apply",
-    "Layout": "paceline.plan.layout",
-    "Offload": "paceline.plan.layout",
-    "Compression": "paceline.plan.layout",
-    "Engine": "paceline.engines.engine",
-    "save": "paceline.checkpoint.loops",
-    "load": "paceline.checkpoint.loops",
-    "run_virtual": "paceline.comm.virtual.communicator",
-    "verify": "paceline.verify.certificate",
-    "load_config": "paceline.config.load",
-    "train": "paceline.run.train",
-    "plan": "paceline.rehearse.planning",
-    "predict": "paceline.rehearse.prediction",
-    "watch": "paceline.run.self_watch",
-    "errors": "paceline",
-    "DistributedConfig": "paceline.classic.trainer",
-    "DistributedTrainer": "paceline.classic.trainer",
-    "SimulatedTrainer": "paceline.classic.simulated",
-    "MockDistributedTrainer": "paceline.classic.simulated",
-    "DistributedTrainingAnalyzer": "paceline.classic.analysis",
-    "CommunicationOptimizer": "paceline.classic.communication",
-    "MLPClassifier": "paceline.models.mlp",
+_NAMES = {
+    "paceline.comm.torch_dist": ("connect", "disconnect"),
+    "paceline.comm.base": ("Communicator",),
+    "paceline.engines.apply": ("parallelize",),
+    "paceline.plan.layout": ("Layout", "Offload", "Compression"),
+    "paceline.engines.engine": ("Engine",),
+    "paceline.checkpoint.loops": ("save", "load"),
+    "paceline.comm.virtual.communicator": ("run_virtual",),
+    "paceline.verify.certificate": ("verify",),
+    "paceline.config.load": ("load_config",),
+    "paceline.run.train": ("train",),
+    "paceline.rehearse.planning": ("plan",),
+    "paceline.rehearse.prediction": ("predict",),
+    "paceline.run.self_watch": ("watch",),
+    "paceline": ("errors",),
+    "paceline.classic.trainer": ("DistributedConfig", "DistributedTrainer"),
+    "paceline.classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),
+    "paceline.classic.analysis": ("DistributedTrainingAnalyzer",),
+    "paceline.classic.communication": ("CommunicationOptimizer",),
+    "paceline.models.mlp": ("MLPClassifier",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *_HOMES]
 
@@ -75,8 +70,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    value = importlib.import_module(f"{home}.{name}") if home == "paceline" else None
-    value = value or getattr(importlib.import_module(home), name)
+    is_module = home == "paceline"
+    value = importlib.import_module(f"{home}.{name}") if is_module else getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

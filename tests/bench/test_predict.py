@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.bench.arms import check_words
 from paceline.bench.predict import (
     PredictArm,
     arms_on,
     bench_predict,
-    check_words,
     clusters,
     config_of,
     measure_steps,
     only,
 )
-from paceline.cli.bench_tables import show_predictions
+from paceline.cli.bench_tables import show_table
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import UsageError
@@ -42,7 +42,7 @@ def test_arms_are_chosen_by_words() -> None:
     assert {arm.backend for arm in only(arms_on("cpu"), ["mlp"], ["gloo"])} == {"gloo"}
     assert only(arms_on("cpu"), ["mlp"], []) == [arm for arm in arms_on("cpu") if arm.model == "mlp"]
     with pytest.raises(UsageError, match="--arms pipes: no arm is called so"):
-        check_words(arms_on("cpu"), ["pipes"])
+        check_words([arm.name for arm in arms_on("cpu")], ["pipes"])
 
 
 def test_real_steps_are_timed() -> None:
@@ -63,7 +63,7 @@ def test_an_arm_that_fails_leaves_its_error_and_the_others_go_on(capsys: pytest.
     assert [row["error"] for row in rows] == ["UsageError: no such machine"] * 2
     assert len(told) == 2
     good = {"model": "mlp", "arm": "ddp", "predicted_ms": 1.0, "measured_ms": 2.0, "step_error": -0.5}
-    show_predictions([*rows, good | {"measured_peak_bytes": None}])
+    show_table("predict", [*rows, good | {"measured_peak_bytes": None}])
     shown = capsys.readouterr().out
     assert "no such machine" in shown
     assert "step time: off by 50.0 % on average, 50.0 % at most" in shown

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
+from paceline.cli.main import app
 from paceline.config import config_from_dict
 from paceline.errors import ConfigError
 from paceline.run.decide import resolve_config
@@ -40,6 +42,14 @@ def test_help_is_not_slowed_down_by_what_it_does_not_need(arguments: list[str]) 
     if "--help" in arguments:
         assert "paceline train configs/digits.yaml" in shown.stdout
         assert max(map(len, shown.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("group", ["", "bench", "checkpoint", "cluster", "config"])
+def test_summaries_of_commands_fit_a_terminal_of_80_columns(group: str) -> None:
+    shown = CliRunner().invoke(app, [*group.split(), "--help"], env={"COLUMNS": "80"}).output
+    commands = shown.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert commands
+    assert [line for line in commands if line.endswith("...") or len(line) > 80] == []
 
 
 @pytest.mark.parametrize(
@@ -89,6 +99,18 @@ def test_wrong_input_is_one_message_and_leaves_nothing(
     assert message in called.err
     assert "Traceback" not in called.err
     assert sorted(project.rglob("*")) == before
+
+
+def test_a_config_that_is_not_here_is_looked_for_in_the_folder_of_configs(call: Call, project: Path) -> None:
+    (project / "configs").mkdir()
+    (project / "tiny.yaml").rename(project / "configs" / "tiny.yaml")
+    for name, hint in (
+        ("tyny.yaml", "did you mean configs/tiny.yaml?"),
+        ("x.yaml", "the configs in configs are tiny.yaml"),
+    ):
+        called = call("train", name)
+        assert called.code == 2
+        assert hint in called.err
 
 
 @pytest.mark.parametrize("ranks", ["auto", 2])

@@ -11,10 +11,10 @@ same optimizer and clipping, on the same cores: what differs is the engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,34 +48,45 @@ class Wrapped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One way to train a model; ``wrap`` sets it up. Arms of one set take turns and are in memory together."""
+class PeeredArm:
+    """An arm of any kind: its name in records, and the arm that its time is divided by."""
 
     name: str
     peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm(PeeredArm):
+    """One way to train a model; ``wrap`` sets it up. Arms of one set take turns and are in memory together."""
+
     wrap: Callable[[nn.Module, Communicator], Wrapped]
     set: int = 0
 
 
 class TrainingStep:
-    """One training step of an arm: forward, backward, clip, update. Keeps the first losses."""
+    """One training step of an arm: forward and backward, then an update with AdamW. Keeps the first losses.
 
-    def __init__(self, wrapped: Wrapped, batch: tuple[torch.Tensor, torch.Tensor], num_losses: int) -> None:
-        self._wrapped = wrapped
-        self._inputs, self._targets = batch
-        self._optimizer = torch.optim.AdamW(wrapped.parameters, lr=1e-4, fused=True)
+    ``passes`` returns the parts of this rank's loss, which add up to it; none where another rank knows it.
+    """
+
+    def __init__(
+        self,
+        passes: Callable[[], Sequence[torch.Tensor]],
+        parameters: Iterable[nn.Parameter],
+        num_losses: int,
+        update: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer.step(),
+    ) -> None:
+        self._passes, self._update = passes, update
+        self._optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
         self._num_losses = num_losses
         self._losses: list[torch.Tensor] = []
 
     def __call__(self) -> None:
         """Trains on the batch once."""
-        logits = self._wrapped.forward(self._inputs)
-        rows = logits.view(-1, logits.shape[-1]).float()  # a module of bf16 parameters gives bf16
-        loss = F.cross_entropy(rows, self._targets.view(-1))
-        if len(self._losses) < self._num_losses:
-            self._losses.append(loss.detach())
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._wrapped.update(self._optimizer)
+        parts = self._passes()
+        if parts and len(self._losses) < self._num_losses:
+            self._losses.append(torch.stack(list(parts)).detach().sum())
+        self._update(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
 
     @property
@@ -91,7 +102,17 @@ def set_up(
     model = workload.make_model(comm.device)
     if compiled:
         compile_model(model, whole=False)
-    return TrainingStep(arm.wrap(model, comm), workload.make_batch(comm.device, comm.rank), num_losses)
+    wrapped = arm.wrap(model, comm)
+    inputs, targets = workload.make_batch(comm.device, comm.rank)
+
+    def passes() -> Sequence[torch.Tensor]:
+        logits = wrapped.forward(inputs)
+        rows = logits.view(-1, logits.shape[-1]).float()  # a module of bf16 parameters gives bf16
+        loss = F.cross_entropy(rows, targets.view(-1))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [loss]
+
+    return TrainingStep(passes, wrapped.parameters, num_losses, wrapped.update)
 
 
 # Which arms there are.
@@ -156,19 +177,7 @@ def arms_in_bf16() -> list[Arm]:
     ]
 
 
-class Named(Protocol):
-    """What arms of any kind have."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in records."""
-
-    @property
-    def peer(self) -> str:
-        """The arm that its time is divided by."""
-
-
-A = TypeVar("A", bound=Named)
+A = TypeVar("A", bound=PeeredArm)
 
 
 def select(arms: Sequence[A], wanted: Sequence[str] | None) -> list[A]:
@@ -182,14 +191,12 @@ def select(arms: Sequence[A], wanted: Sequence[str] | None) -> list[A]:
     return [arm for arm in arms if arm.name in names]
 
 
-def check_words(arms: Sequence[Named], wanted: Sequence[str]) -> None:
+def check_words(names: Sequence[str], wanted: Sequence[str]) -> None:
     """Raises UsageError for words that are in no arm's name."""
-    wrong = [word for word in wanted if not any(word in arm.name for arm in arms)]
-    if wrong:
-        names = dict.fromkeys(arm.name for arm in arms)
+    if wrong := [word for word in wanted if not any(word in name for name in names)]:
         raise UsageError(
             f"--arms {','.join(wrong)}: no arm is called so\n  an arm is taken if its name contains one of the words\n"
-            f"  there are {'; '.join(names)}"
+            f"  there are {'; '.join(dict.fromkeys(names))}"
         )
 
 
@@ -226,12 +233,7 @@ def _wrap_plain(model: nn.Module, comm: Communicator, *, precision: str = "fp32"
 
 
 def _wrap_ddp(
-    model: nn.Module,
-    comm: Communicator,
-    *,
-    as_view: bool = False,
-    precision: str = "fp32",
-    on_our_group: bool = False,
+    model: nn.Module, comm: Communicator, *, as_view: bool = False, precision: str = "fp32", on_our_group: bool = False
 ) -> Wrapped:
     device_ids = None if comm.device.type == "cpu" else [comm.device]
     group = None if on_our_group else _torch_group(comm)

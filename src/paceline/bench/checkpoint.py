@@ -17,7 +17,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from paceline.bench.memory import status_bytes
+from paceline.bench.interleave import ratios_to, rotate, time_step
 from paceline.checkpoint.find import Depth, verify_checkpoint
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
@@ -40,6 +40,7 @@ from paceline.checkpoint.writer import CheckpointWriter
 from paceline.comm.base import Communicator
 from paceline.comm.objects import gather_objects
 from paceline.engines.apply import parallelize
+from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import GPT, gpt_config
 from paceline.run.processes import run_processes
 
@@ -59,7 +60,6 @@ Measures = dict[str, float]
 PEER = "torch DCP"
 OURS = "paceline"
 _TIMEOUT_S = 1800.0
-_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,8 @@ class CheckpointWorkload:
     vocabulary: int = 8192
     ranks: int = 2
     load_ranks: tuple[int, ...] = (1, 3)
-    rounds: int = _ROUNDS
+    rounds: int = 8
     folder: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "folder"}
 
 
 def bench_checkpoint(work: CheckpointWorkload, tell: Callable[[str], None] = lambda _: None) -> Rows:
@@ -84,11 +80,10 @@ def bench_checkpoint(work: CheckpointWorkload, tell: Callable[[str], None] = lam
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=work.folder) as name:
         folder = Path(name)
         tell(f"saving on {work.ranks} ranks ...")
-        rows: Rows = run_processes(_measure_saves, work.ranks, args=(work, folder), threads=1, timeout_s=_TIMEOUT_S)[0]
+        rows: Rows = run_processes(_measure_saves, work.ranks, args=(work, folder), timeout_s=_TIMEOUT_S)[0]
         for ranks in work.load_ranks:
             tell(f"loading on {ranks} ranks ...")
-            args = (work, folder)
-            rows += run_processes(_measure_loads, ranks, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
+            rows += run_processes(_measure_loads, ranks, args=(work, folder), timeout_s=_TIMEOUT_S)[0]
     return rows
 
 
@@ -98,27 +93,27 @@ def bench_checkpoint(work: CheckpointWorkload, tell: Callable[[str], None] = lam
 def _measure_saves(comm: Communicator, work: CheckpointWorkload, folder: Path) -> Rows:
     ours, theirs = _Ours(comm, work), _Theirs(comm, work)
     arms: dict[str, Callable[[Path], Measures]] = {
-        f"{OURS} at once": ours.save_at_once,
-        f"{OURS} in background": ours.save_in_background,
-        f"{PEER} at once": theirs.save_at_once,
-        f"{PEER} in background": theirs.save_in_background,
+        f"{name} {kind}": partial(each.save, kind=kind)
+        for name, each in ((OURS, ours), (PEER, theirs))
+        for kind in ("at once", "in background")
     }
-    memory = {}
-    for name, arm in arms.items():  # the first time, when nothing is kept from before
-        memory[name] = _peak_growth(partial(arm, folder / f"first {name}"))
+    # The first time, when nothing is kept from before.
+    memory = [_peak_growth(partial(arm, folder / f"first {name}")) for name, arm in arms.items()]
     found = _take_turns(comm, arms, work.rounds, folder)
     shard = ours.num_bytes
-    _keep_one(comm, ours, theirs, folder)
-    largest = [max(memory_of) for memory_of in zip(*gather_objects(comm, list(memory.values())), strict=True)]
+    for name, each in ((OURS, ours), (PEER, theirs)):  # one of each for those who load
+        each.save(folder / name, kind="at once")
+    comm.barrier()
+    largest = [max(memory_of) for memory_of in zip(*gather_objects(comm, memory), strict=True)]
     rows = []
     for at, name in enumerate(arms):
         kind = "at once" if name.endswith("at once") else "in background"
-        row = _row("save", name, f"{PEER} {kind}", found, "total")
-        stall = _ratios(found[name]["stall"], found[f"{OURS} at once"]["stall"])
+        row = _row("save", name, f"{PEER} {kind}", found)
+        stall = ratios_to(found[name]["stall"], found[f"{OURS} at once"]["stall"])
         row |= {
             "ranks": comm.size,
             "stall_ms": round(statistics.median(found[name]["stall"]) * 1e3, 2),
-            "stall_of_at_once": round(statistics.median(stall), 4),
+            "stall_of_at_once": round(stall["ratio"], 4),
             "goal_stall": GOALS["stall"] if kind == "in background" else None,
             "shard_bytes": shard,
             "memory_bytes": int(largest[at]),
@@ -134,30 +129,20 @@ def _take_turns(
     comm: Communicator, arms: dict[str, Callable[[Path], Measures]], rounds: int, folder: Path
 ) -> dict[str, dict[str, list[float]]]:
     """Runs the arms in turns, each starting on all ranks together; the slowest rank's time counts."""
-    names = list(arms)
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            place = folder / f"{number} {name}"
-            gc.collect()
-            comm.barrier()
-            measured = arms[name](place)
-            everywhere = gather_objects(comm, measured)
-            for key in measured:
-                found[name].setdefault(key, []).append(max(each[key] for each in everywhere))
-            comm.barrier()
-            if comm.rank == 0:
-                shutil.rmtree(place, ignore_errors=True)
-            comm.barrier()
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in arms}
+    for number, name in enumerate(rotate(list(arms), rounds)):
+        place = folder / f"{number} {name}"
+        gc.collect()
+        comm.barrier()
+        measured = arms[name](place)
+        everywhere = gather_objects(comm, measured)
+        for key in measured:
+            found[name].setdefault(key, []).append(max(each[key] for each in everywhere))
+        comm.barrier()
+        if comm.rank == 0:
+            shutil.rmtree(place, ignore_errors=True)
+        comm.barrier()
     return found
-
-
-def _keep_one(comm: Communicator, ours: _Ours, theirs: _Theirs, folder: Path) -> None:
-    """Leaves one of each for those who load."""
-    ours.save_at_once(folder / OURS)
-    theirs.save_at_once(folder / PEER)
-    comm.barrier()
 
 
 class _Ours:
@@ -172,19 +157,14 @@ class _Ours:
         state = self._state()
         self.num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in state.shards)
 
-    def save_at_once(self, place: Path) -> Measures:
-        """Saves, and comes back when it is there."""
-        writer = self._writer(place, "at once")
+    def save(self, place: Path, *, kind: str) -> Measures:
+        """Saves at once or in the background, and waits until it is there. A writer of each kind keeps its memory."""
+        if kind not in self._writers:
+            self._writers[kind] = CheckpointWriter(place, self._comm)
+        writer = self._writers[kind]
+        writer.folder = place
         start = time.perf_counter()
-        writer.save(self._state())
-        seconds = time.perf_counter() - start
-        return {"stall": seconds, "total": seconds}
-
-    def save_in_background(self, place: Path) -> Measures:
-        """Saves in the background, and waits for it."""
-        writer = self._writer(place, "in background")
-        start = time.perf_counter()
-        writer.save(self._state(), in_background=True)
+        writer.save(self._state(), in_background=kind == "in background")
         stall = time.perf_counter() - start
         writer.finish()
         return {"stall": stall, "total": time.perf_counter() - start}
@@ -198,13 +178,6 @@ class _Ours:
         checkpoint = open_checkpoint(path)
         fill_model(checkpoint, self.engine)
         load_optimizer(checkpoint, self.optimizer, list(self.engine.shards()))
-
-    def _writer(self, place: Path, kind: str) -> CheckpointWriter:
-        """Returns the writer of a kind, which keeps its memory, for another folder."""
-        if kind not in self._writers:
-            self._writers[kind] = CheckpointWriter(place, self._comm)
-        self._writers[kind].folder = place
-        return self._writers[kind]
 
     def _state(self) -> State:
         held = list(self.engine.shards())
@@ -227,23 +200,20 @@ class _Theirs:
         self.state: dict[str, Any] = {"model": weights, "optim": moments}
         self._stager = _stager()
 
-    def save_at_once(self, place: Path) -> Measures:
-        """Saves, and comes back when it is there."""
+    def save(self, place: Path, *, kind: str) -> Measures:
+        """Saves at once or in the background, and waits until it is there."""
+        pending: Any = None
         start = time.perf_counter()
-        save(self.state, storage_writer=FileSystemWriter(place))
-        seconds = time.perf_counter() - start
-        return {"stall": seconds, "total": seconds}
-
-    def save_in_background(self, place: Path) -> Measures:
-        """Saves in the background, and waits for it."""
-        start = time.perf_counter()
-        pending: Any = async_save(self.state, storage_writer=FileSystemWriter(place), **self._stager)
+        if kind == "at once":
+            save(self.state, storage_writer=FileSystemWriter(place))
+        else:
+            pending = async_save(self.state, storage_writer=FileSystemWriter(place), **self._stager)
         stall = time.perf_counter() - start
-        pending.result()
+        if pending is not None:
+            pending.result()
         return {"stall": stall, "total": time.perf_counter() - start}
 
     def load(self, path: Path) -> None:
-        """Loads into the tensors of model and optimizer."""
         load_distributed(self.state, storage_reader=FileSystemReader(path))
 
 
@@ -277,16 +247,13 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _peak_growth(action: Callable[[], object]) -> float:
-    """Returns by how much the resident memory grows while something is done, at its peak; 0 where that is not told."""
+    """Returns by how much the resident memory grows while something is done, at its peak."""
+    gauge = MemoryGauge(torch.device("cpu"))
     gc.collect()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-        before = status_bytes("VmRSS")
-        action()
-        return max(status_bytes("VmHWM") - before, 0)
-    except OSError:
-        action()
-        return 0.0
+    gauge.reset()
+    before = gauge.now_bytes()
+    action()
+    return max(gauge.peak_bytes() - before, 0)
 
 
 # Loading
@@ -297,12 +264,7 @@ def _measure_loads(comm: Communicator, work: CheckpointWorkload, folder: Path) -
     path = folder / OURS / "step-00000001"
 
     def timed(load: Callable[[], None]) -> Callable[[Path], Measures]:
-        def run(_: Path) -> Measures:
-            start = time.perf_counter()
-            load()
-            return {"total": time.perf_counter() - start}
-
-        return run
+        return lambda _: {"total": time_step(load, comm.device)}
 
     arms = {
         OURS: timed(lambda: ours.load(path, "none")),
@@ -313,9 +275,7 @@ def _measure_loads(comm: Communicator, work: CheckpointWorkload, folder: Path) -
         arm(folder)
     _check_loaded(ours, theirs)
     found = _take_turns(comm, arms, work.rounds, folder / "none")
-    return [
-        {**_row(f"load {work.ranks} to {comm.size}", name, PEER, found, "total"), "ranks": comm.size} for name in arms
-    ]
+    return [{**_row(f"load {work.ranks} to {comm.size}", name, PEER, found), "ranks": comm.size} for name in arms]
 
 
 def _check_loaded(ours: _Ours, theirs: _Theirs) -> None:
@@ -326,22 +286,14 @@ def _check_loaded(ours: _Ours, theirs: _Theirs) -> None:
         assert torch.equal(full[name], whole), name
 
 
-def _row(what: str, name: str, peer: str, found: dict[str, dict[str, list[float]]], key: str) -> dict[str, Any]:
-    ratios = _ratios(found[name][key], found[peer][key])
-    quarter = len(ratios) // 4
+def _row(what: str, name: str, peer: str, found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    total = found[name]["total"]
     return {
         "what": what,
         "arm": name,
         "peer": peer,
-        "median_ms": round(statistics.median(found[name][key]) * 1e3, 2),
-        "ratio": round(statistics.median(ratios), 4),
+        "median_ms": round(statistics.median(total) * 1e3, 2),
         "goal": GOALS["load" if what.startswith("load") else "total"],
-        "ratio_low": round(ratios[quarter], 4),
-        "ratio_high": round(ratios[-1 - quarter], 4),
-        "rounds": len(ratios),
+        **{key: round(value, 4) for key, value in ratios_to(total, found[peer]["total"]).items()},
+        "rounds": len(total),
     }
-
-
-def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Returns the ratios within each round, sorted."""
-    return sorted(a / b for a, b in zip(ours, theirs, strict=True))

@@ -7,10 +7,8 @@ arm's, taken within each round. Small tensors are reduced several times in a row
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +48,7 @@ def bench_comm(ranks: int, sizes: Sequence[int] = SIZES, rounds: int | None = No
     if unfit := [size for size in sizes if size < 4 or size % 4]:
         raise UsageError(f"sizes {unfit}: a tensor of float32 has 4 bytes for each element\n  give multiples of 4")
     args = (tuple(sizes), rounds or _ROUNDS)
-    per_rank = run_processes(_measure, ranks, args=args, threads=1, timeout_s=_TIMEOUT_S)
-    rows: list[dict[str, Any]] = per_rank[0]
+    rows: list[dict[str, Any]] = run_processes(_measure, ranks, args=args, timeout_s=_TIMEOUT_S)[0]
     return rows
 
 
@@ -60,13 +57,8 @@ def _measure(comm: Communicator, sizes: Sequence[int], rounds: int) -> list[dict
     rows: list[dict[str, Any]] = []
     for size in sizes:
         steps = {arm.name: _step(arm, size) for arm in arms}
-        timings = interleave(
-            steps,
-            Turns(rounds=rounds, steps_per_turn=4, warm_up=2),
-            baseline=GLOO,
-            device=comm.device,
-            meet=comm.barrier,
-        )
+        turns = Turns(rounds=rounds, steps_per_turn=4, warm_up=2)
+        timings = interleave(steps, turns, baseline=GLOO, device=comm.device, meet=comm.barrier)
         rows += [_row(comm.size, size, arm, timing) for arm, timing in zip(arms, timings, strict=True)]
     return rows
 
@@ -104,17 +96,18 @@ def _step(arm: _ReduceArm, num_bytes: int) -> Callable[[], None]:
     tensor = arm.comm.shared_buffer(num_bytes // 4, torch.float32) if arm.in_buffer else None
     if tensor is None:
         tensor = torch.zeros(num_bytes // 4)
-    return partial(_reduce, arm.comm, tensor, _repeats(num_bytes))
+    reduced, repeats = tensor, _repeats(num_bytes)
 
+    def reduce() -> None:
+        for _ in range(repeats):
+            arm.comm.all_reduce(reduced, "avg").wait()
 
-def _reduce(comm: Communicator, tensor: torch.Tensor, repeats: int) -> None:
-    for _ in range(repeats):
-        comm.all_reduce(tensor, "avg").wait()
+    return reduce
 
 
 def _row(ranks: int, num_bytes: int, arm: _ReduceArm, timing: Timing) -> dict[str, Any]:
     ms = timing.median_ms / _repeats(num_bytes)
-    timed = dataclasses.asdict(timing)
+    timed = timing.to_json()
     return {
         "ranks": ranks,
         "bytes": num_bytes,
@@ -124,5 +117,5 @@ def _row(ranks: int, num_bytes: int, arm: _ReduceArm, timing: Timing) -> dict[st
         "median_us": round(ms * 1e3, 2),
         "gbps": round(8 * num_bytes / ms / 1e6, 3),
         "speedup": round(1 / timing.ratio, 3),
-        **{name: round(timed[name], 4) for name in ("ratio", "ratio_low", "ratio_high")},
+        **{name: timed[name] for name in ("ratio", "ratio_low", "ratio_high")},
     }

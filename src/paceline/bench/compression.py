@@ -34,6 +34,7 @@ from paceline.train.assemble import build_trainer
 from paceline.train.randomness import compute_threads
 
 _FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0}  # of (N-1)/N of the bytes; see comm/base.py
+_KEYS = {"topk": "ratio", "randomk": "ratio", "threshold": "threshold", "powersgd": "factor_rank"}  # read by a policy
 _REPEATS = 5
 
 
@@ -45,7 +46,7 @@ class _PolicyRun:
     sent_bytes: float  # a step
     grad_norm: float
     residual_norm: float
-    shapes: tuple[BucketShape, ...]
+    shape: BucketShape  # of the whole model
 
 
 def policies_to_try(config: Config, numbers: Mapping[str, Any], *, both: bool = False) -> list[CompressionConfig]:
@@ -66,10 +67,8 @@ def policies_to_try(config: Config, numbers: Mapping[str, Any], *, both: bool = 
 
 def _without_unread(asked: CompressionConfig) -> CompressionConfig:
     """Returns the compression with the defaults of what its policy does not read."""
-    readers = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
-    default = CompressionConfig()
-    unread = {name: getattr(default, name) for name, policies in readers.items() if asked.policy not in policies}
-    return asked.model_copy(update=unread)
+    default, read = CompressionConfig(), _KEYS.get(asked.policy)
+    return asked.model_copy(update={key: getattr(default, key) for key in set(_KEYS.values()) if key != read})
 
 
 def bench_compression(
@@ -99,9 +98,8 @@ def bench_compression(
 
 def with_compression(config: Config, compression: CompressionConfig) -> Config:
     """Returns a config that trains data-parallel with this compression, every collective traced."""
-    comm = config.comm.model_copy(update={"compression": compression, "algorithm": "native"})  # which is traced whole
-    parallel = config.parallel.model_copy(update={"strategy": "ddp"})
-    return config.model_copy(update={"comm": comm, "parallel": parallel})
+    traced = config.with_values("comm", compression=compression, algorithm="native")  # which is traced whole
+    return traced.with_values("parallel", strategy="ddp")
 
 
 def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int) -> list[_PolicyRun]:
@@ -130,7 +128,7 @@ def _train(config: Config, comm: Communicator, steps: int) -> _PolicyRun:
         sent_bytes=(sent_bytes(traced) - first_bytes) / max(1, len(losses) - counted_from),
         grad_norm=norm,
         residual_norm=0.0 if compressor is None else compressor.residual_norm(),
-        shapes=(shape,),
+        shape=shape,
     )
 
 
@@ -171,7 +169,7 @@ def _row(
 
 def setting_text(asked: CompressionConfig) -> str:
     """Returns the number that a policy goes by, if it has one."""
-    key = {"topk": "ratio", "randomk": "ratio", "threshold": "threshold", "powersgd": "factor_rank"}.get(asked.policy)
+    key = _KEYS.get(asked.policy)
     return f"{key}={getattr(asked, key):g}" if key else ""
 
 
@@ -187,17 +185,13 @@ def _compute_seconds(settings: Compression, run: _PolicyRun, ranks: int) -> floa
 
 def _time_steps(settings: Compression, run: _PolicyRun, comm: Communicator) -> float:
     compressor, timed = Compressor(settings), _TimedCommunicator(comm)
-    buckets = compressor.bind(run.shapes)
-    lengths = [shape.layout.length for shape in run.shapes]
-    scale = run.grad_norm / sum(lengths) ** 0.5
+    (bucket,) = compressor.bind((run.shape,))
+    length = run.shape.layout.length
     taken = []
     for _ in range(_REPEATS):
-        buffers = [torch.randn(length) * scale for length in lengths]
+        buffer = torch.randn(length) * (run.grad_norm / length**0.5)
         before, elsewhere = time.thread_time(), timed.seconds
-        link = cast(Communicator, timed)
-        works = [bucket.start(buffer, link) for bucket, buffer in zip(buckets, buffers, strict=True)]
-        for work in works:
-            work.wait()
+        bucket.start(buffer, cast(Communicator, timed)).wait()
         compressor.end_pass()
         taken.append(time.thread_time() - before - (timed.seconds - elsewhere))
     return statistics.median(taken[1:])
@@ -218,12 +212,13 @@ class _TimedCommunicator(WrappedCommunicator):
 
 
 class _TimedWork:
+    """Waits on the communicator's account."""
+
     def __init__(self, inner: Work, comm: _TimedCommunicator) -> None:
         self._inner = inner
         self._comm = comm
 
     def wait(self) -> None:
-        """Waits on the communicator's account."""
         start = time.thread_time()
         self._inner.wait()
         self._comm.seconds += time.thread_time() - start

@@ -116,10 +116,8 @@ def _run_all(tasks: Sequence[_Task], workers: int) -> Iterator[tuple[int, Ending
 
 
 def _seeded(config: Config, number: int) -> Config:
-    first = config.train.seed
-    train = config.train.model_copy(update={"seed": first + number})
-    data = config.data.model_copy(update={"seed": first if config.data.seed is None else config.data.seed})
-    return config.model_copy(update={"train": train, "data": data})
+    first, data = config.train.seed, config.data.seed
+    return config.with_values("train", seed=first + number).with_values("data", seed=first if data is None else data)
 
 
 def _run(config: Config, compression: CompressionConfig, ranks: int) -> Ending:
@@ -141,6 +139,7 @@ def _train(config: Config, comm: Communicator) -> Ending:
 
 def _row(config: Config, asked: CompressionConfig, runs: Sequence[Ending], plain: Sequence[Ending]) -> dict[str, Any]:
     loss, base = (statistics.fmean(run.loss for run in each) for each in (runs, plain))
+    sent, plain_bytes = (sum(run.sent_bytes for run in each) for each in (runs, plain))
     percent = 100 * (loss / base - 1)
     accuracy, points = None, None
     found = [(run.accuracy, other.accuracy) for run, other in zip(runs, plain, strict=True)]
@@ -165,10 +164,5 @@ def _row(config: Config, asked: CompressionConfig, runs: Sequence[Ending], plain
         "accuracy_points": points,
         "judged_by": "loss" if is_by_loss else "accuracy",
         "is_close": percent <= CLOSE_PERCENT if is_by_loss or points is None else points >= -CLOSE_POINTS,
-        "bytes_ratio": _bytes_ratio(runs, plain),
+        "bytes_ratio": plain_bytes / sent if sent else None,
     }
-
-
-def _bytes_ratio(runs: Sequence[Ending], plain: Sequence[Ending]) -> float | None:
-    sent = sum(run.sent_bytes for run in runs)
-    return sum(run.sent_bytes for run in plain) / sent if sent else None

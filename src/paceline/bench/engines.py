@@ -8,11 +8,10 @@ losses of the first steps are compared too: arms that compute different things m
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
+from paceline.free_memory import MemoryGauge
 from paceline.run.processes import run_processes
 
 # How far two arms' losses may be apart: orders of summation in fp32; rounding to bf16 at other places.
@@ -53,20 +53,12 @@ class MeasuredArm:
     peak_bytes: int | None = None
 
 
-def bench_ranks(workload: BenchWorkload, turns: Turns, ranks: int, wanted: Wanted = None) -> list[dict[str, Any]]:
-    """Times our engines against torch's on real Gloo ranks with one thread each."""
-    return _bench_fp32(select(arms_on_ranks(workload, ranks), wanted), workload, turns, ranks)
-
-
-def bench_alone(workload: BenchWorkload, turns: Turns, wanted: Wanted = None) -> list[dict[str, Any]]:
-    """Times our engines against the plain loop at world size 1, in a process of its own with one thread."""
-    return _bench_fp32(select(arms_alone(), wanted), workload, turns, 1)
-
-
-def _bench_fp32(arms: list[Arm], workload: BenchWorkload, turns: Turns, ranks: int) -> list[dict[str, Any]]:
+def bench_fp32(workload: BenchWorkload, turns: Turns, ranks: int, wanted: Wanted = None) -> list[dict[str, Any]]:
+    """Times our engines on processes with one thread each: on Gloo ranks against torch's, on one against the loop."""
+    arms = select(arms_on_ranks(workload, ranks) if ranks > 1 else arms_alone(), wanted)
     if not arms:
         return []
-    measured = run_processes(_measure, ranks, args=(arms, workload, turns), threads=1, timeout_s=_TIMEOUT_S)[0]
+    measured = run_processes(_measure, ranks, args=(arms, workload, turns), timeout_s=_TIMEOUT_S)[0]
     return _rows(workload, measured, ranks, "gloo" if ranks > 1 else "none", FP32_TOLERANCE)
 
 
@@ -79,7 +71,7 @@ def bench_bf16(
             measured = _measure_bf16(SoloCommunicator(device), workload, turns, wanted, compiled)
     else:
         args = (workload, turns, wanted, compiled)
-        measured = run_processes(_measure_bf16, 1, args=args, threads=1, timeout_s=_TIMEOUT_S)[0]
+        measured = run_processes(_measure_bf16, 1, args=args, timeout_s=_TIMEOUT_S)[0]
     return _rows(workload, measured, 1, "none", BF16_TOLERANCE)
 
 
@@ -89,12 +81,16 @@ def _measure_bf16(
     found: list[MeasuredArm] = []
     for arms in sets_of(select(arms_in_bf16(), wanted)):
         found += _measure(comm, arms, workload, turns, compiled=compiled)
-        # Graphs compiled for one size would be made to take any size, and slower, when the next model comes.
-        torch.compiler.reset()
-        gc.collect()
-        if comm.device.type == "cuda":
-            torch.cuda.empty_cache()
+        clean_up(comm.device)
     return found
+
+
+def clean_up(device: torch.device) -> None:
+    """Frees memory, and compiled graphs: they would be made to take any size, and slower, when the next model comes."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _measure(
@@ -106,15 +102,10 @@ def _measure(
     _load_libraries(comm.device)
     for arm in arms:
         steps[arm.name], peaks[arm.name] = _warm_up(arm, comm, workload, turns.warm_up, compiled)
-    timings = interleave(
-        steps,
-        dataclasses.replace(turns, warm_up=0),
-        baseline={arm.name: arm.peer for arm in arms},
-        device=comm.device,
-        meet=comm.barrier,
-    )
+    warm, peers = replace(turns, warm_up=0), {arm.name: arm.peer for arm in arms}
     return [
-        MeasuredArm(timing=timing, losses=steps[timing.arm].losses, peak_bytes=peaks[timing.arm]) for timing in timings
+        MeasuredArm(timing=timing, losses=steps[timing.arm].losses, peak_bytes=peaks[timing.arm])
+        for timing in interleave(steps, warm, baseline=peers, device=comm.device, meet=comm.barrier)
     ]
 
 
@@ -125,30 +116,22 @@ def _warm_up(
 
     Other arms are in memory too, and what they hold is not counted.
     """
-    device = comm.device
-    before = _allocated(device)
+    gauge = MemoryGauge(comm.device)
+    before = gauge.now_bytes()
     step = set_up(arm, workload, comm, num_steps, compiled=compiled)
     for _ in range(num_steps):
         step()
-    if device.type != "cuda":
+    if comm.device.type != "cuda":
         return step, None
-    torch.cuda.reset_peak_memory_stats(device)
+    gauge.reset()
     step()
-    torch.cuda.synchronize(device)
-    return step, torch.cuda.max_memory_allocated(device) - before
+    return step, gauge.peak_bytes() - before
 
 
 def _load_libraries(device: torch.device) -> None:
     """Lets libraries of matrix products take what they work in, which stays, before the first arm is measured."""
     small = torch.ones(16, 16, device=device, requires_grad=True)
     (small @ small).sum().backward()  # type: ignore[no-untyped-call]
-
-
-def _allocated(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_allocated(device)
 
 
 @contextlib.contextmanager
@@ -167,10 +150,7 @@ def _rows(
     workload: BenchWorkload, measured: Sequence[MeasuredArm], ranks: int, backend: str, tolerance: float
 ) -> list[dict[str, Any]]:
     check_losses(workload, measured, tolerance)
-    return [
-        _row(workload, each, ranks, "shared_memory" if each.timing.arm.endswith(SHARED) else backend)
-        for each in measured
-    ]
+    return [_row(workload, each, ranks, backend) for each in measured]
 
 
 def check_losses(workload: BenchWorkload, measured: Sequence[MeasuredArm], tolerance: float) -> None:
@@ -188,15 +168,14 @@ def check_losses(workload: BenchWorkload, measured: Sequence[MeasuredArm], toler
 
 
 def _row(workload: BenchWorkload, measured: MeasuredArm, ranks: int, backend: str) -> dict[str, Any]:
-    timing = dataclasses.asdict(measured.timing)
     per_second = workload.items * ranks / (measured.timing.median_ms / 1e3)
     return {
         "model": workload.model,
         "ranks": ranks,
-        "backend": backend,
+        "backend": "shared_memory" if measured.timing.arm.endswith(SHARED) else backend,
         "batch_per_rank": workload.batch,
         "context": workload.context,
-        **{name: round(value, 4) if isinstance(value, float) else value for name, value in timing.items()},
+        **measured.timing.to_json(),
         "items_per_s": round(per_second, 1),
         "loss": round(measured.losses[-1], 6),
         "loss_step": len(measured.losses),

@@ -8,17 +8,16 @@ built.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-import psutil
 import torch
 
 from paceline.bench.arms import SHARED
-from paceline.bench.memory import LiveTensors, status_bytes
+from paceline.bench.interleave import quartiles, time_step
+from paceline.bench.memory import LiveTensors
 from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
@@ -26,7 +25,7 @@ from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
-from paceline.records.meter import peak_memory_bytes
+from paceline.free_memory import MemoryGauge
 from paceline.run.processes import run_processes
 from paceline.train.loss import CrossEntropy
 from paceline.train.step import Passes, StepPolicy, accumulate, train_step
@@ -81,7 +80,7 @@ def bench_features(
     rows = []
     for feature in features:
         args = (feature, workload, microbatches, protocol)
-        by_rank = run_processes(_train, feature.ranks, args=args, threads=1, timeout_s=_TIMEOUT_S)
+        by_rank = run_processes(_train, feature.ranks, args=args, timeout_s=_TIMEOUT_S)
         rows.append(_row(feature, workload, microbatches, by_rank))
     _check_losses(rows)
     return rows
@@ -93,29 +92,30 @@ def _train(
     if feature.backend == "shared_memory":
         comm = SharedMemoryCommunicator.join(comm)
     inputs, targets = workload.make_batch(comm.device, 0)  # the global batch, the same on every rank
-    tensors, start_rss = LiveTensors("cpu"), psutil.Process().memory_info().rss
+    tensors, memory = LiveTensors("cpu"), MemoryGauge(comm.device)
+    start_rss = memory.now_bytes()
     tensors.start()
     model = workload.make_model(comm.device)
     engine = parallelize(model, comm, feature.strategy, pipeline=feature.pipeline)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
-    batch = _share(engine, inputs.chunk(microbatches), targets.chunk(microbatches))
+    pairs: list[Any] = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+    # Of N ranks that share the batch, each takes every N-th microbatch.
+    batch = StepBatch(microbatches=pairs[engine.comm.rank :: engine.comm.size], global_samples=len(inputs))
     loss, times = CrossEntropy(float(workload.context)), list[float]()
-    for number in range(protocol.warm_up + protocol.steps):
+    step = partial(train_step, engine, optimizer, batch, loss, StepPolicy())
+    for _ in range(protocol.warm_up + protocol.steps):
         comm.barrier()
-        start = time.perf_counter()
-        train_step(engine, optimizer, batch, loss, StepPolicy())
-        if number >= protocol.warm_up:
-            times.append(time.perf_counter() - start)
-    peak_rss = peak_rss_bytes()  # before tensors are counted, which costs memory too
+        times.append(time_step(step, comm.device))
+    peak_rss = memory.peak_bytes()  # before tensors are counted, which costs memory too
 
     def counted(passes: Passes) -> Any:
         values = accumulate(passes)
         tensors.note()
         return values
 
-    outcome = train_step(engine, optimizer, batch, loss, StepPolicy(), passes=counted)
+    outcome = step(passes=counted)
     return _Trained(
-        times_s=times,
+        times_s=times[protocol.warm_up :],
         loss=_global_loss(engine, outcome.loss_sum, outcome.count),
         tensor_bytes=tensors.peak_bytes,
         start_rss_bytes=start_rss,
@@ -123,27 +123,10 @@ def _train(
     )
 
 
-def _share(engine: Engine, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> StepBatch:
-    """Gives a rank every N-th microbatch, for N ranks that share the batch."""
-    mine: list[Any] = list(zip(inputs, targets, strict=True))[engine.comm.rank :: engine.comm.size]
-    return StepBatch(microbatches=mine, global_samples=sum(len(each) for each in inputs))
-
-
 def _global_loss(engine: Engine, total: torch.Tensor, count: torch.Tensor | float) -> float:
     sums = torch.stack([total.detach().double(), torch.as_tensor(count).double()])
     engine.comm.all_reduce(sums).wait()
     return float(sums[0] / sums[1])
-
-
-def peak_rss_bytes() -> int:
-    """Returns the most memory that this process ever had resident.
-
-    On Linux from its status file: getrusage counts what the process was before it became this program.
-    """
-    try:
-        return status_bytes("VmHWM")
-    except OSError:
-        return peak_memory_bytes(torch.device("cpu"))
 
 
 def _check_losses(rows: Sequence[dict[str, Any]]) -> None:
@@ -159,7 +142,7 @@ def _check_losses(rows: Sequence[dict[str, Any]]) -> None:
 
 def _row(feature: Feature, workload: BenchWorkload, microbatches: int, by_rank: Sequence[_Trained]) -> dict[str, Any]:
     times = by_rank[0].times_s
-    low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
+    low, middle, high = quartiles(times)
     ranks = "1 CPU rank" if feature.ranks == 1 else f"{feature.ranks} CPU ranks"
     return {
         "part": "features",

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,10 @@ class Timing:
     ratio_low: float
     ratio_high: float
     num_steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the timing as plain values, to four places."""
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +60,24 @@ def interleave(
     names = list(arms)
     times: dict[str, list[float]] = {name: [] for name in names}
     medians: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(turns.rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            meet()
-            turn = [_time_step(arms[name], device) for _ in range(turns.steps_per_turn)]
-            times[name] += turn
-            medians[name].append(statistics.median(turn))
+    for name in rotate(names, turns.rounds):
+        meet()
+        turn = [time_step(arms[name], device) for _ in range(turns.steps_per_turn)]
+        times[name] += turn
+        medians[name].append(statistics.median(turn))
     peers = dict.fromkeys(names, baseline) if isinstance(baseline, str) else baseline
     return [_timing(name, peers[name], times[name], medians) for name in names]
 
 
-def _time_step(step: Callable[[], None], device: torch.device) -> float:
+def rotate(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Iterates over the turns of all rounds; every round begins with another name."""
+    for number in range(rounds):
+        first = number % len(names)
+        yield from (*names[first:], *names[:first])
+
+
+def time_step(step: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of a step, until the device has done it."""
     start = time.perf_counter()
     step()
     if device.type == "cuda":
@@ -75,16 +86,24 @@ def _time_step(step: Callable[[], None], device: torch.device) -> float:
 
 
 def _timing(name: str, peer: str, times: list[float], medians: dict[str, list[float]]) -> Timing:
-    ratios = sorted(ours / theirs for ours, theirs in zip(medians[name], medians[peer], strict=True))
-    quarter = len(ratios) // 4
-    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
+    low, _, high = quartiles(times)
     return Timing(
         arm=name,
         peer=peer,
         median_ms=statistics.median(times) * 1e3,
-        spread_ms=(quartiles[2] - quartiles[0]) * 1e3,
-        ratio=statistics.median(ratios),
-        ratio_low=ratios[quarter],
-        ratio_high=ratios[-1 - quarter],
+        spread_ms=(high - low) * 1e3,
+        **ratios_to(medians[name], medians[peer]),
         num_steps=len(times),
     )
+
+
+def quartiles(times: Sequence[float]) -> list[float]:
+    """Returns the three quartiles, of a single time as well."""
+    return statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
+
+
+def ratios_to(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Returns the median of the ratios within each round, and what the middle half of them lies between."""
+    ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
+    quarter = len(ratios) // 4
+    return {"ratio": statistics.median(ratios), "ratio_low": ratios[quarter], "ratio_high": ratios[-1 - quarter]}

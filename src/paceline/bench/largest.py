@@ -74,7 +74,6 @@ class _LayerSearch:
         return max(self._fitting, default=0)
 
     def note(self, layers: int, usage: Usage | None) -> None:
-        """Takes a trial's outcome."""
         self.tried.append(layers)
         if usage is not None:
             self._fitting[layers] = usage
@@ -95,7 +94,6 @@ class _LayerSearch:
         return min(max(guess, largest + 1), ceiling)
 
     def result(self) -> Largest:
-        """Returns what is known now."""
         limit: Limit = "trials"
         if self._largest == self.budget.max_layers:
             limit = "search"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.bench.interleave import Timing, Turns, interleave
+from paceline.bench.interleave import Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
 from paceline.run.processes import run_processes
 from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
-from paceline.train.trainer import Every, StepResult, Trainer
+from paceline.train.trainer import Every
 
 # A turn is as many steps as the trainer reads at once, and timed as a whole.
 PROTOCOLS = {
@@ -27,7 +27,7 @@ PROTOCOLS = {
 
 def bench_loop(model: str, protocol: Turns, ranks: int) -> list[dict[str, Any]]:
     """Times a model of the engine benchmark on Gloo ranks with one thread each, both ways."""
-    rows: list[dict[str, Any]] = run_processes(_time_loop, ranks, args=(model, protocol), threads=1)[0]
+    rows: list[dict[str, Any]] = run_processes(_time_loop, ranks, args=(model, protocol))[0]
     return rows
 
 
@@ -39,7 +39,7 @@ def _time_loop(comm: Communicator, model: str, protocol: Turns) -> list[dict[str
         if comm.rank == 0:
             sinks.append(Strided(TensorBoardSink(Path(folder) / "tensorboard"), config.monitor.log_every))
         sink = Fanout(sinks)
-        hooks = [Every(100, _idle), Every(7, _idle)]
+        hooks = [Every(100, lambda *_: None), Every(7, lambda *_: None)]  # called when due
         watched = build_trainer(config, comm, hooks=hooks, sink=sink)
         # Both arms train one model: two would lie differently in memory, which alone makes a step 1 % slower or faster.
         parts = watched.parts
@@ -55,25 +55,15 @@ def _time_loop(comm: Communicator, model: str, protocol: Turns) -> list[dict[str
             for _ in range(protocol.steps_per_turn):
                 train_step(parts.engine, parts.optimizer, next(bare_batches), parts.loss, parts.policy)
 
-        arms = {"bare step": run_bare, "trainer": run_watched}
-        timings = interleave(
-            arms,
-            dataclasses.replace(protocol, steps_per_turn=1),
-            baseline="bare step",
-            device=torch.device("cpu"),
-            meet=comm.barrier,
-        )
+        arms, turns = {"bare step": run_bare, "trainer": run_watched}, replace(protocol, steps_per_turn=1)
+        timings = interleave(arms, turns, baseline="bare step", device=torch.device("cpu"), meet=comm.barrier)
         sink.close()
-    return [_row(model, comm.size, timing, protocol.steps_per_turn) for timing in timings]
-
-
-def _row(model: str, ranks: int, timing: Timing, steps: int) -> dict[str, Any]:
-    row = {"model": model, "ranks": ranks, **dataclasses.asdict(timing)}
-    return {**row, "median_ms": timing.median_ms / steps, "spread_ms": timing.spread_ms / steps, "num_steps": steps}
-
-
-def _idle(trainer: Trainer, result: StepResult) -> None:
-    """A hook that does nothing, to be called when it is due."""
+    steps = protocol.steps_per_turn
+    per_step = [
+        replace(each, median_ms=each.median_ms / steps, spread_ms=each.spread_ms / steps, num_steps=steps)
+        for each in timings
+    ]
+    return [{"model": model, "ranks": comm.size, **asdict(timing)} for timing in per_step]
 
 
 def _config(model: str, steps: int, ranks: int) -> Config:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,7 +25,6 @@ from torch import nn
 from paceline.bench.largest import Budget, Largest, Usage, find_largest
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.engine import Engine
 from paceline.errors import TrainingError, UsageError
 from paceline.models.gpt import GPT, GPTConfig, gpt_config
 from paceline.plan.layout import Offload
@@ -84,14 +81,15 @@ def bench_memory(
 ) -> dict[str, Any]:
     """Finds the largest model of a family that trains with an option; returns a row."""
     meter = _MemoryMeter(device, budget)
-    trials: dict[int, _TimedTrial] = {}
+    trials: dict[int, _TimedTrial] = {}  # those that fitted
 
     def attempt(layers: int) -> Usage | None:
-        trial = _attempt(option, family.config(layers), device, meter)
-        if trial is None:
-            return None
-        trials[layers] = trial
-        return trial.usage
+        _release(device)
+        meter.start()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            trials[layers] = _train(option, family.config(layers), device, meter)
+        _release(device)  # not before: the error's frames hold the tensors
+        return trials[layers].usage if layers in trials else None
 
     try:
         found = find_largest(attempt, budget, max_trials=max_trials)
@@ -135,20 +133,17 @@ class _TimedTrial:
     tokens_per_s: float
 
 
-def _attempt(option: Option, config: GPTConfig, device: torch.device, meter: _MemoryMeter) -> _TimedTrial | None:
-    """Trains for two steps; returns None where the memory did not suffice. Leaves nothing in memory."""
-    _release(device)
-    meter.start()
-    trial: _TimedTrial | None = None
-    with contextlib.suppress(torch.OutOfMemoryError):
-        trial = _train(option, config, device, meter)
-    _release(device)  # not before: the error's frames hold the tensors
-    return trial
-
-
 def _train(option: Option, config: GPTConfig, device: torch.device, meter: _MemoryMeter) -> _TimedTrial:
-    model, parameters = _make_model(option, config, device)
-    engine = _make_engine(option, model, device)
+    model = _make_model(option, config, device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine = parallelize(
+        model,
+        SoloCommunicator(device),
+        option.strategy,
+        precision=option.precision,
+        checkpoint_activations=option.checkpoint_activations,
+        offload=option.offload,
+    )
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-4, fused=True)
     tokens = torch.arange(config.context + 1, device=device).remainder(config.vocab_size)
     seconds = 0.0
@@ -167,24 +162,13 @@ def _train(option: Option, config: GPTConfig, device: torch.device, meter: _Memo
     return _TimedTrial(usage=meter.read(), parameters=parameters, tokens_per_s=config.context / seconds)
 
 
-def _make_model(option: Option, config: GPTConfig, device: torch.device) -> tuple[nn.Module, int]:
+def _make_model(option: Option, config: GPTConfig, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("meta") if option.strategy == "fsdp" else device:
         model = GPT(config)
     if option.strategy == "fsdp":
         _initialise_quickly(model)
-    return model, sum(parameter.numel() for parameter in model.parameters())
-
-
-def _make_engine(option: Option, model: nn.Module, device: torch.device) -> Engine:
-    return parallelize(
-        model,
-        SoloCommunicator(device),
-        option.strategy,
-        precision=option.precision,
-        checkpoint_activations=option.checkpoint_activations,
-        offload=option.offload or Offload(),
-    )
+    return model
 
 
 def _initialise_quickly(model: nn.Module) -> None:
@@ -235,7 +219,6 @@ class _MemoryMeter:
             torch.cuda.set_per_process_memory_fraction(min(budget.device_bytes / total, 1.0), device)
 
     def start(self) -> None:
-        """Begins a trial: forgets the peak so far."""
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
         self._host.start()
@@ -247,23 +230,13 @@ class _MemoryMeter:
             raise torch.OutOfMemoryError(f"{self._host.peak_bytes} bytes are in use")
 
     def read(self) -> Usage:
-        """Returns what the trial needed at most."""
         if self._cuda is None:
             return Usage(device_bytes=self._host.peak_bytes, host_bytes=0)
         return Usage(device_bytes=torch.cuda.max_memory_allocated(self._cuda), host_bytes=self._host.peak_bytes)
 
     def close(self) -> None:
-        """Lifts the budget."""
         if self._cuda is not None:
             torch.cuda.set_per_process_memory_fraction(1.0, self._cuda)
-
-
-def status_bytes(key: str) -> int:
-    """Returns what Linux says of this process's memory, such as VmRSS. Raises OSError where nothing does."""
-    found = re.search(rf"{key}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    if found is None:
-        raise OSError(f"/proc/self/status has no {key}")
-    return int(found[1]) * 1024
 
 
 class LiveTensors:

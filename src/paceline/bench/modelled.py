@@ -68,29 +68,18 @@ def model_features(given: ModelledGPUs | None = None) -> list[dict[str, Any]]:
     message_s = given.link.seconds(given.microbatch * given.workload.context * width * given.stream_bytes)
     measure = _measure(given, costs, message_s)
     reduce_s = all_reduce_seconds("ring", gradients, where, links)
-    scatter_s = scatter_seconds("ring", gradients, where, links)
+    zero2_s = 2 * scatter_seconds("ring", gradients, where, links)
+    zero2_bytes = 4 * num_parameters + 12 * num_parameters // given.gpus
+    stage_bytes = max(_stage_sums(costs, given.gpus, "state_bytes"))
+    piped = {"bubble": round(measure.bubble, 4), "message_ms": _ms(message_s)}
+    piped["microbatches"] = given.batch // given.microbatch
+    missing = "joins ranks on CPUs; GPUs talk over NCCL"
     return [
         _row(given, "one GPU", 1, given.gpus * step_s, 16 * num_parameters),
         _row(given, "ddp", given.gpus, step_s + reduce_s, 16 * num_parameters, collectives_ms=_ms(reduce_s)),
-        _row(
-            given,
-            "zero2",
-            given.gpus,
-            step_s + 2 * scatter_s,
-            4 * num_parameters + 12 * num_parameters // given.gpus,
-            collectives_ms=_ms(2 * scatter_s),
-        ),
-        _row(
-            given,
-            f"pipeline, {given.schedule}",
-            given.gpus,
-            measure.makespan,
-            max(_stage_sums(costs, given.gpus, "state_bytes")),
-            bubble=round(measure.bubble, 4),
-            message_ms=_ms(message_s),
-            microbatches=given.batch // given.microbatch,
-        ),
-        _row(given, "ddp shared memory", given.gpus, None, None, missing="joins ranks on CPUs; GPUs talk over NCCL"),
+        _row(given, "zero2", given.gpus, step_s + zero2_s, zero2_bytes, collectives_ms=_ms(zero2_s)),
+        _row(given, f"pipeline, {given.schedule}", given.gpus, measure.makespan, stage_bytes, **piped),
+        _row(given, "ddp shared memory", given.gpus, None, None, missing=missing),
     ]
 
 

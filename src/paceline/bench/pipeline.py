@@ -11,9 +11,8 @@ stages, beside the formula that it should meet.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.bench.arms import select
@@ -47,10 +46,6 @@ class PipelineWorkload:
     protocol: Turns = _PROTOCOL
     feature_protocol: FeatureProtocol = _FEATURE_PROTOCOL
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the settings as plain data."""
-        return dataclasses.asdict(self)
-
 
 def make_workload(
     model: str, context: int, microbatches: int, *, rounds: int | None = None, steps: int | None = None
@@ -63,8 +58,8 @@ def make_workload(
     return PipelineWorkload(
         workload=BenchWorkload(model=model, batch=microbatches, context=context, tied=False),
         microbatches=microbatches,
-        protocol=dataclasses.replace(default.protocol, rounds=rounds or default.protocol.rounds),
-        feature_protocol=dataclasses.replace(default.feature_protocol, steps=steps or default.feature_protocol.steps),
+        protocol=replace(default.protocol, rounds=rounds or default.protocol.rounds),
+        feature_protocol=replace(default.feature_protocol, steps=steps or default.feature_protocol.steps),
     )
 
 
@@ -84,7 +79,7 @@ def bench_part(part: str, asked: PipelineWorkload, wanted: Sequence[str] | None 
 def bench_speed(asked: PipelineWorkload, ranks: int, wanted: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Times our schedules against torch's on real Gloo ranks with one thread each."""
     arms = select(pipeline_arms(), wanted)
-    by_rank = run_processes(_measure, ranks, args=(asked, arms), threads=1, timeout_s=_TIMEOUT_S)
+    by_rank = run_processes(_measure, ranks, args=(asked, arms), timeout_s=_TIMEOUT_S)
     measured = [_with_losses(each) for each in zip(*by_rank, strict=True)]
     check_losses(asked.workload, measured, TOLERANCE)
     return [_row(asked, arm, each, ranks) for arm, each in zip(arms, measured, strict=True)]
@@ -106,23 +101,18 @@ def ideal_overhead(schedule: str, ranks: int, microbatches: int) -> float | None
 def _measure(comm: Communicator, asked: PipelineWorkload, arms: Sequence[PipelineArm]) -> list[MeasuredArm]:
     num_losses = asked.protocol.warm_up
     steps = {arm.name: set_up_pipeline(arm, asked.workload, asked.microbatches, comm, num_losses) for arm in arms}
-    timings = interleave(
-        steps,
-        asked.protocol,
-        baseline={arm.name: arm.peer for arm in arms},
-        device=comm.device,
-        meet=comm.barrier,
-    )
+    peers = {arm.name: arm.peer for arm in arms}
+    timings = interleave(steps, asked.protocol, baseline=peers, device=comm.device, meet=comm.barrier)
     return [MeasuredArm(timing=timing, losses=steps[timing.arm].losses) for timing in timings]
 
 
 def _with_losses(by_rank: Sequence[MeasuredArm]) -> MeasuredArm:
     """Takes the times of rank 0, and the losses of a rank that knows them: torch's are on that of the last stage."""
-    return dataclasses.replace(by_rank[0], losses=next(each.losses for each in by_rank if each.losses))
+    return replace(by_rank[0], losses=next(each.losses for each in by_rank if each.losses))
 
 
 def _row(asked: PipelineWorkload, arm: PipelineArm, measured: MeasuredArm, ranks: int) -> dict[str, Any]:
-    timing, workload = dataclasses.asdict(measured.timing), asked.workload
+    workload = asked.workload
     return {
         "part": "speed",
         "model": workload.model,
@@ -132,7 +122,7 @@ def _row(asked: PipelineWorkload, arm: PipelineArm, measured: MeasuredArm, ranks
         "batch": workload.batch,
         "microbatches": asked.microbatches,
         "context": workload.context,
-        **{name: round(value, 4) if isinstance(value, float) else value for name, value in timing.items()},
+        **measured.timing.to_json(),
         "items_per_s": round(workload.items / (measured.timing.median_ms / 1e3), 1),
         "loss": round(measured.losses[-1], 6),
         "loss_step": len(measured.losses),

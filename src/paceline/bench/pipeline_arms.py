@@ -17,19 +17,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 
-from paceline.bench.arms import SHARED
+from paceline.bench.arms import SHARED, PeeredArm, TrainingStep
 from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.engine import Engine
 from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.engines.stages.stages import split_model
@@ -50,22 +49,11 @@ _SINGLE = ("gpipe", "1f1b")  # in torch these take one stage, the others a list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineArm:
+class PipelineArm(PeeredArm):
     """One schedule, and who runs it."""
 
-    name: str
-    peer: str
     schedule: str
     runner: Runner
-
-
-class PipelineStep(Protocol):
-    """One training step over all microbatches. ``losses`` of the first steps, where this rank knows them."""
-
-    losses: list[float]
-
-    def __call__(self) -> None:
-        """Trains on the batch once."""
 
 
 def pipeline_arms() -> list[PipelineArm]:
@@ -83,87 +71,47 @@ def pipeline_arms() -> list[PipelineArm]:
 
 def set_up_pipeline(
     arm: PipelineArm, workload: BenchWorkload, microbatches: int, comm: Communicator, num_losses: int
-) -> PipelineStep:
+) -> TrainingStep:
     """Builds an arm's model, cuts it over the ranks of ``comm``, and returns its training step."""
     model = workload.make_model(comm.device)
-    batch = workload.make_batch(comm.device, 0)
+    inputs, targets = workload.make_batch(comm.device, 0)
     if arm.runner == "torch":
-        return _TorchStep(arm.schedule, model, batch, microbatches, num_losses, comm)
+        passes, parameters = _torch_passes(arm.schedule, model, inputs, targets, microbatches, comm)
+        return TrainingStep(passes, parameters, num_losses)
     if arm.runner == "shared memory":
         comm = SharedMemoryCommunicator.join(comm)
     engine = parallelize(model, comm, "ddp", pipeline=comm.size, schedule=arm.schedule)
-    return _OurStep(engine, batch, microbatches, num_losses)
+    pairs = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+    loss, scale = CrossEntropy(float(targets.shape[1])), 1 / targets.numel()
+
+    def run() -> list[torch.Tensor]:
+        (value,) = engine.run_microbatches(pairs, loss, scale)
+        return [value.total / value.count]
+
+    return TrainingStep(run, engine.parameters(), num_losses)
 
 
-class _OurStep:
-    """A step of our pipeline."""
+def _torch_passes(
+    schedule: str, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, microbatches: int, comm: Communicator
+) -> tuple[Callable[[], list[torch.Tensor]], list[nn.Parameter]]:
+    """Returns forward and backward of torch's pipeline, and the parameters of this rank's stages."""
+    placement = make_schedule(schedule, comm.size, microbatches).placement
+    mine = [stage for stage, rank in enumerate(placement) if rank == comm.rank]
+    layers = model_layers(model)
+    bounds = choose_bounds(estimate_layers(model, layers), len(placement))  # as ours are cut
+    parts = split_model(model, bounds, mine, layers=layers)
+    stages = [pipelining.PipelineStage(parts[stage], stage, len(placement), comm.device) for stage in mine]
+    made = _make_torch_schedule(schedule, stages, microbatches, targets.numel())
+    options = _known_to(made.step, return_outputs=False)
+    given = (inputs,) if 0 in mine else ()
+    target = targets if len(placement) - 1 in mine else None
 
-    def __init__(
-        self,
-        engine: Engine,
-        batch: tuple[torch.Tensor, torch.Tensor],
-        microbatches: int,
-        num_losses: int,
-    ) -> None:
-        self.losses: list[float] = []
-        inputs, targets = batch
-        self._engine = engine
-        self._microbatches = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
-        self._loss = CrossEntropy(float(targets.shape[1]))
-        self._scale = 1 / targets.numel()
-        self._optimizer = make_optimizer(engine.parameters())
-        self._num_losses = num_losses
-
-    def __call__(self) -> None:
-        """Trains on the batch once."""
-        (value,) = self._engine.run_microbatches(self._microbatches, self._loss, self._scale)
-        if len(self.losses) < self._num_losses:
-            self.losses.append(float(value.total / value.count))
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-
-class _TorchStep:
-    """A step of torch's pipeline."""
-
-    def __init__(
-        self,
-        schedule: str,
-        model: nn.Module,
-        batch: tuple[torch.Tensor, torch.Tensor],
-        microbatches: int,
-        num_losses: int,
-        comm: Communicator,
-    ) -> None:
-        self.losses: list[float] = []
-        self._inputs, self._targets = batch
-        placement = make_schedule(schedule, comm.size, microbatches).placement
-        mine = [stage for stage, rank in enumerate(placement) if rank == comm.rank]
-        layers = model_layers(model)
-        bounds = choose_bounds(estimate_layers(model, layers), len(placement))  # as ours are cut
-        parts = split_model(model, bounds, mine, layers=layers)
-        stages = [pipelining.PipelineStage(parts[stage], stage, len(placement), comm.device) for stage in mine]
-        self._is_first, self._is_last = 0 in mine, len(placement) - 1 in mine
-        self._schedule = _make_torch_schedule(schedule, stages, microbatches, self._targets.numel())
-        self._options = _known_to(self._schedule.step, return_outputs=False)
-        self._optimizer = make_optimizer(p for part in parts.values() for p in part.parameters())
-        self._num_losses = num_losses
-
-    def __call__(self) -> None:
-        """Trains on the batch once."""
-        inputs = (self._inputs,) if self._is_first else ()
-        target = self._targets if self._is_last else None
+    def run() -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        self._schedule.step(*inputs, target=target, losses=losses, **self._options)
-        if losses and len(self.losses) < self._num_losses:
-            self.losses.append(float(torch.stack(losses).detach().sum()))
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        made.step(*given, target=target, losses=losses, **options)
+        return losses
 
-
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Returns the optimizer of every arm."""
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    return run, [parameter for part in parts.values() for parameter in part.parameters()]
 
 
 def _make_torch_schedule(name: str, stages: Sequence[Any], microbatches: int, num_tokens: int) -> Any:

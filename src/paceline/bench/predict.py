@@ -9,12 +9,10 @@ has its error in its row, and the others go on.
 
 from __future__ import annotations
 
-import gc
-import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,10 +21,11 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from paceline.bench.engines import clean_up
+from paceline.bench.interleave import quartiles, time_step
 from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
-from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
+from paceline.calibrate.entry import entry_of, write_entry
 from paceline.calibrate.machine import Wanted, combine_ranks, measure_rank
-from paceline.cluster.detect import detect_machine
 from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.entries import read_catalog, shipped
 from paceline.comm.base import Communicator
@@ -36,7 +35,7 @@ from paceline.config import Config, config_batch, config_from_dict, layout_of
 from paceline.data.loader import StepBatch
 from paceline.data.registry import build_data
 from paceline.engines.apply import parallelize
-from paceline.errors import UsageError
+from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model, model_context
 from paceline.predict.formulas.constants import Constants
@@ -53,6 +52,8 @@ from paceline.train.optim import build_optimizer
 from paceline.train.step import train_step
 
 _SAMPLES = 64
+_WARM_UP = 5
+_GPU = torch.device("cuda", 0)
 _TIMEOUT_S = 600.0
 
 
@@ -101,16 +102,6 @@ def arms_on(device: str) -> list[PredictArm]:
     ]
 
 
-def check_words(arms: list[PredictArm], words: list[str]) -> None:
-    """Raises UsageError for words that are in no arm's name."""
-    if wrong := [word for word in words if not any(word in arm.name for arm in arms)]:
-        names = dict.fromkeys(arm.name for arm in arms)
-        raise UsageError(
-            f"--arms {','.join(wrong)}: no arm is called so\n  an arm is taken if its name contains one of the words\n"
-            f"  there are {'; '.join(names)}"
-        )
-
-
 def only(arms: list[PredictArm], models: list[str], words: list[str]) -> list[PredictArm]:
     """Returns the arms of these models whose name contains one of the words; all of them without words."""
     return [arm for arm in arms if arm.model in models and (not words or any(word in arm.name for word in words))]
@@ -155,27 +146,14 @@ def _over_gloo(name: str, plain: Cluster) -> Cluster:
     return replace(plain, node=Catalog(entries=entries).node(other)) if other in entries.nodes else plain
 
 
-def _gpu() -> torch.device:
-    return torch.device("cuda", 0)
-
-
 def _calibrated(tell: Callable[[str], None]) -> str:
     """Measures this process's GPU; noise is taken, and written down."""
     started = time.perf_counter()
     wanted = Wanted(device="cuda", ranks=1, accepts_noise=True)
-    measured = combine_ranks([measure_rank(SoloCommunicator(_gpu()), wanted)], wanted, threads=1)
-    machine = detect_machine()
-    origin = Origin(
-        command="paceline bench predict --device cuda",
-        versions=f"torch {torch.__version__}",
-        spread=measured.spread,
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        python=platform.python_version(),
-    )
+    measured = combine_ranks([measure_rank(SoloCommunicator(_GPU), wanted)], wanted, threads=1)
     tell(f"measured this GPU in {time.perf_counter() - started:.0f} s; samples spread by {100 * measured.spread:.1f} %")
-    _clean_up("cuda")
-    name = suggest_name(machine, measured)
-    return make_entry(name, machine, measured, best_rates(measured.kernels.rates), origin)
+    clean_up(_GPU)
+    return entry_of(measured, "paceline bench predict --device cuda", torch.__version__)[1]
 
 
 def config_of(arm: PredictArm, device: str) -> Config:
@@ -221,7 +199,7 @@ def bench_predict(
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         tell(f"{arm.model} {arm.name}: {_told(row)} ({time.perf_counter() - started:.0f} s)")
         yield row
-        _clean_up(device)
+        clean_up(torch.device(device))
 
 
 def _predicted(config: Config, cluster: Cluster) -> dict[str, Any]:
@@ -258,11 +236,9 @@ def device_families(program: Program, cluster: Cluster) -> dict[str, float]:
 
 def _measured(config: Config, arm: PredictArm, device: str, steps: int) -> dict[str, Any]:
     if device == "cuda":
-        found = [measure_steps(SoloCommunicator(_gpu()), config, arm.backend, steps)]
+        found = [measure_steps(SoloCommunicator(_GPU), config, arm.backend, steps)]
     else:
-        found = run_processes(
-            measure_steps, arm.ranks, args=(config, arm.backend, steps), threads=1, timeout_s=_TIMEOUT_S
-        )
+        found = run_processes(measure_steps, arm.ranks, args=(config, arm.backend, steps), timeout_s=_TIMEOUT_S)
     slowest = max(found, key=lambda each: each.seconds)
     return {
         "measured_ms": slowest.seconds * 1e3,
@@ -285,24 +261,15 @@ def measure_steps(comm: Communicator, config: Config, backend: str, steps: int) 
     optimizer = build_optimizer(config.optim, engine.named_parameters())
     loss, policy = build_loss(config.train.loss, data.shape), build_policy(config)
     batch = _batch(config, data.train, comm.size, device)
-    times = []
-    is_cuda = device.type == "cuda"
-    for number in range(steps + _WARM_UP):
-        if number == _WARM_UP:
-            comm.barrier()
-            if is_cuda:
-                torch.cuda.reset_peak_memory_stats(device)
-        started = time.perf_counter()
-        train_step(engine, optimizer, batch, loss, policy)
-        if is_cuda:
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
-    low, middle, high = statistics.quantiles(times[_WARM_UP:], n=4)
-    peak = torch.cuda.max_memory_allocated(device) if is_cuda else None
+    step = partial(train_step, engine, optimizer, batch, loss, policy)
+    for _ in range(_WARM_UP):
+        time_step(step, device)
+    comm.barrier()
+    gauge = MemoryGauge(device)
+    gauge.reset()
+    low, middle, high = quartiles([time_step(step, device) for _ in range(steps)])
+    peak = gauge.peak_bytes() if device.type == "cuda" else None
     return Steps(seconds=middle, spread_s=high - low, count=steps, peak_bytes=peak)
-
-
-_WARM_UP = 5
 
 
 def _batch(config: Config, dataset: Any, ranks: int, device: torch.device) -> StepBatch:
@@ -328,11 +295,3 @@ def _told(row: dict[str, Any]) -> str:
         f"predicted {row['predicted_ms']:.1f} ms, measured {row['measured_ms']:.1f} ms, "
         f"{100 * row['step_error']:+.1f} %{memory}"
     )
-
-
-def _clean_up(device: str) -> None:
-    """Graphs compiled for one model would be made to take any, and slower, when the next one comes."""
-    torch.compiler.reset()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()

@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline import __version__
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchRecord:
-    """A benchmark's result with everything needed to repeat it."""
-
-    name: str
-    command: str
-    rows: list[dict[str, Any]]
-    config: dict[str, Any]
-    hardware: dict[str, Any]
-    versions: dict[str, str]
-    commit: str
-    time: str
-
-    def write(self, path: Path) -> None:
-        """Writes the record as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
-
-    def to_json(self) -> str:
-        """Returns the record as JSON text."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
-
-
-def make_record(name: str, command: str, rows: list[dict[str, Any]], config: dict[str, Any]) -> BenchRecord:
-    """Puts a result together with the machine and the versions it was measured on."""
-    return BenchRecord(
-        name=name,
-        command=command,
-        rows=rows,
-        config=config,
-        hardware=describe_hardware(),
-        versions={"paceline": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        commit=_commit(),
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    )
 
 
 def describe_hardware() -> dict[str, Any]:
@@ -62,9 +24,40 @@ def describe_hardware() -> dict[str, Any]:
     return found
 
 
+def _versions() -> dict[str, str]:
+    return {"paceline": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
 def _commit() -> str:
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.strip()
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRecord:
+    """A benchmark's result, with the machine and the versions it was measured on: what is needed to repeat it."""
+
+    name: str
+    command: str
+    rows: list[dict[str, Any]]
+    config: dict[str, Any]
+    hardware: dict[str, Any] = field(default_factory=describe_hardware)
+    versions: dict[str, str] = field(default_factory=_versions)
+    commit: str = field(default_factory=_commit)
+    time: str = field(default_factory=_now)
+
+    def write(self, path: Path) -> None:
+        """Writes the record as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+
+    def to_json(self) -> str:
+        """Returns the record as JSON text."""
+        return json.dumps(asdict(self), indent=2)

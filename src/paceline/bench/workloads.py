@@ -54,8 +54,5 @@ CUDA_WORKLOADS = {
         BenchWorkload(model="gpt-124m", batch=32, context=1024),
         Turns(rounds=10, steps_per_turn=3, warm_up=4),
     ),
-    "gpt-1.1b": (
-        BenchWorkload(model="gpt-1.1b", batch=8, context=2048),
-        Turns(rounds=8, steps_per_turn=2, warm_up=4),
-    ),
+    "gpt-1.1b": (BenchWorkload(model="gpt-1.1b", batch=8, context=2048), Turns(rounds=8, steps_per_turn=2, warm_up=4)),
 }

@@ -5,6 +5,8 @@ Figures are rounded to four digits; more would be noise. Comments at the top say
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from paceline.cluster.detect import Machine
+from paceline.cluster.detect import Machine, detect_machine
 from paceline.cluster.devices import Catalog
 from paceline.cluster.entries import parse_catalog
 from paceline.errors import UsageError
@@ -52,6 +54,20 @@ def suggest_name(machine: Machine, measured: MachineFigures) -> str:
         known = _known(machine.gpus[0])
         return f"{known.name if known else 'gpu'}-measured"
     return f"cpu-{measured.ranks}x{measured.threads}"
+
+
+def entry_of(measured: MachineFigures, command: str, torch_version: str, name: str | None = None) -> tuple[str, str]:
+    """Returns the name and the YAML text of an entry for what was measured on this machine just now."""
+    machine = detect_machine()
+    chosen = name or suggest_name(machine, measured)
+    origin = Origin(
+        command=command,
+        versions=f"torch {torch_version}",
+        spread=measured.spread,
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        python=platform.python_version(),
+    )
+    return chosen, make_entry(chosen, machine, measured, best_rates(measured.kernels.rates), origin)
 
 
 def make_entry(name: str, machine: Machine, measured: MachineFigures, best: dict[str, float], origin: Origin) -> str:

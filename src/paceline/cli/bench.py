@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import typer
 
-from paceline.cli import bench_tables as tables
 from paceline.cli.bench_options import (
     AsJson,
-    BenchRows,
+    Models,
     Output,
     Rounds,
+    Rows,
+    announced,
     check_device,
-    check_models,
-    check_parts,
+    chosen_of,
     numbers_of,
+    show_record,
     tell,
     words_of,
 )
 from paceline.cli.destination import check_scratch
+from paceline.cli.options import ConfigPath, Overrides
 
-app = typer.Typer(no_args_is_help=True, help="Time ours beside the best of the others, and see how large a model fits.")
+app = typer.Typer(no_args_is_help=True, help="Time ours beside the others, and see how large a model fits.")
 
 
 @app.command()
 def engines(
-    models: str = typer.Option(None, help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA."),
+    models: Models = None,
     device: str = typer.Option("cpu", help="cpu or cuda."),
     ranks: int = typer.Option(2, help="Gloo ranks on a CPU, beside world size 1.", min=2),
     arms: str = typer.Option(None, help="Only arms whose name contains one of these words, and their peers."),
@@ -37,7 +39,7 @@ def engines(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time one training step of every engine beside torch DDP and FSDP2.
+    """Time a step of every engine beside torch DDP and FSDP2.
 
     On a CPU over Gloo ranks in fp32, and at world size 1 beside the plain loop; on CUDA at world size 1 in bf16,
     compiled block by block. The arms take turns in one run; the ratio of an arm to its peer is what counts.
@@ -55,31 +57,30 @@ def engines(
     import torch
 
     from paceline.bench.arms import arms_alone, arms_in_bf16, arms_on_ranks, check_words
-    from paceline.bench.engines import bench_alone, bench_bf16, bench_ranks
+    from paceline.bench.engines import bench_bf16, bench_fp32
     from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
 
     check_device(device)
     known = CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS
-    wanted, words = words_of(models) or list(known), words_of(arms)
-    check_models(wanted, list(known), device)
+    wanted, words = chosen_of("--models", models, list(known), f"on {device} "), words_of(arms)
     on_cpu = [*arms_alone(), *(arm for name in wanted for arm in arms_on_ranks(known[name][0], ranks))]
-    check_words(arms_in_bf16() if device == "cuda" else on_cpu, words)
-    protocols: dict[str, Any] = {}
-    rows = BenchRows("engines", {"device": device, "protocols": protocols}, output)
-    for name in wanted:
-        workload, protocol = known[name]
-        if rounds:
-            protocol = dataclasses.replace(protocol, rounds=rounds)
-        protocols[name] = dataclasses.asdict(protocol)
-        if device == "cuda":
-            tell(f"{name} at world size 1 in bf16 ...")
-            rows.add(bench_bf16(workload, protocol, torch.device("cuda", 0), words))
-        else:
-            tell(f"{name} on {ranks} Gloo ranks ...")
-            rows.add(bench_ranks(workload, protocol, ranks, words))
-            tell(f"{name} at world size 1 ...")
-            rows.add(bench_alone(workload, protocol, words))
-    rows.show(tables.show_steps, as_json=as_json)
+    check_words([arm.name for arm in (arms_in_bf16() if device == "cuda" else on_cpu)], words)
+    protocols = {name: replace(known[name][1], rounds=rounds or known[name][1].rounds) for name in wanted}
+
+    def measure() -> Iterator[Rows]:
+        for name, protocol in protocols.items():
+            workload = known[name][0]
+            if device == "cuda":
+                tell(f"{name} at world size 1 in bf16 ...")
+                yield bench_bf16(workload, protocol, torch.device("cuda", 0), words)
+            else:
+                tell(f"{name} on {ranks} Gloo ranks ...")
+                yield bench_fp32(workload, protocol, ranks, words)
+                tell(f"{name} at world size 1 ...")
+                yield bench_fp32(workload, protocol, 1, words)
+
+    settings = {"device": device, "protocols": {name: asdict(protocol) for name, protocol in protocols.items()}}
+    show_record("engines", settings, measure(), output, as_json=as_json)
 
 
 @app.command()
@@ -89,21 +90,18 @@ def loop(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time what the trainer adds to a bare step: timing, records, TensorBoard, hooks.
+    """Time what the trainer adds to a bare step.
+
+    That is timing, records, TensorBoard and hooks.
 
     Example:  paceline bench loop --rounds 300
     """
     from paceline.bench.loop import PROTOCOLS, bench_loop
 
-    protocols: dict[str, Any] = {}
-    rows = BenchRows("loop", {"device": "cpu", "protocols": protocols}, output)
-    for name, protocol in PROTOCOLS.items():
-        if rounds:
-            protocol = dataclasses.replace(protocol, rounds=rounds)
-        protocols[name] = dataclasses.asdict(protocol)
-        tell(f"{name} ...")
-        rows.add(bench_loop(name, protocol, ranks))
-    rows.show(tables.show_steps, as_json=as_json)
+    protocols = {name: replace(turns, rounds=rounds or turns.rounds) for name, turns in PROTOCOLS.items()}
+    settings = {"device": "cpu", "protocols": {name: asdict(turns) for name, turns in protocols.items()}}
+    batches = (bench_loop(name, protocols[name], ranks) for name in announced(protocols))
+    show_record("loop", settings, batches, output, as_json=as_json)
 
 
 @app.command()
@@ -117,9 +115,9 @@ def memory(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the largest GPT that trains within a memory budget, for each strategy and option.
+    """Find the largest GPT that trains within a memory budget.
 
-    Layers are added until a real training step runs out of memory.
+    For each strategy and option, layers are added until a real training step runs out of memory.
 
     Examples:
 
@@ -135,28 +133,19 @@ def memory(
 
     check_device(device)
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    chosen = select_options(words_of(options))
+    chosen = {option.name: option for option in select_options(words_of(options))}
     family, budget = Family(size=size, context=context), make_budget(where, budget_gb or None, host_gb)
     family.config(layers=1)  # a size that is not there is told before anything runs
-    config = {
-        "device": device,
-        "budget_bytes": budget.device_bytes,
-        "host_bytes": budget.host_bytes,
-        "size": size,
-        "batch": 1,
-        "context": context,
-    }
-    rows = BenchRows("memory", config, output)
-    for option in chosen:
-        tell(f"{option.name} ...")
-        rows.add([bench_memory(option, family, budget, where)])
-    rows.show(tables.show_memory, as_json=as_json)
+    config = {"device": device, "budget_bytes": budget.device_bytes, "host_bytes": budget.host_bytes}
+    config |= {"size": size, "batch": 1, "context": context}
+    batches = ([bench_memory(chosen[name], family, budget, where)] for name in announced(chosen))
+    show_record("memory", config, batches, output, as_json=as_json)
 
 
 @app.command()
 def compression(
-    config: Path = typer.Argument(..., help="A YAML file; its model is trained."),
-    overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
+    config: ConfigPath,
+    overrides: Overrides = None,
     ranks: int = typer.Option(2, help="Virtual ranks.", min=2),
     steps: int = typer.Option(100, help="Steps under each policy.", min=4),
     ratio: float = typer.Option(None, help="Share of elements that topk and randomk send.", min=1e-6, max=1.0),
@@ -166,7 +155,7 @@ def compression(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """See which gradient compression pays for a model, and on which links.
+    """See which gradient compression pays, and on which links.
 
     Trains the config's model for a few steps under each policy on virtual ranks, beside the run without compression:
     bytes, loss, what is still owed, what compressing costs, and the link speed below which that is worth it.
@@ -183,9 +172,9 @@ def compression(
     loaded = load_config(config, list(overrides or []))
     numbers = {"ratio": ratio, "factor_rank": rank, "threshold": threshold}
     settings = {"config": str(config), "overrides": overrides or [], "ranks": ranks, "steps": steps, "device": "cpu"}
-    rows = BenchRows("compression", settings, output)
-    rows.add(bench_compression(loaded, ranks, steps, {k: v for k, v in numbers.items() if v is not None}, both=both))
-    rows.show(tables.show_compression, as_json=as_json)
+    given = {name: number for name, number in numbers.items() if number is not None}
+    rows = bench_compression(loaded, ranks, steps, given, both=both)
+    show_record("compression", settings, [rows], output, as_json=as_json)
 
 
 @app.command()
@@ -196,7 +185,7 @@ def comm(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time all-reduce by every backend and algorithm, size by size, beside Gloo's own.
+    """Time all-reduce by backend, algorithm and size beside Gloo.
 
     Gloo and shared memory as they are, and ring, tree, halving-doubling (and, on four ranks or more, hierarchical) on
     the messages of each. The arms take turns in one run; how much faster than Gloo an arm is, is what counts.
@@ -212,25 +201,23 @@ def comm(
     wanted = numbers_of("--sizes", sizes) or list(SIZES)
     tell(f"{len(wanted)} sizes on {ranks} ranks ...")
     settings = {"device": "cpu", "ranks": ranks, "sizes": wanted, "dtype": "float32", "op": "avg"}
-    rows = BenchRows("comm", settings, output)
-    rows.add(bench_comm(ranks, wanted, rounds))
-    rows.show(tables.show_comm, as_json=as_json)
+    show_record("comm", settings, [bench_comm(ranks, wanted, rounds)], output, as_json=as_json)
 
 
 @app.command()
 def convergence(
-    configs: list[Path] = typer.Argument(None, metavar="[CONFIG]...", help="YAML files; none: digits, a small GPT."),
+    configs: list[Path] = typer.Argument(None, metavar="CONFIG", help="YAML files; none: digits, a small GPT."),
     ranks: int = typer.Option(2, help="Virtual ranks.", min=2),
     seeds: int = typer.Option(3, help="Runs of each arm, with seeds of their own.", min=1),
     workers: int = typer.Option(2, help="Runs at a time, each on one core.", min=1),
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """See where training ends under each gradient compression, with error feedback and without.
+    """See where training ends under each gradient compression.
 
     Trains each config to its end on virtual ranks: without compression, and with top-k 1 %, random-k 5 %, PowerSGD of
-    rank 4, 8 bits and signs, after a tenth of the steps without. The evaluation set says how far from the uncompressed
-    run each of them ends.
+    rank 4, 8 bits and signs, after a tenth of the steps without; each with error feedback and without. The evaluation
+    set says how far from the uncompressed run each of them ends.
 
     Examples:
 
@@ -244,10 +231,8 @@ def convergence(
     chosen = list(configs or []) or [Path("configs/digits.yaml"), Path("configs/gpt_small.yaml")]
     loaded = [load_config(each, []) for each in chosen]  # all of them before anything runs
     settings = {"configs": [str(each) for each in chosen], "ranks": ranks, "seeds": seeds, "device": "cpu"}
-    rows = BenchRows("convergence", settings, output)
-    for config in loaded:
-        rows.add(bench_convergence(config, ranks, seeds, workers, tell))
-    rows.show(tables.show_convergence, as_json=as_json)
+    batches = (bench_convergence(config, ranks, seeds, workers, tell) for config in loaded)
+    show_record("convergence", settings, batches, output, as_json=as_json)
 
 
 @app.command()
@@ -262,7 +247,7 @@ def pipeline(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time our pipeline beside torch.distributed.pipelining, and see what each way to spread a model gives.
+    """Time our pipeline beside torch.distributed.pipelining.
 
     Speed: a training step under every schedule on two Gloo ranks, ours on Gloo and on shared memory; the arms take
     turns in one run, and their losses must agree. Features: throughput and memory of one rank, a pipeline, ZeRO 2 and
@@ -281,16 +266,12 @@ def pipeline(
     from paceline.bench.pipeline import PARTS, bench_part, make_workload
     from paceline.bench.pipeline_arms import pipeline_arms
 
-    wanted, words = words_of(parts) or list(PARTS), words_of(arms)
-    check_parts(wanted, PARTS)
-    check_words(pipeline_arms(), words)
+    wanted, words = chosen_of("--parts", parts, PARTS), words_of(arms)
+    check_words([arm.name for arm in pipeline_arms()], words)
     asked = make_workload(model, context, microbatches, rounds=rounds, steps=steps)
-    settings = {"device": "cpu", "ranks": 2, "parts": wanted, **asked.to_json()}
-    rows = BenchRows("pipeline", settings, output)
-    for part in wanted:
-        tell(f"{part} ...")
-        rows.add(bench_part(part, asked, words))
-    rows.show(tables.show_pipeline, as_json=as_json)
+    settings = {"device": "cpu", "ranks": 2, "parts": wanted, **asdict(asked)}
+    batches = (bench_part(part, asked, words) for part in announced(wanted))
+    show_record("pipeline", settings, batches, output, as_json=as_json)
 
 
 @app.command()
@@ -306,11 +287,11 @@ def checkpoint(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time saves and loads of a sharded state beside torch's distributed checkpoints (DCP).
+    """Time saves and loads of a sharded state beside torch's DCP.
 
-    A GPT with AdamW's state under full sharding: saved at once and in the background, how long training stands still,
-    how much memory that takes, and loaded into other numbers of ranks. The arms take turns in one run; the ratio to DCP
-    is what counts. Goals are printed beside it.
+    DCP is torch's distributed checkpoints. A GPT with AdamW's state under full sharding: saved at once and in the
+    background, how long training stands still, how much memory that takes, and loaded into other numbers of ranks. The
+    arms take turns in one run; the ratio to DCP is what counts. Goals are printed beside it.
 
     Both write to the same disk with fsync, and keep the memory that a save in the background is copied to. Not alike:
     ours hashes all that it writes, and collects its shards within the time; DCP's state dict is made before its time
@@ -324,18 +305,11 @@ def checkpoint(
     """
     from paceline.bench.checkpoint import FAIRNESS, CheckpointWorkload, bench_checkpoint
 
-    work = CheckpointWorkload(
-        size=size,
-        layers=layers,
-        ranks=ranks,
-        load_ranks=tuple(numbers_of("--load-ranks", load_ranks)),
-        rounds=rounds,
-        folder=folder,
-    )
-    settings = {"device": "cpu", "fairness": FAIRNESS, **work.to_json()}
-    rows = BenchRows("checkpoint", settings, output)
-    rows.add(bench_checkpoint(work, tell))
-    rows.show(tables.show_checkpoints, as_json=as_json)
+    others = tuple(numbers_of("--load-ranks", load_ranks))
+    work = CheckpointWorkload(size=size, layers=layers, ranks=ranks, load_ranks=others, rounds=rounds, folder=folder)
+    settings = {"device": "cpu", "fairness": FAIRNESS, **asdict(work)}
+    del settings["folder"]
+    show_record("checkpoint", settings, [bench_checkpoint(work, tell)], output, as_json=as_json)
 
 
 @app.command()
@@ -344,7 +318,9 @@ def ledger(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time what it costs that every operation is written down: one alone, and steps of two ranks with and without.
+    """Time what it costs that every operation is written down.
+
+    An operation alone, and steps of two ranks, with the ledger and without.
 
     Examples:
 
@@ -355,9 +331,7 @@ def ledger(
     from paceline.bench.ledger import BATCH, BLOCK, WIDTH, bench_ledger
 
     settings = {"device": "cpu", "ranks": 2, "width": WIDTH, "batch": BATCH, "block": BLOCK, "blocks": blocks}
-    rows = BenchRows("ledger", settings, output)
-    rows.add(bench_ledger(blocks))
-    rows.show(tables.show_ledger, as_json=as_json)
+    show_record("ledger", settings, [bench_ledger(blocks)], output, as_json=as_json)
 
 
 @app.command()
@@ -367,7 +341,9 @@ def restart(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time how long a killed rank stops a run: from SIGKILL to the first new step, beside a script under torchrun.
+    """Time how long a killed rank stops a run.
+
+    From SIGKILL to the first new step, beside a script under torchrun.
 
     Examples:
 
@@ -378,9 +354,8 @@ def restart(
     from paceline.bench.restart import bench_restart
 
     settings = {"device": "cpu", "ranks": ranks, "rounds": rounds}
-    rows = BenchRows("restart", settings, output)
-    rows.add(bench_restart(ranks, rounds, os.environ, tell))
-    rows.show(tables.show_restarts, as_json=as_json)
+    rows = bench_restart(ranks, rounds, os.environ, tell)
+    show_record("restart", settings, [rows], output, as_json=as_json)
 
 
 @app.command()
@@ -389,18 +364,19 @@ def predict(
     cluster: str = typer.Option(
         None, help="An entry of this machine, or a file of one.  [default: cpu-host, or measured now on cuda]"
     ),
-    models: str = typer.Option(None, help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA."),
+    models: Models = None,
     arms: str = typer.Option(None, help="Only arms whose name contains one of these words."),
     steps: int = typer.Option(None, help="Steps that are timed.  [default: 20 on cuda, 30 on a CPU]", min=3),
     entry: Path = typer.Option(None, help="Also write what was measured of the device to this file."),
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set predicted beside measured: step time, and on a GPU peak memory, of training steps on this machine.
+    """Set predicted beside measured steps of this machine.
 
-    Every arm is predicted first, by a dry run that is priced with what `paceline calibrate` measured of this device,
-    and run then. On a CPU: two ranks under ddp, zero1 and fsdp, over Gloo and over shared memory. On CUDA: the GPTs of
-    `paceline bench engines` at world size 1, eager and compiled, under ddp and fsdp.
+    Compares step time, and on a GPU peak memory. Every arm is predicted first, by a dry run that is priced with what
+    `paceline calibrate` measured of this device, and run then. On a CPU: two ranks under ddp, zero1 and fsdp, over Gloo
+    and over shared memory. On CUDA: the GPTs of `paceline bench engines` at world size 1, eager and compiled, under ddp
+    and fsdp.
 
     Examples:
 
@@ -410,20 +386,17 @@ def predict(
 
       paceline bench predict --cluster mine.yaml --models mlp --arms gloo
     """
-    from paceline.bench.predict import arms_on, bench_predict, check_words, clusters, only
+    from paceline.bench.arms import check_words
+    from paceline.bench.predict import arms_on, bench_predict, clusters, only
     from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
 
     check_device(device)
     known = list(CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)
-    wanted, words = words_of(models) or known, words_of(arms)
-    check_models(wanted, known, device)
-    check_words(arms_on(device), words)
+    wanted, words = chosen_of("--models", models, known, f"on {device} "), words_of(arms)
+    check_words([arm.name for arm in arms_on(device)], words)
     chosen = only(arms_on(device), wanted, words)
     count = steps or (20 if device == "cuda" else 30)
-
     found = clusters(device, cluster, entry, tell)
     settings = {"device": device, "cluster": found.name, "steps": count, "measured": found.measured}
-    rows = BenchRows("predict", settings, output)
-    for row in bench_predict(chosen, device, found.of, steps=count, tell=tell):
-        rows.add([row])
-    rows.show(tables.show_predictions, as_json=as_json)
+    batches = ([row] for row in bench_predict(chosen, device, found.of, steps=count, tell=tell))
+    show_record("predict", settings, batches, output, as_json=as_json)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from paceline.cli.destination import check_record
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from paceline.bench.record import BenchRecord
 
 Rows = list[dict[str, Any]]
 Output = Annotated[
@@ -21,6 +18,7 @@ Output = Annotated[
 ]
 Rounds = Annotated[int | None, typer.Option(help="Rounds in which every arm takes a turn.", min=2)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
+Models = Annotated[str | None, typer.Option(help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA.")]
 
 
 def check_device(device: str) -> None:
@@ -31,17 +29,12 @@ def check_device(device: str) -> None:
         raise UsageError(f"--device {device} is not here\n  use cpu, or cuda on a machine with a GPU")
 
 
-def check_models(wanted: list[str], known: list[str], device: str) -> None:
-    """Raises UsageError for models that a benchmark does not have on a device."""
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise UsageError(f"--models {','.join(unknown)}: on {device} they are {', '.join(known)}")
-
-
-def check_parts(wanted: list[str], known: Sequence[str]) -> None:
-    """Raises UsageError for parts that a benchmark does not have."""
+def chosen_of(option: str, text: str | None, known: Sequence[str], where: str = "") -> list[str]:
+    """Returns the words of an option, or all that there are. Raises UsageError for others."""
+    wanted = words_of(text) or list(known)
     if unknown := [name for name in wanted if name not in known]:
-        raise UsageError(f"--parts {','.join(unknown)}: they are {', '.join(known)}")
+        raise UsageError(f"{option} {','.join(unknown)}: {where}they are {', '.join(known)}")
+    return wanted
 
 
 def numbers_of(option: str, text: str | None) -> list[int]:
@@ -56,35 +49,38 @@ def words_of(text: str | None) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()] if text else []
 
 
-class BenchRows:
-    """The rows of a benchmark: written after each addition, so that a run that is cut short leaves what it has."""
+def show_record(
+    name: str, settings: dict[str, Any], batches: Iterable[Rows], output: Path | None, *, as_json: bool
+) -> None:
+    """Shows the rows of a benchmark as a table, or its record as JSON.
 
-    def __init__(self, name: str, settings: dict[str, Any], output: Path | None) -> None:
-        self._name, self._settings, self._output = name, settings, output
-        self._rows: Rows = []
+    A file is written after each batch of rows, so that a run that is cut short leaves what it has.
+    """
+    from paceline.bench.record import BenchRecord
+    from paceline.cli.bench_tables import show_table
 
-    def add(self, rows: Rows) -> None:
-        """Adds rows, and writes the record so far where the user asked for a file."""
-        self._rows += rows
-        if self._output is not None:
-            self._record().write(self._output)
-
-    def show(self, table: Callable[[Rows], None], *, as_json: bool) -> None:
-        """Shows the rows as a table, or prints the record."""
-        if as_json:
-            typer.echo(self._record().to_json())
-        else:
-            table(self._rows)
-
-    def _record(self) -> BenchRecord:
-        from paceline.bench.record import make_record
-
-        return make_record(self._name, typed_command(sys.argv), self._rows, self._settings)
+    rows: Rows = []
+    for batch in batches:
+        rows += batch
+        if output is not None:
+            BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings).write(output)
+    if as_json:
+        record = BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings)
+        typer.echo(record.to_json())
+    else:
+        show_table(name, rows)
 
 
 def tell(text: str) -> None:
     """Tells what is measured now."""
     typer.echo(text, err=True)
+
+
+def announced(names: Iterable[str]) -> Iterator[str]:
+    """Iterates over what is to be measured, and tells each before its turn."""
+    for name in names:
+        tell(f"{name} ...")
+        yield name
 
 
 def typed_command(argv: list[str]) -> str:

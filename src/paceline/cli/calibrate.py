@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.destination import check_file
+from paceline.cli.options import print_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.calibrate.machine import MachineFigures, Wanted
+    from paceline.calibrate.machine import MachineFigures
 
 
 def _check_entry(path: Path | None) -> Path | None:
     """Returns the path of an entry to write. Raises UsageError for one that no --cluster would read."""
     path = check_file(path)
     if path is not None and path.suffix not in (".yaml", ".yml"):
-        from paceline.errors import UsageError
-
         raise UsageError(
             f"--output {path} does not end in .yaml\n  --cluster and PACELINE_MACHINE take files by that ending\n"
             f"  write to {path.with_suffix('.yaml')}"
@@ -31,39 +27,29 @@ def _check_entry(path: Path | None) -> Path | None:
     return path
 
 
-_Ranks = Annotated[
-    int | None, typer.Option(min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]")
-]
-_Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", callback=_check_entry, metavar="FILE.yaml", help="Write the entry to this file."),
-]
-_Run = Annotated[
-    Path | None,
-    typer.Option("--from", metavar="RUN", help="Measure nothing: fit an entry to a finished run's folder."),
-]
-_Cluster = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.yaml", help="The entry that --from fits.  [default: the catalog's cpu-host]"),
-]
-
-
 def calibrate(
     device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]"),
-    ranks: _Ranks = None,
+    ranks: int | None = typer.Option(None, min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]"),
     name: str | None = typer.Option(None, help="The entry's name.  [default: after the device]"),
-    output: _Output = None,
+    output: Path | None = typer.Option(
+        None, "--output", "-o", callback=_check_entry, metavar="FILE.yaml", help="Write the entry to this file."
+    ),
     compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
     noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
     as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
-    run: _Run = None,
-    cluster: _Cluster = None,
+    run: Path | None = typer.Option(
+        None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a finished run's folder."
+    ),
+    cluster: Path | None = typer.Option(
+        None, metavar="FILE.yaml", help="The entry that --from fits.  [default: the catalog's cpu-host]"
+    ),
 ) -> None:
-    """Measure this machine: products by shape, attention, memory, launches, and collectives where ranks are several.
+    """Measure this machine, so that steps on it can be predicted.
 
-    Writes devices, links and nodes as YAML, which every --cluster takes by the file's name. On a CPU the ranks share
-    the cores out, and measure together as they would train together. A machine that is plainly noisy is refused, with
-    the spread: end what else runs.
+    Times products by shape, attention, memory, launches, and collectives where ranks are several. Writes devices, links
+    and nodes as YAML, which every --cluster takes by the file's name. On a CPU the ranks share the cores out, and
+    measure together as they would train together. A machine that is plainly noisy is refused, with the spread: end what
+    else runs.
 
     Examples:
 
@@ -83,6 +69,7 @@ def calibrate(
         return
     import torch
 
+    from paceline.calibrate.entry import entry_of, write_entry
     from paceline.calibrate.machine import Wanted, check_wanted, measure_machine
 
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -95,36 +82,15 @@ def calibrate(
     if not as_json:
         typer.echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
     measured = measure_machine(wanted)
-    entry_name, text = _entry(name, wanted, measured)
+    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
+    entry_name, text = entry_of(measured, command, torch.__version__, name)
     if output is not None:
-        from paceline.calibrate.entry import write_entry
-
         write_entry(text, output)
     if as_json:
-        typer.echo(json.dumps({"name": entry_name, **asdict(measured)}, indent=2))
+        print_json({"name": entry_name, **asdict(measured)})
         return
     _show(measured)
     typer.echo(f"\n{text}" if output is None else f"\nwrote {output}: use it as --cluster {output}\n", nl=False)
-
-
-def _entry(name: str | None, wanted: Wanted, measured: MachineFigures) -> tuple[str, str]:
-    """Returns the name of the catalog's entry for what was measured, and its text."""
-    import torch
-
-    from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name
-    from paceline.cluster.detect import detect_machine
-
-    machine = detect_machine()
-    entry_name = name or suggest_name(machine, measured)
-    compiled = "" if wanted.with_compiled else " --no-compiled"
-    origin = Origin(
-        command=f"paceline calibrate --device {wanted.device} --ranks {wanted.ranks}{compiled}",
-        versions=f"torch {torch.__version__}",
-        spread=measured.spread,
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        python=platform.python_version(),
-    )
-    return entry_name, make_entry(entry_name, machine, measured, best_rates(measured.kernels.rates), origin)
 
 
 def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
@@ -154,7 +120,7 @@ def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) 
     if output is not None:
         write_entry(found.text, output)
     if as_json:
-        typer.echo(json.dumps(to_json(found), indent=2))
+        print_json(to_json(found))
         return
     typer.echo(f"measured          {1e3 * found.measured_s:10.4g} ms a step")
     for name, seconds in (("before", found.before_s), ("fitted", found.after_s)):

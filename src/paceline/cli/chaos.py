@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import ConfigPath, Overrides
+from paceline.cli.options import ConfigPath, Overrides, print_json
 from paceline.errors import UsageError
 from paceline.health.exit_codes import REFUSED
 
@@ -31,7 +30,7 @@ def chaos(
     mtbf: float = typer.Option(None, min=1e-6, help="Hours between failures to recommend for; else as in this run."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> None:
-    """Train with faults, recover as the config says, and report what it cost.
+    """Train with faults, recover, and report what that cost.
 
     The run is left in <folder>/<name>-chaos; an older one there is replaced. Exit code 0 if every fault was handled as
     the policies of the config say.
@@ -71,7 +70,6 @@ def chaos(
 
 
 def _backend(name: str | None) -> list[str]:
-
     if name is None:
         return []
     if name not in ("virtual", "gloo"):
@@ -85,7 +83,7 @@ def _show(report: Report, folder: Path, *, as_json: bool) -> None:
     from paceline.chaos.report import report_lines
 
     if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2))
+        print_json(report.to_json())
         return
     typer.echo("")
     for line in report_lines(report):

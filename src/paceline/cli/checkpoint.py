@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from paceline.checkpoint.tools.outgoing import Format
     from paceline.checkpoint.tools.reshard import Strategy
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="List, inspect, verify and compare checkpoints; cut them for another world; export and import.",
-)
+app = typer.Typer(no_args_is_help=True, help="List, verify, compare, reshard and convert checkpoints.")
 
 _JSON = typer.Option(False, "--json", help="Print it as JSON.")
 _FAST = typer.Option(False, "--fast", help="Compare the sizes of the source's files, not their hashes, before.")
+_SOURCE = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL.")
 _FORCE = typer.Option(False, "--force", help="Replace what is there.")
 _PATH = typer.Argument(metavar="PATH", help="A checkpoint; of a run or folder, the newest whole one. URLs work, too.")
 
@@ -38,9 +36,9 @@ def list_all(
     full: bool = typer.Option(False, "--full", help="Compare the hash of every file, too: reads everything."),
     as_json: bool = _JSON,
 ) -> None:
-    """List the checkpoints of a run: step, age, size, who wrote them, whether they are whole, and why they are kept.
+    """List the checkpoints of a run, and whether they are whole.
 
-    Ends with exit code 1 if one of them is damaged.
+    Says step, age, size, who wrote them, and why they are kept. Ends with exit code 1 if one of them is damaged.
 
     Examples:
 
@@ -84,7 +82,9 @@ def verify(
     fast: bool = typer.Option(False, "--fast", help="Compare sizes instead of hashes: reads no tensor."),
     as_json: bool = _JSON,
 ) -> None:
-    """Verify a checkpoint: its files, its tensors, and the samples that the run has consumed. All problems are told.
+    """Verify a checkpoint: files, tensors, samples consumed.
+
+    All problems are told.
 
     files: each is there and has the size and the SHA-256 that the manifest says, which has a hash of its own.
 
@@ -121,9 +121,10 @@ def diff(
     right: str = typer.Argument(metavar="B", help="Another one."),
     as_json: bool = _JSON,
 ) -> None:
-    """Compare two checkpoints, however each of them is cut: tensors and values, settings, positions.
+    """Compare two checkpoints, however each of them is cut.
 
-    Ends with exit code 1 if the states differ; settings alone do not count.
+    Compares tensors and values, settings, positions. Ends with exit code 1 if the states differ; settings alone do not
+    count.
 
     Example:  paceline checkpoint diff runs/a runs/b
     """
@@ -141,7 +142,7 @@ def diff(
 
 @app.command()
 def reshard(
-    source: str = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL."),
+    source: str = _SOURCE,
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-<number> is written."),
     ranks: int = typer.Option(..., min=1, help="For so many ranks."),
     strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid."),
@@ -151,7 +152,7 @@ def reshard(
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
-    """Rewrite a checkpoint as the ranks of another world would have saved it.
+    """Rewrite a checkpoint as other ranks would have saved it.
 
     Resuming does not need it: any ranks read any checkpoint. It is for machines where each rank sees a disk of its
     own, and for fewer or smaller files. Every bit of every tensor stays; a source that is damaged is refused.
@@ -176,7 +177,7 @@ def reshard(
 
 @app.command()
 def export(
-    source: str = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL."),
+    source: str = _SOURCE,
     target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf or dcp the folder, to write."),
     kind: str = typer.Option(
         None, "--format", help="safetensors, torch or dcp.  [default: torch for .pt, .pth, .bin; else safetensors]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.options import print_json
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.manifest import Manifest
     from paceline.checkpoint.tools.audit import Audit
     from paceline.checkpoint.tools.difference import Difference
     from paceline.checkpoint.tools.listing import Listed, Summary
@@ -25,9 +24,8 @@ _FIRST = 20  # rows of a long table, of which JSON has all
 def show_list(found: Sequence[Listed], *, as_json: bool) -> None:
     """Shows the checkpoints of a folder, the newest last."""
     if as_json:
-        _print_json([{**asdict(each), "path": str(each.path), "is_whole": not each.problem} for each in found])
+        print_json([{**asdict(each), "path": str(each.path), "is_whole": not each.problem} for each in found])
         return
-
     rows = [
         (
             str(each.step),
@@ -45,14 +43,13 @@ def show_list(found: Sequence[Listed], *, as_json: bool) -> None:
 
 def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     """Shows a manifest in words, and tensors if they were asked for."""
+    manifest, about = found.manifest, found.manifest.about
     if as_json:
-        _print_json(_summary_json(found, lists_tensors))
+        _print_summary(found, lists_tensors=lists_tensors)
         return
-
-    manifest = found.manifest
-    about = manifest.about
     typer.echo(f"{found.path}")
-    typer.echo(f"  step {manifest.step}, {manifest.position:,} samples consumed, saved because of: {_reason(manifest)}")
+    reason = about.get("reason", "a call")
+    typer.echo(f"  step {manifest.step}, {manifest.position:,} samples consumed, saved because of: {reason}")
     typer.echo(
         f"  written by {_world(manifest.world, str(about.get('strategy', '')), about.get('mesh') or {})} into "
         f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes)}"
@@ -78,55 +75,55 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     _print_table(("tensor", "dtype", "shape", "size", "pieces"), rows)
 
 
+def _print_summary(found: Summary, *, lists_tensors: bool) -> None:
+    manifest = found.manifest
+    shown: dict[str, Any] = {"path": str(found.path)}
+    shown |= {name: getattr(manifest, name) for name in ("step", "position", "world", "num_bytes", "metrics", "about")}
+    for name in ("num_parameters", "bytes_by_kind", "bytes_by_dtype", "optimizer"):
+        shown[name] = getattr(found, name)
+    shown["files"] = {name: asdict(file) for name, file in manifest.files.items()}
+    if lists_tensors:
+        shown["tensors"] = [asdict(each) for each in found.tensors]
+    print_json(shown)
+
+
 def show_audit(found: Audit, *, as_json: bool) -> None:
     """Shows what was checked, and what is wrong."""
     if as_json:
         checks = [{**asdict(check), "is_good": check.is_good} for check in found.checks]
-        _print_json(
-            {
-                "path": str(found.path),
-                "step": found.step,
-                "depth": found.depth,
-                "is_good": found.is_good,
-                "checks": checks,
-            }
-        )
+        print_json({**asdict(found), "is_good": found.is_good, "checks": checks})
         return
     typer.echo(f"{found.path}: {'good' if found.is_good else 'DAMAGED'}")
     for check in found.checks:
         word = ("good" if check.is_good else "WRONG") if check.is_done else "-"
         typer.echo(f"  {check.what:<9}{word:<7}{check.finding}")
-        for problem in check.problems[:_FIRST]:
-            typer.echo(f"{'':18}{problem}")
-        if len(check.problems) > _FIRST:
-            typer.echo(f"{'':18}and {len(check.problems) - _FIRST} more: --json lists them")
+        _echo_first([f"{'':18}{problem}" for problem in check.problems], f"{'':18}and {{}} more: --json lists them")
 
 
 def show_difference(found: Difference, left: str, right: str, *, as_json: bool) -> None:
     """Shows what differs, the tensors that are furthest apart first."""
     if as_json:
-        _print_json({"left": left, "right": right, "is_same_state": found.is_same_state, **asdict(found)})
+        print_json({"left": left, "right": right, "is_same_state": found.is_same_state, **asdict(found)})
         return
     typer.echo(f"A  {left}\nB  {right}")
     for title, names in (("only in A", found.only_left), ("only in B", found.only_right), ("other", found.other_shape)):
-        for name in names[:_FIRST]:
-            typer.echo(f"  {title}: {name}")
-        if len(names) > _FIRST:
-            typer.echo(f"  {title}: and {len(names) - _FIRST} more")
+        _echo_first([f"  {title}: {name}" for name in names], f"  {title}: and {{}} more")
     if found.tensors:
         ordered = sorted(found.tensors, key=lambda each: (-each.max_absolute, each.name))
         rows = [
-            (each.name, f"{each.num_different:,} of {each.num_elements:,}", *map(_number, _gaps(each)))
+            (
+                each.name,
+                f"{each.num_different:,} of {each.num_elements:,}",
+                *map(_number, (each.max_absolute, each.max_relative)),
+            )
             for each in ordered[:_FIRST]
         ]
         _print_table(("tensor", "elements that differ", "largest", "relative"), rows)
         if len(ordered) > _FIRST:
             typer.echo(f"  and {len(ordered) - _FIRST} more tensors: --json lists them")
     for title, pairs in (("value", found.values), ("setting", found.settings)):
-        for name, (ours, theirs) in list(pairs.items())[:_FIRST]:
-            typer.echo(f"  {title} {name}: {_short(ours)} -> {_short(theirs)}")
-        if len(pairs) > _FIRST:
-            typer.echo(f"  and {len(pairs) - _FIRST} more {title}s: --json lists them")
+        lines = [f"  {title} {name}: {_short(ours)} -> {_short(theirs)}" for name, (ours, theirs) in pairs.items()]
+        _echo_first(lines, f"  and {{}} more {title}s: --json lists them")
     same = found.num_compared - len(found.tensors)
     word = "the same state, to the last bit" if found.is_same_state else "other states"
     typer.echo(f"{same} of {found.num_compared} tensors are alike: {word}")
@@ -137,30 +134,9 @@ def show_written(what: str, path: Path, *, as_json: bool) -> None:
     from paceline.checkpoint.storage import url_of
 
     if as_json:
-        _print_json({what: url_of(path)})
+        print_json({what: url_of(path)})
     else:
         typer.echo(f"{what} to {url_of(path)}")
-
-
-def _summary_json(found: Summary, lists_tensors: bool) -> dict[str, Any]:
-    manifest = found.manifest
-    made: dict[str, Any] = {
-        "path": str(found.path),
-        "step": manifest.step,
-        "position": manifest.position,
-        "world": manifest.world,
-        "num_bytes": manifest.num_bytes,
-        "num_parameters": found.num_parameters,
-        "bytes_by_kind": found.bytes_by_kind,
-        "bytes_by_dtype": found.bytes_by_dtype,
-        "optimizer": found.optimizer,
-        "metrics": manifest.metrics,
-        "about": manifest.about,
-        "files": {name: asdict(file) for name, file in manifest.files.items()},
-    }
-    if lists_tensors:
-        made["tensors"] = [asdict(each) for each in found.tensors]
-    return made
 
 
 def _world(ranks: int, strategy: str, mesh: Any) -> str:
@@ -168,10 +144,6 @@ def _world(ranks: int, strategy: str, mesh: Any) -> str:
         return "-"
     axes = "".join(f", {name} {size}" for name, size in mesh.items() if isinstance(size, int) and size > 1)
     return f"{ranks} rank{'s' if ranks > 1 else ''}{f' {strategy}' if strategy else ''}{axes}"
-
-
-def _reason(manifest: Manifest) -> str:
-    return str(manifest.about.get("reason", "a call"))
 
 
 def _cut(line: Any) -> str:
@@ -183,12 +155,16 @@ def _setting(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _gaps(each: Any) -> tuple[float, float]:
-    return each.max_absolute, each.max_relative
-
-
 def _number(value: float) -> str:
     return "not a number" if math.isinf(value) else f"{value:.3g}"
+
+
+def _echo_first(lines: Sequence[str], rest: str) -> None:
+    """Prints some lines, and of how many more there are."""
+    for line in lines[:_FIRST]:
+        typer.echo(line)
+    if len(lines) > _FIRST:
+        typer.echo(rest.format(len(lines) - _FIRST))
 
 
 def _short(value: Any) -> str:
@@ -200,7 +176,3 @@ def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[at]) for row in (titles, *rows)) for at in range(len(titles))]
     for row in (titles, *rows):
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))

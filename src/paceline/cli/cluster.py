@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.options import print_json
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,10 +28,8 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
 
     known = shipped()
     if as_json:
-        import json
-
         names = {kind: list(getattr(known, kind)) for kind in ("devices", "nodes", "networks", "links")}
-        typer.echo(json.dumps(names, indent=2))
+        print_json(names)
         return
     typer.echo(f"{'device':<20} {'memory':>10} {'bandwidth':>11} {'most':>18}  generation")
     for name in known.devices:
@@ -55,9 +54,7 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
 @app.command()
 def show(
     name: str | None = typer.Argument(
-        None,
-        metavar="NAME",
-        help="Such as dgx-h100, 32x h100-sxm, or a file of paceline calibrate; none: this machine.",
+        None, metavar="NAME", help="Such as dgx-h100, 32x h100-sxm, or a file of calibrate; none: this machine."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:
@@ -74,17 +71,13 @@ def show(
     from paceline.cluster.detect import detect_cluster, detect_machine
     from paceline.cluster.devices import load_cluster
 
-    detected: Detected | None = None
-    cluster: Cluster | None
-    if name is None:
-        detected = detect_cluster(detect_machine())
-        cluster = detected.cluster
-    else:
-        cluster = load_cluster(name)
+    detected = detect_cluster(detect_machine()) if name is None else None
+    cluster = detected.cluster if detected is not None else load_cluster(str(name))
     if as_json:
-        import json
-
-        typer.echo(json.dumps(_to_json(cluster, detected), indent=2))
+        found: dict[str, Any] = {} if cluster is None else {**asdict(cluster), "devices": cluster.devices}
+        if detected is not None:
+            found |= {"machine": asdict(detected.machine), "assumed": list(detected.assumed)}
+        print_json(found)
         return
     if detected is not None:
         _show_machine(detected)
@@ -93,7 +86,6 @@ def show(
 
 
 def _show_machine(detected: Detected) -> None:
-
     machine = detected.machine
     gpus = ", ".join(machine.gpus) or "no GPU"
     typer.echo(
@@ -123,11 +115,3 @@ def _show(cluster: Cluster) -> None:
     )
     if between is not None:
         typer.echo(f"  between  {between.name}: {between.bandwidth / 1e9:.4g} GB/s one way per node")
-
-
-def _to_json(cluster: Cluster | None, detected: Detected | None) -> dict[str, Any]:
-
-    found: dict[str, Any] = {} if cluster is None else {**asdict(cluster), "devices": cluster.devices}
-    if detected is not None:
-        found |= {"machine": asdict(detected.machine), "assumed": list(detected.assumed)}
-    return found

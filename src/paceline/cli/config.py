@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,12 +17,7 @@ if TYPE_CHECKING:
     from paceline.config import Config, ExplainRow, LoadedConfig
     from paceline.search.choice import Choice
 
-app = typer.Typer(
-    name="config",
-    help="Show, explain and check a config, without starting anything.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = typer.Typer(no_args_is_help=True, help="Show, explain and check a config, without starting anything.")
 
 Ranks = Annotated[
     int | None, typer.Option("--ranks", "-n", min=1, help="The number of ranks, where parallel.ranks is auto.")
@@ -32,9 +27,9 @@ _LADDER = "derived.strategy_ladder"
 
 @app.command()
 def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the whole config as YAML, with overrides and defaults filled in.
+    """Print the whole config as YAML, with every default.
 
-    Example: [bold]paceline config show configs/digits.yaml optim.lr=1e-3 > mine.yaml[/bold]
+    Example:  paceline config show configs/digits.yaml optim.lr=1e-3 > mine.yaml
     """
     from paceline.config import dump_yaml
 
@@ -44,16 +39,18 @@ def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fals
 
 @app.command()
 def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
-    """Print every key with its value and its origin: the file and line, an override, a default, or a formula.
+    """Print every key with its value and where that comes from.
 
-    Example: [bold]paceline config explain configs/digits.yaml train.microbatch=8 --ranks 4[/bold]
+    That is the file and line, an override, a default, or a formula.
+
+    Example:  paceline config explain configs/digits.yaml train.microbatch=8 --ranks 4
     """
     from paceline.config import explain as explain_config
 
     loaded = _load(config, overrides)
     rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _memory_rows(loaded.config, ranks)
     if as_json:
-        typer.echo(_to_json([{"key": row.key, "value": row.value, "origin": row.origin} for row in rows]))
+        typer.echo(_to_json([asdict(row) for row in rows]))
     else:
         _print_table([row for row in rows if row.key != _LADDER])
         for row in rows:
@@ -64,10 +61,10 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of a config, for completion and checks in an editor.
+    """Print the JSON Schema of a config, for editors.
 
-    Example: [bold]paceline config schema > paceline.schema.json[/bold], and as the first line of a config
-    [bold]# yaml-language-server: $schema=paceline.schema.json[/bold]
+    Example:  paceline config schema > paceline.schema.json, and as the first line of a config
+    # yaml-language-server: $schema=paceline.schema.json
     """
     from paceline.config import json_schema
 
@@ -78,15 +75,19 @@ def schema() -> None:
 def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
     """Check a config and report every problem at once. Exits with 0 when there is none.
 
-    Example: [bold]paceline config check configs/gpt_pydoc.yaml parallel.ranks=3[/bold]
+    Example:  paceline config check configs/gpt_pydoc.yaml parallel.ranks=3
     """
+    from paceline.config import check_ranks
+
     try:
-        _check(config, overrides, ranks)
+        loaded = _load(config, overrides)
+        if problems := check_ranks(loaded.config, ranks) if ranks is not None else []:
+            raise ConfigError(problems, source=str(config))
     except ConfigError as error:
         if not as_json:
             raise
-        problems = [{"what": each.what, "rule": each.rule, "fix": each.fix} for each in error.problems]
-        typer.echo(_to_json({"source": error.source, "ok": False, "problems": problems}))
+        told = [asdict(each) for each in error.problems]
+        typer.echo(_to_json({"source": error.source, "ok": False, "problems": told}))
         raise typer.Exit(1) from None
     typer.echo(_to_json({"source": str(config), "ok": True, "problems": []}) if as_json else f"{config}: no problems")
 
@@ -168,15 +169,6 @@ def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
     which = f"the {device} rank that needs most" if layout.pipeline > 1 else f"a {device} rank"
     formula = f"an estimate for {which} and a microbatch of {microbatch}: {parts}"
     return [ExplainRow(key="derived.memory", value=total, origin=f"derived: {formula}")]
-
-
-def _check(config: Path, overrides: list[str] | None, ranks: int | None) -> None:
-    from paceline.config import check_ranks
-
-    loaded = _load(config, overrides)
-    problems = check_ranks(loaded.config, ranks) if ranks is not None else []
-    if problems:
-        raise ConfigError(problems, source=str(config))
 
 
 def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:

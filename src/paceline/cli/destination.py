@@ -25,15 +25,15 @@ def check_record(path: Path | None) -> Path | None:
     """Returns the path of a file whose folder is made for it. Raises UsageError where it cannot be written."""
     from paceline.run.folder import find_write_error
 
+    why = ""
     if path is None:
         return None
     if path.is_dir():
-        raise _refusal(path, "it is a folder")
-    if path.exists():
+        why = "it is a folder"
+    elif path.exists():
         why = "" if os.access(path, os.W_OK) else "it is there, and may not be changed"
-    else:
-        error = find_write_error(path.parent)
-        why = "" if error is None else error.strerror or str(error)
+    elif error := find_write_error(path.parent):
+        why = error.strerror or str(error)
     if why:
         raise _refusal(path, why)
     return path
@@ -42,8 +42,6 @@ def check_record(path: Path | None) -> Path | None:
 def check_picture(path: Path | None) -> Path | None:
     """Returns the path of a picture. Raises UsageError for another ending than a picture has, and as a file's path."""
     if path is not None and path.suffix.lower() not in _PICTURES:
-        from paceline.errors import UsageError
-
         raise UsageError(f"{path} is no picture\n  its name ends in {', '.join(_PICTURES)}\n  try {path.stem}.png")
     return check_file(path)
 
@@ -65,7 +63,6 @@ def check_scratch(folder: str | None) -> str | None:
 
 
 def _refusal(path: Path, why: str) -> Exception:
-
     return UsageError(
         f"{path} cannot be written: {why}\n  what comes out is written there at the end\n"
         "  name a file in a folder that can be written"

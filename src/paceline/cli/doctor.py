@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli.options import Overrides, print_json
 from paceline.errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
@@ -20,12 +22,12 @@ _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 def doctor(
     config: Path = typer.Argument(None, metavar="CONFIG", help="A YAML file: checks the machine for this run too."),
-    overrides: list[str] = typer.Argument(None, metavar="SECTION.KEY=VALUE", help="Changes to the config."),
+    overrides: Overrides = None,
     quick: bool = typer.Option(False, "--quick", help="Start no ranks, and compile nothing."),
     ranks: int = typer.Option(0, min=0, help="Also test so many ranks; under torchrun, those that it started."),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
-    """Check this machine: what is there, what that means, and what to do.
+    """Check this machine: what is there, and what to do about it.
 
     Looks at Python, torch, GPUs and whether they reach one another, cores, memory, shared memory, files, disk and
     clock; at network interfaces, this host's name (a common cause of ranks that hang) and ports; and at all
@@ -58,9 +60,7 @@ def doctor(
             return  # one rank tells
     is_well = all(each.status != "problem" for each in findings)
     if as_json:
-        import json
-
-        typer.echo(json.dumps({"ok": is_well, "findings": [each.to_json() for each in findings]}, indent=2))
+        print_json({"ok": is_well, "findings": [each.to_json() for each in findings]})
     else:
         _print(findings)
     raise typer.Exit(0 if is_well else 1)
@@ -74,42 +74,24 @@ def _surroundings(
     from paceline.doctor.findings import DoctorInputs
     from paceline.doctor.settings import problem_finding
 
-    environment = dict(os.environ)
+    inputs = DoctorInputs(environment=dict(os.environ), is_quick=is_quick)
     if path is None:
-        return DoctorInputs(environment=environment, is_quick=is_quick), []
+        return inputs, []
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
-        found = [problem_finding("config", problem) for problem in error.problems]
-        return DoctorInputs(environment=environment, is_quick=is_quick), found
-    runs = Path(config.monitor.folder)
-    return DoctorInputs(environment=environment, config=config, runs=runs, is_quick=is_quick), []
+        return inputs, [problem_finding("config", problem) for problem in error.problems]
+    return replace(inputs, config=config, runs=Path(config.monitor.folder)), []
 
 
 def _checks() -> list[MachineCheck]:
     from paceline.doctor import devices, handshake, machine, network, settings
 
     return [
-        machine.python,
-        devices.torch_build,
-        devices.driver,
-        devices.gpus,
-        machine.processors,
-        machine.memory,
-        machine.shared_memory,
-        machine.compiler,
-        machine.open_files,
-        machine.locked_memory,
-        machine.disk,
-        machine.packages,
-        network.interfaces,
-        network.host_name,
-        network.chosen_interfaces,
-        network.ports,
-        settings.variables,
-        settings.nccl_files,
-        settings.run,
-        handshake.handshake,
+        *(machine.python, devices.torch_build, devices.driver, devices.gpus, machine.processors, machine.memory),
+        *(machine.shared_memory, machine.compiler, machine.open_files, machine.locked_memory, machine.disk),
+        *(machine.packages, network.interfaces, network.host_name, network.chosen_interfaces, network.ports),
+        *(settings.variables, settings.nccl_files, settings.run, handshake.handshake),
     ]
 
 

@@ -39,17 +39,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
-app.command()(verify)
-app.command()(validate)
-app.command()(plan)
-app.command()(predict)
-app.command()(report)
-app.command()(simulate)
-app.command()(chaos)
-app.command()(schedule)
-app.command()(doctor)
-app.command()(calibrate)
+for _verb in (train, verify, validate, plan, predict, report, simulate, chaos, schedule, doctor, calibrate):
+    app.command()(_verb)
 app.add_typer(config_app, name="config")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -2,66 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.destination import check_file, check_picture
-from paceline.cli.options import ClusterName, Overrides
+from paceline.cli.options import ClusterName, Overrides, print_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.search.result import PlanResult
 
 
-_Model = Annotated[
-    Path | None,
-    typer.Option(
-        "--hf", metavar="FILE", help="The config.json of a Hugging Face model, or its folder; in the place of CONFIG."
-    ),
-]
-_Counts = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N,...",
-        help="How it scales: a table over these numbers of devices; 1,2,4,...,64 is understood.",
-    ),
-]
-_Picture = Annotated[
-    Path | None,
-    typer.Option(
-        callback=check_picture, metavar="FILE", help="Draw the tables of --gpus, as predicted; .svg and .pdf go too."
-    ),
-]
-_Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        callback=check_file,
-        metavar="FILE",
-        help="Write the first plan as a config for paceline train.",
-    ),
-]
-_Trace = Annotated[
-    Path | None,
-    typer.Option(
-        callback=check_file,
-        metavar="FILE",
-        help="Run the first plan's engine without values, and write its time line.",
-    ),
-]
-
-
 def plan(
     cluster: ClusterName,
     config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
     overrides: Overrides = None,
-    hf: _Model = None,
-    gpus: _Counts = None,
-    png: _Picture = None,
+    hf: Path | None = typer.Option(
+        None, metavar="FILE", help="The config.json of a Hugging Face model, or its folder; in the place of CONFIG."
+    ),
+    gpus: str | None = typer.Option(
+        None, metavar="N,N,...", help="How it scales: a table over these numbers of devices; 1,2,4,...,64 goes too."
+    ),
+    png: Path | None = typer.Option(
+        None, callback=check_picture, metavar="FILE", help="Draw the tables of --gpus; .svg and .pdf go too."
+    ),
     by: str = typer.Option("time", metavar="time|cost|memory", help="What comes first."),
     price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour."),
     precision: str | None = typer.Option(
@@ -71,14 +37,22 @@ def plan(
         None, metavar="GIB", help="Memory of a node's host, for what is offloaded; else it has room."
     ),
     top: int = typer.Option(5, min=1, help="How many plans to show."),
-    output: _Output = None,
-    trace: _Trace = None,
+    output: Path | None = typer.Option(
+        None, "-o", "--output", callback=check_file, metavar="FILE", help="Write the first plan as a config to train."
+    ),
+    trace: Path | None = typer.Option(
+        None,
+        callback=check_file,
+        metavar="FILE",
+        help="Run the first plan's engine without values, and write its time line.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
-    """Find the fastest way to train a model on a cluster: mesh, strategy, microbatch, schedule, recomputation, offload.
+    """Find the fastest way to train a model on a cluster.
 
-    What does not fit into memory is left out, with the reason; the rest is ranked by predicted time. Nothing is run,
-    and no GPU is needed. Exit code 1: nothing fits.
+    Compares meshes, strategies, microbatches, schedules, recomputation and offload. What does not fit into memory is
+    left out, with the reason; the rest is ranked by predicted time. Nothing is run, and no GPU is needed. Exit code 1:
+    nothing fits.
 
     Examples:
 
@@ -86,28 +60,23 @@ def plan(
 
       paceline plan configs/gpt_7b.yaml train.global_batch=512 --cluster "32x h100-sxm" --gpus 8,16,32 --png s.png
 
-      paceline plan --hf config.json --cluster "p4d.24xlarge x 2" --by cost --price 2.5
+      paceline plan --hf configs/llama_1b.json --cluster "p4d.24xlarge x 2" --by cost --price 2.5
     """
     from paceline.rehearse.planning import plan as find
+    from paceline.rehearse.planning import trace_plan
 
     source, words = _source(config, list(overrides or []), hf)
+    counts = _counts(gpus, png)
     found = find(
-        source,
-        cluster,
-        overrides=words,
-        by=by,
-        gpus=_counts(gpus, png),
-        precision=precision,
-        price=price,
-        host_gb=host_gb,
+        source, cluster, overrides=words, by=by, gpus=counts, precision=precision, price=price, host_gb=host_gb
     )
     if output is not None:
         _write(output, found)
     is_drawn = png is not None and _draw(png, found)
-    traced_s = _trace(trace, found)
+    traced_s = None if trace is None or found.winner is None else trace_plan(found, trace).seconds
     if as_json:
         replayed = {} if traced_s is None else {"replayed_s": traced_s}
-        typer.echo(json.dumps(found.to_json(top) | replayed, indent=2))
+        print_json(found.to_json(top) | replayed)
     else:
         typer.echo(found.to_text(top))
         if traced_s is not None:
@@ -142,7 +111,6 @@ def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[
 
 
 def _counts(text: str | None, png: Path | None) -> list[int] | None:
-
     if text is None:
         if png is not None:
             raise UsageError(
@@ -165,34 +133,28 @@ def _series(words: list[str]) -> list[int]:
     Nothing where it is no such list.
     """
     found: list[int] = []
-    goes_on = False
-    for word in (each.strip() for each in words):
-        if word == "..." and not goes_on and len(found) > 1 and found[-2] < found[-1]:
-            goes_on = True
-            continue
-        if not word.isdigit():
+    rest = [each.strip() for each in words]
+    while rest:
+        word = rest.pop(0)
+        if word.isdigit():
+            found.append(int(word))
+        elif word == "..." and rest and rest[0].isdigit() and len(found) > 1 and found[-2] < found[-1] < int(rest[0]):
+            found += _between(found[-2], found[-1], int(rest[0]))
+        else:
             return []
-        found += _between(found[-2], found[-1], int(word)) if goes_on else []
-        if goes_on and found[-1] >= int(word):
-            return []
-        goes_on = False
-        found.append(int(word))
-    return [] if goes_on else found
+    return found
 
 
 def _between(first: int, second: int, last: int) -> list[int]:
     """Returns what lies between the second number and the last: multiples where the first divides the second."""
     factor = second // first if first and second % first == 0 else 0
     found, number = [], second
-    while number < last:
-        number = number * factor if factor > 1 else number + second - first
-        if number < last:
-            found.append(number)
+    while (number := number * factor if factor > 1 else number + second - first) < last:
+        found.append(number)
     return found
 
 
 def _write(output: Path, found: PlanResult) -> None:
-
     if found.request.no_config:
         raise UsageError(
             f"{output} is not written: {found.request.no_config}\n  a config cannot say that\n  leave --output out"
@@ -203,15 +165,6 @@ def _write(output: Path, found: PlanResult) -> None:
         output.write_text(found.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the plan cannot be written to {output}: {error.strerror}") from error
-
-
-def _trace(path: Path | None, found: PlanResult) -> float | None:
-    """Returns the seconds of the step whose time line was written; None where none was."""
-    if path is None or found.winner is None:
-        return None
-    from paceline.rehearse.planning import trace_plan
-
-    return trace_plan(found, path).seconds
 
 
 def _draw(png: Path, found: PlanResult) -> bool:

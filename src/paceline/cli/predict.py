@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.destination import check_file
-from paceline.cli.options import ClusterName, ConfigPath, Overrides
+from paceline.cli.options import ClusterName, ConfigPath, Overrides, print_json
 from paceline.errors import UsageError
 from paceline.units import format_seconds
 
@@ -36,10 +36,11 @@ def predict(
     price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour."),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
-    """Predict a step: the real engine runs one rank without values, and what it issues is timed on the cluster.
+    """Predict the time and the memory of a step on a cluster.
 
-    Overlap, prefetch, bubbles, stragglers and launch times come out of the order in which the engine issues kernels
-    and collectives. Nothing is computed, and no GPU is needed. Exit code 1: it does not fit into memory.
+    The real engine runs one rank without values, and what it issues is timed on the cluster. Overlap, prefetch,
+    bubbles, stragglers and launch times come out of the order in which the engine issues kernels and collectives.
+    Nothing is computed, and no GPU is needed. Exit code 1: it does not fit into memory.
 
     Examples:
 
@@ -68,11 +69,9 @@ def predict(
 
         write_trace(found, trace)
     if as_json:
-        import json
-
         more = {"microbatch": batch.microbatch, "accumulate": batch.accumulate}
         cost = {} if price is None else {"usd_per_step": found.usd_per_step(price)}
-        typer.echo(json.dumps(found.to_json() | more | cost, indent=2))
+        print_json(found.to_json() | more | cost)
     else:
         for line in [*describe(found, batch, price), *_ways_out(found, asked, batch, config, cluster)]:
             typer.echo(line)
@@ -83,7 +82,6 @@ def predict(
 
 
 def _check_options(slow_links: dict[int, float], price: float | None) -> None:
-
     if slow_links:
         raise UsageError(
             "--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for slow links"

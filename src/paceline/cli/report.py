@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import typer
+
+from paceline.cli.options import print_json
 
 
 def report(
     folder: Path = typer.Argument(help="A run's folder, such as runs/digits."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
-    """Show what a run did: quality, speed, communication, and each rank's share.
+    """Show what a run did: quality, speed, communication, ranks.
 
     Example:  paceline report runs/digits
     """
@@ -22,6 +23,6 @@ def report(
 
     summary = summarize(folder)
     if as_json:
-        typer.echo(json.dumps(to_json(summary), indent=2))
+        print_json(to_json(summary))
     else:
         Console().print(render(summary))

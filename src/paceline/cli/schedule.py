@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.options import print_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,11 +45,12 @@ def schedule(
     png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the grid; .svg and .pdf go too."),
     as_json: bool = typer.Option(False, "--json", help="Print the grid and its measures as JSON."),
 ) -> None:
-    """Show a pipeline schedule: its grid, its bubble, and how many microbatches each rank holds at once.
+    """Show a pipeline schedule: its grid, its bubble, its memory.
 
-    A schedule of your own is a CSV file, one line a rank, one cell a slot: F0.3 is the forward of microbatch 3 in stage
-    0, B0.3 its backward, or I0.3 and W0.3 its two parts (to the input, to the weights); an empty cell is idle. It is
-    checked first, and what is wrong is named by its cell. Write a ready one with --csv, and edit it.
+    Memory is how many microbatches each rank holds at once. A schedule of your own is a CSV file, one line a rank, one
+    cell a slot: F0.3 is the forward of microbatch 3 in stage 0, B0.3 its backward, or I0.3 and W0.3 its two parts (to
+    the input, to the weights); an empty cell is idle. It is checked first, and what is wrong is named by its cell.
+    Write a ready one with --csv, and edit it.
 
     Example:  paceline schedule 1f1b --stages 4 --microbatches 8
 
@@ -68,9 +70,7 @@ def schedule(
     if png is not None:
         draw(found, png, measure)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(_to_json(found, measure), indent=2))
+        print_json(_to_json(found, measure))
     elif csv != "-":
         _show(found, measure, messages)
 
@@ -87,11 +87,8 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
                 "  the bubble depends on microbatches over stages: show a smaller one with the same ratio"
             )
         return make_schedule(name, ranks, microbatches, chunks)
-    if given := [
-        f"--{key}"
-        for key, value in zip(("stages", "microbatches", "chunks"), (ranks, microbatches, chunks), strict=True)
-        if value
-    ]:
+    asked = {"--stages": ranks, "--microbatches": microbatches, "--chunks": chunks}
+    if given := [option for option, value in asked.items() if value]:
         raise UsageError(
             f"{', '.join(given)} beside {name}\n  the file says how many there are\n  leave {given[0]} out"
         )
@@ -128,7 +125,6 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
 
 
 def _with_messages(found: Schedule) -> Schedule:
-
     from paceline.schedule.schedules import lower
 
     programs = lower(found)
@@ -162,18 +158,10 @@ def _show(found: Schedule, measure: ScheduleMeasure, messages: bool) -> None:
 def _to_json(found: Schedule, measure: ScheduleMeasure) -> dict[str, Any]:
     from paceline.schedule.schedules import lower
 
+    measured = ("makespan", "bubble", "overhead", "busy", "in_flight", "in_flight_share")
     return {
-        "name": found.name,
-        "ranks": found.ranks,
-        "stages": found.stages,
-        "microbatches": found.microbatches,
-        "placement": list(found.placement),
-        "makespan": measure.makespan,
-        "bubble": measure.bubble,
-        "overhead": measure.overhead,
-        "busy": list(measure.busy),
-        "in_flight": list(measure.in_flight),
-        "in_flight_share": list(measure.in_flight_share),
+        **{key: getattr(found, key) for key in ("name", "ranks", "stages", "microbatches", "placement")},
+        **{key: getattr(measure, key) for key in measured},
         "rows": [[str(action) if action else None for action in row] for row in found.rows],
         "programs": [[str(action) for action in program] for program in lower(found)],
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.destination import check_file
-from paceline.cli.options import ConfigPath, Overrides
+from paceline.cli.options import ConfigPath, Overrides, print_json
 from paceline.errors import RunFolderError, UsageError
 from paceline.units import format_seconds
 
@@ -41,9 +41,10 @@ def simulate(
         False, "--no-memory-check", help="Also start ranks that are estimated to need more memory than there is."
     ),
 ) -> None:
-    """Train on virtual ranks in this process: real losses, and the times of other machines.
+    """Train on virtual ranks, with the times of other machines.
 
-    The run is left in <folder>/<name>-simulated; an older simulation there is replaced.
+    All of them are in this process, and losses are real. The run is left in <folder>/<name>-simulated; an older
+    simulation there is replaced.
 
     Examples:
 
@@ -137,7 +138,7 @@ def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
     from paceline.rehearse.simulate.timeline import LEGEND, draw_step
 
     if as_json:
-        typer.echo(json.dumps(to_json(summary) | {"simulation": describe(found)}, indent=2))
+        print_json(to_json(summary) | {"simulation": describe(found)})
         return
     console = Console()
     console.print(render(summary))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import ConfigPath, Overrides
+from paceline.cli.options import ConfigPath, Overrides, print_json
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -69,7 +68,7 @@ def show_result(result: RunResult, *, as_json: bool) -> None:
     note = "" if result.has_trained else _nothing_left(result)
     if as_json:
         chosen = {} if result.choice is None else {"choice": result.choice.to_json()}
-        typer.echo(json.dumps(to_json(result.summary) | chosen, indent=2))
+        print_json(to_json(result.summary) | chosen)
         if note:
             typer.echo(note, err=True)
         return

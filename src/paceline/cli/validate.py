@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.destination import check_file
+from paceline.cli.options import print_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def validate(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the scores as JSON; errors are shares of 1."),
 ) -> None:
-    """Score the predictions of step time and memory on measurements that others published.
+    """Score predictions on measurements that others published.
 
-    Every row is predicted from its inputs before what it measured is read. Errors are in the row's own metric; the
-    overall one is the mean over families. A row that cannot be predicted is listed with its line, column and reason.
-    Exit code 1: no row has a score.
+    Step time and memory of every row are predicted from its inputs before what it measured is read. Errors are in the
+    row's own metric; the overall one is the mean over families. A row that cannot be predicted is listed with its line,
+    column and reason. Exit code 1: no row has a score.
 
     Example:  paceline validate
 
@@ -54,7 +54,7 @@ def validate(
         except OSError as error:
             raise UsageError(f"the rows cannot be written to {rows}: {error}") from error
     if as_json:
-        typer.echo(json.dumps(to_json(found), indent=2))
+        print_json(to_json(found))
     elif found.has_scores:
         _show(found)
     else:
@@ -66,8 +66,7 @@ def validate(
 
 def _shipped() -> Path:
     """The selection of this project: in the working folder, or beside an editable installation."""
-    places = [Path.cwd() / _SHIPPED, Path(__file__).parents[3] / _SHIPPED]
-    for place in places:
+    for place in (Path.cwd() / _SHIPPED, Path(__file__).parents[3] / _SHIPPED):
         if place.is_file():
             return place
     raise UsageError(

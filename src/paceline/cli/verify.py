@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.options import Overrides, print_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,17 +32,13 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 _EXACT = {"dtype": "float64", "precision": "fp32"}
 
 
-_Case = Annotated[
-    str | None,
-    typer.Argument(
-        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors."
-    ),
-]
-
-
 def verify(
-    config: _Case = None,
-    overrides: list[str] = typer.Argument(None, metavar="[SECTION.KEY=VALUE]...", help="Changes to the config."),
+    config: str | None = typer.Argument(
+        None,
+        metavar="CONFIG",
+        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors.",
+    ),
+    overrides: Overrides = None,
     strategy: str = typer.Option(None, help="ddp, zero1, zero2, zero3, fsdp or hybrid; by default the config's."),
     ranks: int = typer.Option(4, help="How many ranks."),
     shard_ranks: int = typer.Option(None, help="hybrid: ranks of a shard group; by default half of them."),
@@ -88,16 +84,10 @@ def verify(
     name = model or config or ("gpt" if is_spread else "mlp")
     roomy = _with_room(name, pipeline or 1, tensor or 1, schedule or "", chunks)
     loaded = _load(name, [*roomy, *(overrides or [])])
-    options: dict[str, Any] = {
-        "pipeline": pipeline,
-        "tensor": tensor,
-        "data": data or 0,
-        "schedule": schedule,
-        "chunks": chunks,
-    }
+    options: dict[str, Any] = {"pipeline": pipeline, "tensor": tensor, "data": data or 0, "chunks": chunks}
     options |= {"sequence_parallel": sequence_parallel or None, "accumulate": accumulate, "precision": precision}
     options["checkpoint_activations"] = checkpoint_policy or ("full" if checkpoint_activations else None)
-    layout = _layout(loaded, strategy=strategy, shard_ranks=shard_ranks, **options)
+    layout = _layout(loaded, strategy=strategy, schedule=schedule, shard_ranks=shard_ranks, **options)
     said = strategy or loaded.parallel.strategy
     settings = complete(Settings(layout=layout, strategy=said, ranks=ranks, steps=steps, clip=_clip_norm(clip)))
     check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
@@ -105,7 +95,7 @@ def verify(
     case = ConfigCase(loaded, batch=size, layers_as_blocks=name in BUILT_IN)
     certificate = certify(case, settings, backend=backend, tolerance=tolerance)  # type: ignore[arg-type]
     if as_json:
-        typer.echo(json.dumps({"case": name, **certificate.to_json()}, indent=2))
+        print_json({"case": name, **certificate.to_json()})
     else:
         _show(certificate, name)
     if not certificate.passed:
@@ -147,7 +137,6 @@ def _layout(config: Config, *, schedule: str | None, strategy: str | None, **opt
 
 
 def _clip_norm(text: str) -> float | None:
-
     if text == "none":
         return None
     try:
@@ -161,12 +150,9 @@ def _load(name: str, overrides: list[str]) -> Config:
 
     if name in BUILT_IN and not Path(name).exists():
         values = {**BUILT_IN[name], "name": f"verify-{name}", "train": _EXACT}
-        source = f"the built-in case {name}"
-        return config_from_dict(values, source, overrides)
+        return config_from_dict(values, f"the built-in case {name}", overrides)
     if not name.endswith((".yaml", ".yml")) and not Path(name).exists():
         import difflib
-
-        from paceline.errors import UsageError
 
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else "check the path, or take paceline verify gpt"

@@ -52,7 +52,7 @@ def load_config_with_sources(path: str | Path | None, overrides: str | Sequence[
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "config", overrides: Sequence[str] = ()) -> Config:
-    """Checks plain values as a YAML file would be. Raises ConfigError with all problems at once."""
+    """Checks plain values, and overrides of them, as a YAML file would be. Raises ConfigError with all problems."""
     asked = _AskedValues(values=copy.deepcopy(dict(values)))
     for text in overrides:
         asked.override(text)
@@ -171,8 +171,10 @@ def _suggest_file(path: Path) -> str:
     near = near_files(path)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    configs = sorted(each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml"))
-    return f"the configs in {path.parent} are {', '.join(configs[:8])}" if configs else f"no config is in {path.parent}"
+    for folder in (path.parent, path.parent / "configs"):
+        if configs := sorted(each.name for each in folder.glob("*") if each.suffix in (".yaml", ".yml")):
+            return f"the configs in {folder} are {', '.join(configs[:8])}"
+    return f"no config is in {path.parent}"
 
 
 def _malformed(text: str) -> Problem:

@@ -111,12 +111,10 @@ def _with_kind(path: str, owners: list[str | None], chosen: str | None) -> str:
 def near_files(path: Path) -> list[str]:
     """Returns up to three files that may have been meant by a path that does not exist.
 
-    They have a like name in the same folder, or this name in its folder ``configs``.
+    They have a like name in the same folder or in its folder ``configs``; this name comes first.
     """
-    folder = path.parent
-    if not folder.is_dir():
-        return []
-    moved = [folder / "configs" / path.name]
-    names = [each.name for each in folder.iterdir() if each.is_file()]
-    near = [folder / name for name in difflib.get_close_matches(path.name, names, n=3, cutoff=0.7)]
-    return [str(each) for each in [*(each for each in moved if each.is_file()), *near]][:3]
+    found = []
+    for folder in (path.parent, path.parent / "configs"):
+        names = [each.name for each in folder.glob("*") if each.is_file()]
+        found += [folder / name for name in difflib.get_close_matches(path.name, names, n=3, cutoff=0.7)]
+    return [str(each) for each in sorted(found, key=lambda each: each.name != path.name)][:3]

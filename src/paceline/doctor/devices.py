@@ -93,10 +93,9 @@ def no_gpu(hardware: list[str], cuda: str | None, visible: str | None) -> Machin
     if not hardware:
         return finding("gpus", "none", "ranks compute on the CPU, and talk through shared memory or Gloo")
     if cuda is None:
-        found = f"{len(hardware)} in this machine ({', '.join(hardware)}), and a torch without CUDA"
         return finding(
             "gpus",
-            found,
+            f"{len(hardware)} in this machine ({', '.join(hardware)}), and a torch without CUDA",
             "ranks would compute on the CPU",
             problem="install a torch that is built for CUDA, as https://pytorch.org says for this machine",
         )
@@ -148,12 +147,10 @@ def _peers(count: int) -> MachineFinding:
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     apart = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     found = f"{len(pairs) - len(apart)} of {len(pairs)} ordered pairs reach one another"
-    meaning = "NCCL copies between any two of them directly"
-    if apart:
-        meaning = "the others go through the host's memory, which is slower: see nvidia-smi topo -m"
+    slow = "the others go through the host's memory, which is slower: see nvidia-smi topo -m"
     return finding(
         "peer access",
         found + (f"; not {', '.join(apart[:8])}{' ...' if len(apart) > 8 else ''}" if apart else ""),
-        meaning,
+        slow if apart else "NCCL copies between any two of them directly",
         note="nothing, if the machine is built so; in a virtual machine, ask for peer-to-peer access" if apart else "",
     )

@@ -75,18 +75,13 @@ def missing_packages(names: Iterable[str] = NEEDED) -> list[MachineFinding]:
 
 def examine(checks: Iterable[MachineCheck], surroundings: DoctorInputs) -> list[MachineFinding]:
     """Runs all checks. One that raises is a problem of its own, under its name."""
-    return [finding for check in checks for finding in _findings_of(check, surroundings)]
-
-
-def _findings_of(check: MachineCheck, surroundings: DoctorInputs) -> list[MachineFinding]:
-    try:
-        return list(check(surroundings))
-    except Exception as error:  # whatever it is, the other checks still tell something
-        return [
-            finding(
-                check.__name__.replace("_", " "),
-                f"the check failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                "this machine answers in a way that was not foreseen",
-                problem="look at the message; a run may fail in the same place",
-            )
-        ]
+    found: list[MachineFinding] = []
+    for check in checks:
+        try:
+            found += list(check(surroundings))
+        except Exception as error:  # whatever it is, the other checks still tell something
+            name = check.__name__.replace("_", " ")
+            why = f"the check failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            meaning = "this machine answers in a way that was not foreseen"
+            found.append(finding(name, why, meaning, problem="look at the message; a run may fail in the same place"))
+    return found

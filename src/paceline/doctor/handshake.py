@@ -12,6 +12,7 @@ from paceline.comm.base import Communicator
 from paceline.config.settings import GLOO_INTERFACE
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.doctor.network import find_interfaces, gloo_interface, resolve_host, settings_of
+from paceline.doctor.self_test import sum_up, two_lines
 from paceline.errors import CommunicationError, PacelineError
 from paceline.run.processes import RankHost, run_processes
 from paceline.units import format_seconds
@@ -47,16 +48,14 @@ def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterat
     Never takes longer than it may.
     """
     name = "handshake" + (f" over {interface}" if interface else "")
-    place = None if interface is None else RankHost(enter=_stay, meet_at="127.0.0.1", interface=interface)
-    places = None if place is None else [place] * 2
+    places = [RankHost(enter=_stay, meet_at="127.0.0.1", interface=interface)] * 2 if interface else None
     start = time.monotonic()
     try:
         greetings = run_processes(_greet, 2, args=(interface is None,), timeout_s=timeout_s, places=places)
     except PacelineError as error:
-        told = [line.strip() for line in str(error).splitlines() if line.strip()]
         yield finding(
             name,
-            f"two ranks cannot talk: {' '.join(told[:2])}",
+            f"two ranks cannot talk: {two_lines(error)}",
             "a run would fail, or hang, in the same place",
             problem="allow connections between processes of this host (firewall, sandbox), or set comm.interface",
         )
@@ -75,17 +74,11 @@ def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterat
 def _in_shared_memory(greetings: list[Greeting]) -> MachineFinding:
     times = [each.shared_s for each in greetings if each.shared_s is not None]
     if len(times) < len(greetings):
-        return finding(
-            "shared handshake",
-            next(each.problem for each in greetings if each.shared_s is None),
-            "ranks of this host talk through Gloo instead, which is slower",
-            note="see shared memory above",
-        )
-    return finding(
-        "shared handshake",
-        f"an all-reduce in shared memory takes {format_seconds(max(times))}",
-        "comm.backend = auto takes it for CPU ranks of one host",
-    )
+        why = next(each.problem for each in greetings if each.shared_s is None)
+        meaning = "ranks of this host talk through Gloo instead, which is slower"
+        return finding("shared handshake", why, meaning, note="see shared memory above")
+    found = f"an all-reduce in shared memory takes {format_seconds(max(times))}"
+    return finding("shared handshake", found, "comm.backend = auto takes it for CPU ranks of one host")
 
 
 def _stay() -> None:
@@ -109,15 +102,4 @@ def _greet(comm: Communicator, also_shared: bool) -> Greeting:
 
 
 def _time_sums(comm: Communicator) -> float:
-    import torch
-
-    times = []
-    for number in range(_ROUNDS):
-        value = torch.tensor([float(comm.rank + number)])
-        start = time.perf_counter()
-        comm.all_reduce(value).wait()
-        times.append(time.perf_counter() - start)
-        expected = sum(range(comm.size)) + comm.size * number
-        if value.item() != expected:
-            raise PacelineError(f"ranks added up to {value.item():g}, and not to {expected}")
-    return statistics.median(times)
+    return statistics.median(sum_up(comm, 1) for _ in range(_ROUNDS))

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import psutil
 
-from paceline.doctor.findings import DoctorInputs, MachineFinding, Status, finding
+from paceline.cluster.detect import host_memory, usable_cores
+from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.units import GIB, MIB, format_bytes, format_seconds
 
 _OLDEST_PYTHON = (3, 11)
 _CGROUP = Path("/sys/fs/cgroup")
-_NO_LIMIT = 2**60  # of a cgroup: as good as none
 _FEW_FILES, _ENOUGH_FILES = 256, 4096
 _LITTLE_MEMORY, _LITTLE_SHARED, _LITTLE_DISK = 1 * GIB, 64 * MIB, 1 * GIB
 
@@ -40,7 +40,7 @@ def python(_: DoctorInputs) -> Iterator[MachineFinding]:
 def processors(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     """Reports how many cores a run may use: by affinity and by a container's quota, and what threads were asked for."""
     cores = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    usable = len(usable_cores())
     quota = cpu_quota(_read(_CGROUP / "cpu.max"))
     asked = surroundings.environment.get("OMP_NUM_THREADS", "")
     limits = [f"{usable} of {cores} cores usable"]
@@ -48,13 +48,11 @@ def processors(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     limits += [f"OMP_NUM_THREADS={asked}"] if asked else []
     least = min(usable, quota or cores)
     is_limited = least < cores
-    meaning = "CPU ranks share these cores out among them"
-    if is_limited:
-        meaning = "ranks share the cores out by their number: more threads than cores slow each other down"
+    crowded = "ranks share the cores out by their number: more threads than cores slow each other down"
     yield finding(
         "processors",
         ", ".join(limits),
-        meaning,
+        crowded if is_limited else "CPU ranks share these cores out among them",
         note=f"set parallel.threads so that ranks x threads is {max(1, int(least))} at most" if is_limited else "",
     )
 
@@ -69,16 +67,14 @@ def cpu_quota(text: str) -> float | None:
 
 def memory(_: DoctorInputs) -> Iterator[MachineFinding]:
     """Reports how much memory is free, also inside a container."""
-    found = psutil.virtual_memory()
-    limit_text = _read(_CGROUP / "memory.max").strip()
-    limit = int(limit_text) if limit_text.isdigit() and int(limit_text) < _NO_LIMIT else None
+    found, limit = psutil.virtual_memory(), host_memory()
     used = _read(_CGROUP / "memory.current").strip()
-    left = found.available if limit is None else max(0, limit - (int(used) if used.isdigit() else 0))
-    free = min(found.available, left)
-    shown = f"{format_bytes(free)} free of {format_bytes(min(found.total, limit or found.total))}"
+    is_limited = limit < found.total
+    free = min(found.available, max(0, limit - int(used))) if is_limited and used.isdigit() else found.available
     yield finding(
         "memory",
-        shown + (" (the limit of this container)" if limit is not None and limit < found.total else ""),
+        f"{format_bytes(free)} free of {format_bytes(limit)}"
+        + (" (the limit of this container)" if is_limited else ""),
         "CPU ranks, loader workers and what is offloaded live in it",
         problem="end what else runs here, or train on fewer ranks" if free < _LITTLE_MEMORY else "",
     )
@@ -88,14 +84,14 @@ def open_files(_: DoctorInputs) -> Iterator[MachineFinding]:
     """Checks how many files a process may open: sockets, loader workers and shared tensors each take some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = soft == resource.RLIM_INFINITY
-    status: Status = "ok" if is_unlimited or soft >= _ENOUGH_FILES else "note" if soft >= _FEW_FILES else "problem"
     most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
-    yield MachineFinding(
-        name="open files",
-        status=status,
-        found="no limit" if is_unlimited else f"{soft} for a process (may be raised to {most})",
-        meaning="a rank holds a socket for each other rank, and several files for each loader worker",
-        fix=f"ulimit -n {_ENOUGH_FILES}" if status != "ok" else "",
+    fix = "" if is_unlimited or soft >= _ENOUGH_FILES else f"ulimit -n {_ENOUGH_FILES}"
+    yield finding(
+        "open files",
+        "no limit" if is_unlimited else f"{soft} for a process (may be raised to {most})",
+        "a rank holds a socket for each other rank, and several files for each loader worker",
+        problem=fix if soft < _FEW_FILES else "",
+        note=fix,
     )
 
 
@@ -122,10 +118,12 @@ def disk(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         with tempfile.NamedTemporaryFile(dir=folder) as probe:
             skew = Path(probe.name).stat().st_mtime - time.time()
     except OSError as error:
-        fix = "set monitor.folder to a folder of yours, or change its permissions"
-        meaning = "records, checkpoints and logs of a run are kept there"
-        found = f"{folder} cannot be written: {error.strerror}"
-        yield finding("disk", found, meaning, problem=fix)
+        yield finding(
+            "disk",
+            f"{folder} cannot be written: {error.strerror}",
+            "records, checkpoints and logs of a run are kept there",
+            problem="set monitor.folder to a folder of yours, or change its permissions",
+        )
         return
     free = shutil.disk_usage(folder).free
     yield finding(
@@ -191,13 +189,11 @@ def compiler(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         found, problem = "none", str(error)
     if not problem and not surroundings.is_quick:
         problem = load().problem
-    meaning = "shared memory between CPU ranks is compiled on first use, and kept"
-    if problem:
-        meaning = "shared memory between CPU ranks works in Python, and is slower than compiled"
+    how = "works in Python, and is slower than compiled" if problem else "is compiled on first use, and kept"
     yield finding(
         "compiler",
         problem or found + ("" if surroundings.is_quick else ", and what it compiles can be loaded"),
-        meaning,
+        f"shared memory between CPU ranks {how}",
         note="install a C++ compiler (apt install g++, xcode-select --install)" if problem else "",
     )
 

@@ -171,13 +171,11 @@ def chosen_interfaces(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     present, settings = find_interfaces(), settings_of(surroundings)
     gloo = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
     asked = settings.get(GLOO_INTERFACE)
-    meaning = "every group takes it"
-    if asked is None:
-        meaning = "paceline train takes the loopback where nothing is set; a group over several hosts takes this one"
+    by_name = "paceline train takes the loopback where nothing is set; a group over several hosts takes this one"
     yield finding(
         "gloo interface",
         (gloo or "one that is not up here") + (f", by {asked}" if asked else ", by this host's name"),
-        meaning,
+        "every group takes it" if asked else by_name,
         problem="" if gloo is not None else "name one that is up, or unset it",
     )
     nccl, told = nccl_interfaces(settings, present), settings.get(NCCL_INTERFACE)

@@ -13,6 +13,7 @@ import platform
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,8 +49,8 @@ def self_test(comm: Communicator) -> list[RankReport]:
 
     Raises PacelineError where a sum is wrong.
     """
-    latency_s = statistics.median(_sum_up(comm, 1) for _ in range(_ROUNDS))
-    large_s = min(_sum_up(comm, _LARGE) for _ in range(3))
+    latency_s = statistics.median(sum_up(comm, 1) for _ in range(_ROUNDS))
+    large_s = min(sum_up(comm, _LARGE) for _ in range(3))
     ahead_s, error_s = clock_offset(comm)
     report = RankReport(
         rank=comm.rank,
@@ -89,9 +90,7 @@ def clock_offset(comm: Communicator) -> tuple[float, float]:
 
 def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:
     """Says what the ranks saw, and what is odd about it."""
-    hosts: dict[str, int] = {}
-    for report in reports:
-        hosts[report.host] = hosts.get(report.host, 0) + 1
+    hosts = Counter(report.host for report in reports)
     latency = format_seconds(max(report.latency_s for report in reports))
     speed = f"{min(report.bandwidth for report in reports) / 1e9:.2f} GB/s"
     told = ", ".join(f"{host} ({count})" for host, count in hosts.items())
@@ -126,16 +125,21 @@ def _clock_finding(reports: list[RankReport]) -> MachineFinding:
 
 def failed_test(error: PacelineError) -> MachineFinding:
     """Makes a finding of ranks that could not be tested."""
-    told = [line.strip() for line in str(error).splitlines() if line.strip()]
     return finding(
         "self-test",
-        " ".join(told[:2]),
+        two_lines(error),
         "a run between these ranks would fail, or hang, in the same place",
         problem="open the ports between the hosts, set comm.interface, or look at NCCL_DEBUG=INFO",
     )
 
 
-def _sum_up(comm: Communicator, numel: int) -> float:
+def two_lines(error: PacelineError) -> str:
+    """Returns the first two lines of a message as one."""
+    return " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
+
+
+def sum_up(comm: Communicator, numel: int) -> float:
+    """Returns the seconds in which all ranks add up so many numbers. Raises PacelineError where the sum is wrong."""
     value = torch.full((numel,), float(comm.rank), device=comm.device)
     start = time.perf_counter()
     comm.all_reduce(value).wait()

@@ -40,8 +40,9 @@ def nccl_files(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     given = surroundings.environment.get("NCCL_CONF_FILE")
     user = Path(given) if given else Path(surroundings.environment.get("HOME", "/")) / ".nccl.conf"
     if given and not user.is_file():
-        rule, fix = "NCCL reads its variables from that file", "correct the path, without ~, or unset NCCL_CONF_FILE"
-        yield problem_finding("nccl files", Problem(what=f"NCCL_CONF_FILE={given} is no file", rule=rule, fix=fix))
+        fix = "correct the path, without ~, or unset NCCL_CONF_FILE"
+        meaning = "NCCL reads its variables from that file"
+        yield finding("nccl files", f"NCCL_CONF_FILE={given} is no file", meaning, problem=fix)
     for path in (_SYSTEM_FILE, user):
         if path.is_file() and (lines := variables_in(path.read_text(errors="replace"))):
             shown = ", ".join(f"{name}={value}" for name, value in lines.items())
@@ -69,12 +70,9 @@ def run(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     where = f"{gpus} GPUs" if on_gpus else f"{usable} cores"
     shown = f"{'one rank per GPU' if ranks == 'auto' and on_gpus else f'ranks: {ranks}'}, {where}"
     if on_gpus and (gpus == 0 or (ranks != "auto" and ranks > gpus)):
-        problem = Problem(
-            what=f"parallel.ranks = {ranks}, parallel.device = {device} on {gpus} GPUs",
-            rule="every rank needs a GPU of its own",
-            fix=f"set parallel.ranks = {gpus}, or parallel.device = cpu" if gpus else "set parallel.device = cpu",
-        )
-        yield problem_finding("run", problem)
+        found = f"parallel.ranks = {ranks}, parallel.device = {device} on {gpus} GPUs"
+        fix = f"set parallel.ranks = {gpus}, or parallel.device = cpu" if gpus else "set parallel.device = cpu"
+        yield finding("run", found, "every rank needs a GPU of its own", problem=fix)
     elif not on_gpus and ranks != "auto" and ranks * threads > usable:
         meaning = "ranks that share cores take turns: right results, and no gain in time"
         fix = f"set parallel.ranks = {max(1, usable // threads)} for speed"
@@ -83,8 +81,8 @@ def run(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     else:
         yield finding("run", shown, "this machine has what the config asks for")
     if config.comm.backend == "nccl" and not gpus:
-        rule, fix = "nccl moves bytes between GPUs only", "set comm.backend = auto"
-        yield problem_finding("run", Problem(what="comm.backend = nccl without a GPU", rule=rule, fix=fix))
+        meaning = "nccl moves bytes between GPUs only"
+        yield finding("run", "comm.backend = nccl without a GPU", meaning, problem="set comm.backend = auto")
     names = [each.name for each in find_interfaces()]
     uses_nccl = on_gpus and config.comm.backend in ("auto", "nccl")
     for problem in check_interfaces(settings_of(surroundings), names, uses_nccl=uses_nccl):
