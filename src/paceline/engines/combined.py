@@ -71,7 +71,7 @@ class CombinedParallel(Engine):
         self.axes = axes
         self.comm = axes.data
         self.stages = pipeline.stages
-        self.pipeline = pipeline if pipeline.num_stages > 1 else None
+        self.pipeline: Pipeline | None = pipeline if pipeline.num_stages > 1 else None
         engines = list(self.stages.values())
         self.precision = engines[0].precision
         self.flat_groups = [group for engine in engines for group in engine.flat_groups]

@@ -22,7 +22,7 @@ from paceline.cluster.devices import Cluster
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.workload import RECOMPUTES, Compute, Framework, ModelShape, Running, SampleModel, Workload
-from paceline.predict.memory.engine_memory import EngineMemory
+from paceline.predict.memory.planned import EngineMemory
 
 CHECKPOINTS = tuple(RECOMPUTES)
 _MOST_CHUNKS = 4

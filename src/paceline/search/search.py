@@ -25,7 +25,7 @@ from paceline.plan.workload import ModelShape, SampleModel, Workload
 from paceline.predict.formulas.engine_costs import engine_footprint, price_untuned, with_tuning
 from paceline.predict.formulas.predict import Prediction, model_flops
 from paceline.predict.formulas.tuning import BUCKETS_MB, part_params
-from paceline.predict.memory.engine_memory import EngineMemory
+from paceline.predict.memory.planned import EngineMemory
 from paceline.search.candidates import TrainingTask, candidates_for
 from paceline.search.choice import MARGIN
 from paceline.units import format_bytes, format_seconds

@@ -64,7 +64,7 @@ class _NumpyState:
     @staticmethod
     def _read_memory() -> bytes:
         """Returns the memory of numpy's usual generator; nothing for another one."""
-        generator = np.random.get_bit_generator()
+        generator = np.random.mtrand.get_bit_generator()
         if not isinstance(generator, np.random.MT19937):
             return b""
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
